@@ -1,4 +1,4 @@
-"""Fewer and cleaner labels: choice of pairs to label, order of training, wrong labels, and savings that are measured.
+"""Fewer and cleaner labels: choice of pairs to label, order of training, wrong labels, and measured savings.
 
 Names load on first use.
 """

@@ -1,4 +1,4 @@
-"""Active learning: ask for labels, train on the answers, and ask again, through kills."""
+"""Active learning: ask for labels, train on the answers, and ask again; resumable after a kill."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from rm_optimizer.training.folder.result import RunResult
 from rm_optimizer.training.run import train_reward_model
 
 Answer = str | float | None
-"""`A`, `B`, `tie`, `skip`, the probability that response A is the better one, or None for a missing answer."""
+"""`A`, `B`, `tie`, `skip`, the probability that response A is better, or None for a missing answer."""
 LEDGER_FILE = "questions.jsonl"
 """Questions and answers of an `ActiveLearner`, in its folder."""
 
@@ -51,19 +51,19 @@ class _State:
 
     @property
     def open(self) -> list[str]:
-        """Pair ids that were asked and not answered, in the order of asking."""
+        """Pair ids without an answer, in the order of asking."""
         return [key for batch in self.batches for key in batch if key not in self.answers]
 
 
 class ActiveLearner:
-    """Questions about a pool of unlabeled pairs and their answers, in a folder that survives kills.
+    """Questions about a pool of unlabeled pairs and their answers, kept in a folder.
 
-    Every question and answer is on the disk when `ask` and `tell` return. One process at a time may use the folder.
+    All questions and answers are on disk when `ask` and `tell` return. Only one process at a time may use the folder.
 
     Args:
         folder: folder of the state.
         pool: unlabeled pairs; their labels are not read.
-        rule: name of the acquisition function; the first questions are drawn at random, since no label is known.
+        rule: name of the acquisition function; the first questions are drawn at random if `ask` gets no model.
         seed: seed of draws, ties and the order of responses.
 
     Raises:
@@ -84,11 +84,11 @@ class ActiveLearner:
         self._identity = digest([sorted(self._questions), rule, seed])
 
     def ask(self, k: int, model: BradleyTerryRM | RewardModelEnsemble | None = None) -> list[Question]:
-        """Questions to answer next: those that are open from an earlier call, or `k` new ones.
+        """Questions to answer next: the open ones of earlier calls, or `k` new ones.
 
         Args:
-            k: new questions, positive; the last ones of a pool may be fewer.
-            model: the model that the labels are for; None draws at random.
+            k: number of new questions, positive; fewer if the pool has fewer pairs left.
+            model: the model to improve by the labels; None draws at random.
 
         Raises:
             ConfigError: if `k` is not positive.
@@ -103,17 +103,17 @@ class ActiveLearner:
             return self._open(state)
 
     def open(self) -> list[Question]:
-        """Questions that were asked and not answered."""
+        """Questions without an answer."""
         with self._state() as (state, _):
             return self._open(state)
 
     def tell(self, labels: Mapping[str, Answer]) -> Answers:
-        """Keep answers by the questions' `pair_id`, and return all training pairs so far.
+        """Save answers, keyed by the questions' `pair_id`, and return all training pairs so far.
 
-        Several answers to one question give their mean as its label. A skipped question counts as answered.
+        The label of a question is the mean of its answers. A skipped question counts as answered.
 
         Raises:
-            DataError: if an id is of no question that was asked, or an answer cannot be read; then none is kept.
+            DataError: if an id belongs to no asked question, or an answer cannot be read; then no answer is saved.
         """
         with self._state() as (state, ledger):
             asked = {key for batch in state.batches for key in batch}
@@ -131,7 +131,7 @@ class ActiveLearner:
 
     @property
     def num_asked(self) -> int:
-        """Calls of `ask` that chose new questions."""
+        """Number of calls of `ask` that chose new questions."""
         with self._state() as (state, _):
             return len(state.batches)
 
@@ -177,8 +177,8 @@ class LearningRound:
     """A round of active learning.
 
     Args:
-        num_labels: training pairs, all rounds so far.
-        result: the run that was trained on them.
+        num_labels: number of training pairs from all rounds so far.
+        result: result of the run that was trained on them.
     """
 
     num_labels: int
@@ -198,25 +198,25 @@ def run_active_loop(
     budget: int | None = None,
     patience: int | None = None,
 ) -> list[LearningRound]:
-    """Ask, train on all answers, and ask by the model that was trained; the same call goes on after a kill.
+    """Ask, train on all answers, and choose the next questions by the trained model; repeat a stopped call to continue.
 
-    Everything stands in `config.output_dir`: questions and answers, and a run folder a round in `rounds/`.
+    `config.output_dir` holds the questions and answers, and one run folder for each round in `rounds/`.
 
     Args:
         pool: unlabeled pairs.
-        label_fn: answers of questions by their `pair_id`, missing ones counting as skipped; called once for each batch,
-            and again after a kill within it.
-        n_rounds: most rounds.
+        label_fn: function that returns answers to questions by `pair_id`; questions without one count as skipped. It is
+            called once for each batch, and again if a kill interrupted the call.
+        n_rounds: largest number of rounds.
         config: options of the runs.
-        val: labeled pairs that each round is measured on.
-        k: questions of a round.
+        val: labeled validation pairs of every round.
+        k: number of questions in each round.
         rule: acquisition function.
-        warm: True begins each round at the weights of the one before; False trains the base model anew.
-        budget: labels after which it ends; None has no limit.
-        patience: rounds without a lower validation NLL after which it ends; None has no limit.
+        warm: True starts each round from the weights of the round before; False trains the base model again.
+        budget: number of labels after which the loop ends; None has no limit.
+        patience: number of rounds without a lower validation NLL after which the loop ends; None has no limit.
 
     Returns:
-        The rounds, first to last; fewer than `n_rounds` where the pool, the budget or the patience ended first.
+        The rounds, first to last; fewer than `n_rounds` if the pool, the budget or the patience is used up before.
 
     Raises:
         ConfigError: if an option is out of range, the rule compares several models, or another loop is in the folder.
@@ -249,7 +249,7 @@ def run_active_loop(
 def _answered(
     learner: ActiveLearner, label_fn: Callable[[Sequence[Question]], Mapping[str, Answer]], num_batches: int
 ) -> tuple[PreferencePair, ...]:
-    """Training pairs of the first `num_batches` batches, after `label_fn` answered what is open."""
+    """Training pairs of the first `num_batches` batches, after `label_fn` has answered the open questions."""
     questions, pairs = learner.open(), learner.answers(num_batches).pairs
     if questions:
         given = label_fn(questions)

@@ -16,10 +16,10 @@ _DECREASE = 1e-10
 
 @dataclass(frozen=True)
 class LinearReward:
-    """Weights of a linear reward, and how far the labels determine them.
+    """Weights of a linear reward, and their precision given the labels.
 
     Args:
-        weights: reward of a unit of each feature.
+        weights: reward for one unit of each feature.
         factor: lower Cholesky factor of the Hessian of the penalized log-likelihood at `weights`.
     """
 
@@ -27,7 +27,7 @@ class LinearReward:
     factor: Float[np.ndarray, "hidden hidden"]
 
     def margins(self, differences: Float[np.ndarray, "pairs hidden"]) -> Float[np.ndarray, " pairs"]:
-        """Margins of pairs by their differences of features."""
+        """Margins of pairs from their feature differences."""
         return np.asarray(differences @ self.weights)
 
     def sampled_margins(
@@ -44,12 +44,12 @@ def fit_linear_reward(
 ) -> LinearReward:
     """Minimize ``-sum_i [y_i log p_i + (1 - y_i) log(1 - p_i)] + ridge/2 |w|^2`` with ``p_i = sigmoid(w'z_i)``.
 
-    Newton's method with step halving. An undamped fit diverges on few labels, which makes the random baseline look bad
-    and every other rule good.
+    Newton's method with step halving. Without halving, a fit to few labels diverges, which makes the random baseline
+    look bad and every other rule good.
 
     Args:
         differences: features of the first response less those of the second.
-        label: probability that the first response is the better one, in [0, 1].
+        label: probability that the first response is better, in [0, 1].
         ridge: precision of the prior, positive.
     """
     weights = np.zeros(differences.shape[1])

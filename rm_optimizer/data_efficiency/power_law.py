@@ -12,12 +12,12 @@ _EXPONENTS = np.linspace(0.02, 3.0, 150)
 
 @dataclass(frozen=True)
 class PowerLaws:
-    """Rising laws ``level - scale n^-exponent``, one a curve; NaN where no such law rises.
+    """Rising laws ``level - scale n^-exponent``, one for each curve; NaN if no rising law fits.
 
     Args:
         level: limit of the curve.
         scale: positive factor.
-        exponent: speed of the approach.
+        exponent: positive exponent; larger values approach the limit faster.
     """
 
     level: Float[np.ndarray, " curves"]

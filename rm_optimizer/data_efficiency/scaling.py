@@ -1,4 +1,4 @@
-"""Learning curves over the number of training pairs, and how many more a gain in accuracy takes."""
+"""Learning curves over the number of training pairs, and the number of pairs that a gain in accuracy needs."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rm_optimizer.schema.data import Streaming
 from rm_optimizer.training.folder.record import absolute_source
 
 FEWEST_SIZES = 4
-"""Sizes that a law of three numbers needs."""
+"""Least number of sizes to fit a law with three coefficients."""
 FURTHEST = 4
-"""Multiple of the largest size beyond which a law is not trusted."""
+"""Multiple of the largest size up to which a law is trusted."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ScalingPoint(JsonRecord):
     Args:
         num_pairs: training pairs.
         accuracy: accuracy, measured or predicted.
-        nll: NLL in nats likewise.
+        nll: NLL in nats, measured or predicted.
     """
 
     num_pairs: int
@@ -47,13 +47,13 @@ class ScalingPoint(JsonRecord):
 
 @dataclass(frozen=True)
 class MorePairs(JsonRecord):
-    """Pairs that a gain in accuracy takes, beyond the largest size.
+    """Number of pairs beyond the largest size that a gain in accuracy needs.
 
     Args:
         gain: gain in accuracy, as a share.
-        pairs: further pairs by the fitted law; None where it needs more than `FURTHEST` times the largest size.
-        fewest: lower end of the 95 % interval, or `FURTHEST` times the largest size less that size if that is smaller.
-        most: upper end; None where it is not known.
+        pairs: further pairs by the fitted law; None if the law needs more than `FURTHEST` times the largest size.
+        fewest: lower end of the 95 % interval, at most `FURTHEST` times the largest size less that size.
+        most: upper end of the interval; None if it is not known.
     """
 
     gain: float
@@ -63,7 +63,7 @@ class MorePairs(JsonRecord):
 
     @property
     def sentence(self) -> str:
-        """The answer in words."""
+        """The result in words."""
         points = f"{100 * self.gain:g} point{'' if self.gain == 0.01 else 's'} more accuracy"
         if self.pairs is not None and self.most is not None:
             return f"{points}: about {self.pairs:,.0f} more pairs [{self.fewest:,.0f}, {self.most:,.0f}]"
@@ -82,7 +82,7 @@ class ScalingReport(JsonRecord, indent=1):
         num_seeds: runs at each size.
         measured: means over seeds, with Student's intervals.
         predicted: values of the fitted laws at twice and four times the largest size.
-        more: answer for the gain that was asked about.
+        more: further pairs for the given gain.
     """
 
     num_seeds: int
@@ -101,16 +101,16 @@ def measure_scaling(
     executor: Executor | None = None,
     watch: Callable[[Study], OnTrial] | None = None,
 ) -> ScalingReport:
-    """Train at several sizes and fit the learning curve; the same call goes on after a kill.
+    """Train at several sizes and fit the learning curve; repeat a stopped call to continue it.
 
     Args:
-        config: options of the runs, whose size and seeds are set here.
+        config: options of the runs; their sizes and seeds are replaced.
         folder: folder of the study.
-        sizes: numbers of training pairs; None halves all of them four times.
-        num_seeds: runs at each size, each with a subset, initial head and order of its own.
-        gain: gain in accuracy to ask about, as a share.
-        executor: runs the trials; None runs them in this process.
-        watch: called with the planned study; returns what is called with each trial that ended.
+        sizes: numbers of training pairs; None takes the number of all pairs, halved four times.
+        num_seeds: runs at each size, each with its own subset, initial head and order.
+        gain: gain in accuracy to plan for, as a share.
+        executor: executor of the trials; None runs them in this process.
+        watch: function of the planned study that returns the callback for each finished trial.
 
     Raises:
         ConfigError: if an option is out of its range, or the folder holds another study.
@@ -125,10 +125,10 @@ def measure_scaling(
 
 
 def scaling_trials(config: TrainConfig, sizes: Sequence[int] | None, num_seeds: int) -> list[PlannedTrial]:
-    """Trials of every size and seed. A seed's smaller subsets lie within its larger ones.
+    """Trials of every size and seed. For each seed, smaller subsets are contained in larger ones.
 
     Raises:
-        ConfigError: if there are too few sizes or seeds, or the options set what the study sets.
+        ConfigError: if there are too few sizes or seeds, or the options set an option of the study.
         DataError: if a size is larger than the training pairs.
     """
     if num_seeds < 2:
@@ -155,7 +155,7 @@ def _of_seed(config: TrainConfig, seed: int) -> TrainConfig:
 
 
 def _measured(study: Study) -> tuple[list[int], np.ndarray, np.ndarray]:
-    """Sizes, and accuracy and NLL over the seeds that have all sizes, and the sizes."""
+    """Sizes, then accuracy and NLL as tables of seeds and sizes, for the seeds that finished every size."""
     found: dict[int, dict[int, tuple[float, float]]] = defaultdict(dict)
     for planned, row in zip(study.plan.trials, study.rows(), strict=True):
         options = planned.spec["options"]
@@ -183,16 +183,16 @@ def scaling_report(
 ) -> ScalingReport:
     """Fit ``level - scale n^-exponent`` to accuracy and to the negative NLL.
 
-    The noise of a run is pooled over sizes. Intervals are percentiles of laws fitted to means that are drawn anew with
-    Student's noise, so few seeds give wide ones. A subset's noise is taken as independent of that of other sizes.
+    The noise of a run is pooled over sizes. Intervals are percentiles of laws fitted to means with simulated Student
+    noise, so few seeds give wide intervals. The noise at one size is treated as independent of other sizes.
 
     Args:
         sizes: numbers of pairs, ascending.
         accuracy: accuracy of each run.
         nll: NLL of each run.
-        gain: gain in accuracy to ask about, as a share.
-        num_draws: laws drawn for the intervals.
-        seed: seed of the draws.
+        gain: gain in accuracy to plan for, as a share.
+        num_draws: number of simulated laws for the intervals.
+        seed: seed of the simulation.
     """
     numbers = np.array(sizes, dtype=float)
     ahead = [2 * sizes[-1], FURTHEST * sizes[-1]]
@@ -212,7 +212,7 @@ def scaling_report(
 
 
 def _more(reached: Float[np.ndarray, " draws"], size: int, gain: float) -> MorePairs:
-    """Answer by the numbers of pairs that the fitted law and the laws drawn after it need."""
+    """Further pairs, from the numbers that the fitted law (first) and the simulated laws need."""
     low, high = np.quantile(reached[1:], [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2], method="nearest")
     furthest = FURTHEST * size
     is_known = reached[0] <= furthest
@@ -225,7 +225,7 @@ def _more(reached: Float[np.ndarray, " draws"], size: int, gain: float) -> MoreP
 
 
 def _drawn(values: Float[np.ndarray, "seeds sizes"], num_draws: int, generator: np.random.Generator) -> np.ndarray:
-    """Means over seeds, and below them such means with noise of their own."""
+    """Means over seeds, and in the rows below simulated means with noise."""
     num_seeds, num_sizes = values.shape
     freedom, means = num_sizes * (num_seeds - 1), values.mean(axis=0)
     error = np.sqrt(((values - means) ** 2).sum() / freedom / num_seeds)
@@ -234,7 +234,7 @@ def _drawn(values: Float[np.ndarray, "seeds sizes"], num_draws: int, generator: 
 
 
 def _estimate(values: Float[np.ndarray, " draws"], num_seeds: int) -> Estimate:
-    """Value of the fitted law, with the spread of the laws drawn; none where too many of these do not rise."""
+    """Value of the fitted law, with the spread of the simulated ones; no spread if too many of them do not rise."""
     drawn = values[1:][~np.isnan(values[1:])]
     if np.isnan(values[0]) or len(drawn) < CONFIDENCE * (len(values) - 1):
         return Estimate(float("nan"), None, num_seeds)

@@ -1,4 +1,4 @@
-"""Features of responses without a model: directions of their words, length and question marks."""
+"""Features of responses without a model: singular directions of words, length and question marks."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def text_differences(
 
     Args:
         pairs: the pairs; their labels are not read.
-        num_directions: singular directions, fewer where there are fewer responses or words.
-        fewest: responses that a word must stand in to count.
+        num_directions: number of singular directions; fewer if there are fewer responses or words.
+        fewest: least number of responses that contain a word for it to count.
 
     Raises:
-        DataError: if fewer than two words stand in so many responses.
+        DataError: if fewer than two words occur in so many responses.
     """
     texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)]
     words = [Counter(_WORD.findall(text.lower())) for text in texts]

@@ -1,1 +1,1 @@
-"""Choice of pairs to label: the pool, and rules that score its pairs or design a batch."""
+"""Choice of pairs to label: the pool of pairs, and acquisition functions that score pairs or choose a batch."""

@@ -12,15 +12,15 @@ from rm_optimizer.data_efficiency.acquisition.pool import Pool, blocks
 
 
 class Coreset(AcquisitionFunction):
-    """Pairs that cover the pool: each is the one farthest from all labeled and chosen ones (Sener and Savarese, 2018).
+    """Pairs that cover the pool: each next pair is farthest from labeled and chosen ones (Sener and Savarese, 2018).
 
-    A pair and the same pair with its responses exchanged are one point, at the smaller of both distances.
+    A pair with its responses exchanged is the same point, so the smaller of the two distances counts.
     """
 
     name = "coreset"
 
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
-        """Distance of the pair's difference of features to the nearest labeled one; its norm where none is labeled."""
+        """Distance of the pair's feature difference from the nearest labeled one; its norm if no pair is labeled."""
         differences = pool.require_differences(self.name)
         squares = _square_norms(differences)
         nearest, labeled = squares.copy(), np.flatnonzero(pool.is_labeled)
@@ -43,11 +43,11 @@ class Coreset(AcquisitionFunction):
 
 
 class BADGE(AcquisitionFunction):
-    """Pairs whose gradients are long and point apart (Ash et al., 2020, arXiv:1906.03671).
+    """Pairs whose gradients are long and have different directions (Ash et al., 2020, arXiv:1906.03671).
 
     With the predicted preference as its label, a pair's gradient of the last layer is ``-min(p, 1-p) sign(margin) z``.
-    The batch is drawn by k-means++: each next pair with a probability proportional to the squared distance of its
-    gradient to the nearest one chosen. The first is the longest.
+    The batch is drawn by k-means++. The first pair has the longest gradient. Each next pair is drawn with a probability
+    proportional to the squared distance of its gradient from the nearest chosen one.
     """
 
     name = "badge"
@@ -69,7 +69,7 @@ class BADGE(AcquisitionFunction):
                 best = int(first[0] if len(first) == 1 else generator.choice(first))
             elif left.sum() > 0:
                 best = int(generator.choice(len(left), p=left / left.sum()))
-            else:  # every gradient left is one that was chosen
+            else:  # every remaining gradient equals a chosen one
                 best = int(generator.choice(np.flatnonzero(~is_taken)))
             is_taken[best] = True
             chosen.append(best)
@@ -80,7 +80,7 @@ class BADGE(AcquisitionFunction):
 
 
 def _residuals(pool: Pool) -> Float[np.ndarray, " pairs"]:
-    """Derivative of the loss by the margin if the predicted preference is the label."""
+    """Derivative of the loss with respect to the margin if the predicted preference is the label."""
     margins = pool.margins.mean(axis=0)
     return np.asarray(-np.where(margins >= 0, 1.0, -1.0) * expit(-np.abs(margins)))
 
@@ -97,14 +97,14 @@ def _square_distances(
     *,
     up_to_sign: bool = False,
 ) -> Float[np.ndarray, " pairs"]:
-    """Squared distances of the rows, times their factors, to the one at a position.
+    """Squared distances of the rows, multiplied by their factors, from the row at a position.
 
     Args:
         rows: one for each pair.
-        squares: squared norms of the rows times their factors.
-        position: place of the row to compare with.
+        squares: squared norms of the rows multiplied by their factors.
+        position: position of the row to compare with.
         factors: factor of each row; None is 1.
-        up_to_sign: take the nearer of the row and its negative.
+        up_to_sign: True takes the smaller of the distances from the row and from its negative.
     """
     products = np.concatenate([np.asarray(block @ rows[position], dtype=np.float64) for _, block in blocks(rows)])
     if factors is not None:

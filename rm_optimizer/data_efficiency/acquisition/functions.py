@@ -23,7 +23,7 @@ _log = logging.getLogger("rm_optimizer")
 
 
 class AcquisitionFunction(ABC):
-    """A rule that says which labels are worth most.
+    """A rule that ranks unlabeled pairs by the value of their labels.
 
     Attributes:
         name: name of the rule on the command line.
@@ -31,7 +31,7 @@ class AcquisitionFunction(ABC):
 
     name: ClassVar[str]
     compares_members: ClassVar[bool] = False
-    """True if the rule reads nothing from one model, only from several."""
+    """True if the rule needs several models."""
 
     def score(
         self, pairs: Sequence[PreferencePair], model_or_ensemble: BradleyTerryRM | RewardModelEnsemble
@@ -40,16 +40,16 @@ class AcquisitionFunction(ABC):
 
         Args:
             pairs: unlabeled pairs; their labels are not read.
-            model_or_ensemble: the model that the labels are for, or several of them.
+            model_or_ensemble: the model to improve by the labels, or an ensemble.
         """
         return self.scores(read_pool(pairs, model_or_ensemble))
 
     @abstractmethod
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
-        """Value of each pair's label alone, with what the pool's labeled pairs tell already."""
+        """Value of each pair's label alone, given the pool's labeled pairs."""
 
     def select(self, pool: Pool, k: int, *, seed: int = 0) -> NDArray[np.int64]:
-        """Positions of `k` unlabeled pairs to label together, best first; the seed decides between equal ones.
+        """Positions of `k` unlabeled pairs to label together, best first; the seed breaks ties.
 
         Args:
             pool: the pairs.
@@ -57,7 +57,7 @@ class AcquisitionFunction(ABC):
             seed: seed of ties and of rules that draw.
 
         Raises:
-            ConfigError: if the pool has fewer unlabeled pairs, or the rule needs what it does not hold.
+            ConfigError: if the pool has fewer unlabeled pairs, or lacks data that the rule needs.
         """
         left = len(pool.unlabeled)
         if not 1 <= k <= left:
@@ -73,18 +73,18 @@ class AcquisitionFunction(ABC):
     def _greedy(
         self, pool: Pool, k: int, generator: np.random.Generator, gains: Gains, add: Callable[[int], None]
     ) -> NDArray[np.int64]:
-        """Positions of `k` unlabeled pairs, each the one of most gain after those before it.
+        """Positions of `k` unlabeled pairs, each with the largest gain given the ones before it.
 
         Args:
             pool: the pairs.
             k: pairs to choose.
-            generator: order of equal gains.
-            gains: gain of every pair of the pool by now.
-            add: called with each position as it is chosen.
+            generator: source of the order of equal gains.
+            gains: function that returns the current gain of every pair in the pool.
+            add: function called with each chosen position.
         """
-        order = generator.permutation(len(pool))  # the first of equal gains is a random one
+        order = generator.permutation(len(pool))  # so that ties are broken at random
         is_taken, chosen = pool.is_labeled.copy(), []
-        scales: list[float] = []  # of gains, while every choice was one among equals
+        scales: list[float] = []  # scales of gains, as long as every choice was a tie
         for number in range(k):
             current = gains()
             if len(scales) == number and are_equal(current[~is_taken], max(scales, default=0.0)):
@@ -102,12 +102,12 @@ class AcquisitionFunction(ABC):
 
 
 def are_equal(scores: Float[np.ndarray, " pairs"], scale: float = 0.0) -> bool:
-    """True if several pairs have one score, but for a millionth of the largest one or of `scale`."""
+    """True for several pairs with equal scores, up to a millionth of the largest one or of `scale`."""
     return len(scores) > 1 and float(np.ptp(scores)) <= 1e-6 * max(scale, float(np.abs(scores).max()))
 
 
 def _best(scores: Float[np.ndarray, " pairs"], k: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Places of the `k` largest scores, largest first, equal ones in random order."""
+    """Positions of the `k` largest scores, largest first, with ties in random order."""
     shuffled = generator.permutation(len(scores))
     return shuffled[np.argsort(-scores[shuffled], kind="stable")[:k]]
 
@@ -126,10 +126,10 @@ class RandomSampling(AcquisitionFunction):
 
 
 class LengthStratified(AcquisitionFunction):
-    """Pairs at random, as many from each tenth of the pool by how far the responses differ in length.
+    """Pairs at random, equally many from each tenth of the pool by the length difference of the responses.
 
     Args:
-        num_strata: strata of equal size.
+        num_strata: number of strata of equal size.
     """
 
     name = "length_stratified"
@@ -162,7 +162,7 @@ class MarginSampling(AcquisitionFunction):
 
 
 class EntropySampling(AcquisitionFunction):
-    """Pairs whose predicted preference is least certain; with one model the order of `margin`."""
+    """Pairs whose predicted preference is least certain; with one model the order is that of `margin`."""
 
     name = "entropy"
 
@@ -174,8 +174,8 @@ class EntropySampling(AcquisitionFunction):
 class UncertaintySampling(AcquisitionFunction):
     """Pairs on whose margin the members of an ensemble disagree most.
 
-    A constant that is added to all rewards of a member changes nothing. The rule repeats itself: pairs alike are
-    uncertain alike. `rm-opt study labels` measures what it saves.
+    Adding a constant to all rewards of a member changes nothing. The rule tends to choose similar pairs, since they
+    are similarly uncertain. `rm-opt study labels` measures how many labels it saves.
     """
 
     name = "uncertainty"
@@ -192,7 +192,7 @@ class UncertaintySampling(AcquisitionFunction):
 
 
 class LargeGap(AcquisitionFunction):
-    """Pairs with one clearly better response by an optimistic margin, as DeltaUCB (ActiveUltraFeedback, 2603.09692).
+    """Pairs with the largest optimistic margin, like DeltaUCB (ActiveUltraFeedback, arXiv:2603.09692).
 
     Args:
         num_deviations: standard deviations over members that are added to the mean margin.
@@ -210,7 +210,7 @@ class LargeGap(AcquisitionFunction):
 
 
 class BALD(AcquisitionFunction):
-    """Pairs whose label tells most about which member is right (Houlsby et al., 2011, arXiv:1112.5745)."""
+    """Pairs whose label is most informative about which member is right (Houlsby et al., 2011, arXiv:1112.5745)."""
 
     name = "bald"
     compares_members = True
@@ -228,9 +228,10 @@ class BALD(AcquisitionFunction):
 
 
 class StochasticBALD(BALD):
-    """Pairs drawn with probabilities proportional to ``score^sharpness`` of BALD, since the best pairs are alike.
+    """Pairs drawn with probabilities proportional to ``score^sharpness`` of BALD.
 
-    "Power" acquisition of Kirsch et al. (2023, arXiv:2106.12059).
+    The pairs with the highest scores are often alike, and a random draw avoids that. This is the "power" acquisition of
+    Kirsch et al. (2023, arXiv:2106.12059).
 
     Args:
         sharpness: exponent of the scores, positive.

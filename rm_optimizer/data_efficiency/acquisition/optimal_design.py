@@ -1,12 +1,12 @@
-"""Optimal designs of labels on the last layer: D- and V-optimality, one pair at a time.
+"""Optimal experimental design on the last layer: D- and V-optimality, one pair at a time.
 
-Near its weights a reward model is linear in the features of its last layer: the margin of a pair is ``w'z`` with ``z``
-the difference of the two features. Labels of pairs `z_i` give the weights the information
+A reward model is linear in the features of its last layer: the margin of a pair is ``w'z`` with ``z`` the difference
+of the two responses' features. The information about the weights from the labels of pairs `z_i` is
 
     A = prior I + sum_i p_i (1 - p_i) z_i z_i'        (logistic regression, Laplace)
 
-with ``p_i`` the predicted preference. No label is needed to know it. Each step below adds one pair and updates what is
-needed of every other one by products with two vectors, so a choice costs O(pairs hidden).
+with ``p_i`` the predicted preference. It does not depend on the labels. Each step below adds one pair and updates the
+values of all other pairs by products with two vectors, so a choice costs O(pairs hidden).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rm_optimizer.errors import ConfigError
 
 
 class _LastLayerDesign(AcquisitionFunction):
-    """Greedy design.
+    """Greedy choice of pairs by an optimality criterion.
 
     Args:
-        prior_precision: `prior` above, in units of the mean square of a coordinate of the differences; positive. It
-            decides how soon directions that few pairs have are worth a label.
+        prior_precision: `prior` above, in units of the mean square of a coordinate of the differences; positive. With
+            a smaller one, directions that few pairs have are labeled earlier.
     """
 
     def __init__(self, prior_precision: float = 1.0) -> None:
@@ -37,7 +37,7 @@ class _LastLayerDesign(AcquisitionFunction):
         self.prior_precision = prior_precision
 
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
-        """Gain of the criterion by each pair's label alone."""
+        """Gain in the criterion from each pair's label alone."""
         return self._gains(self._information(pool))
 
     def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
@@ -49,11 +49,11 @@ class _LastLayerDesign(AcquisitionFunction):
 
     @abstractmethod
     def _gains(self, information: LastLayerInformation) -> Float[np.ndarray, " pairs"]:
-        """Gain of the criterion by each pair."""
+        """Gain in the criterion from each pair."""
 
 
 class DOptimal(_LastLayerDesign):
-    """Pairs that shrink the volume of the weights' posterior most.
+    """Pairs that reduce the volume of the weights' posterior most.
 
     The gain is ``log det(A + p(1-p) z z') - log det A = log(1 + p(1-p) z'A^-1 z)`` (Fedorov, 1972; for preferences Shen
     et al., 2025, arXiv:2502.04354, whose batches are chosen at once).
@@ -66,7 +66,7 @@ class DOptimal(_LastLayerDesign):
 
 
 class VOptimal(_LastLayerDesign):
-    """Pairs that shrink the mean variance of the pool's margins most.
+    """Pairs that reduce the mean variance of the pool's margins most.
 
     With ``C`` the mean of ``z z'`` over the pool the gain is ``tr(C A^-1) - tr(C (A + p(1-p) z z')^-1) = p(1-p) z'A^-1
     C A^-1 z / (1 + p(1-p) z'A^-1 z)``.
@@ -80,14 +80,14 @@ class VOptimal(_LastLayerDesign):
 
 
 class BoundaryOptimal(VOptimal):
-    """Pairs that shrink the pool's expected loss of accuracy most: V-optimality near the decision boundary.
+    """Pairs that reduce the pool's expected loss of accuracy most: V-optimality near the decision boundary.
 
-    If a margin t is believed to be normal with mean m and variance v, to predict the sign of m loses ``|tanh(t/2)|``
-    of accuracy where t has the other sign. With ``tanh(t/2) ~ t/2`` the expected loss is ``(sqrt(v) phi(m/sqrt(v)) -
-    |m| Phi(-|m|/sqrt(v))) / 2``, whose derivative by v is ``phi(m/sqrt(v)) / (4 sqrt(v))``: a quarter of the margin's
-    density at zero. So to first order a label's worth is that of V-optimality with ``C`` the mean of ``z z'`` weighted
-    by these densities. They are taken at the labels known before the batch. Where nothing is known yet all margins are
-    uncertain alike, and the choice is that of V-optimality.
+    Let the posterior of a margin t be normal with mean m and variance v. Predicting the sign of m loses ``|tanh(t/2)|``
+    of accuracy if t has the other sign. With ``tanh(t/2) ~ t/2`` the expected loss is ``(sqrt(v) phi(m/sqrt(v)) -
+    |m| Phi(-|m|/sqrt(v))) / 2``. Its derivative with respect to v is ``phi(m/sqrt(v)) / (4 sqrt(v))``, a quarter of the
+    margin's density at zero. So to first order the value of a label is that of V-optimality if ``C`` is the mean of
+    ``z z'`` weighted by these densities. The densities are computed from the labels known before the batch. Without
+    labels, the choice is that of V-optimality.
     """
 
     name = "boundary_optimal"
@@ -101,11 +101,11 @@ class BoundaryOptimal(VOptimal):
 def density_at_zero(
     means: Float[np.ndarray, " pairs"], variances: Float[np.ndarray, " pairs"]
 ) -> Float[np.ndarray, " pairs"]:
-    """Density at 0 of normal margins, as shares of the largest one; 0 where the variance is.
+    """Density at 0 of normal margins, divided by the largest one; 0 if the variance is 0.
 
     Args:
         means: mean of each margin.
-        variances: variance of each, not negative.
+        variances: variance of each margin, not negative.
 
     Example:
         >>> density_at_zero(np.array([0.0, 0.0]), np.array([1.0, 4.0])).tolist()
@@ -119,11 +119,11 @@ def density_at_zero(
 
 
 class LastLayerInformation:
-    """Information matrix of the labels so far, and what each pair of the pool would add.
+    """Information matrix of the labels so far, and the effect of each pair of the pool.
 
     Args:
-        pool: the pairs; those that are labeled are in the matrix from the start.
-        differences: their differences of features.
+        pool: the pairs; labeled ones are in the matrix from the start.
+        differences: feature differences of the pairs.
         prior_precision: prior precision, as in `DOptimal`.
 
     Attributes:
@@ -158,7 +158,7 @@ class LastLayerInformation:
         return self._reductions
 
     def weigh_moments(self, weights: Float[np.ndarray, " pairs"]) -> None:
-        """Take the weighted mean of ``z z'`` for `C`, before `reductions` are read.
+        """Replace `C` by the weighted mean of ``z z'``; to be called before `reductions` are read.
 
         Args:
             weights: weight of each pair, not negative and not all 0.
@@ -178,11 +178,11 @@ class LastLayerInformation:
         return found
 
     def add(self, position: int) -> None:
-        """Count the pair's label: ``A += p(1-p) z z'``, and update each pair's variance and reduction (rank one).
+        """Add the pair's label, ``A += p(1-p) z z'``, and update each pair's variance and reduction (rank one).
 
-        With ``u = A^-1 z``, ``g = A^-1 C u`` and ``c = p(1-p) / (1 + p(1-p) z'u)``, Sherman and Morrison's
-        ``A^-1 - c u u'`` in place of ``A^-1`` takes ``c (z_i'u)^2`` off the variance of pair i, and
-        ``2 c (z_i'u)(z_i'g) - c^2 (u'Cu) (z_i'u)^2`` off its reduction.
+        Let ``u = A^-1 z``, ``g = A^-1 C u`` and ``c = p(1-p) / (1 + p(1-p) z'u)``. By Sherman and Morrison ``A^-1``
+        becomes ``A^-1 - c u u'``. So the variance of pair i falls by ``c (z_i'u)^2``, and its reduction by
+        ``2 c (z_i'u)(z_i'g) - c^2 (u'Cu) (z_i'u)^2``.
         """
         difference = np.asarray(self._differences[position], dtype=np.float64)
         u = self._covariance @ difference

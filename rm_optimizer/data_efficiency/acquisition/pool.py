@@ -1,4 +1,4 @@
-"""Pools of unlabeled pairs: what a model or an ensemble says of them, computed once and kept on disk."""
+"""Pools of unlabeled pairs: margins and features by a model or an ensemble, computed once and kept on disk."""
 
 from __future__ import annotations
 
@@ -22,25 +22,24 @@ from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
 BLOCK_PAIRS = 2048
-"""Pairs computed between two entries on disk: what a kill costs at most."""
+"""Pairs computed between two saves, which is the most that a kill loses."""
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Pairs to choose from, and those that are labeled already, as acquisition functions see them.
+    """Pairs to choose from and labeled pairs, as input of acquisition functions.
 
-    Which response of a pair stands first has no meaning: exchanging the two changes the signs of its margins and of
-    its difference, and no choice.
+    The order of a pair's responses has no meaning. Exchanging them changes the signs of margins and differences, but
+    not the choice.
 
     Args:
-        margins: reward of the first response less that of the second, by each member.
+        margins: reward of the first response less the reward of the second, by each member.
         lengths: characters of the first response less those of the second.
-        is_labeled: pairs whose label is known; they are never chosen, but count as information.
-        differences: features of the first response less those of the second, as `features` gives them; None where the
-            rule reads none.
+        is_labeled: True for pairs whose label is known; they are not chosen, but count as information.
+        differences: features (by `features`) of the first response less those of the second; None without features.
 
     Raises:
-        ValueError: if the arrays are not of one number of pairs.
+        ValueError: if the arrays have different numbers of pairs.
         DataError: if a margin or a feature is not finite.
     """
 
@@ -87,7 +86,7 @@ class Pool:
         """Refuse the margins of one model for a rule that compares several.
 
         Raises:
-            ConfigError: with the reason, as "one model has no variance over members".
+            ConfigError: with the reason, such as "one model has no variance over members".
         """
         if len(self.margins) < 2:
             raise ConfigError(
@@ -96,7 +95,7 @@ class Pool:
 
 
 def blocks(rows: np.ndarray, size: int = 16_384) -> Iterator[tuple[int, np.ndarray]]:
-    """Rows in blocks with the position of each block's first row, so that a mapped array is read piece by piece."""
+    """Blocks of rows with the position of the first row, so that a memory-mapped array is read in pieces."""
     for start in range(0, len(rows), size):
         yield start, rows[start : start + size]
 
@@ -111,17 +110,17 @@ def read_pool(
     on_progress: Callable[[int], None] = lambda pairs: None,
     ray_workers: int = 0,
 ) -> Pool:
-    """Score the pairs, and compute their features where the scorer is one model in this process.
+    """Score the pairs, and compute their features if the scorer is a single model in this process.
 
     Args:
         pairs: the pairs; their labels are not read.
         model: a reward model, or an ensemble of them.
-        is_labeled: pairs that are labeled already; None for none.
-        folder: folder to keep what is computed in, mapped into memory; the same call goes on there after a kill. None
-            keeps all in memory.
-        token_budget: tokens, padding included, of one forward pass.
+        is_labeled: True for pairs whose label is known; None for none.
+        folder: folder for computed values, which are memory-mapped; repeating a stopped call continues from them. None
+            keeps the values in memory.
+        token_budget: most tokens in one forward pass, padding included.
         on_progress: called with the pairs done so far.
-        ray_workers: workers on a Ray cluster that compute the features of one model, in blocks; 0 computes them here.
+        ray_workers: workers of a Ray cluster that compute the features in blocks; 0 computes them in this process.
 
     Raises:
         MissingExtra: if there are Ray workers and Ray is not installed.
@@ -178,12 +177,12 @@ def _mapped(path: Path, shape: tuple[int, int], *, is_new: bool) -> np.memmap[An
     """Differences of features in a file, to be read and written.
 
     Raises:
-        DataError: if an earlier file is gone, cut or damaged.
+        DataError: if an earlier file is missing, truncated or damaged.
     """
     if is_new:
         return np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=shape)
     try:
-        kept = np.load(path, mmap_mode="r")  # which does not lengthen a cut file, as "r+" does
+        kept = np.load(path, mmap_mode="r")  # unlike "r+", does not lengthen a truncated file
         if kept.shape == shape and kept.dtype == np.dtype(np.float32):
             return np.lib.format.open_memmap(path, mode="r+")
         reason = f"has shape {kept.shape} and kind {kept.dtype}"
@@ -215,7 +214,7 @@ def _scored_blocks(
 def scored_block(
     model: BradleyTerryRM, pairs: Sequence[PreferencePair], first: int, token_budget: int
 ) -> tuple[Float[np.ndarray, "block hidden"], Float[np.ndarray, " block"]]:
-    """Differences of features and margins of the pairs from place `first` of a pool."""
+    """Feature differences and margins of pairs that begin at position `first` of a pool."""
     prompts, ones, others = _sides(pairs)
     encodings = model.encode([*prompts, *prompts], [*ones, *others])
     vectors = np.zeros((len(encodings), model.reward_head.in_features))

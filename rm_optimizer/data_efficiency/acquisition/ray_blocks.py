@@ -17,13 +17,13 @@ ResultT = TypeVar("ResultT")
 def on_ray(
     compute: Callable[..., ResultT], model: Any, tasks: Iterable[tuple[Any, ...]], num_workers: int
 ) -> Iterator[ResultT]:
-    """Results of `compute(model, *task)` in the order of the tasks, computed by workers that are sent the model once.
+    """Results of `compute(model, *task)` in the order of the tasks, by workers that receive the model once.
 
     Args:
-        compute: function of a module that the workers can import.
+        compute: function in a module that the workers can import.
         model: model that all tasks share.
         tasks: further arguments of each task.
-        num_workers: tasks at a time, positive; each takes a GPU where this machine has one.
+        num_workers: tasks at a time, positive; each uses a GPU if this machine has one.
 
     Raises:
         MissingExtra: if Ray is not installed.

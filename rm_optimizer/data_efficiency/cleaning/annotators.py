@@ -1,4 +1,4 @@
-"""Agreement of annotators, and the accuracy that no model can exceed because of it."""
+"""Agreement of annotators, and the upper bound on accuracy that follows from it."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _SIMULATED = 200_000
 
 @dataclass(frozen=True)
 class NoiseCeiling(JsonRecord):
-    """Agreement of several annotators of the same pairs. Votes for a tie do not count.
+    """Agreement of several annotators on the same pairs. Votes for a tie do not count.
 
     Args:
         num_pairs: pairs with at least two votes.
         agreement: probability that two annotators of a pair give the same answer.
         one_by_others: accuracy of the other annotators' majority at predicting one annotator; a tie counts half. On
-            labels that are single votes a good model may well stay below it.
-        majority: share of pairs whose majority a second group of as many annotators would probably repeat.
-        vote_ceiling: accuracy at predicting a vote of a model that knows each pair's probability; no model exceeds it.
-        majority_ceiling: its accuracy at predicting the majority, which is the ceiling on labels that are majorities.
+            labels that are single votes, a good model may stay below it.
+        majority: expected share of pairs whose majority is the same in a second group of equal size.
+        vote_ceiling: largest possible accuracy at predicting a vote, that of the true probability of each pair.
+        majority_ceiling: largest possible accuracy at predicting the majority, for labels that are majorities.
 
-    The last three are of a Beta-binomial fit of the votes.
+    The last three come from a Beta-binomial fit of the votes.
     """
 
     num_pairs: int
@@ -79,12 +79,12 @@ def noise_ceiling(
 
 
 def _majority(lead: np.ndarray) -> np.ndarray:
-    """Credit of the others' majority for an annotator's answer, by their lead for it; one half where they are split."""
+    """Accuracy of the others' majority at an annotator's answer, by their lead for it; one half if they are split."""
     return np.asarray(0.5 + 0.5 * np.sign(lead))
 
 
 def _simulated(both: np.ndarray, spread: float, seed: int) -> tuple[float, float, float]:
-    """Repeated majorities, and the ceilings of a vote and of a majority, of pairs drawn from Beta(spread, spread).
+    """Share of repeated majorities and the ceilings for votes and majorities, simulated from Beta(spread, spread).
 
     A split of the votes counts half.
     """
@@ -99,7 +99,7 @@ def _simulated(both: np.ndarray, spread: float, seed: int) -> tuple[float, float
 def _beta_size(yes: np.ndarray, both: np.ndarray) -> float:
     """Parameter a of Beta(a, a) from the agreement of two votes, which it makes ``(a + 1) / (2 a + 1)``.
 
-    Which response stands first has no meaning, so the distribution is symmetric.
+    The order of the responses has no meaning, so the distribution is symmetric.
     """
     agreement = float((yes * (yes - 1) + (both - yes) * (both - yes - 1)).sum() / (both * (both - 1)).sum())
     agreement = min(max(agreement, 0.5 + 1e-6), 1 - 1e-6)

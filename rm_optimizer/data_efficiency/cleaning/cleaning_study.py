@@ -1,4 +1,4 @@
-"""The cleaning study: labels are turned around, looked for as `data clean` does, and left out of the training."""
+"""The cleaning study: labels are flipped, detected as in `data clean`, and left out of training."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ TASK = "rm_optimizer.data_efficiency.cleaning.cleaning_study:measure"
 """Task of the study's trials."""
 _FOLDS = 5
 _DECIDED_STD = 40.0
-"""Standard deviation of the margins of an oracle that is always sure."""
+"""Standard deviation of an oracle's margins at which its labels have no noise."""
 
 
 class CleaningWorld(StrEnum):
     """Synthetic pairs of Gaussian features with a linear oracle.
 
-    In `decided` the better response always has the label. In `noisy` labels are drawn from a Bradley-Terry model whose
-    margins have a standard deviation of 2, so that about a fifth of them name the worse response already.
+    In `decided` the label always names the better response. In `noisy` labels are drawn from a Bradley-Terry model
+    whose margins have a standard deviation of 2, so that about a fifth of the labels name the worse response.
     """
 
     decided = "decided"
@@ -55,21 +55,21 @@ class CleaningWorld(StrEnum):
 
 @dataclass(frozen=True)
 class CleaningRow(JsonRecord, indent=1):
-    """One share of flips in one pool, over random splits. Intervals are Student's.
+    """Results for one share of flips in one pool, over random splits, with Student's intervals.
 
     Args:
         pool: name of the pool.
-        flips: share of labels that was turned around.
-        num_pairs: training pairs.
-        num_splits: splits.
-        auroc: AUROC of the held-out probability for turned labels; None without flips.
-        estimated: estimated share of turned labels.
-        suspected: share of the pairs that was taken out.
-        precision: share of those that had been turned; None without flips or suspects.
+        flips: share of labels that was flipped.
+        num_pairs: number of training pairs.
+        num_splits: number of splits.
+        auroc: AUROC of the held-out probability as a detector of flipped labels; None without flips.
+        estimated: estimated share of flipped labels.
+        suspected: share of the pairs that was removed.
+        precision: share of flipped labels among the removed ones; None without flips or suspects.
         accuracy: test accuracy after training on all pairs.
-        gain: accuracy after training on the pairs that stay, less that.
-        fewer_gain: gain after taking out as many pairs at random.
-        exact_gain: gain after taking out the turned labels and no others; None in results of earlier versions.
+        gain: accuracy after training on the remaining pairs, less `accuracy`.
+        fewer_gain: gain after removing as many random pairs.
+        exact_gain: gain after removing exactly the flipped labels; None in results of earlier versions.
     """
 
     pool: str
@@ -95,14 +95,14 @@ def planned_cleanings(
     false_positive_rate: float = 0.05,
     features: Path | None = None,
 ) -> list[PlannedTrial]:
-    """Trials of a pool, one a split and share of flips.
+    """Trials of a pool, one for each split and share of flips.
 
     Args:
         pool: name of a `CleaningWorld`, or of the pool in `features`.
-        num_splits: splits.
-        shares: shares of the training labels to turn around, in [0, 0.5).
-        num_pairs: training pairs of a split.
-        false_positive_rate: largest share of right labels to take out.
+        num_splits: number of splits.
+        shares: shares of the training labels to flip, in [0, 0.5).
+        num_pairs: training pairs in each split.
+        false_positive_rate: largest share of right labels to remove.
         features: file of a `LabeledFeatures`; None for a synthetic world.
 
     Raises:
@@ -133,7 +133,7 @@ def planned_cleanings(
 def measure(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str | None]:
     """Suspected labels of one split, and the test accuracy with and without them.
 
-    Each model's penalty is the one of its own lowest held-out NLL.
+    Each model has the penalty with its lowest held-out NLL.
 
     Args:
         spec: one of `planned_cleanings`.

@@ -1,4 +1,4 @@
-"""Votes of several annotators of one pair: where they stand, and a model's probabilities beside them."""
+"""Votes of several annotators on one pair: their columns, and a comparison with a model's probabilities."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
 
 COLUMNS = ("votes_chosen", "votes_rejected")
-"""Columns with the votes for each side of a pair. Votes for a tie have no part."""
+"""Columns with the number of votes for each side of a pair. Votes for a tie do not count."""
 
 
 @dataclass(frozen=True)
 class Votes:
-    """Votes of the pairs that have any.
+    """Votes of the pairs that have votes.
 
     Args:
         positions: positions of these pairs among all.
-        chosen: votes for the chosen response of each.
-        rejected: votes for the other one.
-        prompts: prompt of each.
+        chosen: votes for the chosen response of each pair.
+        rejected: votes for the rejected response.
+        prompts: prompt of each pair.
     """
 
     positions: Int[np.ndarray, " pairs"]
@@ -46,7 +46,7 @@ class Votes:
 
     @property
     def ceiling(self) -> NoiseCeiling | None:
-        """Agreement of the annotators; None where no pair has two votes."""
+        """Agreement of the annotators; None if no pair has two votes."""
         if not (self.chosen + self.rejected >= 2).any():
             return None
         return noise_ceiling(self.chosen, self.rejected, self.prompts)
@@ -54,19 +54,19 @@ class Votes:
 
 @dataclass(frozen=True)
 class VoteCalibration(JsonRecord, indent=1):
-    """Probabilities of a model beside the votes of annotators.
+    """Comparison of a model's probabilities with the votes of annotators.
 
     Args:
-        num_pairs: pairs with votes for a side.
-        num_votes: such votes.
+        num_pairs: number of pairs with votes for a side.
+        num_votes: number of votes for a side.
         vote_accuracy: probability that a vote is for the side that the model prefers, model ties one half.
-        majority_accuracy: accuracy of the majority of votes; pairs without one are left out.
+        majority_accuracy: accuracy at predicting the majority of votes; pairs without a majority are left out.
         vote_nll: mean NLL of a vote, in nats.
         ece: expected calibration error of the probability against the share of votes, weighted by votes.
         correlation: correlation of probability and share of votes, each pair seen from both sides.
-        temperature: temperature that fits the probabilities to the votes; None where none does.
+        temperature: temperature that fits the probabilities to the votes; None if there is no such temperature.
         bins: share of votes by probability.
-        ceiling: agreement of the annotators; None where no pair has two votes.
+        ceiling: agreement of the annotators; None if no pair has two votes.
     """
 
     num_pairs: int
@@ -82,7 +82,7 @@ class VoteCalibration(JsonRecord, indent=1):
 
 
 def votes_of(pairs: Sequence[PreferencePair]) -> Votes | None:
-    """Votes in the columns `votes_chosen` and `votes_rejected` of the pairs; None where no pair has any.
+    """Votes in the columns `votes_chosen` and `votes_rejected` of the pairs; None if no pair has votes.
 
     Raises:
         DataError: if a number of votes is negative or no number.
@@ -115,8 +115,8 @@ def vote_calibration(
     """Compare a model's probabilities with votes; intervals resample prompts.
 
     Args:
-        margins: reward of the chosen response less that of the other, of the pairs with votes.
-        votes: their votes.
+        margins: reward of the chosen response less the reward of the other, for the pairs with votes.
+        votes: votes of these pairs.
         beta: inverse temperature of the preference probability.
         num_bootstrap: resamples of prompts.
         seed: seed of the resamples.

@@ -1,4 +1,4 @@
-"""Pairs that are probably labeled wrong: predictions of models that have not seen them, and training dynamics."""
+"""Pairs with probably wrong labels, from held-out predictions and training dynamics."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ RIDGES = tuple(float(ridge) for ridge in 10.0 ** np.arange(-2.0, 4.1, 0.5))
 _SHARES = np.arange(0.0, 0.451, 0.01)
 _SHARPNESS = np.exp(np.arange(-0.5, 2.51, 0.1))
 _QUANTILES = 4000
-"""Quantiles of the margins that the estimate reads."""
+"""Number of quantiles of the margins that the estimate uses."""
 _SIGNIFICANT = 2.706
-"""Upper 5 % of the likelihood ratio where the share cannot be negative: half of it is 0, half is chi-squared."""
+"""Upper 5 % point of the likelihood ratio; the share cannot be negative, so half of it is 0 and half chi-squared."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Cartography:
 
     @property
     def confidence(self) -> Float[np.ndarray, " pairs"]:
-        """Mean over epochs of the label's probability; low for pairs that are hard to learn, and for wrong labels."""
+        """Mean over epochs of the label's probability; low for pairs that are hard to learn and for wrong labels."""
         return np.asarray(self.chances.mean(axis=0))
 
     @property
@@ -56,11 +56,11 @@ class Cartography:
 
 @dataclass(frozen=True)
 class FlippedLabels:
-    """Labels that were turned around, beyond the noise that people's preferences have anyway.
+    """Flipped labels, beyond the usual noise of people's preferences.
 
     Args:
-        share: share of all labels, in [0, 0.45]; 0 where the labels are no noisier than the model expects.
-        chances: probability of each label that it was turned around.
+        share: share of flipped labels, in [0, 0.45]; 0 if the labels are no noisier than the model expects.
+        chances: probability that each label was flipped.
     """
 
     share: float
@@ -69,14 +69,14 @@ class FlippedLabels:
 
 @dataclass(frozen=True)
 class SuspectedLabels(JsonRecord):
-    """Labels that a threshold calls wrong.
+    """Labels below a threshold of probability.
 
     Args:
-        positions: pairs, the least probable label first.
+        positions: positions of the pairs, the least probable label first.
         threshold: probability of the label below which a pair is suspected.
-        false_positive_rate: estimated share of the right labels that is suspected.
-        num_wrong: expected wrong labels among those suspected.
-        flipped_share: estimated share of all labels that is wrong.
+        false_positive_rate: estimated share of right labels that are suspected.
+        num_wrong: expected number of wrong labels among the suspected ones.
+        flipped_share: estimated share of all labels that are wrong.
     """
 
     positions: tuple[int, ...]
@@ -95,17 +95,17 @@ def held_out_chances(
     num_repeats: int = 4,
     seed: int = 0,
 ) -> Cartography:
-    """Probability of each pair's label by linear models that were fitted without its conversation, one row a repeat.
+    """Probability of each pair's label by linear models fitted without its conversation, one row for each repeat.
 
-    Each repeat divides the conversations into folds anew. Its penalty is the one with the lowest held-out NLL, so that
-    the probabilities are neither too sure nor too doubtful.
+    Each repeat divides the conversations into folds at random. Its penalty is the one with the lowest held-out NLL, so
+    that the probabilities are neither over- nor under-confident.
 
     Args:
         differences: features of the first response less those of the second.
-        label: probability that the first response is the better one.
+        label: probability that the first response is better.
         groups: number of each pair's conversation.
-        num_folds: parts, each predicted by a model of the others.
-        num_repeats: divisions into folds.
+        num_folds: number of folds; each is predicted by a model fitted to the others.
+        num_repeats: number of divisions into folds.
         seed: seed of the divisions.
 
     Raises:
@@ -126,13 +126,13 @@ def held_out_margins(
     num_folds: int,
     seed: Sequence[int],
 ) -> tuple[Float[np.ndarray, " pairs"], float]:
-    """Margins by models fitted without the pair's conversation, at the penalty of the lowest held-out NLL, and it.
+    """Margins by models fitted without the pair's conversation, and the penalty, which has the lowest held-out NLL.
 
     Args:
         differences: features of the first response less those of the second.
-        label: probability that the first response is the better one.
+        label: probability that the first response is better.
         groups: number of each pair's conversation.
-        num_folds: parts, each predicted by a model of the others.
+        num_folds: number of folds; each is predicted by a model fitted to the others.
         seed: seed of the division.
 
     Raises:
@@ -157,26 +157,26 @@ def held_out_margins(
 def scaled_features(
     differences: Float[np.ndarray, "pairs features"], like: Float[np.ndarray, "others features"] | None = None
 ) -> Float[np.ndarray, "pairs features"]:
-    """Differences with each feature divided by its root mean square, or by that of other pairs.
+    """Differences with each feature divided by its root mean square over these or other pairs.
 
     Args:
         differences: features of the first response less those of the second.
-        like: pairs whose root mean square to take; None takes these.
+        like: differences of the pairs that the root mean square is taken over; None takes `differences`.
     """
     rows = differences if like is None else like
     return np.asarray(differences / np.maximum(np.sqrt((rows**2).mean(axis=0)), 1e-12))
 
 
 def flipped_labels(chances: Float[np.ndarray, " pairs"]) -> FlippedLabels:
-    """Estimate which labels were turned around, from held-out probabilities of all of them.
+    """Estimate which labels were flipped, from held-out probabilities of all labels.
 
-    A label that was turned around with probability e has the probability ``(1 - 2 e) sigmoid(a m) + e`` with `m` the
-    model's margin for it. Random flips make the model doubtful, which `a` undoes. Both numbers are those of the highest
-    likelihood. If it is not significantly higher than with ``e = 0`` (a likelihood-ratio test at 5 %), no label counts
-    as turned around: people disagree, and an improbable label need not be wrong.
+    A label that was flipped with probability e has the probability ``(1 - 2 e) sigmoid(a m) + e`` with `m` the model's
+    margin for it. Random flips make the model under-confident, which `a` corrects. Both numbers are maximum-likelihood
+    estimates. If the likelihood is not significantly higher than with ``e = 0`` (a likelihood-ratio test at 5 %), no
+    label counts as flipped: people disagree, and an improbable label need not be wrong.
 
     Args:
-        chances: probability of each pair's label by a model that has not seen it.
+        chances: probability of each pair's label by a model that was not trained on it.
     """
     margins = logit(np.clip(chances, 1e-12, 1 - 1e-12))
     num = min(len(margins), _QUANTILES)
@@ -190,13 +190,14 @@ def flipped_labels(chances: Float[np.ndarray, " pairs"]) -> FlippedLabels:
 
 
 def suspected_labels(chances: Float[np.ndarray, " pairs"], *, false_positive_rate: float = 0.05) -> SuspectedLabels:
-    """Labels to look at again: those that were more probably turned around than not.
+    """Labels to check again: those that are more probably flipped than not.
 
-    The expected share of right labels that is suspected is the sum of the suspected pairs' probabilities of being right
-    over that of all. The least probable labels come first, as many as keep it within the rate.
+    The expected share of right labels that are suspected is the sum of the probabilities of being right over the
+    suspected pairs, divided by the sum over all pairs. The least probable labels are suspected first, as many as keep
+    this share within the rate.
 
     Args:
-        chances: probability of each pair's label by a model that has not seen it.
+        chances: probability of each pair's label by a model that was not trained on it.
         false_positive_rate: largest share of right labels to suspect, in (0, 1).
 
     Raises:
@@ -222,7 +223,7 @@ def suspected_labels(chances: Float[np.ndarray, " pairs"], *, false_positive_rat
 def with_flips(
     label: Float[np.ndarray, " pairs"], share: float, seed: int
 ) -> tuple[Float[np.ndarray, " pairs"], Bool[np.ndarray, " pairs"]]:
-    """Labels of which an exact random share is turned around, and which these are; to try a detector on."""
+    """Labels with an exact random share flipped, and a mask of the flipped ones, to test a detector with."""
     is_wrong = np.zeros(len(label), dtype=bool)
     is_wrong[random_positions(len(label), round(share * len(label)), [seed, 4])] = True
     return np.where(is_wrong, 1 - label, label), is_wrong

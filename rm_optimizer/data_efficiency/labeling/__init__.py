@@ -1,1 +1,1 @@
-"""Questions for people who label pairs, their answers, and a local page to give them on."""
+"""Questions for people who label pairs, their answers, and a local page for answering."""

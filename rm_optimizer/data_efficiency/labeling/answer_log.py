@@ -1,4 +1,4 @@
-"""Answers that were given on the labeling page, on the disk one by one."""
+"""Answers from the labeling page, saved one by one."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.records.ledger import Ledger, open_ledger
 
 WORDS = ("A", "B", "tie", "skip")
-"""Answers that the page gives."""
+"""Answers that the page can send."""
 
 
 class AnswerLog:
-    """Questions with each one's sides in random order, and their answers; `open_answer_log` opens it.
+    """Questions with their responses in random order, and their answers; `open_answer_log` opens it.
 
     Args:
         questions: the questions, in the order of asking.
-        ledger: their answers so far, as rows of the questions as they were shown. The last row of a question counts.
-        answered: ids of questions that were answered elsewhere, and are not asked unless they were answered here too.
-        seed: seed of the sides.
+        ledger: answers so far, as rows of the questions as they were shown. The last row of a question counts.
+        answered: ids of questions answered elsewhere; they are asked only if they were answered here too.
+        seed: seed of the order of responses.
     """
 
     def __init__(self, questions: Sequence[Question], ledger: Ledger, answered: Set[str], seed: int) -> None:
@@ -39,22 +39,22 @@ class AnswerLog:
 
     @property
     def num_questions(self) -> int:
-        """Questions in all."""
+        """Number of all questions."""
         return len(self._questions)
 
     @property
     def num_answered(self) -> int:
-        """Questions that were answered or skipped."""
+        """Number of questions that were answered or skipped."""
         return len(self._rows)
 
     @property
     def current(self) -> Question | None:
-        """First question without an answer; None once all have one."""
+        """First question without an answer; None if all have one."""
         return next((question for key, question in self._questions.items() if key not in self._rows), None)
 
     @property
     def first_share(self) -> Estimate | None:
-        """Share of the decided answers that prefer the response shown first; None before the first one."""
+        """Share of answers for a side that prefer the response shown first; None without such answers."""
         sides = [row["label"] for row in self._rows.values() if row["label"] in ("A", "B")]
         if not sides:
             return None
@@ -63,7 +63,7 @@ class AnswerLog:
         return Estimate(share, error, len(sides), *wilson_interval(share, len(sides)))
 
     def answer(self, pair_id: str, word: str) -> None:
-        """Keep an answer to the current question.
+        """Save an answer to the current question.
 
         Raises:
             DataError: if the word is no answer, or another question is the current one.
@@ -75,10 +75,10 @@ class AnswerLog:
         self._keep(self.current.row() | {"label": word})
 
     def undo(self) -> None:
-        """Take the last answer back, so that its question is asked again.
+        """Withdraw the last answer, so that its question is asked again.
 
         Raises:
-            DataError: if there is none.
+            DataError: if there is no answer.
         """
         if not self._rows:
             raise DataError("there is no answer to take back")
@@ -96,16 +96,16 @@ class AnswerLog:
 def open_answer_log(
     path: Path, questions: Sequence[Question], *, answered: Set[str] = frozenset(), seed: int = 0
 ) -> Iterator[AnswerLog]:
-    """The answers beside a file of questions, which one process at a time may hold.
+    """Open the answers beside a file of questions, for one process at a time.
 
     Args:
-        path: file of the questions; its answers stand in `NAME.labels.jsonl` beside it.
+        path: file of the questions; its answers are in `NAME.labels.jsonl` beside it.
         questions: all questions of the file.
-        answered: ids of those that have an answer in the file, which are not asked.
-        seed: seed of the order of each question's sides.
+        answered: ids of questions with an answer in the file, which are not asked.
+        seed: seed of the order of each question's responses.
 
     Raises:
-        DataError: if another process holds the answers, or they are of other questions.
+        DataError: if another process has the answers open, or they belong to other questions.
     """
     identity = digest(sorted(question.pair_id for question in questions))
     remedy = f"move it away, or bring back the {path.name} that it belongs to"
@@ -115,7 +115,7 @@ def open_answer_log(
 
 
 def _turned(question: Question, seed: int) -> Question:
-    """The question with its sides exchanged or not, by the seed and its texts alone."""
+    """The question with its responses exchanged or not, by its texts and the seed."""
     first, second = sorted((question.response_a, question.response_b))
     if np.random.default_rng([seed, int(question.pair_id, 16)]).random() < 0.5:
         first, second = second, first

@@ -9,18 +9,18 @@ from rm_optimizer.errors import DataError
 
 _ARGILLA = ("label.responses", "preference.responses")
 _JSON_MIN = ("annotation_id", "annotator")
-"""Columns of Label Studio's JSON-MIN, which names the answer after a control that only the project knows."""
+"""Columns of Label Studio's JSON-MIN; its column of answers has a name that only the project determines."""
 
 
 def exported_answers(row: Mapping[str, Any], where: str) -> list[Any] | None:
-    """Answers of an exported row, as a person gave them or `skip`; None where no tool has added any.
+    """Answers of an exported row as given, or `skip`; None if no tool has added answers.
 
     Args:
         row: cells of the row.
-        where: place of the row, for the message.
+        where: position of the row, for error messages.
 
     Raises:
-        DataError: if the row is of an export that cannot be read.
+        DataError: if the format of the export cannot be read.
     """
     if isinstance(row.get("data"), Mapping):
         return _of_task(row)
@@ -31,7 +31,7 @@ def exported_answers(row: Mapping[str, Any], where: str) -> list[Any] | None:
 
 
 def _of_record(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
-    """Answers of an Argilla record: a draft is none yet, and a discarded one is a skip."""
+    """Answers of an Argilla record: a draft is no answer, and a discarded answer is a skip."""
     answers, states = row[column], row.get(f"{column}.status")
     answers = answers if isinstance(answers, list) else [answers]
     states = [None] * len(answers) if states is None else states if isinstance(states, list) else [states]

@@ -1,6 +1,6 @@
-"""Server of the labeling page, for this machine alone; an answer is on the disk before it is confirmed.
+"""Server of the labeling page, for this machine only; an answer is saved before it is confirmed.
 
-The token of the page's address stands behind `#`, which browsers never send; questions and answers need it.
+The token in the page's address follows `#`, which browsers do not send; questions and answers need the token.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class PageServer(LocalServer):
     Args:
         log: questions and answers.
         name: name of the questions' file, which the page shows.
-        port: port; 0 takes a free one.
+        port: port; 0 picks a free one.
 
     Raises:
         ConfigError: if the port is taken.
@@ -40,11 +40,11 @@ class PageServer(LocalServer):
 
     @property
     def url(self) -> str:
-        """Address of the page, its token behind `#`."""
+        """Address of the page, with its token after `#`."""
         return f"http://{HOST}:{self.server_port}/#{self.token}"
 
     def state(self) -> dict[str, Any]:
-        """Progress and current question, as the page reads them."""
+        """Progress and current question, in the page's format."""
         question = self.log.current
         shown = question and {
             "pair_id": question.pair_id,
@@ -82,7 +82,7 @@ class _Handler(LocalHandler):
             self._refuse(HTTPStatus.NOT_FOUND, "no such address")
 
     def _body(self) -> dict[str, Any] | None:
-        """Object of a JSON body; None where there is none."""
+        """Object of a JSON body; None if the body is no object."""
         size = self.headers.get("Content-Length", "")
         if self.headers.get_content_type() != "application/json" or not re.fullmatch(r"\d{1,4}", size):
             return None
@@ -93,7 +93,7 @@ class _Handler(LocalHandler):
         return found if isinstance(found, dict) else None
 
     def _answer(self, change: Callable[[], None]) -> None:
-        """Make a change and send the state after it, if the page's token is there."""
+        """Make a change and send the new state, if the request has the page's token."""
         if not self.server.is_token(self.headers.get("X-Label-Token", "")):
             self._refuse(HTTPStatus.FORBIDDEN, "the address lacks its token; open the one that rm-opt label printed")
             return

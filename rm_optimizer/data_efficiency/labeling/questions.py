@@ -1,8 +1,8 @@
 """Files of questions for people who label pairs, and their answers as training pairs.
 
-A question shows two responses in random order, so that a habit of the first place favors no side. Its file is CSV, JSON
-Lines (also the records that Argilla logs), or tasks of Label Studio. Answers are read from any of them, and from what
-Argilla (`records.to_list(flatten=True)`) and Label Studio (JSON) export.
+A question shows two responses in random order, so that a preference for the first place favors no side. Its file is
+CSV, JSON Lines (also the records that Argilla logs), or tasks of Label Studio. Answers are read from all of these, and
+from the exports of Argilla (`records.to_list(flatten=True)`) and Label Studio (JSON).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from rm_optimizer.records.files import write_csv, write_json_lines, write_text
 from rm_optimizer.records.ledger import read_ledger
 
 SUFFIXES = (".csv", ".jsonl", ".json")
-"""Files of questions: CSV, JSON Lines, and tasks of Label Studio."""
+"""Suffixes of files of questions: CSV, JSON Lines, and tasks of Label Studio."""
 _WORDS = {"a": 1.0, "b": 0.0, "tie": 0.5, "left": 1.0, "right": 0.0, "skip": None, "": None}
 _ANSWER = "label"
 ANSWER_LOG_SUFFIX = ".labels.jsonl"
-"""Ending of the answers that the labeling page keeps beside a file of questions."""
+"""Suffix of the file of answers that the labeling page keeps beside a file of questions."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,11 @@ class Question:
     """Two responses to compare.
 
     Args:
-        pair_id: identity of prompt and both responses, whichever stands first; 16 hexadecimal digits.
+        pair_id: identity of the prompt and both responses in either order; 16 hexadecimal digits.
         prompt: text or messages.
         response_a: response that is shown first.
         response_b: the other one.
-        rank: place in the rule's choice, counted from 1.
+        rank: rank in the rule's choice, from 1.
     """
 
     pair_id: str
@@ -54,7 +54,7 @@ class Question:
     rank: int
 
     def row(self) -> dict[str, str | int]:
-        """Cells of the question; messages as JSON text."""
+        """Cells of the question; messages are JSON text."""
         prompt = self.prompt
         text = prompt if isinstance(prompt, str) else _json([message.to_dict() for message in prompt])
         sides = {"response_a": self.response_a, "response_b": self.response_b}
@@ -66,12 +66,12 @@ class Answers:
     """Training pairs of answered questions.
 
     Args:
-        pairs: one a question; several answers to one question give their mean as its label.
-        num_answers: answers that decide for a side or a tie.
-        num_skipped: questions that were skipped by all who saw them.
-        num_open: questions without any answer yet.
-        num_repeated: further answers to a question that agree with the first.
-        num_contradicted: questions whose answers differ.
+        pairs: one pair for each question, whose label is the mean of the question's answers.
+        num_answers: number of answers for a side or a tie.
+        num_skipped: number of questions that all annotators skipped.
+        num_open: number of questions without an answer.
+        num_repeated: number of further answers to a question that agree with the first.
+        num_contradicted: number of questions with different answers.
     """
 
     pairs: tuple[PreferencePair, ...]
@@ -99,14 +99,14 @@ def questions_of(pairs: Sequence[PreferencePair], positions: NDArray[np.int64], 
 
 
 def require_question_file(path: Path, option: str) -> None:
-    """Refuse a name that no file of questions may have.
+    """Require a valid name for a file of questions.
 
     Args:
         path: the file.
-        option: option or column that gave its name, for the message.
+        option: option or column with the name, for error messages.
 
     Raises:
-        ConfigError: if its ending is none of `SUFFIXES`, or that of the labeling page's answers.
+        ConfigError: if the suffix is not among `SUFFIXES`, or marks the labeling page's answers.
     """
     if path.name.endswith(ANSWER_LOG_SUFFIX):
         raise ConfigError(f"{option} must not end in {ANSWER_LOG_SUFFIX}, where rm-opt label keeps answers")
@@ -115,10 +115,10 @@ def require_question_file(path: Path, option: str) -> None:
 
 
 def write_questions(questions: Sequence[Question], path: Path) -> None:
-    """Write a file of questions in the form of its suffix, whole or not at all.
+    """Write a file of questions in the format of its suffix, completely or not at all.
 
     Raises:
-        ConfigError: if the name is not that of a file of questions.
+        ConfigError: if the name is not valid for a file of questions.
     """
     require_question_file(path, "path")
     rows = [question.row() for question in questions]
@@ -131,13 +131,13 @@ def write_questions(questions: Sequence[Question], path: Path) -> None:
 
 
 def read_answers(path: Path) -> Answers:
-    """Training pairs of a file of answered questions, and of the labeling page's answers beside it.
+    """Training pairs from a file of answered questions and from the labeling page's answers beside it.
 
-    An answer is `A`, `B`, `tie`, `skip` (or nothing), or the probability that response A is the better one.
+    An answer is `A`, `B`, `tie`, `skip` (or nothing), or the probability that response A is better.
 
     Raises:
         DataError: if the file cannot be read, an answer is none of these, a question's texts were changed, or the
-            answers beside the file are to other questions.
+            answers beside the file belong to other questions.
     """
     if path.name.endswith(ANSWER_LOG_SUFFIX):
         return merged_answers(_logged(path))
@@ -150,10 +150,10 @@ def read_answers(path: Path) -> Answers:
 
 
 def read_questions(path: Path) -> list[tuple[Question, list[float | None]]]:
-    """Questions of a file, each with the probabilities that its answers there give response A, None for a skip.
+    """Questions of a file, each with the probabilities of response A in the file's answers; None is a skip.
 
     Raises:
-        DataError: if the file cannot be read, an answer is none, or a question's texts were changed.
+        DataError: if the file cannot be read, an answer is not valid, or a question's texts were changed.
     """
     found = [_answered(row, f"{path}, {row_unit(path)} {number}") for number, row in renamed(_rows(path), {})]
     if not found:
@@ -162,7 +162,7 @@ def read_questions(path: Path) -> list[tuple[Question, list[float | None]]]:
 
 
 def standing_rows(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Last row of each question by its id, in the order of answering, without those whose answer was taken back."""
+    """Last row of each question by its id, in the order of answering, without withdrawn answers."""
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         found.pop(row["pair_id"], None)
@@ -172,7 +172,7 @@ def standing_rows(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _logged(path: Path) -> list[tuple[Question, list[float | None]]]:
-    """Questions and answers of the labeling page's file; a line that a kill tore was never confirmed."""
+    """Questions and answers of the labeling page's file; a line cut by a kill was never confirmed."""
     rows = [*read_ledger(path)]
     if not all(isinstance(row, dict) and {"pair_id", _ANSWER} <= row.keys() for row in rows):
         raise DataError(f"{path}: expected the answers that rm-opt label keeps; name the file of questions instead")
@@ -180,7 +180,7 @@ def _logged(path: Path) -> list[tuple[Question, list[float | None]]]:
 
 
 def merged_answers(answered: Iterable[tuple[Question, Sequence[float | None]]]) -> Answers:
-    """Training pairs of questions with the probabilities that their answers give response A, None for a skip."""
+    """Training pairs from questions with the probabilities of response A in their answers; None is a skip."""
     found: dict[str, list[float]] = {}
     texts: dict[str, tuple[Prompt, str, str]] = {}
     seen: set[str] = set()
@@ -210,7 +210,7 @@ def _pair(key: str, texts: tuple[Prompt, str, str], chances: Sequence[float]) ->
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of the file, with the list of answers of one that an annotation tool exported."""
+    """Rows of the file; the label of a row from an annotation tool's export is its list of answers."""
 
     def refuse(number: int, reason: str) -> None:
         raise DataError(f"{path}, {row_unit(path)} {number}: {reason}")
@@ -222,7 +222,7 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float | None]]:
-    """The question of a row, and the probabilities that its answers give response A, None for a skip."""
+    """The question of a row, and the probabilities of response A in its answers; None is a skip."""
     missing = [name for name in ("prompt", "response_a", "response_b") if not row.get(name)]
     if missing:
         raise DataError(f"{where}: expected the columns of rm-opt select, but {missing[0]} is missing")
@@ -239,7 +239,7 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
 
 
 def _is_identity(cell: object, key: str) -> bool:
-    """True for the identity, an empty cell, or the number that a spreadsheet took it for and rounded: 3.45063E+15."""
+    """True for the identity, an empty cell, or the identity as a spreadsheet rounds it to a number: 3.45063E+15."""
     if cell in (None, "", key):
         return True
     try:
@@ -249,11 +249,11 @@ def _is_identity(cell: object, key: str) -> bool:
 
 
 def answered_chance(answer: object, where: str) -> float | None:
-    """Probability that an answer gives response A; None where it is left open.
+    """Probability of response A in an answer; None for a skip or no answer.
 
     Args:
         answer: A, B, tie, skip, nothing, or the probability itself.
-        where: place of the answer, for the message.
+        where: position of the answer, for error messages.
 
     Raises:
         DataError: if it is none of these.

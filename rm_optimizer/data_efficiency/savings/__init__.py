@@ -1,1 +1,1 @@
-"""Labels that a rule saves: pools to measure on, the study, and its statistics."""
+"""Labels that acquisition functions save: pools for the measurement, the study, and its statistics."""

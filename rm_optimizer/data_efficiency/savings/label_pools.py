@@ -1,4 +1,4 @@
-"""Pools of labeled pairs to try acquisition functions on: synthetic ones with a known oracle, and real pairs."""
+"""Pools of labeled pairs to test acquisition functions: synthetic ones with a known oracle, and real pairs."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from rm_optimizer.records.files import replacing
 NUM_FEATURES, NUM_POOL, NUM_TEST, NUM_PROTOTYPES = 24, 3000, 2000, 100
 """Size of a synthetic pool."""
 NOISE = 0.1
-"""Deviation of a pair from its prototype in a redundant pool, as a share of a feature's own."""
+"""Deviation of a pair from its prototype in a redundant pool, relative to a feature's standard deviation."""
 COPIED_SHARE, NUM_COPIED, COPY_NOISE = 0.9, 2, 0.05
-"""Share of a duplicated pool that are copies, the pairs that they are copies of, and the copies' deviation likewise."""
+"""Share of copies in a duplicated pool, number of copied pairs, and relative deviation of the copies."""
 MARGIN_STD = 2.0
 """Standard deviation of the oracle's margins over independent pairs."""
 
@@ -31,9 +31,10 @@ MARGIN_STD = 2.0
 class SyntheticPool(StrEnum):
     """Pools whose oracle is a linear Bradley-Terry model of Gaussian features with variances 1, 1/2, 1/3, ….
 
-    `iid` has independent pairs. In `redundant` every pair is close to one of 100 prototypes, the r-th as often as 1/r;
-    its test pairs are drawn alike. `shifted` has that pool, and independent test pairs. In `duplicated` nine of ten
-    pairs are near-copies of two, and the others are independent; its test pairs are drawn alike.
+    `iid` has independent pairs. In `redundant` every pair is close to one of 100 prototypes, the r-th with a frequency
+    proportional to 1/r; test pairs have the same distribution. `shifted` has the same pool and independent test pairs.
+    In `duplicated` nine of ten pairs are near-copies of two pairs, and the others are independent; test pairs have the
+    same distribution.
     """
 
     iid = "iid"
@@ -44,15 +45,15 @@ class SyntheticPool(StrEnum):
 
 @dataclass(frozen=True)
 class LabelSplit:
-    """Pairs to choose from, with labels that are there when asked for, and pairs to test on.
+    """A pool of pairs to choose from, with their labels, and pairs to test on.
 
     Args:
         differences: features of the first response less those of the second, of the pool.
         labels: 1 where the first response of a pair was preferred, else 0.
         test_differences: differences of the test pairs.
         test_chances: probability that the first response of a test pair is preferred.
-        lengths: logarithm of the first response's length over the other's, of the pool; 0 where there are no texts.
-        groups: number of the conversation of each pair of the pool.
+        lengths: logarithm of the ratio of the first response's length to the other's, in the pool; 0 without texts.
+        groups: number of the conversation of each pair in the pool.
     """
 
     differences: Float[np.ndarray, "pool features"]
@@ -63,13 +64,13 @@ class LabelSplit:
     groups: np.ndarray
 
     def flipped(self, share: float, seed: int) -> LabelSplit:
-        """The split with this share of the pool's labels turned around, at random."""
+        """The split with a random share of the pool's labels flipped."""
         is_wrong = np.random.default_rng([seed, 2]).random(len(self.labels)) < share
         return replace(self, labels=np.where(is_wrong, 1 - self.labels, self.labels))
 
 
 def synthetic_split(pool: SyntheticPool, seed: int, *, margin_std: float = MARGIN_STD) -> LabelSplit:
-    """A synthetic pool with labels of its oracle; each seed is another oracle.
+    """A synthetic pool with labels by its oracle; each seed has its own oracle.
 
     Args:
         pool: kind of the pool.
@@ -107,7 +108,7 @@ def synthetic_split(pool: SyntheticPool, seed: int, *, margin_std: float = MARGI
 
 
 def digest_of(features: Path | None) -> str | None:
-    """SHA-256 of a file of `LabeledFeatures`, which tells a trial from one on other pairs; None without a file."""
+    """SHA-256 of a file of `LabeledFeatures`, which distinguishes trials on different pairs; None without a file."""
     return None if features is None else hashlib.sha256(features.read_bytes()).hexdigest()
 
 
@@ -117,8 +118,8 @@ class LabeledFeatures:
 
     Args:
         differences: features of the chosen response less those of the rejected one.
-        groups: number of each pair's conversation; pairs of one conversation are on one side of every split.
-        lengths: logarithm of the chosen response's length over the rejected one's.
+        groups: number of each pair's conversation; splits keep a conversation on one side.
+        lengths: logarithm of the ratio of the chosen response's length to the rejected one's.
     """
 
     differences: Float[np.ndarray, "pairs features"]
@@ -144,7 +145,7 @@ class LabeledFeatures:
         return cls(differences, groups, np.array([np.log(len(p.chosen)) - np.log(len(p.rejected)) for p in pairs]))
 
     def write(self, path: Path) -> None:
-        """Write the features into an `.npz` file, whole or not at all."""
+        """Write the features into an `.npz` file, completely or not at all."""
         with replacing(path) as temporary, temporary.open("wb") as file:
             np.savez(file, **vars(self))
 
@@ -155,7 +156,7 @@ class LabeledFeatures:
             return cls(**arrays)
 
     def split(self, seed: int, *, test_share: float = 0.3) -> LabelSplit:
-        """Random split of the conversations into pool and test, each pair's responses in random order."""
+        """Random split of the conversations into pool and test, with each pair's responses in random order."""
         num_groups = int(self.groups.max()) + 1
         tested = np.isin(self.groups, random_positions(num_groups, round(test_share * num_groups), [seed, 0]))
         differences, labels = self.turned(seed)

@@ -1,4 +1,4 @@
-"""Labels that a rule saves: learning curves of two rules, compared at equal accuracy."""
+"""Labels that a rule saves, from a comparison of learning curves at equal accuracy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
 
 PLACEBO_BOUND = 0.10
-"""Largest saving, in size, of a second random draw in a study that is accepted."""
+"""Largest absolute saving of a second random draw for a study to be accepted."""
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class LabelSaving(JsonRecord):
 
     Args:
         rule: name of the rule.
-        saving: share of labels saved at the random draw's accuracy at `budget`; -1 where twice as many do not reach it.
-        accuracy_gain: accuracy at `budget` less that of the random draw.
+        saving: share of labels saved at the random draw's accuracy at `budget`; -1 if twice the budget is too few.
+        accuracy_gain: accuracy at `budget` less the random draw's.
         nll_gain: NLL of the random draw at `budget` less the rule's, in nats.
     """
 
@@ -42,10 +42,10 @@ class LabelSavings(JsonRecord, indent=1):
 
     Args:
         pool: name of the pool.
-        budget: labels at which they are compared.
-        num_splits: random splits into pool and test pairs.
-        rules: the rules, best saving first, the second random draw among them.
-        is_accepted: True if the second random draw saves at most a tenth, with an interval that holds 0.
+        budget: number of labels at which rules are compared.
+        num_splits: number of random splits into pool and test pairs.
+        rules: the rules, best saving first, including the second random draw.
+        is_accepted: True if the second random draw saves at most a tenth, with an interval that contains 0.
     """
 
     pool: str
@@ -69,17 +69,17 @@ def label_savings(
 ) -> LabelSavings:
     """Compare rules with a reference over splits.
 
-    The saving at budget B is ``1 - n / B``, with `n` the labels at which the rule's curve has the accuracy of the
-    reference's curve at B. Each curve is a power law ``c - a n^-b`` fitted to the mean over splits, or the monotone fit
-    where no such law rises. `n` beyond the largest budget counts as twice B, a saving of -1. Intervals are percentiles
-    of a bootstrap over splits that is paired throughout.
+    The saving at budget B is ``1 - n / B``, with `n` the number of labels at which the rule's curve has the accuracy of
+    the reference's curve at B. Each curve is a power law ``c - a n^-b`` fitted to the mean over splits, or a monotone
+    fit if no such law rises. If `n` is beyond the largest budget, it counts as twice B, a saving of -1. Intervals are
+    percentiles of a bootstrap over splits, with the same resamples for all rules.
 
     Args:
         pool: name of the pool.
         budgets: numbers of labels, ascending, the largest twice `budget`.
         accuracy: accuracy of each rule, on the same splits.
-        nll: NLL of each rule likewise.
-        budget: labels at which the rules are compared, one of `budgets`.
+        nll: NLL of each rule, on the same splits.
+        budget: number of labels at which the rules are compared, one of `budgets`.
         reference: name of the random draw.
         placebo: name of a second random draw.
         num_bootstrap: resamples.
@@ -114,7 +114,7 @@ def label_savings(
 
 
 def _saving(reached: Float[np.ndarray, " curves"], budget: int, num_splits: int) -> Estimate:
-    """Saving by the labels that the data's curve needs, and those of the resamples after it."""
+    """Saving, from the numbers of labels that the curve of the data (first) and of each resample needs."""
     savings = np.maximum(1 - reached / budget, -1.0).round(9)  # an equal curve saves 0, not rounding
     low, high = np.quantile(savings[1:], [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
     return Estimate(float(savings[0]), float(savings[1:].std()), num_splits, float(low), float(high))
@@ -123,7 +123,7 @@ def _saving(reached: Float[np.ndarray, " curves"], budget: int, num_splits: int)
 def fitted(
     labels: Float[np.ndarray, " budgets"], curves: Float[np.ndarray, "curves budgets"]
 ) -> Float[np.ndarray, "curves budgets"]:
-    """Curves smoothed to rise with the labels: the best power law each, or the monotone fit where no law rises.
+    """Curves smoothed to rise with the labels: the best power law for each, or a monotone fit if no law rises.
 
     Args:
         labels: numbers of labels, ascending.
@@ -140,7 +140,7 @@ def labels_needed(
     curves: Float[np.ndarray, "curves budgets"],
     targets: Float[np.ndarray, " curves"],
 ) -> Float[np.ndarray, " curves"]:
-    """Labels at which rising curves reach their targets, by straight lines over log labels; infinite if they do not.
+    """Numbers of labels at which rising curves reach their targets, linear in log labels; infinite if they do not.
 
     A target below a curve's start is reached at its start.
     """

@@ -1,6 +1,6 @@
-"""The label-savings study: acquisition functions against a random draw, over many splits, as trials of a study.
+"""The label-savings study: acquisition functions compared with a random draw over many splits, as trials of a study.
 
-Every rule begins with the same random pairs and asks for labels in batches. The model is fitted anew each round.
+Every rule starts with the same random pairs and asks for labels in batches. The model is fitted again in each round.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ RANDOM, PLACEBO = "random", "random_again"
 RIDGES = tuple(float(ridge) for ridge in 10.0 ** np.arange(-1.0, 3.51, 0.5))
 """Penalties to choose from."""
 TUNING_SPLITS = 10
-"""Splits, of seeds that no trial has, on which the penalty of each number of labels is chosen."""
+"""Number of splits on which the penalty for each number of labels is chosen; no trial has their seeds."""
 _TUNING_SEED = 1_000_000
 NUM_MEMBERS = 32
-"""Draws from the posterior that rules over members see."""
+"""Draws from the posterior that serve as members of an ensemble."""
 
 
 @dataclass(frozen=True)
 class LabelStudy:
-    """Numbers of labels that the trials of a pool have in common.
+    """Numbers of labels that all trials of a pool share.
 
     Args:
-        budget: labels at which rules are compared; curves go on to twice as many.
-        start: random labels that every rule begins with.
-        batch: labels of a round.
-        flips: share of the pool's labels that is turned around.
+        budget: number of labels at which rules are compared; curves extend to twice as many.
+        start: number of random labels that every rule starts with.
+        batch: number of labels in each round.
+        flips: share of the pool's labels to flip.
     """
 
     budget: int = 512
@@ -74,12 +74,12 @@ class LabelStudy:
 
 
 def planned_splits(study: LabelStudy, pool: str, num_splits: int, features: Path | None = None) -> list[PlannedTrial]:
-    """Trials of a pool, one a split, with the penalties that suit the random draw best.
+    """Trials of a pool, one for each split, with the penalties that are best for the random draw.
 
     Args:
-        study: study that the splits belong to.
+        study: the study of the splits.
         pool: name of a synthetic pool, or of the pool in `features`.
-        num_splits: splits.
+        num_splits: number of splits.
         features: file of a `LabeledFeatures`; None for a synthetic pool.
 
     Raises:
@@ -102,10 +102,10 @@ def planned_splits(study: LabelStudy, pool: str, num_splits: int, features: Path
 
 
 def require_one_pool_a_name(trials: Iterable[PlannedTrial]) -> None:
-    """Refuse trials of one name whose pairs, features or options differ, since a table would mix them.
+    """Refuse trials with the same pool name but different pairs, features or options, which a table would mix.
 
     Raises:
-        ConfigError: naming the pool.
+        ConfigError: if there are such trials; the text names the pool.
     """
     settings: dict[str, dict[str, Any]] = {}
     for trial in trials:
@@ -129,7 +129,7 @@ def measure(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | st
     seed = spec["split"]
     split = _split(spec["pool"], features, study.flips, seed)
     values: dict[str, float | int | str | None] = {"pool": spec["name"], "split": seed}
-    for rule in (*RULES, PLACEBO):  # each with a seed of its own, which no other rule changes
+    for rule in (*RULES, PLACEBO):  # each with its own seed, which does not depend on other rules
         for labels, model in _rounds(split, study, rule, spec["ridges"], [seed, crc32(rule.encode())]):
             accuracy, nll = tested(model, split.test_differences, split.test_chances)
             values |= {f"{rule}/{labels}/accuracy": accuracy, f"{rule}/{labels}/nll": nll}
@@ -187,7 +187,7 @@ def _split(pool: str, features: LabeledFeatures | None, flips: float, seed: int)
 
 
 def _tuned_ridges(study: LabelStudy, pool: str, features: LabeledFeatures | None) -> list[float]:
-    """Penalty of each number of labels: that of the lowest mean test NLL of random draws, on splits of their own."""
+    """Penalty for each number of labels: the one with the lowest mean test NLL of random draws, on separate splits."""
     totals = np.zeros((len(study.budgets), len(RIDGES)))
     for number in range(TUNING_SPLITS):
         seed = _TUNING_SEED + number
@@ -204,7 +204,7 @@ def _tuned_ridges(study: LabelStudy, pool: str, features: LabeledFeatures | None
 def _rounds(
     split: LabelSplit, study: LabelStudy, rule: str, ridges: Sequence[float], seed: Sequence[int]
 ) -> Iterator[tuple[int, LinearReward]]:
-    """Labels and model of each round of one rule; the first labels depend on the split alone."""
+    """Number of labels and model of each round of one rule; the first labels depend only on the split."""
     acquire = acquisition_function(RANDOM if rule == PLACEBO else rule)
     generator = np.random.default_rng([*seed, 0])
     is_labeled = np.zeros(len(split.labels), dtype=bool)
