@@ -1,4 +1,4 @@
-"""Reward models that steer a policy: ensembles, best-of-n, over-optimization, and the trainers people use.
+"""Reward models that steer a policy: ensembles, best-of-n, over-optimization, and adapters for RL trainers.
 
 Names load on first use.
 """

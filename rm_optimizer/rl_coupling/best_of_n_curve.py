@@ -20,11 +20,11 @@ class BestOfNPoint:
     """Selection of the best of n responses by the proxy reward.
 
     Args:
-        n: responses to choose from.
-        kl_bound: `log n - (n - 1) / n` nats, an upper bound of the divergence from the policy.
+        n: number of responses to choose from.
+        kl_bound: `log n - (n - 1) / n` nats, an upper bound on the divergence from the policy.
         kl_pool: divergence in nats, exact for a policy that draws from the pool; mean over prompts.
         proxy: expected proxy reward of the selected response.
-        gold: expected gold reward of the same response; None where no gold reward is known.
+        gold: expected gold reward of the same response; None without a gold reward.
     """
 
     n: int
@@ -40,8 +40,8 @@ class BestOfNCurve(JsonRecord, indent=2):
 
     Args:
         points: points by ascending n; the first is n = 1, the policy itself.
-        num_prompts: prompts, over which the intervals are.
-        num_samples: responses in the pool of each prompt.
+        num_prompts: number of prompts, which the intervals are over.
+        num_samples: number of responses in the pool of each prompt.
     """
 
     points: tuple[BestOfNPoint, ...]
@@ -63,7 +63,7 @@ class BestOfNCurve(JsonRecord, indent=2):
         Args:
             proxy: rewards by which the best response is selected.
             gold: rewards of the same responses by which the selection is judged.
-            sizes: values of n; None takes the powers of 2 up to the pool's size, and that.
+            sizes: values of n; None takes the pool's size and the powers of 2 below it.
             num_bootstrap: resamples over prompts for the intervals; 0 gives none.
             seed: seed of the resamples.
 
@@ -111,9 +111,9 @@ def powers_of_two(num_samples: int) -> list[int]:
 
 
 def kl_bound(n: int) -> float:
-    """Divergence of best-of-n from the policy where no two responses tie, `log n - (n - 1) / n` nats.
+    """Divergence of best-of-n from the policy if no two responses tie, `log n - (n - 1) / n` nats.
 
-    An upper bound where responses repeat or tie (Beirami et al., 2024, https://arxiv.org/abs/2401.01879, Theorem 1).
+    It is an upper bound if responses repeat or tie (Beirami et al., 2024, https://arxiv.org/abs/2401.01879, Theorem 1).
 
     Example:
         >>> round(kl_bound(16), 4)
@@ -131,9 +131,9 @@ def exact_divergence(
     of the reward and `Q_g = F(g)^n - F(g-)^n`: within a group, selection keeps the policy's proportions.
 
     Args:
-        probabilities: the policy's, which sum to 1.
+        probabilities: the policy's probability of each response; they sum to 1.
         rewards: reward of each response.
-        n: responses to choose from, positive.
+        n: number of responses to choose from, positive.
 
     Example:
         >>> exact_divergence(np.array([0.5, 0.5]), np.array([1.0, 1.0]), 8)
@@ -151,7 +151,7 @@ def exact_divergence(
 
 
 def pool_divergence(proxy: Float[np.ndarray, " samples"], sizes: Sequence[int]) -> list[float]:
-    """`exact_divergence` of each n for the policy that draws a response of the pool at random."""
+    """`exact_divergence` of each n for the policy that draws a random response from the pool."""
     values, counts = np.unique(proxy, return_counts=True)
     share = counts / len(proxy)
     return [exact_divergence(share, values, n) for n in sizes]
@@ -166,7 +166,7 @@ def selected_means(
 
     `sum_i C(i - 1, n - 1) / C(N, n) g_(i)` over the pool sorted by proxy (Nakano et al., 2021,
     https://arxiv.org/abs/2112.09332, appendix I), with the weights of tied responses shared equally. As an average over
-    all subsets of n it is unbiased, unlike the best of one draw.
+    all subsets of n it is unbiased.
 
     Args:
         proxy: rewards that select.
@@ -188,9 +188,10 @@ def selected_means(
 
 
 def _subset_share(num_samples: int, n: int) -> Float[np.ndarray, " ends"]:
-    """`C(i, n) / C(N, n)` for i in 0 … N: share of subsets that lie within the first i.
+    """`C(i, n) / C(N, n)` for i in 0 … N: share of subsets within the first i.
 
-    Logarithms of the ratios of neighbors, `log(1 - n / k)`, are summed from the top: those of factorials would cancel.
+    The logarithms `log(1 - n / k)` of ratios of neighbors are summed from the top. Logarithms of factorials would lose
+    precision by cancellation.
     """
     share = np.zeros(num_samples + 1)
     ratios = np.log1p(-n / np.arange(n + 1, num_samples + 1))

@@ -1,4 +1,4 @@
-"""Ensembles of reward models: combined rewards, disagreement of the members, and responses they were not fitted to."""
+"""Ensembles of reward models: combined rewards, disagreement of the members, and out-of-distribution responses."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Aggregation(StrEnum):
 
 @dataclass(frozen=True)
 class EnsemblePrediction(JsonRecord):
-    """Rewards of one response by the members of an ensemble, standardized where the ensemble has a reference.
+    """Rewards of one response by the members of an ensemble, standardized if the ensemble has a reference.
 
     Args:
         mean_reward: mean over members.
@@ -72,14 +72,14 @@ class EnsembleMargin(JsonRecord):
 
 @dataclass(frozen=True)
 class EnsembleReference(JsonRecord):
-    """Members of an ensemble on reference responses: their scales, and their usual disagreement.
+    """Scales and usual disagreement of an ensemble's members, measured on reference responses.
 
     Args:
         means: mean reward of each member.
         stds: standard deviation of each member's rewards.
-        threshold: standard deviation over members that a response like the reference ones exceeds at the rate below.
-        false_positive_rate: rate that the threshold was fitted to.
-        num_responses: reference responses; half gave the scales, half the threshold.
+        threshold: standard deviation over members above which a response is uncertain.
+        false_positive_rate: largest probability that a response like the reference ones exceeds the threshold.
+        num_responses: number of reference responses; one half set the scales, the other the threshold.
     """
 
     means: tuple[float, ...]
@@ -90,22 +90,22 @@ class EnsembleReference(JsonRecord):
 
 
 class RewardModelEnsemble(Scorer):
-    """Several reward models as one scorer that knows how far its members disagree.
+    """Several reward models combined into one scorer that measures their disagreement.
 
-    Rewards of a Bradley-Terry model have no zero and no common scale. `fit_reference` standardizes each member on
-    reference responses; `min` and `uwo` need it. Margins (`predict_margins`) are comparable up to scale without it.
+    Rewards of Bradley-Terry models share neither zero nor scale. `fit_reference` standardizes each member on reference
+    responses; `min` and `uwo` need it. Margins (`predict_margins`) are comparable up to scale without it.
 
     Args:
         models: scorers, or paths and hub ids of saved models, at least two.
         uncertainty_threshold: standard deviation over members above which a response is uncertain, not negative; None
             takes the reference's.
-        aggregation: `mean`, `min` or `uwo`, what `score` returns.
+        aggregation: combination that `score` returns: `mean`, `min` or `uwo`.
         penalty: factor of the standard deviation in `uwo`, not negative; 0 is the mean.
         reference: scales of the members from an earlier `fit_reference`.
-        memory_bytes: bytes of weights of saved models to keep; the others are loaded in turn for each call. Adapters
-            on one base count it once. None keeps all.
+        memory_bytes: bytes of weights of saved models to keep in memory; other models are loaded again for each call.
+            Adapters on the same base count it once. None keeps all models.
         load: loader of a saved model.
-        token_budget: tokens, padding included, of one pass of a model in this process.
+        token_budget: most tokens in one forward pass of a model in this process, padding included.
 
     Raises:
         ConfigError: if there are fewer than two members, or an option is out of its range.
@@ -150,16 +150,16 @@ class RewardModelEnsemble(Scorer):
 
     @property
     def threshold(self) -> float | None:
-        """Standard deviation over members above which a response is uncertain; None where there is none."""
+        """Standard deviation over members above which a response is uncertain; None without a threshold."""
         if self.uncertainty_threshold is not None or self.reference is None:
             return self.uncertainty_threshold
         return self.reference.threshold
 
     def digest(self) -> str:
-        """16 hexadecimal digits of all that `score` depends on.
+        """16 hexadecimal digits of everything that determines `score`.
 
         Raises:
-            ConfigError: if a member is no model of this process, whose weights are not known.
+            ConfigError: if a member is not a model in this process, so that its weights are not known.
         """
         digests = []
         with self._lock:
@@ -186,7 +186,7 @@ class RewardModelEnsemble(Scorer):
     def _scored(
         self, prompts: Sequence[Prompt], responses: Sequence[str]
     ) -> tuple[Float[np.ndarray, "members sequences"], Bool[np.ndarray, "sides sequences"]]:
-        """Raw rewards by each member, and which prompts and responses any member in this process has cut."""
+        """Raw rewards by each member, and a mask of prompts and responses that a member in this process has cut."""
         if len(prompts) != len(responses):
             raise ValueError(
                 f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
@@ -217,7 +217,7 @@ class RewardModelEnsemble(Scorer):
         responses: Sequence[str],
         is_cut: Bool[np.ndarray, "sides sequences"],
     ) -> Float[Tensor, " sequences"]:
-        """Raw rewards by a member in this process, which adds what it has cut to `is_cut`."""
+        """Raw rewards by a member in this process; prompts and responses that it cuts are marked in `is_cut`."""
         member = self._member(number)
         assert isinstance(member, BradleyTerryRM)
         encodings = member.encode(prompts, responses)
@@ -235,16 +235,16 @@ class RewardModelEnsemble(Scorer):
     ) -> EnsembleReference:
         """Fit the members' scales and the threshold of uncertainty, and use them from now on.
 
-        A random half of the responses gives each member's mean and standard deviation, the other half the threshold.
+        A random half of the responses sets each member's mean and standard deviation, the other half the threshold.
 
         Args:
-            prompts: prompts like those of the training data, best each once.
-            responses: one for each prompt.
-            false_positive_rate: probability that a response like these exceeds the threshold, at most, in (0, 1).
+            prompts: prompts like those of the training data, preferably each only once.
+            responses: one response for each prompt.
+            false_positive_rate: largest probability that a response like these exceeds the threshold, in (0, 1).
             seed: seed of the halves.
 
         Raises:
-            DataError: if there are too few responses for the rate, or a member gives all of them one reward.
+            DataError: if there are too few responses for the rate, or a member gives all of them the same reward.
         """
         rewards = self.member_rewards(prompts, responses)
         scales, held_out = halves(rewards.shape[1], seed)
@@ -280,10 +280,10 @@ class RewardModelEnsemble(Scorer):
     def predict_counted(
         self, prompts: Sequence[Prompt], responses: Sequence[str]
     ) -> tuple[list[EnsemblePrediction], CountedRewards]:
-        """Predictions as `predict_batch` returns them and rewards as `score_counted` does, of one pass of the members.
+        """The results of `predict_batch` and of `score_counted`, with each member run only once.
 
         Raises:
-            ConfigError: as `score`.
+            ConfigError: as for `score`.
         """
         rewards, is_cut = self._standardized_and_cut(prompts, responses)
         return self._predicted(rewards), self._counted(rewards, is_cut)
@@ -299,7 +299,7 @@ class RewardModelEnsemble(Scorer):
     def predict_margins(
         self, prompts: Sequence[Prompt], responses_a: Sequence[str], responses_b: Sequence[str]
     ) -> list[EnsembleMargin]:
-        """Margins of pairs: reward of `responses_a` less that of `responses_b`, by each member in its own scale."""
+        """Margins of pairs: reward of `responses_a` less that of `responses_b`, by each member on its own scale."""
         both = self.member_rewards([*prompts, *prompts], [*responses_a, *responses_b])
         margins = both[:, : len(prompts)] - both[:, len(prompts) :]
         if self.reference is not None:
@@ -330,17 +330,17 @@ class RewardModelEnsemble(Scorer):
         return torch.tensor(self.score_counted(prompts, responses).rewards, dtype=torch.float32)
 
     def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
-        """Rewards as `score` returns them, and counts of what any member in this process has cut.
+        """The rewards of `score`, and counts of prompts and responses that a member in this process has cut.
 
         Raises:
-            ConfigError: as `score`.
+            ConfigError: as for `score`.
         """
         return self._counted(*self._standardized_and_cut(prompts, responses))
 
     def _standardized_and_cut(
         self, prompts: Sequence[Prompt], responses: Sequence[str]
     ) -> tuple[Float[np.ndarray, "members sequences"], Bool[np.ndarray, "sides sequences"]]:
-        """Rewards by each member for the aggregation, and which prompts and responses any member has cut."""
+        """Rewards by each member for the aggregation, and a mask of prompts and responses that a member has cut."""
         if self.reference is None and self.aggregation != Aggregation.mean:
             raise ConfigError(
                 f"aggregation={self.aggregation} compares members, whose rewards share neither zero nor scale; call "
@@ -368,7 +368,7 @@ class RewardModelEnsemble(Scorer):
         return np.asarray((rewards - means[:, None]) / stds[:, None])
 
     def _member(self, number: int) -> Scorer:
-        """A member, loaded where it is not; valid until the next is asked for."""
+        """A member, loaded if necessary; valid until the next call."""
         source = self._models[number]
         return self._saved.model(str(source)) if isinstance(source, str | Path) else source
 

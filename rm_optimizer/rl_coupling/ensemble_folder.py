@@ -1,4 +1,4 @@
-"""Folder of an ensemble: its members' paths and their scales on reference responses, in `ensemble.json`."""
+"""Folder of an ensemble: `ensemble.json` with the members' paths and their scales on reference responses."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rm_optimizer.rl_coupling.ensemble import EnsembleReference, RewardModelEnse
 
 ENSEMBLE_FILE = "ensemble.json"
 MOST_REFERENCES = 1000
-"""Most reference responses; more change the scales by less than 3 %."""
+"""Largest number of reference responses; more change the scales by less than 3 %."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class EnsembleRecord(JsonRecord, indent=2):
 
     Args:
         members: paths of the members relative to the folder, or hub ids.
-        reference: their scales and the threshold of uncertainty.
+        reference: scales of the members and the threshold of uncertainty.
     """
 
     members: tuple[str, ...]
@@ -38,9 +38,9 @@ def save_ensemble(folder: Path, members: Sequence[str], reference: EnsembleRefer
     """Write `ensemble.json` and return its path.
 
     Args:
-        folder: folder of the ensemble, made where it is missing.
-        members: paths of the members as they stand, or hub ids.
-        reference: their scales.
+        folder: folder of the ensemble, made if it is missing.
+        members: paths of the members from the current folder, or hub ids.
+        reference: scales of the members.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = tuple(os.path.relpath(name, folder) if Path(name).exists() else name for name in members)
@@ -56,18 +56,18 @@ def load_ensemble(
     load: Callable[[str], BradleyTerryRM] = BradleyTerryRM.from_pretrained,
     token_budget: int = 16384,
 ) -> RewardModelEnsemble:
-    """The ensemble of a folder; its members are loaded when they first score.
+    """Load the ensemble of a folder; its members are loaded when they first score.
 
     Args:
         folder: folder with an `ensemble.json`.
         aggregation: `mean`, `min` or `uwo`.
         penalty: factor of the standard deviation in `uwo`.
-        memory_bytes: bytes of weights to keep; None keeps all members.
+        memory_bytes: bytes of weights to keep in memory; None keeps all members.
         load: loader of a member.
-        token_budget: tokens, padding included, of one pass.
+        token_budget: most tokens in one forward pass, padding included.
 
     Raises:
-        CheckpointError: if there is no ensemble in the folder, or its file is torn.
+        CheckpointError: if there is no ensemble in the folder, or its file is damaged.
         ConfigError: if an option is out of its range.
     """
     try:
@@ -91,10 +91,10 @@ def load_ensemble(
 
 
 def reference_responses(pairs: Sequence[PreferencePair], seed: int) -> tuple[list[Prompt], list[str]]:
-    """Prompts and responses for `fit_reference`: one response, on a random side, of each different prompt.
+    """Prompts and responses for `fit_reference`: for each different prompt, the response of a random side.
 
     Args:
-        pairs: pairs that none of the members was trained on, where there are such.
+        pairs: pairs, preferably ones that no member was trained on.
         seed: seed of the draw, not negative.
     """
     of_prompt: dict[str, PreferencePair] = {}

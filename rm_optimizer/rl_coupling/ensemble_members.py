@@ -1,4 +1,4 @@
-"""Saved members of an ensemble, loaded when they score and kept within a memory budget, with shared weights once."""
+"""Saved members of an ensemble, loaded on use and kept within a memory budget; shared weights are kept once."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from rm_optimizer.records.locations import SourceKind, resolve_source
 
 @dataclass(frozen=True)
 class _Place:
-    """Place of a member: a backbone, and the member's number there."""
+    """A member's backbone, and the member's number on it."""
 
     backbone: SharedBackbone
     number: int
 
 
 class SavedMembers:
-    """Models by their paths. A model that it returns is valid until the next is asked for.
+    """Models by their paths. A returned model is valid until the next one is requested.
 
-    Adapters on one base load the base once. Other models that differ in few tensors, such as their heads, are compared
-    once they are loaded, and keep only what differs.
+    Adapters on the same base load the base once. Other models are compared when they are loaded. If they differ in few
+    tensors, such as their heads, only these tensors are kept for each.
 
     Args:
         load: loader of a saved model.
-        memory_bytes: bytes of weights to keep; None keeps all.
+        memory_bytes: bytes of weights to keep in memory; None keeps all.
     """
 
     def __init__(self, load: Callable[[str], BradleyTerryRM], memory_bytes: int | None) -> None:
@@ -39,7 +39,7 @@ class SavedMembers:
         self._of_key: dict[str, SharedBackbone] = {}
 
     def model(self, source: str) -> BradleyTerryRM:
-        """The member of this path or hub id.
+        """The member with this path or hub id.
 
         Raises:
             CheckpointError: if it cannot be loaded.
@@ -51,7 +51,7 @@ class SavedMembers:
         return place.backbone.use(place.number)
 
     def release(self) -> None:
-        """Let go of what the memory budget does not hold."""
+        """Free the weights that exceed the memory budget."""
         passing, self._passing = self._passing, None
         self._places = {source: place for source, place in self._places.items() if place.backbone is not passing}
         self._of_key = {key: backbone for key, backbone in self._of_key.items() if backbone is not passing}
@@ -73,7 +73,7 @@ class SavedMembers:
         return _Place(backbone, 0)
 
     def _settle(self, grown: SharedBackbone) -> None:
-        """Keep a backbone that is new or has grown, if the budget holds it."""
+        """Keep a backbone that is new or has grown, if it fits the budget."""
         others = [backbone for backbone in self._kept if backbone is not grown]
         total = sum(backbone.num_bytes for backbone in [*others, grown])
         fits = self._memory_bytes is None or total <= self._memory_bytes

@@ -18,14 +18,14 @@ from rm_optimizer.records.randomness import keeping_random_state
 
 
 class TransformersPolicy:
-    """A causal language model that answers with its chat template, or after `Assistant:` where it has none.
+    """A causal language model that answers with its chat template, or after `Assistant:` if it has none.
 
     Args:
         source: hub id or folder of a model with a language head.
         max_new_tokens: most tokens of a response, positive.
         temperature: divisor of the logits, positive.
         top_p: smallest probability mass to draw from, in (0, 1].
-        samples_at_once: responses of one batch, positive; bounds memory, and other values draw other responses.
+        samples_at_once: responses in one batch, positive. It limits memory; other values draw other responses.
 
     Raises:
         CheckpointError: if there is no such model, it is a reward model, or its tokenizer has no end of text.
@@ -135,7 +135,7 @@ class VLLMPolicy:
         return digest([self._source, self._vllm.__version__, self._options])
 
     def respond(self, prompt: Prompt, num_samples: int, seed: int) -> list[str]:
-        """Draw responses to a prompt; vLLM computes the prompt once for them."""
+        """Draw responses to a prompt; vLLM computes the prompt once for all of them."""
         options = self._vllm.SamplingParams(n=num_samples, seed=_seed(prompt, seed, 0), **self._options)
         tokens = {"prompt_token_ids": prompt_ids(self.tokenizer, prompt)}
         (found,) = self._engine.generate([tokens], options, use_tqdm=False)
@@ -144,7 +144,7 @@ class VLLMPolicy:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt up to where the response begins."""
+    """Token ids of a prompt, up to the start of the response."""
     messages = as_messages(prompt)
     if tokenizer.chat_template is None:
         text = plain_prompt(messages)
@@ -158,13 +158,13 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Collection[int]) -> str:
-    """The text before the first end token, without special tokens and surrounding blanks."""
+    """The text before the first end token, without special tokens and surrounding whitespace."""
     end = next((place for place, token in enumerate(ids) if token in ends), len(ids))
     return str(tokenizer.decode(ids[:end], skip_special_tokens=True)).strip()
 
 
 def load_language_model(source: str | Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Tokenizer and model of a policy, with every weight of a language model.
+    """Load the tokenizer and model of a policy, and require all weights of a language model.
 
     Raises:
         CheckpointError: if there is no such model, or it has no language head.
@@ -214,10 +214,10 @@ def _check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> No
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] | None, source: str | Path) -> set[int]:
-    """Tokens that end a response; a pad token is not needed, since what follows the first of them is cut off.
+    """Tokens that end a response; no pad token is needed, since all tokens after the first end are cut.
 
     Raises:
-        CheckpointError: if there is none.
+        CheckpointError: if there is no such token.
     """
     of_model = [configured] if isinstance(configured, int) else configured or []
     ends = {*of_model, *([] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id])}
@@ -230,5 +230,5 @@ def end_ids(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] | No
 
 
 def _seed(prompt: Prompt, seed: int, start: int) -> int:
-    """Seed of one batch of responses, the same whatever was drawn before."""
+    """Seed of one batch of responses, independent of earlier draws."""
     return int(digest([prompt_id(prompt), seed, start])[:8], 16)

@@ -1,4 +1,4 @@
-"""Detection of responses that the reference data does not cover, at a stated false-positive rate."""
+"""Detection of responses unlike the reference data, at a given false-positive rate."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class OODDetection(JsonRecord):
 
     Args:
         scores: distance of each response from the reference; larger is farther.
-        is_ood: True where the score exceeds the threshold.
-        threshold: largest score that counts as covered.
-        false_positive_rate: probability that a response like the reference ones exceeds the threshold, at most.
+        is_ood: True if the score exceeds the threshold.
+        threshold: largest score that counts as in distribution.
+        false_positive_rate: largest probability that a response like the reference ones exceeds the threshold.
     """
 
     scores: tuple[float, ...]
@@ -38,13 +38,13 @@ def detection(scores: Float[np.ndarray, " responses"], threshold: float, false_p
 
 
 def conformal_threshold(scores: Float[np.ndarray, " reference"], false_positive_rate: float) -> float:
-    """Threshold that a new score of the same kind exceeds with probability `false_positive_rate` at most.
+    """Threshold that a new score of the same kind exceeds with probability at most `false_positive_rate`.
 
-    The `ceil((n + 1) (1 - rate))`-th smallest of n scores: exact in finite samples where the new score is exchangeable
-    with them (Vovk et al., 2005, "Algorithmic Learning in a Random World").
+    It is the `ceil((n + 1) (1 - rate))`-th smallest of n scores, which is exact in finite samples if the new score is
+    exchangeable with them (Vovk et al., 2005, "Algorithmic Learning in a Random World").
 
     Args:
-        scores: scores of reference responses that nothing else was fitted to.
+        scores: scores of reference responses that are used for no other fit.
         false_positive_rate: share of reference responses above the threshold, in (0, 1).
 
     Raises:
@@ -68,7 +68,7 @@ def conformal_threshold(scores: Float[np.ndarray, " reference"], false_positive_
 
 
 def halves(num_rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of two random halves: one to fit with, the other for the threshold."""
+    """Positions of two random halves: one for the fit, the other for the threshold."""
     first = random_positions(num_rows, num_rows // 2, [seed, num_rows])
     return first, np.setdiff1d(np.arange(num_rows), first)
 
@@ -77,12 +77,12 @@ class MahalanobisDetector:
     """Distance of a response's features from those of reference responses (Lee et al., 2018, arXiv:1807.03888).
 
     ``d(x) = sqrt(z' C^-1 z / hidden)`` with `z` the features standardized one by one and `C` their covariance, shrunk
-    as Ledoit and Wolf (2004, doi:10.1016/S0047-259X(03)00096-4) do. One half of the reference gives means, deviations
-    and covariance, the other half the threshold.
+    by the method of Ledoit and Wolf (2004, doi:10.1016/S0047-259X(03)00096-4). One half of the reference sets means,
+    deviations and covariance, the other half the threshold.
 
     Args:
-        reference: features of reference responses, as `core.model.features.features` gives them.
-        false_positive_rate: probability that a response like the reference ones is flagged, at most.
+        reference: features of reference responses, from `core.model.features.features`.
+        false_positive_rate: largest probability that a response like the reference ones is flagged.
         seed: seed of the halves.
 
     Raises:
@@ -112,7 +112,7 @@ class MahalanobisDetector:
         return np.asarray(np.sqrt(np.maximum(squared, 0.0) / len(self._mean)))
 
     def detect(self, features: Float[np.ndarray, "responses hidden"]) -> OODDetection:
-        """Responses whose distance exceeds the threshold."""
+        """Compare the responses' distances with the threshold."""
         return detection(self.distances(features), self.threshold, self.false_positive_rate)
 
 
@@ -120,7 +120,7 @@ def shrunk_covariance(rows: Float[np.ndarray, "rows hidden"]) -> Float[np.ndarra
     """Covariance shrunk towards a multiple of the identity by the share that minimizes the expected error.
 
     `(1 - s) S + s m I` with `S` the covariance, `m` its mean eigenvalue and `s` by Ledoit and Wolf (2004, Lemma 3.1).
-    It is positive definite wherever the rows differ.
+    It is positive definite if the rows differ.
     """
     num_rows, hidden = rows.shape
     centered = rows - rows.mean(axis=0)

@@ -1,8 +1,8 @@
-"""Over-optimization: proxy and gold reward against the distance from the policy, and where more distance is worse.
+"""Over-optimization: proxy and gold reward by distance from the policy, and the distance at which gold falls.
 
-Gao, Schulman and Hilton (2022, https://arxiv.org/abs/2210.10760, section 3.1) fit gold rewards gained over the policy
-by `d (alpha - beta d)` for best-of-n and `d (alpha - beta log d)` for reinforcement learning, with `d` the square root
-of the divergence in nats. Both are linear in alpha and beta, so a fit is a least-squares projection of the curve.
+Gao, Schulman and Hilton (2022, https://arxiv.org/abs/2210.10760, section 3.1) fit the gain in gold reward over the
+policy by `d (alpha - beta d)` for best-of-n and by `d (alpha - beta log d)` for reinforcement learning, with `d` the
+square root of the divergence in nats. Both are linear in alpha and beta, so the fit is by least squares.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from rm_optimizer.rl_coupling.best_of_n_curve import kl_bound, powers_of_two, re
 from rm_optimizer.rl_coupling.out_of_distribution import halves
 
 _GRID = 200
-"""Points of the integrals of gamma."""
+"""Number of points in the integrals of gamma."""
 
 
 class Optimization(StrEnum):
-    """Way in which the policy moved: selection of the best of n, or reinforcement learning."""
+    """Method that moved the policy: selection of the best of n, or reinforcement learning."""
 
     best_of_n = "best_of_n"
     rl = "rl"
@@ -36,12 +36,12 @@ class Optimization(StrEnum):
 
 @dataclass(frozen=True)
 class OveroptimizationPoint:
-    """A policy at some distance from the first.
+    """A policy at some distance from the first one.
 
     Args:
-        distance: square root of its divergence in nats.
-        proxy: gain in proxy reward over the first policy, in standard deviations of it.
-        gold: gain in gold reward, in standard deviations of the gold reward under the first policy.
+        distance: square root of the divergence from the first policy in nats.
+        proxy: gain in proxy reward over the first policy, in standard deviations of the proxy reward under that policy.
+        gold: gain in gold reward over the first policy, in standard deviations of the gold reward under that policy.
     """
 
     distance: float
@@ -56,7 +56,7 @@ class GaoFit:
     Args:
         alpha: initial gain for each unit of distance.
         beta: loss of gain with distance.
-        residual: root mean square of what the form leaves over, in the unit of the gain.
+        residual: root mean square of the fit's residuals, in the unit of the gain.
         proxy_alpha: alpha of the proxy gain.
         proxy_beta: beta of the proxy gain.
     """
@@ -72,22 +72,22 @@ class GaoFit:
 class OveroptimizationCurve(JsonRecord, indent=2):
     """Gains in proxy and gold reward with distance from a policy.
 
-    Rewards are divided by their standard deviation within prompts under the first policy, so that the two are in
-    comparable units. Intervals are over prompts.
+    Both rewards are divided by their standard deviation within prompts under the first policy, so that their units are
+    comparable. Intervals are over prompts.
 
     Args:
-        optimization: way in which the policy moved; it decides the form.
+        optimization: method that moved the policy, which determines the form of the fit.
         points: points by ascending distance; the first is the policy itself at 0.
         fit: coefficients of the form.
-        peak_distance: distance up to the last point at which the fitted gold gain is largest.
-        peak_gain: fitted gold gain there.
-        fall: measured gold gain at its highest point less that at the last. One half of the prompts chooses the point,
-            the other half is measured, so that the choice does not flatter it.
-        turning_point: distance of the highest measured gold gain, where the interval of `fall` lies above 0; None where
-            no over-optimization is shown.
+        peak_distance: distance, at most that of the last point, at which the fitted gold gain is largest.
+        peak_gain: fitted gold gain at this distance.
+        fall: measured gold gain at its highest point less the gain at the last point. One half of the prompts chooses
+            the point, and the other half measures the fall, so that the choice does not bias it.
+        turning_point: distance of the highest measured gold gain if the interval of `fall` lies above 0; None if no
+            over-optimization is shown.
         gamma: `integral |gold - proxy| / integral gold` of the fitted gains up to the last distance (Kim et al., 2025,
-            https://arxiv.org/abs/2505.12763); NaN where the gold gain's integral is not positive.
-        num_prompts: prompts behind it.
+            https://arxiv.org/abs/2505.12763); NaN if the gold gain's integral is not positive.
+        num_prompts: number of prompts.
     """
 
     optimization: Optimization
@@ -101,10 +101,10 @@ class OveroptimizationCurve(JsonRecord, indent=2):
     num_prompts: int
 
     def verdict(self, last: str) -> str:
-        """Sentence on whether the gold reward falls while the proxy reward grows.
+        """Sentence that states if the gold reward falls.
 
         Args:
-            last: the last point, in words.
+            last: description of the last point.
         """
         if self.turning_point is not None:
             return (
@@ -167,7 +167,7 @@ class OveroptimizationCurve(JsonRecord, indent=2):
             divergence: divergence of each checkpoint from the first, in nats, ascending from 0.
             proxy: mean proxy reward of each checkpoint's responses to each prompt.
             gold: mean gold reward of the same responses.
-            scales: standard deviation of proxy and gold within prompts under the first checkpoint.
+            scales: standard deviations of proxy and gold within prompts under the first checkpoint.
             num_bootstrap: resamples over prompts, at least 2.
             seed: seed of the resamples.
 
@@ -255,12 +255,12 @@ def _curve(
 def fitted_gain(
     distances: Float[np.ndarray, " points"], alpha: float, beta: float, optimization: Optimization
 ) -> Float[np.ndarray, " points"]:
-    """Gain by the form at distances from 0."""
+    """Gain by the form at these distances."""
     return np.asarray(_basis(np.asarray(distances, dtype=np.float64), optimization) @ np.array([alpha, beta]))
 
 
 def _basis(d: np.ndarray, optimization: Optimization) -> Float[np.ndarray, "*points 2"]:
-    """Values of which alpha and beta are the coefficients."""
+    """Basis functions whose coefficients are alpha and beta."""
     safe = np.where(d > 0, d, 1.0)
     loss = d * d if optimization == Optimization.best_of_n else d * np.log(safe)
     return np.stack([d, -loss], axis=-1)
@@ -269,8 +269,8 @@ def _basis(d: np.ndarray, optimization: Optimization) -> Float[np.ndarray, "*poi
 def _peak(coefficients: Float[np.ndarray, "*resamples 2"], last: float, optimization: Optimization) -> np.ndarray:
     """Distance in [0, last] at which the form is largest.
 
-    A form with beta above 0 is concave, with its peak at `alpha / (2 beta)` or `exp(alpha / beta - 1)`; otherwise it is
-    largest at one of the ends.
+    If beta is above 0, the form is concave with its peak at `alpha / (2 beta)` or `exp(alpha / beta - 1)`. Otherwise it
+    is largest at one of the ends.
     """
     alpha, beta = coefficients[..., 0], coefficients[..., 1]
     ratio = alpha / np.where(beta > 0, beta, 1.0)
@@ -280,7 +280,7 @@ def _peak(coefficients: Float[np.ndarray, "*resamples 2"], last: float, optimiza
 
 
 def _fall(gold: Float[np.ndarray, "prompts points"], seed: int) -> Estimate:
-    """Gain at the point that is highest in one half of the prompts less that at the last, in the other half."""
+    """Highest gain less the last gain; one half of the prompts chooses the highest point, the other half measures."""
     if len(gold) < 2:
         return Estimate(math.nan, None, len(gold))
     choosing, measured = halves(len(gold), seed)

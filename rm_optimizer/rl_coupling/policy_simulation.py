@@ -1,4 +1,4 @@
-"""Best-of-n sampling: responses of a policy, scored by a reward model and ranked, and kept on disk as they come."""
+"""Best-of-n sampling: responses of a policy, scored by a reward model, ranked, and saved to disk at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rm_optimizer.rl_coupling.language_policies import TransformersPolicy, VLLMP
 from rm_optimizer.serving.client.client import RewardClient
 
 SAMPLES_AT_ONCE = 256
-"""Responses that are scored and saved together; whole prompts, at least one."""
+"""Most responses that are scored and saved together, except that there is always one whole prompt."""
 
 
 class Policy(Protocol):
@@ -35,7 +35,7 @@ class Policy(Protocol):
 
     @property
     def identity(self) -> str:
-        """Digest of all that the responses depend on, prompts and seed aside."""
+        """Digest of everything but prompts and seed that determines the responses."""
 
     def respond(self, prompt: Prompt, num_samples: int, seed: int) -> list[str]:
         """Draw responses to a prompt; the same arguments give the same texts.
@@ -50,13 +50,13 @@ class Policy(Protocol):
 
 @dataclass(frozen=True)
 class RankedResponses:
-    """Responses to one prompt, best first; equal rewards stand in the order of the draw.
+    """Responses to one prompt, best first; equal rewards are in the order of the draw.
 
     Args:
         prompt: text or messages.
         responses: the responses.
-        rewards: their rewards, descending.
-        draws: place of each in the draw, from 0.
+        rewards: rewards of the responses, descending.
+        draws: position of each response in the draw, from 0.
     """
 
     prompt: Prompt
@@ -72,12 +72,12 @@ class RankedResponses:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Prompts that were ranked together, as the ledger keeps them.
+    """Prompts that were ranked together, as a row of the ledger.
 
     Args:
-        rows: one for each prompt.
-        num_prompt_cut: responses whose prompt lost tokens; None where the scorer does not say.
-        num_response_cut: responses that lost tokens themselves, likewise.
+        rows: ranked responses of each prompt.
+        num_prompt_cut: number of responses whose prompt lost tokens; None if the scorer does not count them.
+        num_response_cut: number of responses that lost tokens themselves; None if the scorer does not count them.
     """
 
     rows: list[RankedResponses]
@@ -86,12 +86,12 @@ class _Piece:
 
 
 class BestOfNSampler:
-    """Draws responses of a policy and ranks them by a reward model.
+    """Sampler that draws responses of a policy and ranks them by a reward model.
 
     Args:
         policy: hub id or folder of a causal language model, or an object that answers prompts.
         reward_model: scorer of the responses: a model, an ensemble or a server's client.
-        n_samples: responses to each prompt, positive.
+        n_samples: number of responses for each prompt, positive.
         use_vllm: generate by vLLM's offline engine (extra `vllm`); only for a policy given by name.
         seed: seed of the responses, not negative.
         policy_options: keywords of `TransformersPolicy` or `VLLMPolicy`.
@@ -99,7 +99,7 @@ class BestOfNSampler:
     Raises:
         CheckpointError: if the policy cannot be loaded, or is a reward model.
         ConfigError: if an option is out of its range.
-        MissingExtra: if vLLM is asked for and not installed.
+        MissingExtra: if vLLM is requested and not installed.
     """
 
     def __init__(
@@ -143,20 +143,19 @@ class BestOfNSampler:
     ) -> ScoredFile:
         """Write ranked responses as JSON lines with `prompt`, `responses`, `rewards` and `draws`.
 
-        They are appended to `PATH.partial` as they come. Repeating the call after a kill, or after a server died, goes
-        on from there, with the result of an uninterrupted call.
+        Results are first appended to `PATH.partial`. After a kill or a server failure, repeating the call continues
+        from this file and gives the result of an uninterrupted call.
 
         Args:
             prompts: text or messages.
-            path: the file, which must not be there yet.
-            on_progress: called with the prompts done and their number.
+            path: the file, which must not exist yet.
+            on_progress: called with the number of finished prompts and of all prompts.
 
         Returns:
-            Counts of prompts, responses and cuts, those of earlier calls included; cuts are counted of a model in this
-            process.
+            Counts of prompts, responses and cuts, including earlier calls; only models in this process count cuts.
 
         Raises:
-            DataError: if the file is there, or its partial file belongs to another call.
+            DataError: if the file exists, or its partial file belongs to another call.
             CheckpointError: if a reward is not finite.
         """
         identity = [self.policy.identity, self.n_samples, self.seed, [prompt_id(prompt) for prompt in prompts]]
@@ -176,7 +175,7 @@ class BestOfNSampler:
 def rank(
     reward_model: Scorer, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
 ) -> list[RankedResponses]:
-    """Responses to each prompt by descending reward; the prompt is computed once for them where the model allows it.
+    """Responses to each prompt by descending reward; if the model supports it, a prompt is computed only once.
 
     Raises:
         ValueError: if there are not as many groups of responses as prompts.
@@ -188,7 +187,7 @@ def rank(
 def _rank_counted(
     reward_model: Scorer, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
 ) -> _Piece:
-    """`rank`, with counts of what was cut."""
+    """`rank`, with counts of cut prompts and responses."""
     rewards, *cut = _scored(reward_model, prompts, responses_of_each)
     found = []
     for prompt, texts, numbers in zip(prompts, responses_of_each, rewards, strict=True):
@@ -202,7 +201,7 @@ def _rank_counted(
 def _scored(
     scorer: Scorer, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
 ) -> tuple[list[list[float]], int | None, int | None]:
-    """Rewards of each prompt's responses, and the counts of what a model in this process cut."""
+    """Rewards of each prompt's responses, and counts of cut prompts and responses for a model in this process."""
     if not isinstance(scorer, BradleyTerryRM):
         return [own.tolist() for own in scorer.score_groups(prompts, responses_of_each)], None, None
     counted = score_counted(scorer, *flat_groups(prompts, responses_of_each))
@@ -222,17 +221,17 @@ def rank_file(
     *,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ScoredFile:
-    """Rank saved completions: write each prompt's responses best first, as `BestOfNSampler.sample_to_file` does.
+    """Rank saved completions, and write each prompt's responses best first like `BestOfNSampler.sample_to_file`.
 
     Args:
         reward_model: scorer of the responses.
         source: JSONL (also .gz), CSV or Parquet with `prompt` and a list `responses`, or `prompt` and `response` in
             several rows of a prompt.
-        path: the file to write, which must not be there yet.
-        on_progress: called with the prompts done and their number.
+        path: the file to write, which must not exist yet.
+        on_progress: called with the number of finished prompts and of all prompts.
 
     Returns:
-        Counts as `BestOfNSampler.sample_to_file` returns them.
+        Counts as in `BestOfNSampler.sample_to_file`.
 
     Raises:
         DataError: if a file or row cannot be used.
@@ -279,10 +278,10 @@ def read_ranked(path: Path) -> tuple[list[RankedResponses], Float[np.ndarray, "p
 
 
 def scorer_identity(scorer: Scorer) -> str:
-    """Digest of what a scorer's rewards depend on; of a server, the version of its weights.
+    """Digest of everything that determines a scorer's rewards; for a server, the version of its weights.
 
     Raises:
-        ConfigError: if the scorer is of a kind that does not tell.
+        ConfigError: if this kind of scorer has no identity.
     """
     if isinstance(scorer, BradleyTerryRM):
         return scorer_digest(scorer)
@@ -305,7 +304,7 @@ def _to_file(
     path: Path,
     on_progress: Callable[[int, int], None],
 ) -> ScoredFile:
-    """Rank chunk by chunk into a ledger, and write the lines once all are known."""
+    """Rank chunk by chunk into a ledger, and write the lines after the last chunk."""
     if path.suffix != ".jsonl":
         raise DataError(f"{path}: expected a file name ending in .jsonl")
     require_new(path)
@@ -322,7 +321,7 @@ def _to_file(
 def _rank_rest(
     log: Ledger, chunks: Sequence[Any], ranked: Callable[[Any], _Piece], on_done: Callable[[int], None]
 ) -> None:
-    """Rank the chunks that the ledger does not have; `on_done` takes the prompts done, first those of earlier calls."""
+    """Rank the chunks missing in the ledger; `on_done` gets numbers of finished prompts, first of earlier calls."""
     sizes = [len(piece["rows"]) for piece in log.values()]
     on_done(sum(sizes))
     for chunk in chunks[len(sizes) :]:

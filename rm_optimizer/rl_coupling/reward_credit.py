@@ -13,10 +13,10 @@ from rm_optimizer.rl_coupling.rollouts import CreditAssigner, Rollout, Step, Ste
 
 
 class CreditMode(Enum):
-    """Combination of a rollout's environment reward r and its score s, with the weight w.
+    """Combination of a rollout's environment reward r and score s with a weight w.
 
     `replace` is s, `add` is `r + s`, `multiply` is `r s`, `weighted` is `(1 - w) r + w s`, and `bonus` is
-    `r + w max(s, 0)`, which never punishes.
+    `r + w max(s, 0)`, which never lowers the reward.
     """
 
     replace = "replace"
@@ -27,14 +27,15 @@ class CreditMode(Enum):
 
 
 class RewardModelCreditAssigner:
-    """Gives the steps of scored rollouts their weights.
+    """Assigner of weights to the steps of scored rollouts.
 
-    The combined reward of a rollout takes the place of its total reward, and the change goes to its last step, so that
-    the steps' rewards sum to it. The inner assigner then computes the weights from these rollouts.
+    The combined reward replaces a rollout's total reward. The change is added to the last step, so that the steps'
+    rewards sum to the total. The inner assigner then computes the weights from these rollouts.
 
     Args:
         mode: `replace`, `add`, `multiply`, `weighted` or `bonus`.
-        inner: assigner of weights, such as a group-normalized return; None gives every step the combined reward.
+        inner: assigner of weights, such as a group-normalized return; with None every step's weight is the combined
+            reward.
         score_key: key of the metadata that holds the score.
         weight: w of `weighted`, in [0, 1], and of `bonus`, not negative.
 
@@ -63,7 +64,7 @@ class RewardModelCreditAssigner:
         self.weight = weight
 
     def compute(self, rollouts: Sequence[Rollout]) -> Mapping[StepKey, float]:
-        """Weight of each step, by the rollout's id and the step's index.
+        """Weight of each step, keyed by the rollout's id and the step's index.
 
         Raises:
             ValueError: if a rollout has no score, or one that is not finite.
@@ -96,7 +97,7 @@ class RewardModelCreditAssigner:
 
 
 class _Rewarded:
-    """A rollout with another total reward; everything else is the rollout's own."""
+    """A rollout with another total reward; other attributes are the rollout's own."""
 
     def __init__(self, rollout: Rollout, total_reward: float) -> None:
         self._rollout = rollout

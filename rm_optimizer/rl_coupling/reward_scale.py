@@ -1,4 +1,4 @@
-"""Scale of the rewards that reach an RL trainer: raw, or one that was saved with the model, by name."""
+"""Scale of the rewards for an RL trainer: raw, or a named scale that was saved with the model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class RewardScale(StrEnum):
     """Transformation of raw rewards r.
 
     `raw` is r, `logit` is `beta r` (a difference of 1 is one unit of log-odds of the preference), and `standard` is
-    `(r - mean) / std` with the numbers of the model's validation data. None changes a preference. A KL penalty of an RL
-    trainer is relative to the scale.
+    `(r - mean) / std` with mean and std from the model's validation data. The order of rewards does not change. The
+    effect of an RL trainer's KL penalty depends on the scale.
     """
 
     raw = "raw"
@@ -29,12 +29,12 @@ class RewardScale(StrEnum):
 
 
 class ScaledScorer(Scorer):
-    """Scorer whose rewards have a saved scale.
+    """Scorer with rewards on a saved scale.
 
     Args:
         scorer: scorer of raw rewards: the model, or a client of its server.
         scale: `raw`, `logit` or `standard`.
-        export: the model's exported folder, which holds the numbers.
+        export: the model's exported folder, which holds the scale's numbers.
 
     Raises:
         ConfigError: if the scale is unknown.

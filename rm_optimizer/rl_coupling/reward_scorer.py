@@ -1,4 +1,4 @@
-"""Scores of rollouts by a reward model in this process or behind a server, many at a time."""
+"""Scores of rollouts by a reward model in this process or on a server, in batches."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rm_optimizer.serving.client.async_client import AsyncRewardClient
 SCORE_KEY = "rm_score"
 """Key of a rollout's metadata that holds its score."""
 RenderRollout = Callable[[Rollout], tuple[Prompt, str]]
-"""From a rollout to the prompt and the response that the reward model reads."""
+"""Function from a rollout to the prompt and the response that the reward model reads."""
 
 
 class RewardModelScorer:
-    """Scores rollouts and stores each score in its rollout's metadata.
+    """Scorer of rollouts that stores each score in the rollout's metadata.
 
-    A rollout is read, in this order of priority, by `render_fn`; as messages, where the model has a chat template; or
-    as the plain concatenation of its steps. Observations are the user's messages and actions the assistant's; the last
-    action is the response, and all before it the prompt.
+    A rollout is rendered by `render_fn` if it is given, else as messages if the model has a chat template, else as the
+    plain concatenation of its steps. Observations are the user's messages, and actions are the assistant's. The last
+    action is the response, and everything before it is the prompt.
 
     Args:
-        reward_model: scorer of the responses; a model in this process is used by one batch at a time.
-        render_fn: rendering of a rollout as prompt and response; None takes the model's.
+        reward_model: scorer of the responses; a model in this process scores one batch at a time.
+        render_fn: rendering of a rollout as prompt and response; None renders as described above.
         score_key: key of the metadata that holds the score.
-        batch_size: rollouts of one call, positive.
-        max_concurrency: most calls at once, positive.
+        batch_size: rollouts in one call, positive.
+        max_concurrency: most calls at a time, positive.
 
     Raises:
         ConfigError: if an option is out of its range.
@@ -57,10 +57,10 @@ class RewardModelScorer:
         self._render = render_fn or (as_plain_text if _is_plain(reward_model) else as_conversation)
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[float]:
-        """Scores of the rollouts in the order given, also stored in their metadata once all are known.
+        """Scores of the rollouts in the given order, also stored in their metadata after the last call.
 
         Args:
-            rollouts: rollouts with at least one step; none gives no scores.
+            rollouts: rollouts with at least one step; may be empty.
 
         Raises:
             ValueError: if a rollout has no step or no metadata.
@@ -104,7 +104,7 @@ def as_conversation(rollout: Rollout) -> tuple[Prompt, str]:
 
 
 def as_plain_text(rollout: Rollout) -> tuple[Prompt, str]:
-    """All texts before the last action, one a line, and the last action.
+    """All texts before the last action, one on each line, and the last action.
 
     Raises:
         ValueError: if it has no step.
@@ -121,6 +121,6 @@ def _require_steps(rollout: Rollout) -> None:
 
 
 def _is_plain(reward_model: Scorer | AsyncRewardClient) -> bool:
-    """True if the model is known to have no chat template; a server without a renderer here renders messages itself."""
+    """True if the model is known to have no chat template; without a renderer here, the server renders messages."""
     renderer = getattr(reward_model, "renderer", None)
     return renderer is not None and renderer.kind == "plain"

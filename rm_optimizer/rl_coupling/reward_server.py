@@ -1,4 +1,4 @@
-"""Client of a reward server that is known to have a model's weights."""
+"""Client of a reward server after a check that the server has a model's weights."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from rm_optimizer.serving.client.client import RewardClient
 CONTACT_SECONDS = 3.0
 """Seconds in which a reward server must answer before the first prompt."""
 PROBE_TOLERANCE = 0.02
-"""Difference of a served reward from the model's own that is rounding, relative to a reward above 1."""
+"""Largest difference of a served reward from the model's own that counts as rounding, relative to rewards above 1."""
 
 
 @contextmanager
 def serving(server: str, model: BradleyTerryRM, checkpoint: str, *, option: str) -> Iterator[RewardClient]:
-    """Open a client of a server, after one reward shows that it serves the model.
+    """Open a client of a server, after a check of one reward that it serves the model.
 
     Args:
-        server: address, as http://127.0.0.1:8000.
+        server: address, such as http://127.0.0.1:8000.
         model: the model in this process.
-        checkpoint: its path or name, for the message.
-        option: name of the server's option, for the message.
+        checkpoint: path or name of the model, for error messages.
+        option: name of the server's option, for error messages.
 
     Raises:
         ConfigError: if the server has other weights.

@@ -1,4 +1,4 @@
-"""Rollouts as scorer and credit assigner read them; classes of RL frameworks fit as they are."""
+"""Protocols of rollouts for the scorer and the credit assigner; classes of RL frameworks fit without changes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Step(Protocol):
 
     @property
     def index(self) -> int:
-        """Place in the rollout, from 0."""
+        """Position in the rollout, from 0."""
 
     @property
     def prev_obs(self) -> str:
-        """Text that the policy saw."""
+        """Text that the policy read."""
 
     @property
     def action(self) -> str:
@@ -30,11 +30,11 @@ class Step(Protocol):
 
 
 class Rollout(Protocol):
-    """An episode of a policy. Its metadata is called `metadata` or `meta`, a mapping that can be written to."""
+    """An episode of a policy. Its attribute `metadata` or `meta` is a mutable mapping."""
 
     @property
     def id(self) -> str:
-        """Name, different for every rollout."""
+        """Unique name of the rollout."""
 
     @property
     def steps(self) -> Sequence[Step]:
@@ -46,7 +46,7 @@ class Rollout(Protocol):
 
 
 class CreditAssigner(Protocol):
-    """Anything that gives each step of some rollouts a weight."""
+    """Object that gives each step of rollouts a weight."""
 
     def compute(self, rollouts: Sequence[Any]) -> Mapping[StepKey, float]:
         """Weights of the steps of all rollouts."""

@@ -1,4 +1,4 @@
-"""The synthetic world as policy and as judge: best-of-n without a language model, with gold rewards."""
+"""The synthetic world as a policy and as a judge, for best-of-n with gold rewards and no language model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WorldPolicy:
 
     @property
     def identity(self) -> str:
-        """Digest of the policy, which is the same in all worlds."""
+        """Digest of the policy, which is the same for all worlds."""
         return digest(["the policy of the synthetic worlds"])
 
     def respond(self, prompt: Prompt, num_samples: int, seed: int) -> list[str]:

@@ -1,1 +1,1 @@
-"""Reward models as the reward functions of TRL, OpenRLHF and verl."""
+"""Reward functions for TRL, OpenRLHF and verl from reward models."""

@@ -1,6 +1,6 @@
 """Reward function for OpenRLHF, whose `remote_url` names a Python file with a function `reward_func`.
 
-The URL of `rm-opt serve` with `/get_reward` does the same over HTTP. `docs/rl-coupling.md` shows both.
+The URL of `rm-opt serve` followed by `/get_reward` does the same over HTTP. `docs/rl-coupling.md` shows both.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ RewardFunc = Callable[[Sequence[str], Sequence[str], Sequence[Any]], dict[str, A
 def openrlhf_reward_func(model: BradleyTerryRM) -> RewardFunc:
     """`reward_func(queries, prompts, labels)` with the raw rewards of a model in this process.
 
-    Queries are whole conversations that OpenRLHF decoded. They are read as the server reads them: special tokens and
-    padding around a text change no reward, and an over-long text loses tokens from its left. Threads that call the
-    function at once take turns. OpenRLHF clips rewards to [-10, 10] unless `--reward.clip_range` says otherwise.
+    Queries are whole conversations decoded by OpenRLHF. They are read as by the server: special tokens and padding
+    around a text do not change its reward, and a text that is too long loses tokens on the left. Threads that call the
+    function at the same time take turns. OpenRLHF clips rewards to [-10, 10] by default (`--reward.clip_range`).
 
     Args:
         model: the reward model, on its device.

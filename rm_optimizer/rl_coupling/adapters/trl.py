@@ -10,9 +10,9 @@ from rm_optimizer.serving.client.reward_function import conversations
 
 
 def trl_reward_async(client: AsyncRewardClient, name: str = "reward") -> Callable[..., Awaitable[list[float]]]:
-    """Coroutine function that TRL awaits together with other rewards: raw rewards of texts or messages.
+    """Coroutine function for raw rewards of texts or messages, which TRL awaits together with other rewards.
 
-    TRL has one event loop for its reward functions, and the client opens its session on it.
+    TRL has one event loop for its reward functions. The client opens its session on this loop.
 
     Args:
         client: client of a reward server.

@@ -13,13 +13,13 @@ from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.core.rows.messages import read_prompt
 
 PROMPT_KEY = "prompt"
-"""Key of `extra_info` that holds the prompt, which verl passes to no reward function by itself."""
+"""Key of `extra_info` that holds the prompt, which verl passes to reward functions in no other way."""
 
 
 def verl_compute_score(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Callable[..., float]:
     """`compute_score(data_source, solution_str, ground_truth, extra_info)` of verl's naive reward managers.
 
-    The one of its reward loop calls it from several threads; those take turns at a model in this process.
+    The manager of verl's reward loop calls it from several threads. With a model in this process they take turns.
 
     Args:
         scorer: the reward model, or a client of its server.
@@ -45,7 +45,8 @@ def verl_compute_score(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Calla
 def verl_compute_scores(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Callable[..., list[float]]:
     """`compute_score(data_sources, solution_strs, ground_truths, extra_infos)` of verl's batch reward manager.
 
-    Versions of verl whose batch manager replaces an exception by zeros hide a server that died; look at its log.
+    In some versions of verl the batch manager replaces an exception by zeros, which hides a failed server; check the
+    server's log.
 
     Args:
         scorer: the reward model, or a client of its server.
@@ -69,7 +70,7 @@ def verl_compute_scores(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Call
 
 
 def _locked(scorer: Scorer) -> Callable[[Sequence[Prompt], Sequence[str]], Tensor]:
-    """The scorer's function; of a model in this process, for one thread at a time."""
+    """The scorer's function; a model in this process is limited to one thread at a time."""
     if not isinstance(scorer, nn.Module):
         return scorer.score
     lock = Lock()

@@ -1,1 +1,1 @@
-"""Reinforcement learning of a policy against a reward model, by TRL, with every checkpoint measured."""
+"""Reinforcement learning of a policy against a reward model with TRL, and a measurement of every checkpoint."""

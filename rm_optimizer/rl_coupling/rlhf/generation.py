@@ -1,4 +1,4 @@
-"""A language model as a policy that is trained: its prompts as tokens, fresh responses, and their divergence."""
+"""A language model as a trained policy: tokens of prompts, fresh responses, and their divergence."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rm_optimizer.rl_coupling.language_policies import end_ids, load_language_mo
 _ROWS_AT_ONCE = 256
 """Responses that are generated together."""
 _LOGITS_AT_ONCE = 2**26
-"""Logits of one policy that the divergence holds at once: 256 MiB."""
+"""Most logits of one policy in memory while the divergence is computed: 256 MiB."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class FreshResponses:
     """Responses of a policy to prompts, one prompt after the other.
 
     Args:
-        texts: responses to each prompt, without special tokens and surrounding blanks.
-        divergence: estimate from each response of the divergence from the reference, in nats.
-        num_tokens: tokens of each response, its end included.
+        texts: responses to each prompt, without special tokens and surrounding whitespace.
+        divergence: estimate of the divergence from the reference by each response, in nats.
+        num_tokens: number of tokens in each response, including its end.
     """
 
     texts: list[list[str]]
@@ -43,8 +43,8 @@ class FreshResponses:
 class TrainedPolicy:
     """A causal language model and a frozen copy of it as the reference.
 
-    A tokenizer without a chat template gets the one that writes `Prompt: …`, `Response:`. One without a pad token pads
-    with its end of text.
+    A tokenizer without a chat template gets one that writes `Prompt: …`, `Response:`. A tokenizer without a pad token
+    pads with its end of text.
 
     Args:
         source: hub id or folder of a model with a language head.
@@ -76,7 +76,7 @@ class TrainedPolicy:
         """Refuse prompts that leave no room for a response.
 
         Raises:
-            DataError: naming the length.
+            DataError: if a prompt is too long; the text names its length.
         """
         room = getattr(self.model.config, "max_position_embeddings", None)
         longest = max(int(self._encoded([prompt])["input_ids"].shape[1]) for prompt in prompts)
@@ -88,13 +88,13 @@ class TrainedPolicy:
 
     @torch.no_grad()
     def respond(self, prompts: Sequence[Prompt], num_samples: int, seed: int) -> FreshResponses:
-        """Draw responses of the model as it is now, and estimate its divergence from the reference.
+        """Draw responses of the model in its current state, and estimate its divergence from the reference.
 
-        The random state outside and the model's mode are left as they were.
+        The global random state and the model's mode do not change.
 
         Args:
             prompts: text or messages.
-            num_samples: responses to each, positive.
+            num_samples: number of responses for each prompt, positive.
             seed: seed of the draw, not negative.
         """
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
@@ -142,9 +142,9 @@ class TrainedPolicy:
     ) -> Float[Tensor, " rows"]:
         """Sum over a response's tokens of the exact divergence of the next token's distribution.
 
-        Its mean over responses of the policy is an unbiased estimate of the divergence from the reference (the chain
-        rule; Amini, Vieira & Cotterell, 2025, https://arxiv.org/abs/2504.10637), never negative, and of less variance
-        than the mean log-ratio.
+        By the chain rule, its mean over responses of the policy is an unbiased estimate of the divergence from the
+        reference (Amini, Vieira & Cotterell, 2025, https://arxiv.org/abs/2504.10637). It is never negative and has less
+        variance than the mean log-ratio.
         """
         positions = (mask.long().cumsum(dim=1) - 1).clamp(min=0)
         keep = sequences.shape[1] - start + 1
@@ -158,7 +158,7 @@ class TrainedPolicy:
         return (each * mask[:, start:]).sum(dim=1).double()
 
     def _encoded(self, rows: Sequence[Prompt]) -> BatchEncoding:
-        """Prompts as TRL encodes them, padded on the left."""
+        """Prompts encoded as in TRL, padded on the left."""
         found = self.tokenizer.apply_chat_template(
             [[message.to_dict() for message in as_messages(prompt)] for prompt in rows],
             add_generation_prompt=True,
@@ -177,7 +177,7 @@ class TrainedPolicy:
 
 
 def up_to_end(ids: Int[Tensor, "rows tokens"], ends: set[int]) -> Bool[Tensor, "rows tokens"]:
-    """True for a response's tokens up to its first end, which is included.
+    """True for a response's tokens up to and including its first end.
 
     Example:
         >>> up_to_end(torch.tensor([[5, 2, 2], [5, 6, 7]]), {2}).tolist()

@@ -25,7 +25,7 @@ from rm_optimizer.rl_coupling.rlhf.generation import TrainedPolicy
 
 _log = logging.getLogger("rm_optimizer")
 FEWEST_CHECKPOINTS = 4
-"""Checkpoints, the start included, from which an over-optimization curve is fitted."""
+"""Least number of checkpoints, including the start, to fit an over-optimization curve."""
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,13 @@ class MeasuredCheckpoint(JsonRecord):
     """Means over the fresh responses to each prompt.
 
     Args:
-        step: optimizer steps done.
+        step: number of optimizer steps.
         divergence: estimates of the divergence from the start policy, in nats.
         proxy: rewards that are optimized.
         gold: rewards of the judge; None without one.
         disagreement: standard deviations over the members; None for a single reward model.
-        num_tokens: tokens of a response.
-        scales: standard deviations of proxy and gold within prompts; NaN where unknown.
+        num_tokens: number of tokens in a response.
+        scales: standard deviations of proxy and gold within prompts; NaN if unknown.
         example: the first response to the first prompt.
     """
 
@@ -55,17 +55,17 @@ class MeasuredCheckpoint(JsonRecord):
 
 @dataclass(frozen=True)
 class PolicyCheckpoint:
-    """A checkpoint beside the start policy, with intervals over prompts.
+    """A checkpoint compared with the start policy, with intervals over prompts.
 
     Args:
-        step: optimizer steps done.
+        step: number of optimizer steps.
         divergence: divergence from the start policy, in nats.
         proxy: mean of the reward that is optimized.
-        proxy_gain: that less the start policy's on the same prompts.
+        proxy_gain: `proxy` less the start policy's on the same prompts.
         gold: mean reward of the judge; None without one.
-        gold_gain: that less the start policy's on the same prompts.
+        gold_gain: `gold` less the start policy's on the same prompts; None without a judge.
         disagreement: mean standard deviation over the members; None for a single reward model.
-        num_tokens: mean tokens of a response.
+        num_tokens: mean number of tokens in a response.
     """
 
     step: int
@@ -93,7 +93,7 @@ class Judges:
     def measure(
         self, policy: TrainedPolicy, prompts: Sequence[Prompt], num_samples: int, step: int, seed: int
     ) -> MeasuredCheckpoint:
-        """Measure the policy as it is now on fresh responses.
+        """Measure the policy in its current state on fresh responses.
 
         Raises:
             CheckpointError: if a reward is not finite.
@@ -127,7 +127,7 @@ class _Read:
     Args:
         rewards: rewards, in the order of the responses.
         disagreement: standard deviations over the members; None for a single reward model.
-        num_cut: responses of which a model in this process does not read all tokens; 0 for other scorers.
+        num_cut: number of responses with tokens that a model in this process does not read; 0 for other scorers.
     """
 
     rewards: np.ndarray
@@ -185,7 +185,7 @@ def _within(values: np.ndarray) -> float:
 
 
 def beside_start(checkpoints: Sequence[MeasuredCheckpoint]) -> tuple[PolicyCheckpoint, ...]:
-    """The checkpoints with intervals, each beside the first."""
+    """The checkpoints with intervals, each compared with the first."""
 
     def gain(name: str, checkpoint: MeasuredCheckpoint) -> Estimate:
         return student_mean(np.array(getattr(checkpoint, name)) - np.array(getattr(checkpoints[0], name)))
@@ -209,9 +209,9 @@ def beside_start(checkpoints: Sequence[MeasuredCheckpoint]) -> tuple[PolicyCheck
 
 
 def largest_gain(checkpoints: Sequence[MeasuredCheckpoint], seed: int) -> tuple[int, Estimate]:
-    """Step of the checkpoint with the highest gold reward by one half of the prompts, and its gain by the other half.
+    """Step of the checkpoint with the highest gold reward on one half of the prompts, and its gain on the other half.
 
-    The half that chooses does not measure, since the highest of several noisy numbers is too high.
+    The halves are separate, since the highest of several noisy numbers is biased upwards.
     """
     gold = np.array([each.gold for each in checkpoints])
     choosing, measured = halves(gold.shape[1], seed)
@@ -224,8 +224,8 @@ def curve_of(
 ) -> OveroptimizationCurve | None:
     """Over-optimization curve of the checkpoints; None without gold or with too few.
 
-    A checkpoint nearer to the start than one before it is left out. By distance it would stand before that one, and a
-    gold reward that grew from one to the other would look like a fall.
+    A checkpoint nearer to the start than an earlier one is left out. Sorted by distance it would precede the earlier
+    one, so that growth of the gold reward between them would look like a fall.
     """
     first = checkpoints[0]
     moved: list[MeasuredCheckpoint] = []

@@ -1,4 +1,4 @@
-"""Optimization of a policy against a reward model, with every checkpoint measured; resumable."""
+"""Resumable optimization of a policy against a reward model, with a measurement of every checkpoint."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ POLICY_FOLDER = "policy"
 _OF_THE_TRAINER = ("*.pt", "*.pth", "training_args.bin", "trainer_state.json", "README.md")
 """Files of a checkpoint that a policy does not need."""
 _HAS_NO_EFFECT = ("policy", "prompts", "reward_models", "members", "server", "gold", "steps", "stop_disagreement")
-"""Options that name what a digest stands for already, or only end the run: a finished one goes on with more steps."""
+"""Options left out of the identity: a digest covers their values, or they only end the run, which may be extended."""
 
 
 class StopReason(StrEnum):
@@ -57,16 +57,16 @@ class RLHFResult(JsonRecord, indent=2):
 
     Args:
         policy: folder of the optimized policy, which `transformers` loads.
-        step: optimizer steps behind it; after a stop by disagreement, those of the checkpoint before.
-        stop_reason: end of the optimization.
-        checkpoints: the measured checkpoints, the first of them the start policy.
+        step: optimizer steps of this policy; after a stop by disagreement, the steps of the checkpoint before.
+        stop_reason: reason why the optimization ended.
+        checkpoints: the measured checkpoints; the first is the start policy.
         best_gold_step: step with the highest gold reward on one half of the prompts; None without gold.
-        best_gold_gain: its gain over the start policy on the other half.
-        curve: gains against the distance from the start policy, which grows from point to point; None without gold or
-            with fewer than 4 such checkpoints.
-        wall_seconds: duration of this call; a resumed one counts from its start.
+        best_gold_gain: gain of that step over the start policy on the other half.
+        curve: gains by distance from the start policy, which grows from point to point; None without gold or with fewer
+            than 4 such checkpoints.
+        wall_seconds: duration of the last call, without earlier ones.
         config: the options.
-        versions: packages that decide the numbers.
+        versions: versions of packages that affect the numbers.
         machine: processor, cores, system.
         commit: the checkout's commit.
     """
@@ -98,11 +98,10 @@ def optimize_policy(
     num_bootstrap: int = 1000,
     on_checkpoint: Callable[[PolicyCheckpoint], None] = lambda checkpoint: None,
 ) -> RLHFResult:
-    """Optimize a policy by TRL against a reward, and measure every checkpoint on fresh responses.
+    """Optimize a policy against a reward with TRL, and measure every checkpoint on fresh responses.
 
-    Every checkpoint answers the same prompts, so its gains are paired. Measurements are appended to
-    `measurements.jsonl` of the folder. Repeating a stopped call goes on from its last checkpoint. So does repeating a
-    finished one with more steps.
+    Every checkpoint answers the same prompts, so gains are paired. Measurements are appended to `measurements.jsonl` in
+    the folder. Repeating a stopped call, or a finished one with more steps, continues from the last checkpoint.
 
     Args:
         policy: hub id or folder of a causal language model.
@@ -110,19 +109,19 @@ def optimize_policy(
         prompts: prompts to train on.
         measured_prompts: prompts of the measurements, at least 4.
         folder: folder of checkpoints, measurements and result.
-        config: algorithm and numbers; the options that name models and files are not read.
-        gold: judge of the responses, where there is one.
+        config: algorithm and numbers; options that name models and files are not used.
+        gold: judge of the responses, or None.
         seed: seed of prompts and responses, not negative.
         num_bootstrap: resamples over prompts for the curve's intervals.
-        on_checkpoint: called with each checkpoint, those of an earlier call included.
+        on_checkpoint: called with each checkpoint, including those of earlier calls.
 
     Raises:
         MissingExtra: if TRL is not installed.
         ConfigError: if there are too few prompts.
         CheckpointError: if the policy cannot be used, or a reward is not finite.
         DataError: if a prompt is too long, or the folder holds another optimization.
-        RewardServerUnavailable: if the reward's server died; the checkpoints so far stay.
-        Interrupted: if the user stops the call; the checkpoints so far stay.
+        RewardServerUnavailable: if the reward's server failed; the checkpoints so far are kept.
+        Interrupted: if the user stops the call; the checkpoints so far are kept.
     """
     require_trl()
     if not prompts or len(measured_prompts) < 4:
@@ -164,7 +163,7 @@ class _Optimization:
             on_checkpoint(beside_start([self.measured[0], found])[-1])
 
     def finish(self, prompts: Sequence[Prompt]) -> StopReason:
-        """Train and measure what is left."""
+        """Train and measure the remaining steps."""
         try:
             if not self.measured:
                 self._measure(0)
@@ -190,7 +189,7 @@ class _Optimization:
         return f"the same command goes on from step {self.measured[-1].step if self.measured else 0}"
 
     def _forget_lost_checkpoints(self) -> None:
-        """Refuse to go on from a checkpoint that somebody removed."""
+        """Refuse to continue from a checkpoint that was removed."""
         step = self.measured[-1].step
         needed = checkpoint_folder(self._folder / CHECKPOINTS_FOLDER, step)
         if step and not self._has_ended() and not needed.is_dir():
@@ -202,7 +201,7 @@ class _Optimization:
         return not self._has_ended()
 
     def _measure(self, step: int) -> None:
-        """Measure the policy as it is now, and keep the measurement."""
+        """Measure the policy in its current state, and save the measurement."""
         seed = int(digest([self._seed, step])[:8], 16)
         found = self._judges.measure(self._policy, self._prompts, self._config.measured_samples, step, seed)
         self._log.append(found)
@@ -244,7 +243,7 @@ def _identity(
     config: RLHFConfig,
     seed: int,
 ) -> str:
-    """Digest of all that the measurements depend on."""
+    """Digest of everything that determines the measurements."""
     options = {name: value for name, value in json_values(config).items() if name not in _HAS_NO_EFFECT}
     judges = [None if scorer is None else _known_by(scorer, measured_prompts[0]) for scorer in (reward, gold)]
     asked = [[prompt_id(prompt) for prompt in own] for own in (prompts, measured_prompts)]
@@ -252,7 +251,7 @@ def _identity(
 
 
 def _known_by(scorer: Scorer, prompt: Prompt) -> str:
-    """Identity of a scorer; of one that has none, its kind and one of its rewards."""
+    """Identity of a scorer; if it has none, its kind and one of its rewards."""
     try:
         return scorer_identity(scorer)
     except ConfigError:

@@ -1,4 +1,4 @@
-"""TRL's GRPO and RLOO trainers, saving and resuming at every measured checkpoint (extra `rl`)."""
+"""TRL's GRPO and RLOO trainers, which save and resume at every measured checkpoint (extra `rl`)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from rm_optimizer.schema.rlhf import PolicyAlgorithm, RLHFConfig
 from rm_optimizer.serving.client.reward_function import trl_reward
 
 KEPT_CHECKPOINTS = 2
-"""Checkpoints that stay on the disk: the last, and the one before it, which an early stop returns to."""
+"""Number of checkpoints kept on disk: the last, and the one before it, to which an early stop returns."""
 
 
 class _StrippedScorer(Scorer):
-    """A scorer of responses without surrounding blanks, whose rewards are finite.
+    """A scorer that strips surrounding whitespace from responses and requires finite rewards.
 
     Raises:
         CheckpointError: by `score`, if a reward is not finite.
@@ -40,7 +40,7 @@ class _StrippedScorer(Scorer):
 
 
 class _AtCheckpoint(TrainerCallback):  # type: ignore[misc]
-    """Calls a function once a checkpoint is on the disk, and stops where it returns False."""
+    """Callback that calls a function after each saved checkpoint, and stops the training if it returns False."""
 
     def __init__(self, reached: Callable[[int], bool]) -> None:
         self._reached = reached
@@ -58,7 +58,7 @@ def require_trl() -> None:
     """Raise unless TRL is installed.
 
     Raises:
-        MissingExtra: naming the extra.
+        MissingExtra: if it is not installed.
     """
     try:
         import trl  # noqa: F401
@@ -67,7 +67,7 @@ def require_trl() -> None:
 
 
 def checkpoint_folder(folder: Path, step: int) -> Path:
-    """Folder of TRL's checkpoint of a step, a policy that `transformers` loads."""
+    """Folder of TRL's checkpoint at a step, which `transformers` loads as a policy."""
     return folder / f"checkpoint-{step}"
 
 
@@ -85,14 +85,14 @@ def train_policy(
     """Train a policy in place.
 
     Args:
-        policy: the policy, at the weights of the start.
-        reward: scorer of its responses.
+        policy: the policy, with its starting weights.
+        reward: scorer of the responses.
         prompts: prompts to train on.
-        folder: folder of the checkpoints; those of other steps than `resume_step` are removed.
+        folder: folder of the checkpoints; all but the one of `resume_step` are removed.
         config: algorithm and numbers.
         seed: seed of prompts and responses.
-        resume_step: step whose checkpoint is taken up; 0 starts anew.
-        reached: called with the step of each checkpoint once it is on the disk; False stops.
+        resume_step: step of the checkpoint to continue from; 0 starts from the beginning.
+        reached: function called with the step of each saved checkpoint; False stops the training.
 
     Raises:
         MissingExtra: if TRL is not installed.
@@ -120,9 +120,10 @@ def train_policy(
 
 
 def in_order(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
-    """The first prompts of shuffled passes, the same whatever their count.
+    """The first `count` prompts of repeated shuffled passes; a larger count only adds prompts at the end.
 
-    The trainer gets them as one pass in this order: resumed in a later pass, it would shuffle as in the first.
+    The trainer gets them as one pass in this order. If it resumed in a later pass, it would repeat the order of the
+    first.
 
     Example:
         >>> in_order(["a", "b"], 3, 0)[:2] == in_order(["a", "b"], 2, 0)

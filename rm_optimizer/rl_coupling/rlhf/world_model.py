@@ -1,4 +1,4 @@
-"""A small causal language model that answers as the synthetic world's policy does, fitted from scratch in seconds."""
+"""A small causal language model that imitates the synthetic world's policy, fitted from scratch in seconds."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = 64
 PEAK_LR = 4e-3
 WARMUP_STEPS = 20
 _IGNORED = -100
-"""Label of a position that transformers' loss leaves out."""
+"""Label of a position that transformers' loss ignores."""
 
 
 def save_world_policy(
@@ -40,15 +40,15 @@ def save_world_policy(
 ) -> Path:
     """Fit a two-layer Llama to responses of the world's policy, and save it with its tokenizer.
 
-    The world's policy is a program. This is a language model of the same prompts and responses, which can be optimized.
-    A folder that is there already is kept.
+    The world's policy is a program, which cannot be optimized. This language model of the same prompts and responses
+    can. An existing folder is kept.
 
     Args:
         world: the world.
         folder: folder of the model.
-        num_responses: responses to fit, each seen once, at least one batch of 64.
+        num_responses: number of responses to fit, each used once, at least one batch of 64.
         seed: seed of responses and weights, not negative.
-        on_progress: called with the steps done and their number.
+        on_progress: called with the number of finished steps and of all steps.
     """
     if (folder / "config.json").is_file():
         return folder
@@ -73,7 +73,7 @@ def _rendered(prompt: str) -> str:
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Tokens of prompt and response, the latter with its end."""
+    """Tokens of the prompt, and of the response with its end."""
     response = tokenizer(answer, add_special_tokens=False)["input_ids"]
     return prompt_ids(tokenizer, prompt), [*response, tokenizer.eos_token_id]
 
@@ -84,7 +84,7 @@ def _fitted(
     generator: np.random.Generator,
     on_progress: Callable[[int, int], None],
 ) -> LlamaForCausalLM:
-    """The model after one pass over the rows by AdamW, its rate falling to 0."""
+    """The model after one pass over the rows with AdamW and a learning rate that falls to 0."""
     model = LlamaForCausalLM(_architecture(tokenizer)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
     batches = list(_batches(rows, generator))
@@ -92,7 +92,9 @@ def _fitted(
         for group in optimizer.param_groups:
             group["lr"] = PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - step / len(batches))
         tokens, labels = _padded(batch, tokenizer.pad_token_id)
-        model(input_ids=tokens, labels=labels).loss.backward()  # padding follows, so a causal model needs no mask
+        model(
+            input_ids=tokens, labels=labels
+        ).loss.backward()  # padding is on the right, so a causal model needs no mask
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -121,14 +123,14 @@ def _architecture(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
 def _batches(
     rows: Sequence[tuple[list[int], list[int]]], generator: np.random.Generator
 ) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Batches of like length, in random order."""
+    """Batches of responses with similar lengths, in random order."""
     by_length = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
     for number in generator.permutation(len(rows) // BATCH):
         yield by_length[number * BATCH : (number + 1) * BATCH]
 
 
 def _padded(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Tokens padded on the right, and labels of the responses alone."""
+    """Tokens padded on the right, and labels of the responses only."""
     longest = max(len(prompt) + len(response) for prompt, response in rows)
     tokens = torch.full((len(rows), longest), pad)
     labels = torch.full((len(rows), longest), _IGNORED)
