@@ -1,4 +1,4 @@
-"""Combinations that would silently train something else than they say are refused before anything is built."""
+"""Refusal of combinations of options under which an optimizer would silently be another algorithm."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rm_optimizer.schema.config import HardwareConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig, ScheduleName
 
 SHARDED_STRATEGY = "fsdp2"
-"""What `hardware.strategy` calls FSDP2."""
+"""Value of `hardware.strategy` for FSDP2."""
 
 OTHERS = "use hardware=fsdp, which is FSDP2, or hardware=ddp"
 HINTS: dict[TrainingSetup, str] = {
@@ -22,10 +22,10 @@ HINTS: dict[TrainingSetup, str] = {
 
 
 def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule: ScheduleConfig) -> None:
-    """Refuse an optimizer where it would be another algorithm under the same name.
+    """Refuse an optimizer that would be another algorithm in this setup.
 
     Raises:
-        ConfigError: naming the combination and the reason.
+        ConfigError: if the combination is refused, with the reason.
     """
     refuses = optimizer_info(config.name).refuses
     for setup, option in _setups(hardware, schedule):
@@ -34,7 +34,7 @@ def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule
 
 
 def _setups(hardware: HardwareConfig, schedule: ScheduleConfig) -> Iterator[tuple[TrainingSetup, str]]:
-    """Setups of the run that an optimizer may refuse, each with the option."""
+    """Setups of the run that the registry may refuse, each with the option that sets it."""
     kinds: dict[str, TrainingSetup] = {SHARDED_STRATEGY: "fsdp2", "fsdp": "fsdp1", "deepspeed": "deepspeed"}
     kind = next((kind for start, kind in kinds.items() if hardware.strategy.startswith(start)), None)
     if kind is not None:

@@ -1,4 +1,4 @@
-"""Several optimizers behind one object: one schedule, one clipping, one checkpoint entry, one step counted."""
+"""Several optimizers in one object, with one schedule, one clipping, one checkpoint entry and one count of steps."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def loss_of(closure: Callable[[], float] | None) -> float | None:
 class CompositeOptimizer(Optimizer):
     """Optimizers of disjoint parameters that step together.
 
-    The parts keep their own update rules and share this object's group dictionaries and state, so that a
-    learning-rate schedule set here reaches them and `state_dict` holds everything once.
+    The parts keep their own update rules and share this object's group dictionaries and state. So a learning-rate
+    schedule of this object acts on all parts, and `state_dict` holds everything once.
 
     Args:
         parts: optimizers whose groups are complete; groups cannot be added later.
@@ -42,7 +42,7 @@ class CompositeOptimizer(Optimizer):
             start = stop
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse: no part would step the new group.
+        """Refuse a new group, since no part would step it.
 
         Raises:
             ValueError: always, once the optimizer is built.

@@ -1,4 +1,4 @@
-"""Builders of the optimizers that the `optimizers` extra brings (pytorch_optimizer, Apache-2.0)."""
+"""Builders of the optimizers that the `optimizers` extra installs (pytorch_optimizer, Apache-2.0)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build_ademamix(params: ParamPartition, config: AdEMAMixConfig, num_steps: in
     """`pytorch_optimizer.AdEMAMix`.
 
     Raises:
-        ValueError: if a warm-up of the slow momentum is asked for and the run's length is not given.
+        ValueError: if the slow momentum has a warm-up and the run's length is not given.
     """
     if config.slow_warmup_ratio and num_steps is None:
         raise ValueError("ademamix with slow_warmup_ratio > 0 needs build_optimizer(…, num_steps=…)")
@@ -52,14 +52,14 @@ def build_ademamix(params: ParamPartition, config: AdEMAMixConfig, num_steps: in
 
 
 def build_prodigy(params: ParamPartition, config: ProdigyConfig, num_steps: int | None) -> Optimizer:
-    """`pytorch_optimizer.Prodigy` with bias correction, and its estimate safe from a warm-up."""
+    """`pytorch_optimizer.Prodigy` with bias correction, and with its safeguard of the estimate during a warm-up."""
     return _adam_like("Prodigy", params, config, d_coef=config.d_coef, bias_correction=True, safeguard_warmup=True)
 
 
 def build_mars(params: ParamPartition, config: MARSConfig, num_steps: int | None) -> Optimizer:
-    """`pytorch_optimizer.MARS` of type adamw; vectors take AdamW at the same learning rate and are not decayed.
+    """`pytorch_optimizer.MARS` of type adamw; AdamW updates vectors at the same learning rate without weight decay.
 
-    The library adds 1e-15 to the mean square before its root, which matters for gradients below about 1e-7.
+    The library adds 1e-15 to the mean square before it takes the root, which matters for gradients below about 1e-7.
     """
     vectors = {"lr_1d": config.lr, "betas_1d": (config.beta1, config.beta2), "weight_decay_1d": 0.0}
     return _adam_like("MARS", params, config, gamma=config.gamma, **vectors)
@@ -69,8 +69,8 @@ def build_scion(params: ParamPartition, config: ScionConfig, num_steps: int | No
     """`pytorch_optimizer.SCION` with a norm for each role: spectral for matrices, sign for tables, RMS for vectors.
 
     Raises:
-        ConfigError: for stacked experts and convolutions, for which it would take one matrix for another, and for
-            matrices of unknown layers.
+        ConfigError: for stacked experts and convolutions, since SCION would misread their dimensions as those of one
+            matrix, and for matrices of unknown layers.
     """
     params.require_known_matrices("scion")
     stacked = [item.name for item in params.parameters if item.role is Role.other and item.parameter.ndim != 2]
@@ -92,7 +92,7 @@ def build_scion(params: ParamPartition, config: ScionConfig, num_steps: int | No
 def build_shampoo(params: ParamPartition, config: ShampooConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.ScalableShampoo` with decoupled weight decay and averaged momentum.
 
-    Its state holds objects of the library; they are declared safe, so that `torch.load(weights_only=True)` reads them.
+    Its state holds objects of the library. They are declared safe so that `torch.load(weights_only=True)` reads them.
     """
     shampoo = _load("ScalableShampoo")
     graft = import_module("pytorch_optimizer.optimizer.utils.graft")
@@ -114,7 +114,7 @@ def build_shampoo(params: ParamPartition, config: ShampooConfig, num_steps: int 
 
 
 def _adam_like(name: str, params: ParamPartition, config: AdamConfig, **options: Any) -> Optimizer:
-    """An optimizer of pytorch_optimizer that takes Adam's options, and some of its own."""
+    """An optimizer of pytorch_optimizer with Adam's options and further ones."""
     adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     return _load(name)(params.groups(config), **adam | options)
 

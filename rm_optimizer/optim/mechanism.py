@@ -1,7 +1,8 @@
-"""Checks that the first step of a training run was its optimizer's, and not another rule under that name.
+"""Checks that the first step of a training run followed its optimizer's rule.
 
-The first step starts from empty state, so each rule has a closed form in the gradient. An optimizer can lose its rule
-without an error: Muon on flattened parameters is AdamW, and SAM whose closure is called once takes AdamW's step.
+The first step starts from an empty state, so each rule has a closed form in the gradient. An optimizer can become
+another one without an error. Muon on flattened parameters is AdamW. SAM takes AdamW's step if its closure is called
+only once.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from rm_optimizer.optim.registry import optimizer_info
 TOLERANCE = 1e-3
 """Largest error of a closed form, relative to the largest entry of the step."""
 MATRICES = 4
-"""Matrices of each group whose singular values are computed."""
+"""Number of matrices of each group whose singular values are computed."""
 SINGULAR_VALUES = (0.6, 1.35)
 """Range of Newton-Schulz's singular values after five iterations, 0.68 to 1.13, with room for bfloat16."""
 
@@ -47,8 +48,8 @@ class FirstStep:
 
     Args:
         start: value before the step.
-        moved: value before the step less the value after it.
-        gradient: gradient that the step was taken with.
+        moved: value before the step minus the value after it.
+        gradient: gradient of the step.
         group: options of the parameter's group.
         rate: learning rate of the step.
     """
@@ -66,7 +67,7 @@ class FirstStep:
 
     @property
     def without_decay(self) -> Tensor:
-        """Step less decoupled weight decay."""
+        """Step minus the part of decoupled weight decay."""
         return self.moved - self.start * (self.rate * self.decay)
 
     @property
@@ -75,13 +76,13 @@ class FirstStep:
         return self.gradient + self.start * self.decay
 
     def is_close(self, moved: Tensor, expected: Tensor) -> bool:
-        """True if a step is the expected one, up to the rounding of the weights."""
+        """True if a step equals the expected one within the tolerance and the rounding of the weights."""
         rounding = 4 * torch.finfo(self.start.dtype).eps * self.start.abs().max()
         return bool((moved - expected).abs().max() <= TOLERANCE * expected.abs().max() + rounding)
 
 
 def mechanism_state(optimizer: Optimizer) -> StartingPoint:
-    """Copies of the parameters and learning rates, to be taken before the first step."""
+    """Copy the parameters and learning rates; to be called before the first step."""
     groups = optimizer.param_groups
     return StartingPoint(
         weights=tuple(tuple(p.detach().clone() for p in group["params"]) for group in groups),
@@ -90,16 +91,16 @@ def mechanism_state(optimizer: Optimizer) -> StartingPoint:
 
 
 def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, passes: int) -> None:
-    """Refuse an optimizer whose first step was not that of its rule.
+    """Refuse an optimizer whose first step did not follow its rule.
 
     Args:
         optimizer: optimizer that has taken one step; gradients of that step are still in the parameters.
         name: name in the registry.
         before: result of `mechanism_state` before the step.
-        passes: forward and backward passes of the step, those of micro-batches counted once.
+        passes: number of forward and backward passes of the step; the micro-batches of one pass count once.
 
     Raises:
-        ConfigError: naming the optimizer, the group and what its step lacks.
+        ConfigError: if the number of passes or a group's step is wrong, or no parameter had a gradient.
     """
     wanted = optimizer_info(name).passes_per_step
     if passes != wanted:
@@ -156,10 +157,10 @@ def _lion(steps: list[FirstStep]) -> str | None:
 
 
 def _muon(steps: list[FirstStep]) -> str | None:
-    """A step whose singular values are about 1 and whose product with the gradient is about the nuclear norm.
+    """Check for singular values of about 1 and a product with the gradient of about the gradient's nuclear norm.
 
-    Among matrices of spectral norm 1 the product is largest for the gradient's orthogonal factor, and equals the
-    gradient's nuclear norm for it alone.
+    Among matrices of spectral norm 1 only the gradient's orthogonal factor has a product equal to the nuclear norm. For
+    all others the product is smaller.
     """
     low, high = SINGULAR_VALUES
     for step in islice(steps, MATRICES):
@@ -186,4 +187,4 @@ RULES: Mapping[str, Callable[[list[FirstStep]], str | None]] = MappingProxyType(
         "muon": _muon,
     }
 )
-"""Checks by algorithm, which return what the first step lacks, or None. Rules of other packages are not checked."""
+"""Checks by algorithm. Each returns the fault of the first step, or None. Rules of other packages are not checked."""

@@ -1,4 +1,4 @@
-"""Muon where it is meant to be, AdamW everywhere else, as one optimizer."""
+"""Muon for hidden matrices and AdamW for all other parameters, as one optimizer."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def build_muon(params: ParamPartition, config: MuonConfig, num_steps: int | None
     ``0.2 sqrt(max(rows, columns)) lr O``, with ``O`` the orthogonalized momentum (Liu et al., 2025, arXiv 2502.16982).
 
     Raises:
-        ConfigError: if no matrix is left for Muon, a matrix may be hidden or not, or an option would train something
-            else than it says.
+        ConfigError: if there is no matrix for Muon, it is unknown whether a matrix is hidden, or an option does not
+            work as its name says.
     """
     params.require_known_matrices("muon")
     matrices = [item.parameter for item in params.parameters if item.role in MUON_ROLES]
@@ -61,10 +61,10 @@ def build_muon(params: ParamPartition, config: MuonConfig, num_steps: int | None
 
 
 def refuse_nesterov_bug(config: MuonConfig, *, bf16: bool) -> None:
-    """Refuse the one setting in which `torch.optim.Muon` destroys its momentum.
+    """Refuse the one setting in which `torch.optim.Muon` overwrites its momentum.
 
-    Without Nesterov, torch 2.13 normalizes a bfloat16 momentum buffer in place (fixed by pytorch PR 194664; this
-    check can go when the oldest supported torch has the fix).
+    Without Nesterov, torch 2.13 normalizes a bfloat16 momentum buffer in place (fixed by pytorch PR 194664). This check
+    can be removed when the oldest supported torch has the fix.
 
     Raises:
         ConfigError: for bfloat16 matrices without Nesterov.
@@ -77,11 +77,11 @@ def refuse_nesterov_bug(config: MuonConfig, *, bf16: bool) -> None:
 
 
 class ShardedMuon(torch.optim.Muon):
-    """`torch.optim.Muon` for matrices sharded by FSDP2: each is gathered, orthogonalized whole, and split again.
+    """`torch.optim.Muon` for matrices sharded by FSDP2, which are gathered, orthogonalized whole and split again.
 
-    Muon itself runs on shards too, but then sums products of bfloat16 parts over ranks: for a gradient of low rank the
-    step differs from one device's by up to 0.3 of its length. Momentum is stored in shards; one matrix at a time is
-    whole.
+    `torch.optim.Muon` runs on shards too, but it then sums products of bfloat16 parts over ranks. For a gradient of low
+    rank that step differs from the step on one device by up to 0.3 of its length. Momentum is stored in shards; only
+    one matrix at a time is whole.
     """
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class ShardedMuon(torch.optim.Muon):
         return loss
 
     def _step_one(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Let Muon step one matrix whose gradient and momentum are whole on every rank meanwhile."""
+        """Step one matrix with Muon; its gradient and momentum are whole on every rank during the step."""
         sharded, state = parameter.grad, self.state[parameter]
         assert isinstance(parameter, DTensor)
         assert isinstance(sharded, DTensor)

@@ -16,10 +16,10 @@ from rm_optimizer.schema.checks import require
 from rm_optimizer.schema.optimizers import OptimizerConfig
 
 DECAYED = frozenset({Role.hidden, Role.lora, Role.new, Role.other})
-"""Weight decay acts on these, not on norms, biases, the reward head, or embeddings (decay would shrink the rows of
-tokens that no batch holds)."""
+"""Roles with weight decay. Norms, biases and the reward head have none. Embeddings have none either, since decay would
+shrink the rows of tokens that no batch contains."""
 HEAD_SIDE = frozenset({Role.head, Role.new})
-"""`head_lr_factor` acts on these."""
+"""Roles whose learning rate `head_lr_factor` multiplies."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class RoledParameter:
     name: str
     role: Role
     layer: int | None
-    """0 for embeddings and what precedes the blocks, 1 … num_layers for the blocks, null for what follows them."""
+    """0 for embeddings and parameters before the blocks, 1 … num_layers in the blocks, None after them."""
     parameter: nn.Parameter
 
 
@@ -40,13 +40,13 @@ class ParamPartition:
     parameters: tuple[RoledParameter, ...]
     num_layers: int
     unknown: tuple[str, ...] = ()
-    """Matrices of layers of an unknown kind, each with its shape and layer; they count as `other`."""
+    """Matrices in layers of an unknown type, each with its shape and that type; they count as `other`."""
 
     def require_known_matrices(self, optimizer: str) -> None:
-        """Refuse an optimizer that treats hidden matrices apart where it cannot be told which ones they are.
+        """Refuse an optimizer with a separate rule for hidden matrices if it is unknown which matrices are hidden.
 
         Raises:
-            ConfigError: naming the matrices.
+            ConfigError: if there are such matrices, with their names.
         """
         if self.unknown:
             raise ConfigError(
@@ -57,18 +57,18 @@ class ParamPartition:
     def groups(
         self, config: OptimizerConfig, *, lr: float | None = None, roles: Collection[Role] = tuple(Role)
     ) -> list[dict[str, Any]]:
-        """Optimizer groups of the parameters with these roles: one for each role and learning rate.
+        """Optimizer groups of the parameters with these roles, one for each role and learning rate.
 
-        The learning rate is ``lr head_lr_factor`` on the head's side, ``lr layer_lr_decay^(L + 1 - layer)`` in layers
-        1 … L and below them (layer 0), and ``lr`` in what follows the last layer (Clark et al., 2020).
+        The learning rate is ``lr head_lr_factor`` for the roles in `HEAD_SIDE`, ``lr layer_lr_decay^(L + 1 - layer)``
+        for layers 1 … L and the parameters before them (layer 0), and ``lr`` after the last layer (Clark et al., 2020).
 
         Args:
             config: weight decay and learning-rate factors.
-            lr: peak learning rate; null takes the configuration's.
+            lr: peak learning rate; None means the configuration's.
             roles: roles to include.
 
         Raises:
-            ConfigError: if the learning rate shall decay over layers and the model has none.
+            ConfigError: if `layer_lr_decay` is not 1 and the model has no layers.
         """
         decay, peak = config.layer_lr_decay, config.lr if lr is None else lr
         require(decay == 1 or self.num_layers > 0, "optimizer.layer_lr_decay", "be 1 for a model without layers", decay)
@@ -89,7 +89,7 @@ class ParamPartition:
 
 @dataclass(frozen=True)
 class GroupRow:
-    """One optimizer group in words, for a table."""
+    """One optimizer group, as a row of a table."""
 
     role: str
     algorithm: str
@@ -148,14 +148,17 @@ def partition(model: nn.Module, *, head_names: Collection[str]) -> ParamPartitio
 
 
 def _block_lists(model: nn.Module) -> set[str]:
-    """Names of the lists of modules that train at all, so that a frozen tower has no layers; all, where none does."""
+    """Names of the module lists with a trainable parameter; all module lists if none has one.
+
+    So the blocks of a frozen tower do not count as layers.
+    """
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     trained = {name for name, module in lists.items() if any(p.requires_grad for p in module.parameters())}
     return trained or set(lists)
 
 
 def _block(name: str, block_lists: Collection[str]) -> int | None:
-    """The number, from 1, of the block that holds a parameter; the outermost list of modules counts."""
+    """Number, from 1, of the block that holds a parameter, in the outermost module list; None outside the blocks."""
     parts = name.split(".")
     for depth, part in enumerate(parts):
         if part.isdigit() and ".".join(parts[:depth]) in block_lists:

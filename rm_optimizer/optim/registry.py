@@ -1,4 +1,4 @@
-"""The optimizers by name: origin, cost, situations in which each would be another algorithm, and how it is built."""
+"""Registry of the optimizers: origin, cost, setups in which each would be another algorithm, and builder."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class OptimizerInfo:
 
     name: str
     extra: str | None
-    """Extra of rm-optimizer that installs it; null for built-in ones."""
+    """Extra of rm-optimizer that installs it; None for built-in ones."""
     family: Family
     state_bytes_per_param: float
-    """Optimizer state of a square float32 hidden matrix, in bytes for each of its entries, once all of it exists."""
+    """Bytes of complete optimizer state for each entry of a square float32 hidden matrix."""
     build: Callable[..., Optimizer]
-    """Function of a partition, the entry's configuration and the run's number of steps, if known, to the optimizer."""
+    """Builder, called with a partition, the optimizer's configuration and the run's number of steps or None."""
     refuses: Mapping[TrainingSetup, str]
-    """Setups in which it would train something else than its name says, each with the reason."""
+    """Setups in which it would be another algorithm than its name says, each with the reason."""
     passes_per_step: int = 1
     """Forward and backward passes over a macro-batch in one step."""
 
@@ -58,7 +58,7 @@ AVERAGES: Mapping[TrainingSetup, str] = {
     "decay": "averaging replaces the decay, and a decaying schedule on top of it trains another algorithm"
 }
 POPT = "optimizers"
-"""Extra with pytorch-optimizer."""
+"""Extra that installs pytorch-optimizer."""
 
 
 OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
@@ -92,7 +92,7 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
 
 
 def optimizer_info(name: str) -> OptimizerInfo:
-    """The registry's entry.
+    """The registry's entry for an optimizer.
 
     Raises:
         ConfigError: for an unknown name, with the nearest known one.
@@ -107,7 +107,7 @@ def build_optimizer(
 ) -> Optimizer:
     """The optimizer of a model's trainable parameters, each in exactly one group.
 
-    Groups carry `role` and `algorithm` beside what torch needs; `describe_groups` puts them in words.
+    In addition to torch's entries, groups have `role` and `algorithm`, which `describe_groups` returns as a table.
 
     Args:
         model: the model before any distributed wrapper.
@@ -116,8 +116,8 @@ def build_optimizer(
         num_steps: optimizer steps of the whole run; ademamix needs it for the warm-up of its slow momentum.
 
     Raises:
-        ConfigError: if the optimizer is unknown, it must know a parameter's role and cannot tell, or an option would
-            train something else than it says.
+        ConfigError: if the optimizer is unknown, the role of a parameter that decides its rule is unknown, or an option
+            does not work as its name says.
         MissingExtra: if the optimizer's package is not installed.
     """
     info = optimizer_info(config.name)

@@ -1,6 +1,7 @@
-"""Role of each parameter in its model, by module type and name, never by the number of dimensions.
+"""Role of each parameter in its model, by module type and name.
 
-An embedding and a reward head are matrices too, and FSDP1 flattens everything to one dimension.
+The number of dimensions does not decide it: embeddings and reward heads are matrices too, and FSDP1 flattens every
+parameter to one dimension.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ class Role(StrEnum):
     lora = "lora"
     """LoRA factor A or B."""
     new = "new"
-    """Matrix beside the reward head (pooler, classifier.dense, head.dense), usually freshly initialized."""
+    """Matrix between backbone and reward head (pooler, classifier.dense, head.dense), usually freshly initialized."""
     other = "other"
-    """Weight that is no plain matrix, or of an unknown kind of layer: stacked experts, routers, convolutions."""
+    """Weight of stacked experts, routers, convolutions, or a layer of an unknown type."""
     embedding = "embedding"
     """Table of vectors by token, position or distance."""
     norm = "norm"
@@ -33,20 +34,20 @@ class Role(StrEnum):
     bias = "bias"
     """Bias or other vector."""
     head = "head"
-    """The reward head, weight and bias."""
+    """Weight or bias of the reward head."""
 
 
 NORMS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, _NormBase)
 GATES = ("gate", "router")
 """Names of the linear layers that choose experts."""
 STATES = ("A_log", "D")
-"""Names of parameters that hold a vector for each channel of a state-space layer, which its authors do not decay."""
+"""Names of the parameters of a state-space layer that hold a vector for each channel; its authors do not decay them."""
 
 
 def role_of(name: str, parameter: nn.Parameter, module: nn.Module, *, backbone: str) -> Role | None:
-    """The role of a parameter that is not the reward head; null for a matrix in a layer of an unknown kind.
+    """The role of a parameter outside the reward head; None for a matrix in a layer of an unknown type.
 
-    A vector in such a layer counts as a bias, stacked matrices as `other`.
+    In such a layer a vector counts as a bias, and stacked matrices count as `other`.
 
     Args:
         name: the parameter's full name.
@@ -100,7 +101,8 @@ def _role_by_shape(parameter: nn.Parameter, kind: str) -> Role | None:
 def backbone_prefix(model: nn.Module) -> str:
     """Prefix of the names of the backbone's parameters.
 
-    Transformers models say which of their children the pretrained backbone is; anything else counts as backbone whole.
+    Transformers models name the child that is the pretrained backbone. Any other model is a backbone as a whole, with
+    an empty prefix.
     """
     for name, module in model.named_modules():
         child = getattr(type(module), "base_model_prefix", "")

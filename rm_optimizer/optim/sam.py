@@ -15,14 +15,14 @@ from rm_optimizer.records.randomness import random_state, set_random_state
 class SAM(CompositeOptimizer):
     """SAM (Foret et al., 2021, arXiv 2010.01412, Eq. 2-4) and ASAM (Kwon et al., 2021, arXiv 2102.11600).
 
-    ``step(closure)`` calls the closure twice. The first call gives ``g`` at ``w``; weights move to ``w + e`` with
-    ``e = rho g / ||g||`` (ASAM: ``e = rho w^2 g / || |w| g ||``); the second call gives the gradient there; weights
-    return to ``w`` bit for bit and the base optimizer steps with the second gradient.
+    ``step(closure)`` calls the closure twice. The first call computes ``g`` at ``w``, and the weights move to ``w + e``
+    with ``e = rho g / ||g||`` (ASAM: ``e = rho w^2 g / || |w| g ||``). The second call computes the gradient there. The
+    weights then return to ``w`` bit for bit, and the base optimizer steps with the second gradient.
 
-    The closure must zero the gradients, compute those of the *whole* macro-batch and return the loss. Accumulating
-    and clipping inside it is right: both passes see the same pairs, and ``e`` does not depend on the length of ``g``.
-    Random numbers are rewound before the second call, so both passes see the same dropout and the stream ends where
-    one pass would have left it. Under FSDP1 each process would see the norm of its own shard only, so
+    The closure must zero the gradients, compute those of the *whole* macro-batch and return the loss. It may accumulate
+    and clip, since both passes use the same pairs and ``e`` does not depend on the length of ``g``. The random
+    generators are set back before the second call. So both passes use the same dropout, and the generators end where
+    one pass would have left them. Under FSDP1 each process would compute the norm of its own shard only, so
     `check_compatible` refuses it.
 
     Args:
@@ -37,7 +37,7 @@ class SAM(CompositeOptimizer):
         self.adaptive = adaptive
 
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Two passes and one step; returns the loss of the first pass, at the weights themselves.
+        """Compute two passes, take one step, and return the loss of the first pass, which is at ``w``.
 
         Raises:
             ValueError: without a closure.
@@ -59,7 +59,7 @@ class SAM(CompositeOptimizer):
 
     @torch.no_grad()
     def _ascend(self) -> list[tuple[Tensor, Tensor]]:
-        """Move the weights to ``w + e``; gives each parameter with a copy of its ``w``."""
+        """Move the weights to ``w + e``, and return each parameter with a copy of its ``w``."""
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         weights = [(p, p.detach().clone()) for p in moved]
         scaled = [p.grad * p.abs() if self.adaptive else p.grad for p in moved]

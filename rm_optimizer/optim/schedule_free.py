@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW, whose average weights stand in for a decaying learning rate."""
+"""Schedule-Free AdamW, which averages weights instead of decaying the learning rate."""
 
 from __future__ import annotations
 
@@ -16,23 +16,24 @@ from rm_optimizer.optim.composite import loss_of
 class ScheduleFreeAdamW(Optimizer):
     """Schedule-Free AdamW (Defazio et al., 2024, "The road less scheduled", arXiv 2405.15682, Algorithm 1).
 
-    Three points: ``z`` steps, ``x`` averages the ``z``, and gradients are taken at ``y = (1 - beta1) z + beta1 x``.
+    It has three points: ``z`` takes the steps, ``x`` is the average of the ``z``, and gradients are computed at
+    ``y = (1 - beta1) z + beta1 x``.
     ``v <- beta2 v + (1 - beta2) g^2;  d = g / (sqrt(v / (1 - beta2^t)) + eps) + wd y;  z <- z - lr d;
     x <- (1 - c) x + c z`` with ``c = w_t / sum(w)`` and ``w_t = max(lr)^weight_lr_power``.
 
-    Parameters hold ``y`` while training and ``x`` after `eval`; evaluate, export and measure ``x``. Updates equal those
-    of `schedulefree.AdamWScheduleFree` 1.4. Two deviations: gradients are left as they are, and going to ``x`` and back
-    restores ``y`` bit for bit (from a copy kept meanwhile), so that evaluating more often never changes a run. The copy
-    is part of `state_dict`: a checkpoint saved after `eval` holds ``x`` as its weights and resumes exactly.
+    Parameters hold ``y`` during training and ``x`` after `eval`. Evaluate, export and measure ``x``. Updates equal
+    those of `schedulefree.AdamWScheduleFree` 1.4, with two deviations. Gradients are not overwritten. Going to ``x``
+    and back restores ``y`` bit for bit from a copy, so that the number of evaluations never changes a run. The copy is
+    part of `state_dict`, so that a checkpoint saved after `eval` holds ``x`` as its weights and resumes exactly.
 
     Args:
         params: parameters or groups of them.
         lr: learning rate, reached by a warm-up and then constant.
         beta1: interpolation between ``z`` and ``x``, in (0, 1).
         beta2: decay of the mean square, in [0, 1).
-        eps: added to the root of the mean square.
-        weight_decay: decoupled decay, taken at ``y``.
-        weight_lr_power: power of the largest learning rate so far in a step's weight.
+        eps: term added to the root of the mean square.
+        weight_decay: decoupled decay, computed from ``y``.
+        weight_lr_power: exponent of the largest learning rate so far in ``w_t``.
     """
 
     def __init__(
@@ -61,7 +62,7 @@ class ScheduleFreeAdamW(Optimizer):
 
     @torch.no_grad()
     def train(self) -> None:
-        """Put the points ``y``, where gradients are taken, into the parameters."""
+        """Put the points ``y``, where gradients are computed, into the parameters."""
         for group in self._groups_in(train_mode=False):
             for p in self._started(group):
                 p.copy_(self.state[p].pop("y"))
@@ -69,7 +70,7 @@ class ScheduleFreeAdamW(Optimizer):
 
     @property
     def training(self) -> bool:
-        """True where the parameters hold the training weights."""
+        """True if the parameters hold the training weights."""
         return all(group["train_mode"] for group in self.param_groups)
 
     @torch.no_grad()
@@ -77,7 +78,7 @@ class ScheduleFreeAdamW(Optimizer):
         """Update every parameter that has a gradient.
 
         Raises:
-            RuntimeError: in evaluation mode, where the parameters are not the point gradients belong to.
+            RuntimeError: in evaluation mode, since the parameters then do not hold ``y``.
         """
         if any(self._groups_in(train_mode=False)):
             raise RuntimeError("ScheduleFreeAdamW.step in evaluation mode; call set_train_mode(optimizer, True) before")
@@ -111,7 +112,7 @@ class ScheduleFreeAdamW(Optimizer):
 
 
 def _advance(group: dict[str, Any]) -> float:
-    """Count one step of the group and give the weight ``c`` of the new ``z`` in the average."""
+    """Count one step of the group, and return the weight ``c`` of the new ``z`` in the average."""
     group["step"] += 1
     group["lr_max"] = max(group["lr"], group["lr_max"])
     weight = group["lr_max"] ** group["weight_lr_power"]
@@ -120,9 +121,9 @@ def _advance(group: dict[str, Any]) -> float:
 
 
 def set_train_mode(optimizer: Optimizer, training: bool) -> None:
-    """Put training or evaluation weights into the parameters; does nothing for optimizers that have only one kind.
+    """Put training or evaluation weights into the parameters; does nothing for optimizers with one kind of weights.
 
-    Call it with true before the first step, with false before evaluation, checkpoints and export.
+    Call it with True before the first step and with False before evaluation, checkpoints and export.
     """
     switch = getattr(optimizer, "train" if training else "eval", None)
     if switch is not None:
@@ -131,7 +132,7 @@ def set_train_mode(optimizer: Optimizer, training: bool) -> None:
 
 @contextmanager
 def evaluation_weights(optimizer: Optimizer) -> Iterator[None]:
-    """Context with the evaluation weights in the parameters; on leaving, those that it found come back."""
+    """Context with the evaluation weights in the parameters; its end restores the earlier weights."""
     was_training = isinstance(optimizer, ScheduleFreeAdamW) and optimizer.training
     set_train_mode(optimizer, False)
     try:

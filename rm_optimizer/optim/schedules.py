@@ -15,13 +15,13 @@ from rm_optimizer.schema.optimizers import ScheduleConfig, ScheduleName
 def build_schedule(optimizer: Optimizer, config: ScheduleConfig, num_steps: int) -> LRScheduler:
     """The schedule of every group's learning rate over a run of `num_steps` optimizer steps.
 
-    Step ``k = 0 … num_steps - 1`` is taken at ``lr * lr_factor(k)``. The ``w`` warm-up steps have
-    ``(k + 1) / (w + 1)``, step ``w`` is the first at the peak, and after the last step the rate is exactly
+    Step ``k = 0 … num_steps - 1`` has the learning rate ``lr * lr_factor(k)``. The factor of the ``w`` warm-up steps is
+    ``(k + 1) / (w + 1)``, and step ``w`` is the first at the peak. After the last step the rate is exactly
     ``min_lr_ratio * lr``.
 
     Args:
-        optimizer: its groups' learning rates are the peaks.
-        config: the shape.
+        optimizer: optimizer whose groups' learning rates are the peaks.
+        config: shape of the schedule.
         num_steps: optimizer steps of the whole run, resumed parts included.
 
     Raises:
@@ -56,7 +56,7 @@ def lr_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float]:
 def _warmup_steps(config: ScheduleConfig, num_steps: int) -> int:
     if config.warmup_steps is not None:
         return config.warmup_steps
-    # Rounding first keeps 0.07 * 100 = 7.000000000000001 at 7; a run of few steps still has one at the peak.
+    # Without rounding first, 0.07 * 100 = 7.000000000000001 would become 8. A short run still has one step at the peak.
     return min(math.ceil(round(config.warmup_ratio * num_steps, 9)), num_steps - 1)
 
 
@@ -71,6 +71,6 @@ SHAPES: dict[ScheduleName, Callable[[float], float]] = {
     ScheduleName.linear: lambda progress: 1.0 - progress,
     # Half a cosine (Loshchilov & Hutter, 2017, Eq. 5).
     ScheduleName.cosine: lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
-    # The decay found best for a constant schedule's end by Haegele et al. (2024, arXiv 2405.18392).
+    # Haegele et al. (2024, arXiv 2405.18392) found this decay best for the end of a constant schedule.
     ScheduleName.wsd: lambda progress: 1.0 - math.sqrt(progress),
 }

@@ -1,4 +1,4 @@
-"""Edge of stability: the scale in which an optimizer sees the Hessian, and the sharpness at which its steps diverge."""
+"""Edge of stability: an optimizer's scaling of the Hessian, and the sharpness above which its steps diverge."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ Group = Mapping[str, Any]
 class Stability:
     """Stability of an optimizer's next step on a quadratic with Hessian `H`.
 
-    With `S` the diagonal of `scales`, the relevant eigenvalue is the largest of `S H S`: steps along it grow once it
-    exceeds `limit` (Cohen et al., 2021, arXiv 2103.00065; for Adam, 2022, arXiv 2207.14484).
+    With `S` the diagonal matrix of `scales`, the largest eigenvalue of `S H S` decides. If it exceeds `limit`, steps
+    along its eigenvector grow (Cohen et al., 2021, arXiv 2103.00065; for Adam, 2022, arXiv 2207.14484).
 
     Args:
-        limit: `2 / lr` of gradient descent, `2 (1 + beta) / lr` with momentum, `2 (1 + beta) / ((1 + 2 beta) lr)` by
-            Nesterov, and `2 (1 + beta1) / ((1 - beta1) lr)`, which is `38 / lr` at 0.9, of Adam. Without weight decay,
-            at the largest learning rate of the groups. None where no such limit is known, as of SAM, whose gradient is
-            that of another point, or the learning rate is 0.
-        scales: entries of `S` by parameter, `sqrt(lr_i / (max(lr) P_i))` with the optimizer's preconditioner `P`, and
-            without the rates where all are 0. They are 0 where a second moment is 0: such weights have not had a
-            gradient. None where `S` is the identity.
+        limit: largest stable eigenvalue at the largest learning rate of the groups, without regard to weight decay. It
+            is `2 / lr` for gradient descent, `2 (1 + beta) / lr` with momentum, `2 (1 + beta) / ((1 + 2 beta) lr)` with
+            Nesterov's momentum, and `2 (1 + beta1) / ((1 - beta1) lr)` for Adam, which is `38 / lr` at 0.9. None if the
+            learning rate is 0, or no limit is known, as for SAM, whose gradient belongs to another point.
+        scales: entries of `S` by parameter, `sqrt(lr_i / (max(lr) P_i))` with the optimizer's preconditioner `P`. The
+            rates are left out if all are 0. An entry is 0 where a second moment is 0, since such a weight has not had a
+            gradient. None if `S` is the identity.
     """
 
     limit: float | None
@@ -40,9 +40,9 @@ class Stability:
 def stability_of(optimizer: Optimizer) -> Stability:
     """Scale and limit of an optimizer in its present state.
 
-    Optimizers with a second moment for each weight precondition by it: Adam, AdamW, SAM around them, schedule-free
-    AdamW, AdEMAMix, MARS, Prodigy and Adafactor. The others (Lion, Muon, Scion, Shampoo, SOAP) have none, and before
-    the first step there is none yet: for them `S` is the identity.
+    Adam, AdamW, SAM with either, schedule-free AdamW, AdEMAMix, MARS, Prodigy and Adafactor have a second moment for
+    each weight and precondition with it. Lion, Muon, Scion, Shampoo and SOAP have none, so that `S` is the identity. It
+    is the identity before the first step too.
     """
     rule = optimizer.parts[0] if isinstance(optimizer, SAM) else optimizer
     kind, groups = type(rule).__name__, rule.param_groups
@@ -79,19 +79,19 @@ def _adam(state: Group, group: Group, parameter: Tensor) -> Tensor:
 
 
 def _schedule_free(state: Group, group: Group, parameter: Tensor) -> Tensor:
-    """Scale of `_adam` without a momentum that builds up."""
+    """`sqrt(v / (1 - beta2^t)) + eps`, as in `_adam` but without the bias correction of a momentum."""
     return _root(state["exp_avg_sq"] / (1 - group["beta2"] ** group["step"]), group["eps"])
 
 
 def _prodigy(state: Group, group: Group, parameter: Tensor) -> Tensor:
-    """Scale of `_adam` with second moments in units of the squared distance `d`, and steps `d` times as long."""
+    """Result of `_adam` with second moments in units of the squared distance `d`, and with steps `d` times as long."""
     distance = float(group["d"])
     moments = {"exp_avg_sq": state["exp_avg_sq"] / distance**2}
     return _adam(moments, group, parameter).div(distance)
 
 
 def _adafactor(state: Group, group: Group, parameter: Tensor) -> Tensor:
-    """Root of the factored second moment, divided by the size of the weights that the step is relative to."""
+    """Root of the factored second moment, divided by the root mean square of the weights, which scales the step."""
     if "variance" in state:
         variance = state["variance"]
     else:

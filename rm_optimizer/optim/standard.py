@@ -1,4 +1,4 @@
-"""Builders of the optimizers that torch has, and of our own single-rule ones."""
+"""Builders of torch's optimizers, and of this package's own except Muon."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ def build_adafactor(params: ParamPartition, config: AdafactorConfig, num_steps: 
 
 
 def build_lion(params: ParamPartition, config: LionConfig, num_steps: int | None) -> Optimizer:
-    """Our `Lion`."""
+    """`Lion` of this package."""
     return Lion(params.groups(config), lr=config.lr, beta1=config.beta1, beta2=config.beta2)
 
 
 def build_sam(params: ParamPartition, config: SAMConfig, num_steps: int | None) -> Optimizer:
-    """Our `SAM` around `torch.optim.AdamW`."""
+    """`SAM` of this package, with `torch.optim.AdamW` as its base."""
     return SAM(build_adamw(params, config, num_steps), rho=config.rho, adaptive=config.adaptive)
 
 
 def build_schedule_free(params: ParamPartition, config: ScheduleFreeConfig, num_steps: int | None) -> Optimizer:
-    """Our `ScheduleFreeAdamW`."""
+    """`ScheduleFreeAdamW` of this package."""
     return ScheduleFreeAdamW(
         params.groups(config),
         lr=config.lr,
