@@ -1,4 +1,4 @@
-"""The folder of an analysis: results of another model or of other options are never overwritten. Imports no torch."""
+"""Folder of an analysis. Results of another model or of other options are never overwritten. Imports no torch."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rm_optimizer.records.run_options import flat, options_of
 from rm_optimizer.schema.landscape import AnalyzeConfig
 
 ANALYSIS_FILE = "analysis.json"
-"""Beside the results: the options, the versions and the machine that they come from."""
+"""File beside the results with their options, versions and machine."""
 log = logging.getLogger("rm_optimizer")
 _FREE = ("output_dir", "progress", "landscape.token_budget", "landscape.processes", "logger.")
-"""Options that change no result, or the beginnings of their names."""
+"""Names, or beginnings of names, of the options that change no result."""
 
 
 def results_folder(options: AnalyzeConfig) -> Path:
-    """The folder that an analysis writes to: `output_dir`, with a number where that holds another analysis of the run.
+    """The folder that an analysis writes to: `output_dir`, with a number added if it holds another analysis of the run.
 
     Raises:
-        ConfigError: if a folder that the user chose holds another analysis.
+        ConfigError: if the folder holds another analysis and is not the default folder of a run's checkpoint.
     """
     folder, identity = Path(options.output_dir), _identity(options_of(options))
     if _is_for(folder, identity):
@@ -83,13 +83,13 @@ def _is_free(folder: Path, descriptor: int) -> bool:
 
 
 def _is_for(folder: Path, identity: dict[str, Any]) -> bool:
-    """True if a folder holds no analysis, or this one."""
+    """True if a folder holds no analysis, or the one with this identity."""
     recorded = _recorded(folder)
     return not recorded or _identity(recorded) == identity
 
 
 def _identity(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that decide a result, the checkpoint as an absolute path."""
+    """The options that decide a result, with an existing checkpoint as an absolute path."""
     path = os.path.expanduser(options["checkpoint"])
     decisive = dict(flat(options)) | {"checkpoint": os.path.realpath(path) if os.path.exists(path) else path}
     return {name: value for name, value in decisive.items() if not name.startswith(_FREE)}

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON and back, by the types of their fields; a number that is not finite is null."""
+"""Conversion of dataclasses to JSON and back by the types of their fields; a number that is not finite is null."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class JsonRecord:
 
     Args:
         indent: spaces of each level of the text; None writes one line.
-        ensure_ascii: escape all characters beyond ASCII.
+        ensure_ascii: True to escape all characters beyond ASCII.
     """
 
     _form: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -32,7 +32,7 @@ class JsonRecord:
         cls._form = MappingProxyType({"indent": indent, "ensure_ascii": ensure_ascii})
 
     def entries(self) -> dict[str, Any]:
-        """The entries of the JSON object: the fields, and what a class adds for other readers."""
+        """The entries of the JSON object: the fields, and any entries that a class adds for other readers."""
         return cast("dict[str, Any]", json_values(self))
 
     def to_json(self) -> str:
@@ -41,11 +41,11 @@ class JsonRecord:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The record that `to_json` wrote; entries that are not fields are left alone.
+        """The record that `to_json` wrote; entries that are not fields are ignored.
 
         Raises:
             ValueError: if the text is not JSON, or an entry is not one of its field's choices.
-            TypeError: if an entry is missing, or is no list or object where its field needs one.
+            TypeError: if an entry is missing, or its field needs a list or an object and it is neither.
         """
         return from_values(cls, json.loads(text))
 
@@ -73,11 +73,12 @@ def json_values(value: Any) -> Any:
 def from_values(kind: type[ValueT], values: Any) -> ValueT:
     """Read back what `json_values` returned for a value of a type.
 
-    A float's null is NaN. A missing entry takes the field's default; entries that are not fields are left alone.
+    A null becomes NaN if its field is a float. A missing entry gets the field's default. Entries that are not fields
+    are ignored.
 
     Raises:
         ValueError: if an entry is not one of its field's choices.
-        TypeError: if an entry is missing, or is no list or object where its field needs one.
+        TypeError: if an entry is missing, or its field needs a list or an object and it is neither.
 
     Example:
         >>> from_values(tuple[float, ...], [1.0, None])
@@ -103,7 +104,7 @@ def _read(kind: Any, value: Any) -> Any:
 
 
 def _alternative(kinds: tuple[Any, ...], value: Any) -> Any:
-    """The type among alternatives that a value was written for: of several, objects and lists tell from the rest."""
+    """The first of a union's types that fits a value: a nested type for an object or a list, else a plain one."""
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     is_nested = isinstance(value, dict | list)
     return next((kind for kind in kinds if is_nested == (is_dataclass(kind) or get_origin(kind) is not None)), kinds[0])

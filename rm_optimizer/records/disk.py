@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or forbidden ends a run with one sentence instead of a traceback."""
+"""One sentence instead of a traceback for a disk that is full, read-only or forbidden."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ REMEDIES = {
     errno.EACCES: "give yourself permission to write",
     errno.EPERM: "give yourself permission to write",
 }
-"""What to do about each of the system's refusals that are the disk's; others are bugs and rise."""
+"""Remedy for each error number that means a fault of the disk; other errors are bugs and are raised as they are."""
 
 
 @contextmanager
 def writing(path: Path, *, first_in: Path | None = None) -> Iterator[None]:
-    """Turn the system's refusal to write into one sentence that names the path.
+    """Turn an error of the system while writing into one sentence that names the path.
 
     Args:
-        path: written path, named if the system does not report which file it refused.
-        first_in: folder where it is written before it is moved, if that is elsewhere.
+        path: written path, which the sentence names.
+        first_in: other folder where the file is written before it is moved to `path`, if there is one.
 
     Raises:
         DiskError: if the disk is full or read-only, or permission is missing.
@@ -43,12 +43,12 @@ def writing(path: Path, *, first_in: Path | None = None) -> Iterator[None]:
 
 
 def disk_error(error: Exception, path: Path | None = None, first_in: Path | None = None) -> DiskError | None:
-    """The sentence for a refusal of the system to write; None for any other failure.
+    """The sentence for an error of the system while writing; None for any other error.
 
     Args:
         error: raised error.
-        path: written path, named if the system does not report which file it refused.
-        first_in: folder where it is written before it is moved, if that is elsewhere.
+        path: written path, which the sentence names; None means the file that the system reports.
+        first_in: other folder where the file is written before it is moved to `path`, if there is one.
     """
     if not isinstance(error, OSError | SafetensorError) or (number := _error_number(error)) not in REMEDIES:
         return None
@@ -61,7 +61,7 @@ def disk_error(error: Exception, path: Path | None = None, first_in: Path | None
 
 
 def _error_number(error: OSError | SafetensorError) -> int:
-    """The system's error number; safetensors has it in its text alone."""
+    """The system's error number, which errors of safetensors contain only in their text."""
     if isinstance(error, OSError):
         return error.errno or 0
     found = re.search(r"os error (\d+)", str(error))
@@ -69,7 +69,7 @@ def _error_number(error: OSError | SafetensorError) -> int:
 
 
 def _is_elsewhere(error: OSError | SafetensorError, path: Path) -> bool:
-    """True if permission is missing for a file outside the written folder, which may only be read."""
+    """True if permission is missing for a file outside the written folder, which was perhaps only read."""
     named = getattr(error, "filename", None)
     beside = not isinstance(named, str) or Path(named).is_relative_to(path.parent)
     return _error_number(error) in (errno.EACCES, errno.EPERM) and not beside

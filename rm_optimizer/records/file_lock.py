@@ -30,6 +30,6 @@ def locked(file: IO[Any] | int) -> bool:
 
 
 def sign(file: IO[str]) -> None:
-    """Write this process into a file that it has locked, for the messages of others."""
+    """Write the id and host of this process into a file that it has locked, for the messages of other processes."""
     file.truncate(0)
     print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there."""
+"""Writing of files and folders that are either whole or absent."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from typing import IO, Any
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside a file, to write under: the block's end renames it, a failure removes it.
+    """Temporary path to write to, beside a file; the block's end renames it to the file, and an error removes it.
 
-    Missing folders are made. An earlier file of that name stands until the new one is whole. A link stays a link: the
-    file that it names is replaced. A device or pipe is written through, since a rename would put a file in its place.
+    Missing folders are made. An earlier file of that name remains until the new one is whole. A symbolic link remains,
+    and the file that it points to is replaced. A device or pipe is written directly, since a rename would replace it by
+    a file.
 
     Raises:
         OSError: if the file cannot be written.
@@ -40,7 +41,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder` that takes its name when the block ends well, and vanishes when it does not."""
+    """A new folder beside `folder`; the block's end renames it to `folder`, and an error removes it."""
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
     earlier = folder.with_name(f".{folder.name}.{os.getpid()}.earlier")
     try:
@@ -64,7 +65,7 @@ def _is_written_through(path: Path) -> bool:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give the file's name to a failure of the system in the block, as a write to an open file does not tell it."""
+    """Add the file's name to an error of the system in the block, since a write to an open file raises one without."""
     try:
         yield
     except OSError as error:
@@ -77,7 +78,7 @@ def write_text(path: Path, text: str) -> Path:
     """Write a text file, whole or not at all.
 
     Raises:
-        OSError: if the file cannot be written; an earlier one of that name is then as it was.
+        OSError: if the file cannot be written; an earlier file of that name then remains unchanged.
     """
     with replacing(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
@@ -89,9 +90,9 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
     Args:
         path: the file.
-        rows: values by column; columns stand in the order in which they first come up.
+        rows: values by column; the columns are in the order of their first appearance.
     """
-    import pyarrow as pa  # which a mistyped option does not wait for
+    import pyarrow as pa  # imported here so that the message for a mistyped option does not wait for it
     import pyarrow.parquet as pq
 
     columns = dict.fromkeys(name for row in rows for name in row)
@@ -106,11 +107,11 @@ def write_json_lines(path: Path, rows: Iterable[Mapping[str, Any]]) -> Path:
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write rows as CSV with a header, whole or not at all; what is None or lacks is an empty cell.
+    """Write rows as CSV with a header, whole or not at all; a missing value or None is an empty cell.
 
     Args:
         path: the file.
-        rows: values by column; columns stand in the order in which they first come up.
+        rows: values by column; the columns are in the order of their first appearance.
     """
     columns = dict.fromkeys(name for row in rows for name in row)
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
@@ -121,9 +122,10 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def csv_table(file: IO[str], columns: Sequence[str]) -> csv.DictWriter[str]:
-    """Writer of CSV rows that end in a line feed; what a row lacks is an empty cell.
+    """Writer of CSV rows that end in a line feed; a missing value is an empty cell.
 
-    A cell with a carriage return is quoted, which `csv` does only for the characters that end its rows.
+    A cell with a carriage return must be quoted, and `csv` quotes only the characters that end its rows. So the rows
+    from `csv` end in both characters, and the carriage return is then removed.
     """
     return csv.DictWriter(_LineFeeds(file), columns, restval="", lineterminator="\r\n")
 

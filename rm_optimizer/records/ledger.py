@@ -1,4 +1,4 @@
-"""Pieces of a long computation on disk, from which the same computation goes on after a kill."""
+"""Finished pieces of a long computation on disk, so that the computation continues after a kill."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from rm_optimizer.records.files import naming
 
 
 class Ledger:
-    """One JSON line a piece, below a header that identifies the computation; `open_ledger` opens it.
+    """File with one JSON line for each piece, below a header that identifies the computation; `open_ledger` opens it.
 
     Args:
-        path: the file.
-        file: the ledger's file, open for reading and writing, at the end of its last whole line.
-        header: its first line, still to be written if `file` is at its start.
+        path: path of the file.
+        file: the file, open for reading and writing, at the end of its last whole line.
+        header: first line of the file; `append` writes it if `file` is at its start.
     """
 
     def __init__(self, path: Path, file: IO[bytes], header: bytes) -> None:
@@ -52,16 +52,16 @@ class Ledger:
 def open_ledger(
     path: Path, identity: str, *, other: str, num_wanted: int | None = None, remedy: str = "remove it to start again"
 ) -> Iterator[Ledger]:
-    """Open the ledger of a computation: the pieces of an earlier, stopped call are kept, a torn last line is cut off.
+    """Open the ledger of a computation; it keeps the pieces of an earlier, stopped call without a torn last line.
 
     A finished ledger of another computation is replaced when the first piece is added.
 
     Args:
-        path: the file, which one process at a time may hold.
-        identity: digest of all that the pieces depend on.
-        other: a computation of another identity, in words, for the message.
-        num_wanted: pieces of the whole computation; None never takes a ledger for finished.
-        remedy: the way out, for the message.
+        path: the file, which only one process at a time may have open.
+        identity: digest of everything that the pieces depend on.
+        other: words for a computation of another identity, for the message.
+        num_wanted: number of pieces of the whole computation; if None, no ledger counts as finished.
+        remedy: remedy for the message.
 
     Raises:
         DataError: if the file holds part of another computation, another process holds it, or it cannot be written.
@@ -90,12 +90,12 @@ def open_ledger(
             yield ledger
         finally:
             if not os.fstat(file.fileno()).st_size:  # nothing was measured
-                with suppress(PermissionError):  # Windows keeps open files
+                with suppress(PermissionError):  # Windows cannot remove open files
                     path.unlink(missing_ok=True)
 
 
 def read_ledger(path: Path) -> Iterator[Any]:
-    """Pieces of a ledger as JSON values, first to last, whether or not a process holds it.
+    """Pieces of a ledger as JSON values, first to last, even while a process has it open.
 
     Raises:
         DataError: if the file cannot be read, is no ledger, or has a damaged line.
@@ -115,12 +115,12 @@ def read_ledger(path: Path) -> Iterator[Any]:
 
 
 def whole_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Lines of a file but for a torn last one, as a kill leaves it."""
+    """Lines of a file without a torn last line, which a kill may leave."""
     return takewhile(lambda line: line.endswith(b"\n"), file)
 
 
 def _num_wanted(header: bytes) -> float:
-    """Pieces of the whole computation by its header; infinite where it does not say."""
+    """Number of pieces of the whole computation according to its header; infinite if the header has none."""
     try:
         return float(json.loads(header)["num_wanted"])
     except (ValueError, TypeError, KeyError):

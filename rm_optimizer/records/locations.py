@@ -1,4 +1,4 @@
-"""Sources of models: a hub id, a folder, a run folder, an adapter alone, or a Lightning checkpoint."""
+"""Sources of models: hub ids, model folders, run folders, adapters alone and Lightning checkpoints."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pathlib import Path
 from rm_optimizer.errors import CheckpointError
 
 EXPORT_FILE = "export.json"
-"""Written by `save_pretrained` beside the weights: what the model is and how well it reloads."""
+"""File that `save_pretrained` writes beside the weights: a description of the model and a check of its reload."""
 ADAPTER_FILE = "adapter_config.json"
 """Configuration of a LoRA adapter, as peft names it."""
 BEST_FOLDER = "best"
-"""The exported best model inside a run folder."""
+"""Folder of the exported best model inside a run folder."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -33,7 +33,7 @@ class Source:
 
     Args:
         kind: kind of storage.
-        location: hub id or path, as `transformers` and torch take it.
+        location: hub id or path, as `transformers` and torch read it.
     """
 
     kind: SourceKind
@@ -41,10 +41,10 @@ class Source:
 
 
 def resolve_source(source: str | Path) -> Source:
-    """Find out what the user's word for a model means; a path that is missing never goes to the hub.
+    """Determine the kind of the user's name for a model; a missing path is never looked up on the hub.
 
     Args:
-        source: hub id (`Qwen/Qwen2.5-0.5B`), model folder, run folder (its `best/` is taken), folder of an adapter
+        source: hub id (`Qwen/Qwen2.5-0.5B`), model folder, run folder (which means its `best/`), folder of an adapter
             whose base is elsewhere, or `.ckpt` file.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Progress of a long command on standard error: a bar on a terminal, a line a minute elsewhere."""
+"""Progress of a long command on standard error: a bar on a terminal, else one line a minute."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 SECONDS_BETWEEN_LINES = 60.0
-"""Seconds between two lines where there is no terminal."""
+"""Seconds between two lines if there is no terminal."""
 
 OnProgress = Callable[[int, int | None], None]
-"""Called with what is done, and with the whole where it is known."""
+"""Function of the number of units done and of the number of all, which is None if unknown."""
 
 
 @contextmanager
 def progress(what: str, unit: str) -> Iterator[OnProgress]:
-    """Show how far a computation is, while the block runs.
+    """Show the progress of a computation while the block runs.
 
     Args:
-        what: the computation, as "scoring".
+        what: the computation, such as "scoring".
         unit: counted unit, such as "rows".
     """
     console = Console(stderr=True)
@@ -41,7 +41,10 @@ def progress(what: str, unit: str) -> Iterator[OnProgress]:
 
 @contextmanager
 def stages() -> Iterator[Callable[[str, int, int], None]]:
-    """Show a bar while the block runs, and yield what moves it: the present stage, those done and all of them."""
+    """Show a bar while the block runs, and yield the function that moves it.
+
+    Its arguments are the name of the present stage, the number of stages done and the number of all stages.
+    """
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading")

@@ -14,7 +14,7 @@ PACKAGES = ("torch", "transformers", "pytorch-lightning", "tokenizers", "hydra-c
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, of this package and of the installed packages that decide the numbers."""
+    """Versions of Python, this package and the installed packages that affect results."""
     found = {"python": platform.python_version(), "rm-optimizer": rm_optimizer.__version__}
     for package in PACKAGES:
         try:
@@ -25,7 +25,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """Commit of the checkout this package runs from, `-dirty` when files differ; None for an installed wheel."""
+    """Commit of this package's checkout, with `-dirty` if files differ from it; None for an installed wheel."""
     root = Path(rm_optimizer.__file__).resolve().parent.parent
     if not (root / ".git").exists():
         return None

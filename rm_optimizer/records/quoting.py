@@ -1,4 +1,4 @@
-"""Text that the grammars of Hydra and Markdown read back as it is. Imports no Hydra."""
+"""Escaping of text so that the grammars of Hydra and Markdown read it back unchanged. Imports no Hydra."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 
 def in_quotes(text: str) -> str:
-    r"""Text in single quotes, from which Hydra's grammar reads the same text back.
+    r"""Text in single quotes that Hydra's grammar reads back unchanged.
 
     Example:
         >>> print(in_quotes("it's"))
@@ -17,7 +17,7 @@ def in_quotes(text: str) -> str:
 
 
 def markdown_line(text: str) -> str:
-    """Text on one line that Markdown reads as text, not as HTML.
+    """Text on one line, escaped so that Markdown does not read it as HTML.
 
     Example:
         >>> markdown_line("one" + chr(10) + "<b>")

@@ -1,4 +1,4 @@
-"""State of the random generators of Python, NumPy and PyTorch: saved, put back, and kept over a block."""
+"""Saving and restoring of the state of the random generators of Python, NumPy and PyTorch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any]) -> None:
-    """Put every generator back to a state that `random_state` returned."""
+    """Set every generator to a state that `random_state` returned."""
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -36,10 +36,10 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 @contextmanager
 def keeping_random_state(*, seed: int | None = None) -> Iterator[None]:
-    """Put every generator back when the block ends.
+    """Restore the state of every generator when the block ends.
 
     Args:
-        seed: seed of PyTorch's generators in the block; None leaves them where they are.
+        seed: seed of PyTorch's generators at the start of the block; None does not set them.
     """
     state = random_state()
     try:

@@ -1,4 +1,4 @@
-"""Recorded options of a run folder, as overrides for a command on the run. Imports no torch."""
+"""Recorded options of a run, as overrides for a command that uses one of its checkpoints. Imports no torch."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from rm_optimizer.schema.diagnose import explain
 
 
 def recalled(overrides: Sequence[str]) -> list[str]:
-    """Overrides for what the user did not set: the run's data, loss and seed, and a folder in it for the results.
+    """Overrides for options that the user did not set: the run's data, loss and seed, and a results folder inside it.
 
-    Paths of the run's pairs are taken as they were when the run was started, whatever the present directory is. Where
-    the user names pairs of his own, none of the run's ways of reading pairs are taken.
+    Paths of the run's pairs are the absolute ones from the start of the run, so that they do not depend on the present
+    directory. If the user names other pairs, none of the run's data options are used.
 
     Args:
         overrides: overrides of the command line, `checkpoint=…` included.
@@ -47,10 +47,10 @@ def recalled(overrides: Sequence[str]) -> list[str]:
 
 
 def _sources(run: RunFolder) -> dict[str, Any]:
-    """The run's `train` and `val` with the absolute paths of its start; empty where they were not recorded.
+    """The run's `train` and `val` with the absolute paths from its start; empty if they were not recorded.
 
     Raises:
-        ConfigError: if a path is gone, or the pairs came from memory.
+        ConfigError: if a path no longer exists, or the pairs came from memory.
     """
     identity = run.identity
     if identity is None:
@@ -70,7 +70,7 @@ def _sources(run: RunFolder) -> dict[str, Any]:
 
 
 def _paths(source: Any) -> list[str]:
-    """The paths and names in a `data.train` or `data.val`."""
+    """The paths and hub names in the value of `data.train` or `data.val`."""
     if isinstance(source, Mapping):
         return _paths(source.get("path"))
     if isinstance(source, str):

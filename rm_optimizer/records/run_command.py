@@ -1,4 +1,4 @@
-"""The command that trains a run again, from the options that it recorded."""
+"""Command that repeats a run's training, from its recorded options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BASE = ("hardware=cpu", "output_dir=OUTPUT")
 def run_command(options: Mapping[str, Any]) -> str:
     """`rm-opt train` with the presets of a run and every option that differs from them.
 
-    Options that change no result, such as the loggers', are left out, and so is the run folder.
+    The run folder and options that change no result, such as the loggers', are left out.
 
     Args:
         options: the run's `options.json`.
@@ -33,7 +33,7 @@ def run_command(options: Mapping[str, Any]) -> str:
     groups = [f"{group}={options[group]['name']}" for group in ("model", "optimizer", "schedule")]
     try:
         presets = _composed(groups)
-    except ConfigError:  # the model's name is no preset here
+    except ConfigError:  # no preset here has the model's name
         groups[0] = "model=custom"
         presets = _composed([*groups, "model.path=MODEL"])
     changed = [

@@ -1,4 +1,4 @@
-"""A run folder: reading what a run left in it, and who may start in it. Imports no torch."""
+"""Run folders: reading a run's files, and the check before a run starts in a folder. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from rm_optimizer.records.run_options import RunRequest, require_same_options
 from rm_optimizer.schema.config import Resume
 
 OPTIONS_FILE = "options.json"
-"""The composed configuration that training leaves in the run folder."""
+"""The composed configuration of the run."""
 IDENTITY_FILE = "identity.json"
 """The run's id, the absolute paths of its pairs and their fingerprints."""
 RESULT_FILE = "run.json"
 """The result of a finished run."""
 METRICS_FILE = "metrics.csv"
-"""One row an optimizer step."""
+"""Metrics, one row for each optimizer step."""
 PAIR_REWARDS_FILE = "pair_rewards.jsonl"
-"""One JSON line a pair, see `PairReward`."""
+"""Rewards, one JSON line for each validation pair; see `PairReward`."""
 DOCTOR_FILE = "doctor.json"
-"""The diagnosis of the exported model, where `rm-opt doctor` made one."""
+"""The diagnosis of the exported model, if `rm-opt doctor` made one."""
 EXPORT = f"{BEST_FOLDER}/{EXPORT_FILE}"
 """The record of the exported best model."""
 RESULTS = (
     *("checkpoints/step-*.ckpt", "checkpoints/best.ckpt", RESULT_FILE, EXPORT, METRICS_FILE),
     *("evaluations/step-*/metrics.json", PAIR_REWARDS_FILE),
 )
-"""Files, as patterns, that a run leaves and another would mix with its own."""
+"""Patterns of the files of a run that another run in the same folder would mix with its own."""
 _OF_A_RUN = frozenset({"data", "loss", "seed", "optimizer"})
 
 
@@ -43,9 +43,9 @@ class RunIdentity(JsonRecord, indent=2):
     """The identity of a run, `identity.json` in its folder.
 
     Args:
-        run_id: 16 hexadecimal digits that each of its checkpoints carries.
-        directory: the working directory that the run was started in.
-        sources: `data.train` and `data.val` with absolute paths; empty where the pairs came from memory.
+        run_id: 16 hexadecimal digits, which each of its checkpoints contains.
+        directory: working directory in which the run was started.
+        sources: `data.train` and `data.val` with absolute paths; empty if the pairs came from memory.
         train_fingerprint: digest of the training pairs.
         val_fingerprint: digest of the validation pairs.
     """
@@ -59,7 +59,7 @@ class RunIdentity(JsonRecord, indent=2):
 
 @dataclass(frozen=True)
 class PairReward:
-    """Rewards of a pair, a line of `pair_rewards.jsonl`.
+    """Rewards of a pair, one line of `pair_rewards.jsonl`.
 
     Args:
         pair_id: identity of prompt and both responses.
@@ -67,7 +67,7 @@ class PairReward:
         label: probability that `chosen` is the better response.
         chosen: reward of the preferred response.
         rejected: reward of the other response.
-        weight: number of pairs that it counts for.
+        weight: number of pairs that this pair counts as.
     """
 
     pair_id: str
@@ -80,36 +80,36 @@ class PairReward:
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Files that a run or an evaluation leaves in its folder, as values."""
+    """Folder of a run or an evaluation, with the contents of its files as values."""
 
     path: Path
 
     @classmethod
     def of(cls, checkpoint: str) -> RunFolder | None:
-        """The run folder that a checkpoint belongs to: itself, or the folder of its `best/` or `checkpoints/`."""
+        """The run folder of a checkpoint: its path, or one of the two folders above it; None if none is a run's."""
         path = Path(checkpoint).expanduser()
         return next((run for run in map(cls, (path, *path.parents[:2])) if run.options), None)
 
     @property
     def options(self) -> dict[str, Any]:
-        """The options of the run; empty where none are recorded."""
+        """The options of the run; empty if none are recorded."""
         content = _json(self.path / OPTIONS_FILE)
         return content if content.keys() >= _OF_A_RUN else {}
 
     @property
     def identity(self) -> RunIdentity | None:
-        """The identity of the run; None where none is recorded."""
+        """The identity of the run; None if none is recorded."""
         content = _json(self.path / IDENTITY_FILE)
         return from_values(RunIdentity, content) if content.keys() >= RunIdentity.__dataclass_fields__.keys() else None
 
     @property
     def results(self) -> list[str]:
-        """Files that a run left, relative to the folder."""
+        """Paths of the run's files that match `RESULTS`, relative to the folder."""
         return [str(path.relative_to(self.path)) for pattern in RESULTS for path in sorted(self.path.glob(pattern))]
 
     @property
     def is_used(self) -> bool:
-        """True if the folder holds a run, or the remains of one."""
+        """True if the folder holds a run or parts of one."""
         has_weights = bool(self.checkpoints) or self.best_checkpoint.exists() or (self.path / EXPORT).exists()
         return has_weights or bool(self.options) or self.identity is not None
 
@@ -131,7 +131,7 @@ class RunFolder:
 
     @property
     def best_step(self) -> int | None:
-        """Optimizer steps of the best evaluation, whose weights the run exported; None before a run has ended."""
+        """Optimizer step of the best evaluation, whose weights the run exported; None before the run has ended."""
         step = _json(self.path / RESULT_FILE).get("best_step")
         return step if isinstance(step, int) else None
 
@@ -158,7 +158,7 @@ class RunFolder:
         return rows
 
     def landscape(self, checkpoint: str, kind: str) -> Path:
-        """The folder of an analysis of one of the run's checkpoints; a periodic one's has the step in its name.
+        """The folder of an analysis of one of the run's checkpoints, with the step in its name for a periodic one.
 
         Example:
             >>> RunFolder(Path("run")).landscape("run/checkpoints/step-00000010.ckpt", "hessian").as_posix()
@@ -170,7 +170,7 @@ class RunFolder:
 
 
 def checkpoint_step(path: Path) -> int:
-    """Optimizer steps done when a periodic checkpoint was saved."""
+    """Number of optimizer steps before a periodic checkpoint was saved."""
     return int(path.stem.removeprefix("step-"))
 
 
@@ -178,8 +178,8 @@ def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
     """Rows of a table of steps, such as `metrics.csv`, as text; an unfinished last line is left out.
 
     Args:
-        path: the file; one that is missing has no rows.
-        last_step: rows of later steps are left out.
+        path: the file; a missing file has no rows.
+        last_step: last step whose row is included; None includes all rows.
     """
     if not path.exists():
         return []
@@ -189,10 +189,10 @@ def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
 
 
 def require_usable(request: RunRequest) -> None:
-    """Refuse to start a run in a folder that holds another, or to continue one under other options.
+    """Refuse to start a run in a folder that holds another run, or to continue a run with other options.
 
     Raises:
-        ConfigError: naming the folder, what is in it and what can be done.
+        ConfigError: if the folder cannot be used, with its contents and the ways out.
     """
     folder, resume = request.run_dir, request.resume
     run = RunFolder(folder)
@@ -215,7 +215,7 @@ def require_usable(request: RunRequest) -> None:
 
 
 def _require_replaceable(export: Path) -> None:
-    """Refuse, before training rather than after it, a folder of the export's name that holds something else."""
+    """Refuse, before training starts, a folder of the export's name that holds something else."""
     if not os.path.lexists(export) or (export / EXPORT_FILE).is_file():
         return
     if not export.is_dir() or any(export.iterdir()):
@@ -233,6 +233,6 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _shown(folder: Path) -> str:
-    """The folder as a user would type it from here."""
+    """The folder relative to the working directory if it is inside it, else as it is."""
     relative = os.path.relpath(folder)
     return str(folder) if relative.startswith("..") else relative

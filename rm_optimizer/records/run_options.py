@@ -1,4 +1,4 @@
-"""The options that a resumed run may change, and the comparison with those that it started with. Imports no torch."""
+"""Options that a resumed run may change, and the comparison of the others with those of its start. Imports no torch."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ FREE = (
 )
 """Options, and groups of them, that change no result beyond rounding.
 
-The last line's reach a run only through the learning rate, the batch size and the token budgets, which are compared or
-free themselves.
+Those of the last line affect a run only through the learning rate, the batch size and the token budgets, which are
+compared or free themselves.
 """
 BY_CONTENT = ("data.train", "data.val", "data.on_bad_row", "data.max_bad_share", "data.allow_prompt_overlap")
-"""Options that may change as long as the pairs stay the same, which their fingerprints tell."""
+"""Options that may change as long as the fingerprints of the pairs stay the same."""
 LENGTH = ("training.max_steps", "training.epochs")
-"""Options that may only grow: the run is then extended."""
+"""Options that may only grow, which extends the run."""
 
 
 @dataclass(frozen=True)
 class RunRequest:
-    """A run that is to start in a folder.
+    """Request to start a run in a folder.
 
     Args:
         run_dir: the run folder.
@@ -50,7 +50,7 @@ class RunRequest:
 
     @classmethod
     def of(cls, config: TrainConfig) -> RunRequest:
-        """The run that the composed options describe."""
+        """The request that composed options describe."""
         return cls(Path(config.output_dir), config.resume, options_of(config))
 
 
@@ -61,7 +61,7 @@ def options_of(config: Options) -> dict[str, Any]:
 
 
 def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Names of the options that differ, with dots, the free ones left out."""
+    """Dotted names of the options that differ, without the free ones."""
     old, new = dict(flat(before)), dict(flat(after))
     return [
         name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and not is_among(name, FREE)
@@ -69,7 +69,7 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
 
 
 def has_same_length(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
-    """True if both options give a run of as many steps over the same pairs."""
+    """True if both sets of options give the same number of steps over the same pairs."""
     old, new = before["training"], after["training"]
     if old["max_steps"] is not None and new["max_steps"] is not None:
         return bool(old["max_steps"] == new["max_steps"])
@@ -77,10 +77,10 @@ def has_same_length(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool
 
 
 def require_same_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    """Refuse to continue a run under options that would change its result.
+    """Refuse to continue a run with options that would change its result.
 
     Raises:
-        ConfigError: naming the options that differ, or the length that shrinks.
+        ConfigError: if options differ or the length shrinks, with their names and values.
     """
     old, new = dict(flat(before)), dict(flat(after))
     changed = [name for name in changed_options(before, after) if not is_among(name, (*BY_CONTENT, *LENGTH))]
@@ -95,7 +95,7 @@ def require_same_options(before: Mapping[str, Any], after: Mapping[str, Any]) ->
 
 
 def _require_no_shrink(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Refuse a smaller length where the options alone tell; the number of steps is compared once pairs are read."""
+    """Refuse a smaller length if the options alone show it; the number of steps is compared after pairs are read."""
     steps, epochs = LENGTH
     by_steps = old[steps] is not None and new[steps] is not None
     by_epochs = old[steps] is None and new[steps] is None
@@ -117,7 +117,7 @@ def flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def is_among(name: str, options: Collection[str]) -> bool:
-    """True if an option is one of these, or in one of these groups."""
+    """True if an option is one of these options or belongs to one of these groups."""
     return any(name == option or name.startswith(f"{option}.") for option in options)
 
 
