@@ -1,6 +1,6 @@
-"""Best-of-n accuracy: how often the highest reward among many responses to a prompt goes to one of the best.
+"""Best-of-n accuracy: share of prompts whose highest reward belongs to one of the best of many responses.
 
-A pair accuracy hides it: most pairs of a long list are between two mediocre responses.
+Pair accuracy hides it, since most pairs of a long list are between two mediocre responses.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_w
 from rm_optimizer.core.pairs.pair import PreferencePair
 
 FEWEST_RESPONSES = 3
-"""Least responses of a list; fewer are a pair."""
+"""Least number of responses of a list; fewer are only a pair."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,10 @@ class BestOfN:
     """Selection of one response from each list of scored ones.
 
     Args:
-        num_lists: lists with at least `FEWEST_RESPONSES` different responses.
-        mean_responses: responses of a list, on average.
-        accuracy: share of lists whose highest reward is of one of the best responses, ties shared out.
+        num_lists: number of lists with at least `FEWEST_RESPONSES` different responses.
+        mean_responses: mean number of responses of a list.
+        accuracy: share of lists whose highest reward belongs to one of the best responses. Of tied highest rewards, the
+            share that belongs to best responses counts.
         random: accuracy of choosing a response at random.
         longest: accuracy of choosing the longest response.
     """
@@ -48,13 +49,13 @@ def best_of_n(
 ) -> BestOfN | None:
     """Best-of-n selection on the pairs that come from lists of responses, or None if there are no such lists.
 
-    The best responses of a list are those that are the worse one of none of its pairs.
+    The best responses of a list are those that are not the worse one in any of its pairs.
 
     Args:
-        pairs: the pairs; those of one list have the same `metadata["group"]`.
-        chosen: rewards of their chosen responses.
-        rejected: rewards of the others.
-        num_bootstrap: resamples over prompts for the interval.
+        pairs: the pairs; pairs of one list have the same `metadata["group"]`.
+        chosen: rewards of the pairs' chosen responses.
+        rejected: rewards of the pairs' rejected responses.
+        num_bootstrap: number of resamples of prompts for the interval.
         seed: seed of the resamples.
     """
     lists: dict[tuple[str, str], _List] = {}
@@ -85,7 +86,7 @@ def _mean_of_first(totals: np.ndarray) -> np.ndarray:
 
 @dataclass
 class _List:
-    """A list's responses with their rewards, and those that are worse than another."""
+    """A list's responses with their rewards, and the responses that are worse than another one."""
 
     rewards: dict[str, float]
     worse: set[str]
@@ -95,7 +96,7 @@ class _List:
         self.worse.add(pair.rejected if pair.label > 0.5 else pair.chosen)
 
     def shares(self) -> tuple[float, float, float]:
-        """Probability of a best response by highest reward, at random, and by length."""
+        """Probabilities that the highest reward, a random choice and the longest response select a best response."""
         best = self.rewards.keys() - self.worse
         by_reward = [text for text in self.rewards if self.rewards[text] == max(self.rewards.values())]
         by_length = [text for text in self.rewards if len(text) == max(map(len, self.rewards))]

@@ -19,17 +19,17 @@ class CurvatureMeasurement:
     """Top eigenvalue and trace of the Hessian of the loss on a fixed set of pairs.
 
     Args:
-        top_eigenvalue: a Rayleigh quotient, so the largest algebraic eigenvalue is at least that, but for the error of
-            the products; how far above it lies is not known.
-        residual: ``||H v - (v^T H v) v||`` of a unit vector with ``v^T H v <= top_eigenvalue``: some eigenvalue lies
-            within it of ``v^T H v``, which need not be the largest, so it is no error of the top eigenvalue.
+        top_eigenvalue: Rayleigh quotient. Up to the error of the products, the largest algebraic eigenvalue is at least
+            this large. It is unknown how much larger it is.
+        residual: ``||H v - (v^T H v) v||`` of a unit vector with ``v^T H v <= top_eigenvalue``. Some eigenvalue is
+            within this distance of ``v^T H v``. It need not be the largest, so this is no error of the top eigenvalue.
         trace: Hutchinson's estimate from random probes.
-        num_products: Hessian-vector products spent; numbers ``v^T H v`` from the loss alone are not counted.
-        num_pairs: pairs that the loss is averaged over.
+        num_products: number of Hessian-vector products, without the values ``v^T H v`` computed from the loss alone.
+        num_pairs: number of pairs in the mean loss.
         num_tokens: tokens of their micro-batches, with padding.
-        num_gradients: cost in gradients over these pairs; a number `v^T H v` is a third of one.
-        num_gradients_next: cost of the next measurement, if the eigenvectors turn little until then.
-        preconditioned_sharpness: largest eigenvalue of `S H S`, as `top_eigenvalue` a Rayleigh quotient; None where no
+        num_gradients: cost in gradients over these pairs; a value `v^T H v` costs a third of a gradient.
+        num_gradients_next: cost of the next measurement, if the eigenvectors change little until then.
+        preconditioned_sharpness: largest eigenvalue of `S H S`, a Rayleigh quotient like `top_eigenvalue`; None if no
             scale `S` was given.
     """
 
@@ -45,12 +45,12 @@ class CurvatureMeasurement:
 
 
 class MeasureCurvature(Protocol):
-    """Measurement of the weights as they are at the call."""
+    """Measurement of the curvature at the weights of the time of the call."""
 
     def __call__(self, scales: Mapping[str, Tensor] | None = None) -> CurvatureMeasurement:
-        """Measure the Hessian, and the same in a scale of the parameters by their names if one is given."""
+        """Measure the Hessian; given scales of the parameters by name, measure the scaled Hessian too."""
 
 
 MeasurementFactory = Callable[[BradleyTerryRM, Sequence[AnyPairBatch], LossConfig], MeasureCurvature]
-"""Makes a measurement of a model's curvature on fixed micro-batches; each call measures the weights as they are then,
-and leaves weights, gradients, modes and random generators as they were."""
+"""Function that returns a measurement of a model's curvature on fixed micro-batches. Each call of the measurement uses
+the weights of that time, and does not change weights, gradients, modes and random generators."""

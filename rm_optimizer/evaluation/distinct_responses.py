@@ -1,4 +1,4 @@
-"""Rewards of the pairs of a data set from its different responses, each scored once and kept as soon as it is known."""
+"""Rewards of the pairs of a data set; each different response is scored once, and finished chunks are saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rm_optimizer.evaluation.score_file import require_finite
 from rm_optimizer.records.ledger import Ledger, open_ledger
 
 CHUNK_RESPONSES = 256
-"""Responses scored and saved together."""
+"""Number of responses scored and saved together."""
 
 
 def score_responses(
@@ -28,22 +28,23 @@ def score_responses(
     partial_dir: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[PairRewards, TruncationReport]:
-    """Rewards of all pairs, and what cutting to the model's length did to them.
+    """Rewards of all pairs, and a report of the truncation to the model's length.
 
-    A response that stands in many pairs of a prompt is scored once. Responses that are equal after cutting get one
-    reward, so that their pair is a tie. Rewards are appended to a file in `partial_dir`, named by the model and the
-    pairs; repeating the call after a kill goes on from it, and a whole one removes it.
+    A response that is in many pairs of a prompt is scored once. Responses that are equal after truncation get one
+    reward, so that their pair is a tie. Rewards are appended to a file in `partial_dir` whose name depends on the model
+    and the pairs. A repeated call after a kill continues from this file, and a completed call removes it.
 
     Args:
         model: the reward model, on its device.
         data: the pairs.
         token_budget: tokens, padding included, of one pass.
         partial_dir: folder of the file.
-        on_progress: called with the responses done and their number, once at the start with those of an earlier call.
+        on_progress: function called with the number of responses done and the number of all; at the start, the
+            responses of an earlier call count as done.
 
     Raises:
         CheckpointError: if a reward is not finite.
-        DataError: if a conversation cannot be rendered, or another process is at work on the same.
+        DataError: if a conversation cannot be rendered, or another process is scoring the same pairs.
     """
     items, sides = _distinct(data)
     identity = digest([scorer_digest(model), data.fingerprint, CHUNK_RESPONSES])
@@ -62,7 +63,7 @@ def score_responses(
 
 
 def _distinct(data: PreferenceDataset) -> tuple[list[tuple[Prompt, str]], np.ndarray]:
-    """The different responses of each prompt, prompts in order of appearance, and the places of each pair's two."""
+    """The different responses, by prompt in order of appearance, and the positions of each pair's two responses."""
     of_prompt: dict[str, dict[str, Prompt]] = {}
     for identity, pair in zip(data.prompt_ids, data.pairs, strict=True):
         of_prompt.setdefault(identity, {}).update({pair.chosen: pair.prompt, pair.rejected: pair.prompt})
@@ -77,7 +78,7 @@ def _distinct(data: PreferenceDataset) -> tuple[list[tuple[Prompt, str]], np.nda
 
 
 def _scored(model: BradleyTerryRM, chunk: Sequence[tuple[Prompt, str]], token_budget: int) -> list[list[float | str]]:
-    """Reward, tokens, tokens cut from prompt and response, and digest of the token ids, for each response."""
+    """Reward, number of tokens, tokens cut from prompt and response, and digest of the token ids of each response."""
     prompts, responses = [prompt for prompt, _ in chunk], [text for _, text in chunk]
     encodings = model.encode(prompts, responses)
     rewards = model.score_encoded(encodings, token_budget=token_budget).tolist()

@@ -1,4 +1,4 @@
-"""Fixed pairs to measure on: drawn once by a seed, in micro-batches, the same wherever they are drawn."""
+"""Fixed sample of pairs for measurements, in micro-batches; a seed gives the same sample on every machine."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from rm_optimizer.core.tokens.cache import PairTokens, tokenize_pairs
 from rm_optimizer.errors import DataError
 
 Prompts: TypeAlias = Mapping[int, int]
-"""Number of each pair's prompt, by the pair's `pair_index`; pairs of one prompt are not independent."""
+"""Number of each pair's prompt by `pair_index`, since pairs of one prompt are not independent."""
 FEWEST = 2
-"""Pairs below which a measurement is of one preference, and has no sampling error."""
+"""Least number of pairs; a measurement of one preference has no sampling error."""
 
 
 @dataclass(frozen=True)
 class PairSample:
-    """Pairs in micro-batches, the same for every evaluation.
+    """Sample of pairs in micro-batches, the same for every evaluation.
 
     Args:
-        batches: the pairs, each in one micro-batch; `pair_index` is the pair's place among all that were given.
+        batches: the pairs, each in one micro-batch; `pair_index` is the pair's position among all given pairs.
         prompts: numbers of the pairs' prompts.
-        positions: places among the pairs that differ after truncation, ascending.
+        positions: the pairs' positions among those that differ after truncation, ascending.
         seed: seed of the draw.
     """
 
@@ -41,12 +41,12 @@ class PairSample:
 
     @property
     def num_pairs(self) -> int:
-        """Pairs in all micro-batches."""
+        """Number of pairs in all micro-batches."""
         return len(self.positions)
 
     @property
     def num_prompts(self) -> int:
-        """Different prompts among them."""
+        """Number of different prompts of these pairs."""
         return len(set(self.prompts.values()))
 
 
@@ -64,13 +64,13 @@ def draw_pairs(
     """Draw from the pairs that differ after truncation, and put them into padded micro-batches.
 
     Args:
-        model: the model whose tokens they become.
+        model: model whose tokenizer is used.
         pairs: the pairs to draw from.
-        num_pairs: pairs to draw, all of them where there are fewer; None takes all.
+        num_pairs: number of pairs to draw; None, or a number above theirs, means all.
         seed: seed of the draw, not negative.
-        token_budget: tokens of a micro-batch, padding included; bounds memory and changes no result.
-        fewest: pairs that must be left; 0 for a process that may have a share of none.
-        tokenized: tokens of the pairs where they are known already.
+        token_budget: most tokens of a micro-batch, padding included; it bounds memory and changes no result.
+        fewest: least number of pairs left after truncation; 0 for a process whose share may be empty.
+        tokenized: tokens of the pairs, if they are already computed.
         cache_dir: folder of the token cache; see `tokenize_pairs`.
 
     Raises:
@@ -93,10 +93,10 @@ def draw_pairs(
 
 
 def require_enough(num_pairs: int, fewest: int, read: str = "") -> None:
-    """Refuse fewer pairs than a measurement needs; `read` tells how many there were.
+    """Refuse fewer pairs than a measurement needs; `read` is a remark for the message on the pairs that were read.
 
     Raises:
-        DataError: if they are fewer than `fewest`.
+        DataError: if there are fewer than `fewest`.
     """
     if num_pairs < fewest:
         raise DataError(

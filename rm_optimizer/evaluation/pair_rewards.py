@@ -1,4 +1,4 @@
-"""Rewards of every pair of a data set, and the metrics of them: one path for training, `evaluate` and tests."""
+"""Rewards of every pair of a data set, and their metrics, with the same code for training, `evaluate` and tests."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from rm_optimizer.records.files import write_text
 METRICS_FILE = "metrics.json"
 """The metrics of an evaluation, in its folder."""
 DISTRIBUTIONS_FILE = "reward_distributions.json"
-"""The distributions of its rewards, beside them."""
+"""The distributions of its rewards, in the same folder."""
 
 OTHER = "(other)"
-"""Name of the groups that are taken together."""
+"""Name of the group that contains all small groups."""
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
@@ -43,8 +43,8 @@ class PairRewards:
 
     Args:
         chosen: rewards of the chosen responses, float64.
-        rejected: rewards of the rejected ones.
-        pair_index: position in the data set of each entry, ascending.
+        rejected: rewards of the rejected responses, float64.
+        pair_index: position of each pair in the data set, ascending.
     """
 
     chosen: Float[np.ndarray, " pairs"]
@@ -53,12 +53,12 @@ class PairRewards:
 
     @property
     def margin(self) -> Float[np.ndarray, " pairs"]:
-        """Chosen less rejected."""
+        """Chosen minus rejected reward."""
         return np.asarray(self.chosen - self.rejected)
 
 
 class ScoringStopped(Exception):
-    """Scoring ended before its last pair, because it was asked to."""
+    """Scoring ended before its last pair because `should_stop` was true."""
 
 
 def score_pairs(
@@ -74,17 +74,17 @@ def score_pairs(
 ) -> PairRewards:
     """Rewards of all pairs, computed once over all ranks and equal on each of them.
 
-    Pairs that are equal after truncation, which have no place in `tokenized`, are ties: both sides get one reward.
+    Pairs that are equal after truncation are not in `tokenized`. They are ties: both sides get the same reward.
 
     Args:
         model: the reward model, on its device; its training mode is restored.
         tokenized: the pairs' tokens.
-        dataset: the pairs they were made of.
-        token_budget: tokens, padding included, of one pass.
-        prefix_sharing: compute each prompt once for both responses.
-        after_batch: called with the pairs done so far on this rank.
-        should_stop: asked before each pass; where it is true on any rank, all of them stop.
-        positions: positions of the tokenized pairs to score, with an equal share of the ties; None is all.
+        dataset: the pairs of these tokens.
+        token_budget: most tokens of one pass, padding included.
+        prefix_sharing: True to compute each prompt once for both responses.
+        after_batch: function called with the number of pairs done on this rank.
+        should_stop: function called before each pass; if it returns True on any rank, scoring stops on all of them.
+        positions: positions of the tokenized pairs to score; the same share of the ties is scored too. None means all.
 
     Raises:
         ScoringStopped: if `should_stop` was true.
@@ -102,7 +102,7 @@ def score_pairs(
         world_size=world_size,
         positions=positions,
     )
-    # FSDP2 keeps the tensors that it gathers into; made in inference mode, they could not be trained on.
+    # FSDP2 reuses the tensors that it gathers into. Made in inference mode, they could not be used in training.
     with _evaluating(model), torch.no_grad() if is_sharded(model) else torch.inference_mode():
         for batch, is_ours in _passes(model, batches):
             if should_stop is not None and (stopped := _stops(model, should_stop())):
@@ -121,7 +121,7 @@ def score_pairs(
 
 @contextmanager
 def _evaluating(model: BradleyTerryRM) -> Iterator[None]:
-    """Evaluation mode; the mode it had comes back."""
+    """Context in evaluation mode; its end restores the earlier mode."""
     was_training = model.training
     model.eval()
     try:
@@ -131,14 +131,14 @@ def _evaluating(model: BradleyTerryRM) -> Iterator[None]:
 
 
 def _stops(model: BradleyTerryRM, requested: bool) -> bool:
-    """True to stop before this pass; under FSDP2, whose ranks pass together, if any rank was asked to stop."""
+    """True to stop before this pass; under FSDP2, whose ranks make passes together, if any rank is to stop."""
     return bool(most_over_ranks(int(requested), model.device)) if is_sharded(model) else requested
 
 
 def _tied_rewards(
     model: BradleyTerryRM, tokenized: TokenizedPairs, dataset: PreferenceDataset, token_budget: int, share: float
 ) -> tuple[NDArray[np.int64], np.ndarray]:
-    """Indices of a share of the pairs that are equal after truncation, and the reward that both of their sides get."""
+    """Indices of a share of the pairs that are equal after truncation, and the reward of both sides of each."""
     assert len(tokenized) + tokenized.num_identical_dropped == len(dataset), "the tokens are of all pairs"
     index = np.setdiff1d(np.arange(len(dataset)), tokenized.pair_index)
     index = index[np.linspace(0, len(index), round(share * len(index)), endpoint=False, dtype=np.int64)]
@@ -159,7 +159,7 @@ def _with_ties(rewards: PairRewards, ties: tuple[NDArray[np.int64], np.ndarray])
 
 
 def _passes(model: BradleyTerryRM, batches: Iterable[AnyPairBatch]) -> Iterator[tuple[AnyPairBatch, bool]]:
-    """The batches, each with True; under FSDP2 with spare ones after them, so that ranks make equally many passes."""
+    """The batches, each with True; under FSDP2 spare ones follow with False, so that all ranks make as many passes."""
     if not is_sharded(model):
         return ((batch, True) for batch in batches)
     own = list(batches)
@@ -198,17 +198,17 @@ def metrics_of(
     most_groups: int | None = None,
     kept_group: str | None = None,
 ) -> PairwiseMetrics:
-    """Pairwise metrics of rewards on the data set they were computed for; intervals resample prompts.
+    """Pairwise metrics of rewards on their data set, with intervals from resamples of prompts.
 
     Args:
         rewards: rewards of the pairs.
         dataset: the pairs.
         beta: inverse temperature of the preference probability.
-        num_bootstrap: resamples for the intervals; 0 gives standard errors only.
+        num_bootstrap: number of resamples for the intervals; 0 gives standard errors only.
         seed: seed of the resamples.
-        by: columns of the metadata to group by, beside source and subset.
-        most_groups: most groups of one column; the smallest further ones become `(other)`. None sets no limit.
-        kept_group: a group that stands alone however small it is.
+        by: columns of the metadata to group by, in addition to source and subset.
+        most_groups: number of groups of one column; all smaller ones together become `(other)`. None sets no limit.
+        kept_group: group that never becomes `(other)`.
     """
     pairs = [dataset[int(index)] for index in rewards.pair_index]
     groups = _groups([pair.metadata for pair in pairs], by)
@@ -229,7 +229,7 @@ def metrics_of(
 
 
 def _capped(values: list[str], most: int, kept_group: str | None) -> list[str]:
-    """The values, all but the `most` frequent ones and the kept one replaced by `(other)`."""
+    """The values; all except the `most` frequent ones and the kept one are replaced by `(other)`."""
     counts = Counter(values)
     if len(counts) <= most:
         return values
@@ -238,7 +238,7 @@ def _capped(values: list[str], most: int, kept_group: str | None) -> list[str]:
 
 
 def _groups(metadata: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, list[str]]:
-    """Groups by source, subset and the requested columns; with several sources, other groups stay within one source."""
+    """Groups by source, subset and the requested columns; with several sources, other groups are within one source."""
     sources = [str(row.get("source", "")) for row in metadata]
     groups = {"source": sources} if len(set(sources)) > 1 else {}
     for column in dict.fromkeys(("subset", *by)):
@@ -276,14 +276,14 @@ def _distribution(values: np.ndarray) -> dict[str, Any]:
 def write_evaluation(
     folder: Path, rewards: PairRewards, metrics: PairwiseMetrics, truncation: TruncationReport, step: int | None = None
 ) -> None:
-    """Write `metrics.json` and `reward_distributions.json` into a folder, with what truncation did to the pairs."""
+    """Write `metrics.json`, with the report of truncation, and `reward_distributions.json` into a folder."""
     values = metrics.entries() | {"truncation": json_values(truncation)}
     write_text(folder / METRICS_FILE, json.dumps(values) + "\n")
     write_text(folder / DISTRIBUTIONS_FILE, distributions_text(rewards, step))
 
 
 def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceDataset, by: Sequence[str] = ()) -> None:
-    """Write one JSON line a pair: ids (the row's own as `id`), groups and both rewards, for comparisons later."""
+    """Write one JSON line for each pair: ids (the row's own as `id`), groups, label, weight and both rewards."""
     lines = []
     for index, chosen, rejected in zip(rewards.pair_index, rewards.chosen, rewards.rejected, strict=True):
         pair = dataset[int(index)]

@@ -12,7 +12,7 @@ from rm_optimizer.schema.config import PrefixSharing
 log = logging.getLogger("rm_optimizer")
 
 PARITY_PAIRS = 8
-"""Pairs on which `auto` compares the two computations."""
+"""Number of pairs on which `auto` compares the rewards with and without sharing."""
 PARITY_TOLERANCE = 1e-4
 """Largest reward difference, in float32, that counts as rounding."""
 
@@ -20,11 +20,11 @@ PARITY_TOLERANCE = 1e-4
 def shares_prefixes(model: BradleyTerryRM, tokenized: PairTokens, mode: PrefixSharing) -> bool:
     """Decide on prefix sharing for a model and pairs.
 
-    `auto` shares where the model is a causal decoder whose attention takes a mask and whose rewards on the first pairs
-    are the same computed either way; otherwise it logs in one sentence why pairs are padded instead.
+    `auto` shares prompts if the model is a causal decoder whose attention accepts a mask, and its rewards on the first
+    pairs are the same with and without sharing. Otherwise it logs in one sentence why pairs are padded instead.
 
     Raises:
-        ConfigError: if `on` is asked for where it cannot be done.
+        ConfigError: if the mode is `on` and the model does not support sharing.
     """
     if mode == PrefixSharing.off:
         return False

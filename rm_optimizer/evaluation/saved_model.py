@@ -1,4 +1,4 @@
-"""The evaluation of a saved model on pairs: metrics, and what must be known to read them."""
+"""Evaluation of a saved model on pairs: metrics, and the facts that are needed to interpret them."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ class Evaluation:
     """Result of an evaluation, saved as `metrics.json`.
 
     Args:
-        metrics: metrics of all pairs, and of their groups.
+        metrics: metrics of all pairs and of their groups.
         truncation: effect of the length limit on the pairs; pairs equal after truncation are ties.
         has_default_length: True if neither the caller nor the model's training chose that limit.
-        trained_on: number of the pairs that the model was trained on; None without a record of them.
-        best_of_n: best-of-n selection; None where no pairs come from lists of at least three responses.
-        num_skipped: rows of the sources that gave no pair.
-        checkpoint: the model, as it was named.
+        trained_on: overlap of the pairs with the model's training data; None without a record of that data.
+        best_of_n: best-of-n selection; None if no pairs come from lists of at least three responses.
+        num_skipped: number of rows of the sources that gave no pair.
+        checkpoint: name of the model, as the caller gave it.
     """
 
     metrics: PairwiseMetrics
@@ -52,7 +52,7 @@ class Evaluation:
     checkpoint: str
 
     def to_json(self) -> str:
-        """The metrics' own entries, and one more for each other field."""
+        """The entries of the metrics, and one more entry for each other field."""
         others = {name: value for name, value in json_values(self).items() if name != "metrics"}
         return json.dumps(self.metrics.entries() | others)
 
@@ -63,14 +63,14 @@ def evaluate_checkpoint(
     """`evaluate_model` of a saved model, on this machine's accelerator.
 
     Args:
-        source: anything `BradleyTerryRM.from_pretrained` loads.
+        source: any model that `BradleyTerryRM.from_pretrained` loads.
         data: the pairs.
         output_dir: folder for the files.
-        max_length: most tokens of a sequence; None takes the stored number, or the model's.
-        options: keywords of `evaluate_model`.
+        max_length: most tokens of a sequence; None means the stored number, or else the model's.
+        options: further arguments of `evaluate_model`.
 
     Raises:
-        CheckpointError: if the model cannot be loaded, is not what it recorded of itself, or gives rewards that are not
+        CheckpointError: if the model cannot be loaded, differs from its own record, or gives rewards that are not
             finite.
         ConfigError: if the model cannot read `max_length` tokens.
     """
@@ -98,18 +98,18 @@ def evaluate_model(
     Args:
         model: the model, on its device.
         data: the pairs.
-        checkpoint: source of the model, for the record of its training pairs.
+        checkpoint: source of the model, from which the record of its training pairs is read.
         output_dir: folder for `metrics.json`, `reward_distributions.json` and `pair_rewards.jsonl`.
-        token_budget: tokens, padding included, of one pass.
-        num_bootstrap: resamples over prompts for the intervals.
+        token_budget: most tokens of one pass, padding included.
+        num_bootstrap: number of resamples of prompts for the intervals.
         seed: seed of the resamples.
-        by: columns of the pairs' metadata whose values are reported separately, beside source and subset.
-        partial_dir: folder of the rewards computed so far, which a repeated call goes on from; None is `output_dir`.
-        on_progress: called with the responses done and their number.
+        by: columns of the pairs' metadata whose values are reported separately, in addition to source and subset.
+        partial_dir: folder of the rewards so far, from which a repeated call continues; None means `output_dir`.
+        on_progress: function called with the number of responses done and the number of all.
 
     Raises:
-        CheckpointError: if a reward is not finite, or the record of what the model was trained on is torn.
-        DataError: if a conversation cannot be rendered and bad rows are not to be dropped, or too many are bad.
+        CheckpointError: if a reward is not finite, or the record of the model's training pairs is torn.
+        DataError: if a conversation cannot be rendered and bad rows are not dropped, or too many rows are bad.
     """
     trained = TrainedPairs.recorded(checkpoint)
     data = data.accepted_by(model.renderer)

@@ -1,7 +1,7 @@
-"""A file of responses in, the same file with a `reward` column out: streaming, and continued after a kill.
+"""Scoring of a file of responses, which adds a `reward` column, in chunks, and continues after a kill.
 
 Rewards are appended to `OUT.partial` beside the output as they are computed. Once every row has one, the input is read
-a second time and the output is written under a temporary name and renamed.
+again, and the output is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from rm_optimizer.records.files import replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 
 Reward: TypeAlias = float | list[float]
-"""A row's reward: a number, or a list where the row has a list of responses."""
+"""A row's reward: a number, or a list if the row has a list of responses."""
 
 
 def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None:
-    """Refuse rewards that are NaN or infinite; called wherever rewards are about to be printed or written.
+    """Refuse rewards that are NaN or infinite; called before rewards are printed or written.
 
     Args:
         rewards: rewards of one model, in any order.
-        name: names the reward at an index for the message, such as `response 3`.
+        name: function of an index that returns the reward's name for the message, such as `response 3`.
 
     Raises:
-        CheckpointError: saying how many they are, and the first one.
+        CheckpointError: if there are such rewards, with their number and the first one.
     """
     broken = [index for index, reward in enumerate(rewards) if not math.isfinite(reward)]
     if broken:
@@ -51,12 +51,12 @@ def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None
 
 @dataclass(frozen=True)
 class CountedRewards:
-    """Rewards of responses, and how many of these were cut to the model's length.
+    """Rewards of responses, and counts of the responses that were cut to the model's length.
 
     Args:
-        rewards: one for each response, in order.
-        num_prompt_cut: responses whose prompt lost tokens.
-        num_response_cut: responses that lost tokens themselves.
+        rewards: one reward for each response, in order.
+        num_prompt_cut: number of responses whose prompt lost tokens.
+        num_response_cut: number of responses that lost tokens themselves.
     """
 
     rewards: list[float]
@@ -65,23 +65,23 @@ class CountedRewards:
 
 
 def cut_counts(encodings: Sequence[Encoding]) -> tuple[int, int]:
-    """Responses whose prompt lost tokens, and responses that lost tokens themselves."""
+    """Numbers of the responses whose prompt lost tokens and of those that lost tokens themselves."""
     return sum(one.prompt_cut > 0 for one in encodings), sum(one.response_cut > 0 for one in encodings)
 
 
 def score_counted(
     model: BradleyTerryRM, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int = 16384
 ) -> CountedRewards:
-    """Rewards of a model in the order given, and counts of what was cut; each response is encoded once.
+    """Rewards of a model in the given order, and counts of cut responses; each response is encoded once.
 
     Args:
         model: the model, on its device.
         prompts: text or messages.
-        responses: one for each prompt.
-        token_budget: tokens, padding included, of one forward pass.
+        responses: one response for each prompt.
+        token_budget: most tokens of one forward pass, padding included.
 
     Raises:
-        ValueError: if there are not as many prompts as responses.
+        ValueError: if the numbers of prompts and responses differ.
     """
     encodings = model.encode(prompts, responses)
     rewards = model.score_encoded(encodings, token_budget=token_budget)
@@ -90,10 +90,10 @@ def score_counted(
 
 @runtime_checkable
 class CountingScorer(Protocol):
-    """Scorer that counts truncations."""
+    """Scorer that counts cut responses."""
 
     def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
-        """Rewards in the order given, and counts of what was cut."""
+        """Rewards in the given order, and counts of cut responses."""
         ...
 
 
@@ -102,10 +102,10 @@ class ScoredFile:
     """Result of scoring a file.
 
     Args:
-        num_rows: rows.
-        num_responses: responses in them.
-        num_prompt_cut: responses whose prompt lost tokens; None where the scorer does not say.
-        num_response_cut: responses that lost tokens themselves, likewise.
+        num_rows: number of rows.
+        num_responses: number of responses in these rows.
+        num_prompt_cut: number of responses whose prompt lost tokens; None if the scorer does not count them.
+        num_response_cut: number of responses that lost tokens themselves; None if the scorer does not count them.
     """
 
     num_rows: int
@@ -125,18 +125,18 @@ def score_file(
 ) -> ScoredFile:
     """Score every row of a file.
 
-    Repeating the call after a kill continues after the last whole chunk, and the output is the same, bit for bit, as
-    that of an uninterrupted call.
+    A repeated call after a kill continues after the last whole chunk. Its output equals that of an uninterrupted call
+    bit for bit.
 
     Args:
         scorer: scorer of the responses.
         source: JSONL (also .gz), CSV or Parquet with columns `prompt` and `response`, or `prompt` and a list
             `responses`.
-        target: a file that is not there yet, in the source's format or JSONL.
-        scorer_name: identity of this scorer, so that no rewards of another are continued; for a model, the
+        target: path of a file that does not exist yet, in the source's format or JSONL.
+        scorer_name: identity of this scorer, so that rewards of another scorer are never continued; for a model, the
             digest of its weights and options (`identity.scorer_digest`), not its path.
-        chunk_rows: rows scored and saved together.
-        on_progress: called with the rows done so far, once at the start with those of an earlier call.
+        chunk_rows: number of rows scored and saved together.
+        on_progress: function called with the number of rows done; at the start, the rows of an earlier call count.
 
     Raises:
         DataError: if a file or row is unusable, or the partial file belongs to another input or scorer.
@@ -165,7 +165,7 @@ def score_file(
 
 
 def _check_target(source: Path, target: Path) -> None:
-    """Refuse what could only fail after all the scoring."""
+    """Refuse a target that would otherwise fail only after all rows are scored."""
     kind = file_kind(target)
     if kind not in (file_kind(source), FileKind.jsonl):
         raise DataError(f"{target}: expected the format of {source.name}, or .jsonl")
@@ -173,10 +173,10 @@ def _check_target(source: Path, target: Path) -> None:
 
 
 def require_new(target: Path) -> None:
-    """Refuse a file to write that is there already, or whose folder is not.
+    """Refuse an output file that exists already, or whose folder does not exist.
 
     Raises:
-        DataError: saying which.
+        DataError: if either is so.
     """
     if target.exists():
         raise DataError(f"{target}: is there already; remove it or name another file")
@@ -185,7 +185,7 @@ def require_new(target: Path) -> None:
 
 
 def _content_digest(source: Path) -> str:
-    """Digest of the file's bytes, wherever it lies and whenever it was written."""
+    """Digest of the file's bytes, without its path and its time."""
     with source.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -196,7 +196,7 @@ def _chunks(rows: Iterator[ResponseRow], size: int) -> Iterator[list[ResponseRow
 
 
 def _scored(scorer: Scorer | CountingScorer, chunk: Sequence[ResponseRow], source: Path) -> dict[str, object]:
-    """The entry of a chunk in the log: each row's reward, and the counts of what was cut where they are known."""
+    """The entry of a chunk in the log: each row's reward, and the counts of cut responses if they are known."""
     prompts = [row.prompt for row in chunk for _ in row.responses]
     responses = [response for row in chunk for response in row.responses]
     if isinstance(scorer, CountingScorer):
@@ -222,7 +222,7 @@ def _summary(log: Ledger) -> ScoredFile:
 
 
 def summed_counts(pieces: Iterable[Mapping[str, int | None]]) -> ScoredFile:
-    """Sums over the pieces of a file, each with counts by the names of `ScoredFile`; one that a piece lacks is None."""
+    """Sums of the counts of a file's pieces, by the fields of `ScoredFile`; a count that a piece lacks is None."""
     each = [*pieces]
     columns = {field.name: [piece.get(field.name) for piece in each] for field in fields(ScoredFile)}
     sums: dict[str, Any] = {name: None if None in counts else sum(counts) for name, counts in columns.items()}
