@@ -63,10 +63,10 @@ def held(folder: Path) -> Iterator[None]:
             )
         yield
     finally:
-        os.close(descriptor)
         if is_new:
             with suppress(OSError):  # it holds results
                 folder.rmdir()
+        os.close(descriptor)
 
 
 def _is_free(folder: Path, descriptor: int) -> bool:
