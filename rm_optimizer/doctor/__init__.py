@@ -1,1 +1,1 @@
-"""The doctor: checks of data, model and rewards, each with a measurement and a verdict."""
+"""Doctor: checks of data, model and rewards, each with a measurement and a verdict."""

@@ -1,4 +1,4 @@
-"""Checks of the pairs: leaks, repeats, contradictions, labels, lengths, truncation."""
+"""Checks of the pairs: leaks, repeats, contradictions, labels, lengths and truncation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 
 MOST_REPEATS, MOST_CONTRADICTIONS = 0.01, 0.01
-"""Shares of repeated pairs and of contradictions beyond which a data set gets a warning."""
+"""Shares of repeated pairs and of contradictions above which a data set gets a warning."""
 MOST_TRUNCATED, MOST_RESPONSES_CUT = 0.10, 0.01
-"""Shares of pairs that lost tokens, and of those that lost tokens of a response, beyond which there is a warning."""
+"""Shares of pairs that lost tokens, and of pairs that lost tokens of a response, above which there is a warning."""
 MOST_IDENTICAL = 0.05
-"""Share of pairs equal after truncation beyond which the check fails."""
+"""Share of pairs equal after truncation above which the check fails."""
 LENGTH_BIAS = 0.60
 """Accuracy of "the longer response wins" from which a data set gets a warning."""
 
@@ -26,9 +26,9 @@ LENGTH_BIAS = 0.60
 def audit_sample(
     data: Mapping[str, PreferenceDataset], renderer: ConversationRenderer, *, max_pairs: int, seed: int
 ) -> DataAudit:
-    """The audit of about `max_pairs` pairs of each data set: random prompts with all of their pairs.
+    """The audit of about `max_pairs` pairs of each data set, from random prompts with all of their pairs.
 
-    Repeats and contradictions lie within a prompt, so their shares are estimated without bias.
+    Repeats and contradictions are within a prompt, so the estimates of their shares are unbiased.
     """
     return audit_pairs({name: _sampled(dataset, max_pairs, seed) for name, dataset in data.items()}, renderer)
 
@@ -40,7 +40,7 @@ def _sampled(dataset: PreferenceDataset, max_pairs: int, seed: int) -> Preferenc
 
 
 def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
-    """No prompt of one data set stands in another, not even in other letters' case or spacing."""
+    """No prompt is in two data sets, not even with other capital letters or spaces."""
     expected = "0 prompts in two data sets"
     if len(data) < 2:
         return skipped("split_leakage", expected, "there is one data set; give training and validation data to compare")
@@ -59,7 +59,7 @@ def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
 
 
 def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | None) -> Check:
-    """Share of the pairs that the model was trained on, by the record kept with the model."""
+    """Share of the pairs that the model was trained on, according to the record saved with the model."""
     expected = "0"
     if trained is None:
         return skipped("unseen_pairs", expected, "the model has no record of what it was trained on")
@@ -76,7 +76,7 @@ def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | 
 
 
 def audit_checks(audit: DataAudit) -> list[Check]:
-    """Checks of the audited pairs; where there are several data sets the worst one counts, and details name each."""
+    """Checks of the audited pairs; the worst data set decides, and the details contain all of them."""
     both_orders = "keep one order, or give the pair a label between 0 and 1"
     unread_end = "raise max_length, as the end of a response is not read"
     return [
@@ -90,7 +90,7 @@ def audit_checks(audit: DataAudit) -> list[Check]:
 
 
 def _shares(audit: DataAudit, count: str) -> tuple[dict[str, MeasuredValue], str, float]:
-    """A count of `SplitAudit` as a share of the pairs: in each data set, and the name and share of the worst."""
+    """A count of `SplitAudit` as a share of the pairs in each data set, and the name and share of the worst one."""
     shares = {name: float(getattr(split, count)) / max(1, split.num_pairs) for name, split in audit.splits.items()}
     where, share = max(shares.items(), key=lambda item: item[1])
     return {**shares}, where, share
@@ -105,7 +105,7 @@ def _worst_share(name: str, audit: DataAudit, count: str, most: float, remedy: s
 
 
 def _identical(audit: DataAudit) -> Check:
-    """Pairs whose two sides are the same tokens after truncation teach nothing; many mean that the limit is wrong."""
+    """Pairs with equal tokens after truncation have no effect in training; many of them mean a wrong length limit."""
     shares, where, share = _shares(audit, "num_identical")
     bad = f"{share:.1%} of the pairs of {where} are equal after truncation, so training drops them; raise max_length"
     verdict = (share == 0, share, "share of pairs", "0", "no pair is equal after truncation", bad)
@@ -114,7 +114,7 @@ def _identical(audit: DataAudit) -> Check:
 
 
 def _longer_wins(audit: DataAudit) -> Check:
-    """Check of how far length alone explains the labels."""
+    """Check that length alone does not predict the labels."""
     expected = f"below {LENGTH_BIAS:g}, or not above 0.5 beyond its interval"
     found = {name: split.longer_wins for name, split in audit.splits.items() if split.longer_wins.num_samples}
     if not found:

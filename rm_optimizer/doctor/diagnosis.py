@@ -1,4 +1,4 @@
-"""The verdict on a reward model that a program can read: checks, each with what was measured and what was expected."""
+"""Machine-readable diagnosis of a reward model: checks, each with its measured and its expected value."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any, TypeAlias
 from rm_optimizer.records.codec import JsonRecord
 
 MeasuredValue: TypeAlias = float | str | None
-"""What a check found: a number, words, or None where there is no finite number."""
+"""Value that a check measured: a number, words, or None if there is no finite number."""
 
 FAILED_EXIT_CODE = 4
-"""Exit code of a diagnosis with a failed check; warnings alone exit with 0."""
+"""Exit code of a diagnosis with a failed check; it is 0 if there are only warnings."""
 
 
 class Status(StrEnum):
@@ -25,14 +25,14 @@ class Status(StrEnum):
     warn = "warn"
     """Likely mistake, or a notable property; the model can be used."""
     fail = "fail"
-    """Rewards are wrong, or are not what training optimized or a server will give."""
+    """Rewards are wrong, or differ from those that training optimized or that a server will return."""
     skipped = "skipped"
     """Check that does not apply here, with the reason in its explanation."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that breaks reward models, measured.
+    """Measurement of one known fault of reward models.
 
     Args:
         name: stable name of the check, in `snake_case`.
@@ -40,7 +40,7 @@ class Check:
         measured: measured value; None if there is no finite number.
         unit: unit of a number, in words; empty for words.
         expected: expected value, in words.
-        explanation: one sentence; where something is wrong it holds the remedy.
+        explanation: one sentence, with the remedy if something is wrong.
         details: further numbers and words.
     """
 
@@ -64,11 +64,11 @@ class Diagnosis(JsonRecord, indent=2, ensure_ascii=False):
     Args:
         model: name of the model, in words.
         seed: seed of every random choice.
-        num_pairs: pairs given, for each data set.
+        num_pairs: number of given pairs of each data set.
         num_pairs_scored: number of these pairs whose rewards were computed.
         num_pairs_audited: number of these pairs whose text was audited.
         wall_seconds: duration in seconds.
-        checks: the checks, in the order they were made.
+        checks: the checks, in the order in which they were made.
     """
 
     model: str
@@ -99,16 +99,16 @@ class Diagnosis(JsonRecord, indent=2, ensure_ascii=False):
         return {check.name: check for check in self.checks}[name]
 
     def names(self, status: Status) -> list[str]:
-        """Names of the checks that came out so."""
+        """Names of the checks with this status."""
         return [check.name for check in self.checks if check.status is status]
 
     def entries(self) -> dict[str, Any]:
-        """The verdict and the exit code, and the fields."""
+        """The verdict, the exit code and the fields."""
         return {"verdict": self.verdict, "exit_code": self.exit_code, **super().entries()}
 
 
 def skipped(name: str, expected: str, reason: str) -> Check:
-    """A check that makes no sense here."""
+    """A check that does not apply here."""
     return Check(name, Status.skipped, None, "", expected, reason)
 
 

@@ -1,4 +1,4 @@
-"""The doctor: measures on the model and the pairs at hand whatever is known to break reward models."""
+"""Doctor: measurements of the known faults of reward models, on a model and its pairs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from rm_optimizer.doctor.probe_conversations import padded_rewards, probe_ids, r
 from rm_optimizer.errors import DataError
 
 Stage = tuple[str, Callable[[], Iterable[Check]]]
-"""What is being done, in words, and the checks it makes."""
+"""Description of a stage, and the function that returns its checks."""
 
 _LEARNED = ("label_agreement", "beats_length", "reward_length")
 _NEEDS_REWARDS = (*_LEARNED, "prompt_only", "label_signal", "label_shuffle")
@@ -46,19 +46,19 @@ def diagnose(
 ) -> Diagnosis:
     """Check a reward model, or a base model with a fresh head, and the pairs it is or will be trained on.
 
-    Every check is computed. The model's weights, mode and random state are afterwards as before. Cost is bounded:
-    some ten passes over nine fixed conversations, one export to a temporary folder, one pass over `max_pairs` pairs and
-    the tokenization of `max_audited_pairs` pairs of each data set.
+    A failed check does not end the diagnosis. The model's weights, its mode and the random state do not change. The
+    cost is bounded by about ten passes over nine fixed conversations, one export to a temporary folder, one pass over
+    `max_pairs` pairs, and the tokenization of `max_audited_pairs` pairs of each data set.
 
     Args:
         model: the model, on its device.
-        data: data sets by name; two or more are compared for leaks. None makes the checks of the model alone.
+        data: data sets by name, of which two or more are compared for leaks; None checks only the model.
         seed: seed of samples, folds, random labels and bootstraps.
         trained: record of the pairs that the model was trained on; None if there is none.
-        max_pairs: pairs, over all data sets, whose rewards are computed.
-        max_audited_pairs: pairs of each data set whose tokens are counted.
-        token_budget: tokens, padding included, of one pass over pairs.
-        on_stage: called with what is being done and how many of how many stages are done.
+        max_pairs: most pairs, over all data sets, whose rewards are computed.
+        max_audited_pairs: approximate number of pairs of each data set whose tokens are counted.
+        token_budget: most tokens of one pass over pairs, padding included.
+        on_stage: function called with the description of the next stage, the number of stages done and of all stages.
 
     Raises:
         DataError: if a data set is empty, or every pair is equal after truncation.
@@ -87,7 +87,7 @@ def diagnose(
 
 @dataclass
 class _Examination:
-    """The stages of one diagnosis, and what later stages need of earlier ones."""
+    """The stages of one diagnosis, and the values that later stages need from earlier ones."""
 
     model: BradleyTerryRM
     data: Mapping[str, PreferenceDataset]
@@ -118,11 +118,11 @@ class _Examination:
         ]
 
     def data_stages(self) -> list[Stage]:
-        """The checks of the pairs, and of the model on them."""
+        """The checks of the pairs and of the model's rewards on them."""
         return [("leaks and labels", self._splits), ("repeats and lengths", self._audit), ("rewards", self._rewards)]
 
     def stages_without_data(self) -> list[Stage]:
-        """Skipped checks of a diagnosis without pairs."""
+        """The check of the probe's rewards, and the skipped checks of a diagnosis without pairs."""
         reason = "there are no pairs; name some with --data"
         return [
             ("rewards", self._probe_rewards),

@@ -16,7 +16,7 @@ from rm_optimizer.doctor.probe_conversations import running
 
 
 def is_head_fresh(model: BradleyTerryRM) -> bool:
-    """True if the head still has its initial weights, drawn again from its recorded seed."""
+    """True if the head still has its initial weights, which are drawn again from the recorded seed to compare."""
     drawn_from = re.fullmatch(r"normal\(.*\), seed=(\d+)", model.head_init)
     if drawn_from is None:
         return False
@@ -40,7 +40,7 @@ def head_init(model: BradleyTerryRM) -> Check:
 
 
 def head_dtype(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
-    """The head computes in float32 or better, under bfloat16 autocast too."""
+    """The head computes in float32 or float64, even under bfloat16 autocast."""
     with running(model, training=False), torch.autocast(model.device.type, dtype=torch.bfloat16):
         ids, mask = (tensor.to(model.device) for tensor in pad_sequences(probe, model.pad_choice.token_id))
         rewards = model(ids, mask)
@@ -55,7 +55,7 @@ def head_dtype(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check
 
 
 def head_trainable(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
-    """A pair's loss has a finite gradient for the head that is not zero."""
+    """The head's gradient of a pair's loss is finite and not zero."""
     expected, unit = "more than 0", "norm of the loss's gradient"
     frozen = [
         f"{module}.{name}"
@@ -86,7 +86,7 @@ def single_label(model: BradleyTerryRM) -> Check:
 
 
 def raw_reward(model: BradleyTerryRM) -> Check:
-    """The configuration asks servers for the raw output: classification gets a sigmoid or softmax by default."""
+    """The configuration makes servers return the raw output; for classification they apply a sigmoid or softmax."""
     kind = model.model.config.problem_type
     good = "servers apply no activation to a regression"
     bad = "servers may apply a sigmoid or softmax to the reward; set problem_type to 'regression'"

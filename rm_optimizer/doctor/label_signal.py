@@ -1,8 +1,9 @@
-"""Checks that hidden states of a frozen model predict the labels of pairs, and no random labels.
+"""Checks that the hidden states of a frozen model predict the labels of pairs, and do not predict random labels.
 
-A linear probe is fitted on differences of hidden states and judged on prompts it has not seen. The same probe on a
-control task (Hewitt & Liang, 2019, https://arxiv.org/abs/1909.03368), in which every two texts got a winner at random,
-must be at chance: it is not if the same comparisons stand under several prompts, and then no held-out number counts.
+A linear probe is fitted to differences of hidden states, and tested on other prompts than those of its fit. The same
+probe is applied to a control task (Hewitt & Liang, 2019, https://arxiv.org/abs/1909.03368), where a random one of each
+two texts wins. There its accuracy must be at chance. If it is higher, the same comparisons are under several prompts,
+and no held-out number is valid.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from rm_optimizer.doctor.rewards import ScoredPairs, interval_of
 NUM_SHUFFLES = 32
 NUM_FOLDS = 5
 FEWEST_PAIRS = 40
-"""Decided pairs below which nothing is fitted."""
+"""Least number of pairs with a better response for a fit."""
 NO_SIGNAL = 0.55
-"""Accuracy that the interval must reach: entirely below it, the labels are as good as random."""
+"""Accuracy that the interval must reach. If the interval is entirely below it, the labels count as random."""
 _STANDARD_ERRORS = 4.0
 
 
 def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Check]:
-    """`label_signal`: real labels beat chance; `label_shuffle`: random ones do not.
+    """Check that the probe is above chance on real labels (`label_signal`) but not on random ones (`label_shuffle`).
 
     Args:
         scored: pairs with the hidden states of both sides.
-        is_fresh: True for an untrained model, whose hidden states may miss an existing signal.
+        is_fresh: True for a model with a fresh head, whose hidden states may lack an existing signal.
         seed: seed of folds, random labels and bootstrap.
     """
     expected = ("above 0.5", "0.5")
@@ -52,15 +53,15 @@ def held_out_predictions(
     targets: Float[np.ndarray, "pairs tasks"],
     folds: Int[np.ndarray, " pairs"],
 ) -> Float[np.ndarray, "pairs tasks"]:
-    """Predictions of each fold by ridge regression on the others, for every column of targets.
+    """Predictions of each fold by ridge regression on the other folds, for every column of targets.
 
     Without intercept, `w = argmin ||X w - y||^2 + lambda ||w||^2`, solved in its dual form `X' (X X' + lambda I)^-1 y`.
-    Columns of X are in units of their root mean square; lambda is the mean square of its rows' lengths.
+    The columns of X are in units of their root mean square, and lambda is the mean squared length of its rows.
 
     Args:
         differences: X.
         targets: y of each task.
-        folds: number of each pair's fold.
+        folds: index of each pair's fold.
     """
     scale = np.sqrt((differences**2).mean(axis=0))
     X = differences / np.where(scale > 0, scale, 1.0)
@@ -82,14 +83,14 @@ def _decided(scored: ScoredPairs) -> ScoredPairs:
 
 
 def _folds(scored: ScoredPairs, seed: int) -> NDArray[np.int64]:
-    """A fold for each pair; pairs of one prompt are in one fold."""
+    """Index of each pair's fold; pairs of one prompt are in one fold."""
     marks = [hashlib.sha256(f"{seed}:{pair.prompt_id}".encode()).digest() for pair in scored.pairs]
     order = {mark: i % NUM_FOLDS for i, mark in enumerate(sorted(set(marks)))}
     return np.array([order[mark] for mark in marks], dtype=np.int64)
 
 
 def _random_winners(scored: ScoredPairs, seed: int) -> np.ndarray:
-    """1 where `chosen` wins at random, else -1; the same two texts have the same winner under every prompt."""
+    """1 if `chosen` wins at random, else -1; the same two texts have the same winner under every prompt."""
     texts = [tuple(sorted((pair.chosen, pair.rejected))) for pair in scored.pairs]
     index = {key: i for i, key in enumerate(dict.fromkeys(texts))}
     first_wins = np.random.default_rng(seed).choice((-1.0, 1.0), size=(len(index), NUM_SHUFFLES))
@@ -117,7 +118,7 @@ def _signal(scored: ScoredPairs, predicted: np.ndarray, shuffled: float, is_fres
 
 
 def _shuffle(accuracies: np.ndarray) -> Check:
-    """The control task over all shuffles; far above chance by `_STANDARD_ERRORS` fails."""
+    """Check of the control task over all shuffles; it fails above chance by more than `_STANDARD_ERRORS`."""
     mean = float(accuracies.mean())
     error = float(accuracies.std(ddof=1) / np.sqrt(len(accuracies)))
     is_leaking = mean - _STANDARD_ERRORS * error > 0.5

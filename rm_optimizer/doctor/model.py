@@ -1,4 +1,4 @@
-"""Checks of the model: pooling, padding, batch, dropout, attention kernel, saving."""
+"""Checks of the model: pooling, padding, batch, dropout, attention kernel and saving."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _EXTRA_COLUMNS = 3
 def _invariance(
     name: str, model: BradleyTerryRM, change: float, good: str, bad: str, **details: MeasuredValue
 ) -> Check:
-    """The check that rewards stayed the same but for arithmetic; NaN fails."""
+    """The check that a change of rewards is within the tolerance for arithmetic; NaN fails."""
     tolerance = change_tolerance(model)
     return judged(name, change <= tolerance, change, UNIT, f"at most {tolerance:g}", good, bad, details=details)
 
 
 def padding(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
-    """Padding on the right, and for decoders on the left, changes no reward."""
+    """Padding on the right, and for decoders also on the left, changes no reward."""
     sides = {"right": _EXTRA_COLUMNS} | ({"left": -_EXTRA_COLUMNS} if pools_last_token(model.model) else {})
     with running(model, training=False):
         alone = alone_rewards(model, probe)
@@ -49,7 +49,7 @@ def padding(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
 
 
 def batch(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
-    """A sequence's reward does not depend on which others stand beside it, nor on its row; no padding is involved."""
+    """A sequence's reward depends neither on the other sequences of its batch nor on its row, without any padding."""
     shortest = min(len(ids) for ids in probe)
     rows = [ids[-shortest:] for ids in probe]
     with running(model, training=False):
@@ -79,7 +79,7 @@ def plain_forward(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Ch
 
 
 def prefix_sharing(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
-    """A prompt computed once for both of its responses gives the rewards of the sequences apart."""
+    """Rewards are the same if a prompt is computed once for both of its responses."""
     obstacle = model.supports_prefix_sharing()
     if obstacle is not None:
         return skipped("prefix_sharing", f"at most {change_tolerance(model):g}", obstacle)
@@ -108,7 +108,7 @@ def dropout(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
 
 
 def attention_kernel(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
-    """The attention kernel gives the rewards of eager attention, and is the fastest at hand."""
+    """The attention kernel gives the rewards of eager attention, and is the fastest one available."""
     kernel = str(model.model.config._attn_implementation)
     best = choose_attention(model.model.config, "auto", model.model.dtype)
     expected = f"{best}, with the rewards of eager attention"
@@ -132,7 +132,7 @@ def attention_kernel(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) ->
 
 
 def save_reload(model: BradleyTerryRM) -> Check:
-    """Saved to a temporary folder and loaded by plain `transformers`, the model scores the probe as in memory."""
+    """The model gives the probe the same rewards after it is saved and loaded by plain `transformers`."""
     expected = "rewards equal within the certificate's tolerance"
     unit = "of max(1, |reward|)"
     if model.model.config.num_labels != 1:
@@ -140,7 +140,7 @@ def save_reload(model: BradleyTerryRM) -> Check:
     with tempfile.TemporaryDirectory(prefix="rm-opt-doctor-") as folder:
         try:
             certificate = model.save_pretrained(Path(folder, "export"))
-        except (CheckpointError, ValueError, RuntimeError) as error:  # the last two are transformers' own refusals
+        except (CheckpointError, ValueError, RuntimeError) as error:  # transformers itself raises the last two
             return Check("save_reload", Status.fail, None, unit, expected, f"the model cannot be saved: {error}")
     details = {"tolerance": certificate.tolerance, "max_difference": certificate.max_difference}
     explanation = "the saved model scores alike in plain transformers"

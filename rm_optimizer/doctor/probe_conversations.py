@@ -1,4 +1,4 @@
-"""Fixed conversations through a reward model: tokens, rewards under any padding, and how far rewards differ."""
+"""Fixed conversations for a reward model: their tokens, their rewards with any padding, and changes of rewards."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from rm_optimizer.core.tokens.plan import pad_sequences
 from rm_optimizer.records.randomness import keeping_random_state
 
 CHANGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
-"""Largest change of a reward that arithmetic explains, in standard deviations of the probe's rewards.
+"""Largest change of a reward that counts as rounding, in standard deviations of the probe's rewards.
 
-Measured against the spread of the rewards, since a fresh head gives small ones. In float64 some families still compute
-rotary angles and norms in float32; half types round hidden states to 11 and 8 bits, and some kernels more.
+The unit is the spread of the rewards, since those of a fresh head are small. In float64 some model families still
+compute rotary angles and norms in float32. Half types round hidden states to 11 and 8 bits, and some kernels to fewer.
 """
 UNIT = "standard deviations of reward"
 """Unit of `change_of`."""
 
 
 def change_tolerance(model: BradleyTerryRM) -> float:
-    """The entry of `CHANGE_TOLERANCE` for the type that the model computes in."""
+    """The entry of `CHANGE_TOLERANCE` for the type in which the model computes."""
     return CHANGE_TOLERANCE[computing_dtype(model.model)]
 
 
 @contextmanager
 def running(model: BradleyTerryRM, *, training: bool) -> Iterator[None]:
-    """Training or evaluation mode without gradients, and the earlier mode and random state afterwards."""
+    """Context in training or evaluation mode without gradients; its end restores the mode and the random state."""
     was_training = model.training
     model.train(training)
     try:
@@ -52,7 +52,7 @@ def _rewards(
 def padded_rewards(
     model: BradleyTerryRM, rows: Sequence[Sequence[int]], *, extra: int = 0
 ) -> Float[Tensor, " sequences"]:
-    """Rewards of the rows in one batch; `extra` columns of padding stand right, or left where it is negative."""
+    """Rewards of the rows in one batch, with `extra` columns of padding on the right, or on the left if negative."""
     ids, mask = pad_sequences(rows, model.pad_choice.token_id)
     if extra < 0:
         order = torch.argsort(mask, dim=1, stable=True)
@@ -63,17 +63,17 @@ def padded_rewards(
 
 
 def alone_rewards(model: BradleyTerryRM, rows: Sequence[Sequence[int]]) -> Float[Tensor, " sequences"]:
-    """Rewards of the rows in a batch of their own each."""
+    """Rewards of the rows, each in a batch of its own."""
     return torch.cat([padded_rewards(model, [row]) for row in rows])
 
 
 def change_of(reference: Float[Tensor, " sequences"], other: Float[Tensor, " sequences"]) -> float:
-    """Largest difference of two sets of rewards, as `in_spreads` of the first."""
+    """Largest difference of two sets of rewards, in the unit of `in_spreads` of the first set."""
     return in_spreads(float((reference - other).abs().max()), reference)
 
 
 def in_spreads(difference: float, reference: Float[Tensor, " sequences"]) -> float:
-    """A difference in units of the rewards' spread, or of a thousandth of their size where that is larger."""
+    """A difference in units of the rewards' spread, or of a thousandth of their largest size if that is larger."""
     scale = max(float(reference.std(correction=0)), 1e-3 * float(reference.abs().max()))
     if difference == 0:
         return 0.0

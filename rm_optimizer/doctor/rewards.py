@@ -1,4 +1,4 @@
-"""Checks of a model's rewards and hidden states on preference pairs, for features learned instead of preferences."""
+"""Checks of a model's rewards on preference pairs: their spread, and features learned instead of preferences."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, 
 from rm_optimizer.doctor.probe_conversations import change_tolerance, padded_rewards, running
 
 MOST_TIES = 0.01
-"""Share of tied pairs beyond which there is a warning."""
+"""Share of tied pairs above which there is a warning."""
 LENGTH_CORRELATION = 0.5
-"""Rank correlation of margin and length from which there is a warning."""
+"""Rank correlation of margin and length above which there is a warning."""
 NUM_BOOTSTRAP = 1000
 _SAME_RESPONSE = "It is so."
 _MOST_PROMPTS = 32
@@ -34,13 +34,13 @@ _MOST_PROMPTS = 32
 
 @dataclass(frozen=True)
 class ScoredPairs:
-    """Pairs with what the model makes of them.
+    """Pairs with the model's rewards and hidden states.
 
     Args:
-        pairs: the pairs, those that are equal after truncation left out.
+        pairs: the pairs, without those that are equal after truncation.
         rewards: rewards of both sides, `chosen` first.
-        features: hidden states of both sides that the head reads.
-        num_scored: pairs of each data set.
+        features: inputs of the head for both sides.
+        num_scored: number of pairs of each data set.
         cut_pairs: pairs that are equal after truncation, which count as ties.
     """
 
@@ -52,15 +52,15 @@ class ScoredPairs:
 
     @property
     def margin(self) -> Float[np.ndarray, " pairs"]:
-        """Reward of `chosen` less that of `rejected`."""
+        """Reward of `chosen` minus reward of `rejected`."""
         return np.asarray(self.rewards[:, 0] - self.rewards[:, 1])
 
     def metrics(self, seed: int, *, length_sign: float) -> PairwiseMetrics:
-        """Agreement of the rewards with the labels, and of length alone, with intervals over prompts.
+        """Agreement of the rewards, and of length alone, with the labels, with intervals from resamples of prompts.
 
         Args:
             seed: seed of the resamples.
-            length_sign: 1 for the baseline that takes the longer response, -1 for the shorter one.
+            length_sign: 1 for the baseline that chooses the longer response, -1 for the shorter one.
         """
         pairs = (*self.pairs, *self.cut_pairs)
         margin = np.concatenate([self.margin, np.zeros(len(self.cut_pairs))])
@@ -69,7 +69,7 @@ class ScoredPairs:
         return _agreement(pairs, margin, seed, weight=weight, length_gap=gap)
 
     def accuracy(self, margin: Float[np.ndarray, " pairs"], seed: int) -> Estimate:
-        """Agreement of margins with the labels, ties one half, with an interval over prompts."""
+        """Agreement of margins with the labels, where a tie counts one half, with an interval over prompts."""
         return _agreement(self.pairs, margin, seed).accuracy
 
 
@@ -96,9 +96,9 @@ def _agreement(
 def score_sample(
     model: BradleyTerryRM, data: Mapping[str, PreferenceDataset], *, max_pairs: int, token_budget: int, seed: int
 ) -> ScoredPairs:
-    """Rewards and hidden states of a random sample of at most `max_pairs` pairs, as many of each data set.
+    """Rewards and hidden states of a random sample of at most `max_pairs` pairs, with equal shares of each data set.
 
-    A pass takes at most `token_budget` tokens, padding included.
+    A pass has at most `token_budget` tokens, padding included.
     """
     share = max(1, max_pairs // len(data))
     samples = {name: dataset.subset(share, seed).pairs for name, dataset in data.items()}
@@ -123,7 +123,7 @@ def _encoded(model: BradleyTerryRM, sides: Sequence[tuple[PreferencePair, str]])
 
 
 def reward_spread(chosen: Float[np.ndarray, " pairs"], rejected: Float[np.ndarray, " pairs"]) -> Check:
-    """Rewards are finite and tell responses apart."""
+    """Rewards are finite and differ between responses."""
     rewards = np.concatenate([chosen, rejected])
     if not np.isfinite(rewards).all():
         num = int((~np.isfinite(rewards)).sum())
@@ -145,7 +145,7 @@ def reward_spread(chosen: Float[np.ndarray, " pairs"], rejected: Float[np.ndarra
 
 
 def label_agreement(scored: ScoredPairs, seed: int) -> Check:
-    """A trained model ranks pairs as the labels do, beyond chance."""
+    """A trained model agrees with the labels more often than chance."""
     estimate = scored.metrics(seed, length_sign=1.0).accuracy
     low, high = interval_of(estimate)
     status, explanation = Status.ok, f"rewards agree with {estimate.value:.3f} of the labels"
@@ -164,8 +164,8 @@ def label_agreement(scored: ScoredPairs, seed: int) -> Check:
 def beats_length(scored: ScoredPairs, seed: int) -> Check:
     """A trained model agrees with the labels more often than a rule that counts characters, on the same pairs.
 
-    The rule takes the longer response, or the shorter one where that is right more often. The interval is of the
-    difference, from resamples of prompts.
+    The rule chooses the longer response, or the shorter one if that is right more often. The interval is that of the
+    difference in accuracy, from resamples of prompts.
     """
     expected = "above 0, beyond its interval"
     longer = scored.metrics(seed, length_sign=1.0)
@@ -190,7 +190,7 @@ def beats_length(scored: ScoredPairs, seed: int) -> Check:
 
 
 def _power(estimate: Estimate) -> str:
-    """Smallest difference that is found in four of five such samples."""
+    """Remark on the smallest difference that such samples show in four of five cases; empty without an error."""
     if not estimate.standard_error:
         return ""
     num = estimate.num_samples
@@ -199,10 +199,11 @@ def _power(estimate: Estimate) -> str:
 
 
 def reward_length(scored: ScoredPairs) -> Check:
-    """Check of how far the margin follows the difference in length: Spearman's rank correlation over pairs.
+    """Check of Spearman's rank correlation, over pairs, of the margin with the difference in length.
 
-    Differences within a pair, since a prompt's own reward and length are no preference. The interval is Fisher's with
-    the standard error `1.03 / sqrt(n - 3)` (Fieller, Hartley & Pearson, 1957, doi:10.1093/biomet/44.3-4.470).
+    Only differences within a pair count, since a prompt's own reward and length express no preference. The interval is
+    Fisher's with the standard error `1.03 / sqrt(n - 3)` (Fieller, Hartley & Pearson, 1957,
+    doi:10.1093/biomet/44.3-4.470).
     """
     expected = f"between -{LENGTH_CORRELATION:g} and {LENGTH_CORRELATION:g}, within its interval"
     length = np.array([len(pair.chosen) - len(pair.rejected) for pair in scored.pairs], dtype=np.float64)
@@ -226,7 +227,7 @@ def reward_length(scored: ScoredPairs) -> Check:
 
 
 def prompt_only(model: BradleyTerryRM, scored: ScoredPairs) -> Check:
-    """Check that equal responses get equal rewards, since a prompt alone does not tell which side is better."""
+    """Check that equal responses get equal rewards, since a prompt alone does not decide which side is better."""
     pairs = scored.pairs[:_MOST_PROMPTS]
     sides = [[_encoded(model, [(pair, _SAME_RESPONSE)])[0] for _ in range(2)] for pair in pairs]
     with running(model, training=False):
@@ -240,7 +241,7 @@ def prompt_only(model: BradleyTerryRM, scored: ScoredPairs) -> Check:
 
 
 def interval_of(estimate: Estimate) -> tuple[float, float]:
-    """The estimate's interval, or all of [0, 1] where one prompt gives none."""
+    """The estimate's interval, or [0, 1] if there is only one prompt, which gives none."""
     return (0.0 if estimate.low is None else estimate.low), (1.0 if estimate.high is None else estimate.high)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the tokenization: padding, special tokens, the template, its date, truncation."""
+"""Checks of the tokenization: padding, special tokens, the template, its date and truncation."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ANSWER = "It is so."
 
 
 def pad_token(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
-    """The pad id is one, known to tokenizer and model alike, and ends no sequence."""
+    """Tokenizer and model have the same pad id, and it ends no sequence."""
     expected = "0 sequences end with the pad token, and tokenizer and model agree on it"
     tokenizer, config = model.tokenizer, model.model.config.get_text_config()
     pad = config.pad_token_id
@@ -41,7 +41,7 @@ def pad_token(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
 
 
 def special_tokens(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
-    """BOS (or CLS) opens a sequence exactly once where the tokenizer adds one, EOS (or SEP) closes it exactly once."""
+    """EOS (or SEP) ends each sequence exactly once; BOS (or CLS) starts it exactly once if the tokenizer adds one."""
     expected = "each sequence opens with BOS exactly once where the tokenizer adds it, and closes with EOS exactly once"
     tokenizer = model.tokenizer
     openers = _openers(model)
@@ -73,7 +73,7 @@ def _openers(model: BradleyTerryRM) -> set[int]:
 
 
 def _leading(ids: Sequence[int], wanted: set[int]) -> int:
-    """Number of ids at the start that are among the wanted."""
+    """Number of ids at the start that are in `wanted`."""
     return next((i for i, token in enumerate(ids) if token not in wanted), len(ids))
 
 
@@ -86,7 +86,7 @@ def _stripped(model: BradleyTerryRM, ids: Sequence[int]) -> Sequence[int]:
 
 
 def template_date(model: BradleyTerryRM) -> Check:
-    """A conversation is the same text on any two days."""
+    """A conversation has the same text on any day."""
     expected = "the same text on any two days"
     if model.renderer.kind == "custom":
         texts = [model.renderer.text(*DEFAULT_PROBE[0]) for _ in range(2)]
@@ -104,14 +104,14 @@ def template_date(model: BradleyTerryRM) -> Check:
 
 
 def _text_on(model: BradleyTerryRM, day: datetime, prompt: Prompt, response: str) -> str:
-    """The chat template's text as if it were that day; a template's own `set` overrides both names."""
+    """The chat template's text on a given day; a template's own `set` overrides both date names."""
     turns = [message.to_dict() for message in (*as_messages(prompt), Message("assistant", response))]
     clock = {"strftime_now": day.strftime, "date_string": day.strftime("%d %b %Y")}
     return str(model.tokenizer.apply_chat_template(turns, tokenize=False, **clock))
 
 
 def rendered_together(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
-    """Check that the model reads the tokens of the whole conversation's text, not of its parts."""
+    """Check that the model reads the tokens of the whole conversation's text, not those of separate parts."""
     expected = "every sequence holds the tokens of the whole conversation's text"
     whole = [_whole_text_ids(model, prompt, response) for prompt, response in DEFAULT_PROBE]
     short = [i for i, ids in enumerate(whole) if len(ids) + 4 <= model.max_length]
@@ -139,7 +139,7 @@ def _contains(ids: Sequence[int], part: Sequence[int]) -> bool:
 
 
 def truncation(model: BradleyTerryRM) -> Check:
-    """An over-long prompt loses its left end; the response and the special tokens stay."""
+    """A prompt that is too long loses its left end; the response and the special tokens remain."""
     expected = f"a sequence of {model.max_length} tokens that opens and closes like a short one"
     whole = model.renderer.encode("why?", _ANSWER)
     if whole.prompt_cut or whole.response_cut:
@@ -158,7 +158,7 @@ def truncation(model: BradleyTerryRM) -> Check:
 
 
 def _shared_start(model: BradleyTerryRM) -> int:
-    """Tokens that two conversations share which differ in their response from its first character."""
+    """Number of first tokens that two conversations share if their responses differ from the first character on."""
     first, second = (_whole_text_ids(model, "why?", response) for response in (_ANSWER, "Zebras"))
     return next(
         (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
