@@ -1,1 +1,1 @@
-"""Comparison of finished runs, studies of many trials that survive a kill, and five hypotheses tested by one."""
+"""Comparison of finished runs, studies of many trials that continue after a kill, and a study of five hypotheses."""

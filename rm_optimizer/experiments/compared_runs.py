@@ -1,4 +1,4 @@
-"""Finished runs to compare, read from their folders, and what they have in common."""
+"""Finished runs to compare, read from their folders, and their common validation pairs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rm_optimizer.records.run_options import BY_CONTENT, FREE, flat, is_among
 from rm_optimizer.training.folder.result import RunResult
 
 PairKey = tuple[str, float, float, int]
-"""Id, label and weight of a validation pair, and how many equal ones stand before it."""
+"""Id, label and weight of a validation pair, and the number of equal ones before it."""
 _FREE = (*FREE, *BY_CONTENT, "seed")
 _FINGERPRINT = "training pairs"
 
@@ -31,7 +31,7 @@ class ComparedRun:
     """A finished run with its rewards of the validation pairs.
 
     Args:
-        name: path of its folder, relative to what all compared runs share.
+        name: path of its folder, relative to the common folder of all compared runs.
         folder: its folder.
         result: its `run.json`.
         rewards: rewards of each validation pair.
@@ -49,13 +49,13 @@ class ComparedRun:
 
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The options that can change the result, seed aside, by dotted name, with the training pairs' fingerprint."""
+        """The options that can change the result, without the seed, by dotted name, and the training fingerprint."""
         found = {name: value for name, value in flat(self.result.config) if not is_among(name, _FREE)}
         return found | {_FINGERPRINT: self.result.data.train_fingerprint[:12]}
 
     @cached_property
     def by_key(self) -> dict[PairKey, PairReward]:
-        """The rewards by pair; pairs that stand in the file more than once are counted apart."""
+        """The rewards by pair; copies of a pair in the file have keys of their own."""
         seen: Counter[tuple[str, float, float]] = Counter()
         found: dict[PairKey, PairReward] = {}
         for row in self.rewards:
@@ -93,8 +93,8 @@ class FoundRuns:
     """The runs that a command line names.
 
     Args:
-        runs: the finished ones, in order.
-        left_out: a sentence for each unfinished run of a folder of runs.
+        runs: the finished runs, in order.
+        left_out: one sentence for each unfinished run in a folder of runs.
     """
 
     runs: tuple[ComparedRun, ...]
@@ -102,10 +102,10 @@ class FoundRuns:
 
 
 def _finished(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Folders of finished runs, and sentences on the others.
+    """Folders of finished runs, and sentences on the unfinished runs in folders of runs.
 
     Raises:
-        ConfigError: if a path holds no run, or one that has not finished.
+        ConfigError: if a path holds no run, or is the folder of an unfinished run.
     """
     folders: list[Path] = []
     left_out: list[str] = []
@@ -124,13 +124,13 @@ def _finished(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def read_runs(paths: Sequence[Path]) -> FoundRuns:
-    """Read the runs in these folders; a folder of runs, such as a sweep's, gives its finished ones.
+    """Read the runs in these folders; of a folder of runs, such as a sweep's, the finished ones are read.
 
     Args:
         paths: run folders, their `best/` folders, or folders of runs.
 
     Raises:
-        ConfigError: if a path holds no run, a run is named twice or has not finished, or there are not two runs.
+        ConfigError: if a path holds no run, a run is named twice or has not finished, or there are fewer than two runs.
         DataError: if a file of a run is missing or damaged.
     """
     folders, left_out = _finished(paths)
@@ -164,7 +164,7 @@ def common_pairs(runs: Sequence[ComparedRun]) -> list[PairKey]:
 
 
 def _run_folders(path: Path) -> Iterator[tuple[Path, bool]]:
-    """Folders of the runs of a path, each with True if the path names that very run."""
+    """Folders of the runs of a path, each with True if the path names this run itself."""
     if not path.is_dir():
         raise ConfigError(f"runs must be folders of runs, got '{path}', which is no folder")
     if _is_run(path):
@@ -191,12 +191,12 @@ def _is_run(path: Path) -> bool:
 
 
 def _natural(path: Path) -> list[tuple[int, str]]:
-    """Key by which job 10 stands behind job 9."""
+    """Sort key that puts job 10 after job 9."""
     return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """Paths of folders, without the folders above that all of them share."""
+    """Paths of folders, without the leading folders that all of them share."""
     parts = [folder.absolute().parts for folder in folders]
     shared = next(
         (depth for depth, level in enumerate(zip(*parts, strict=False)) if len(set(level)) > 1),
@@ -219,7 +219,7 @@ def _read(name: str, path: Path) -> ComparedRun:
 
 
 def _require_own_rewards(run: ComparedRun) -> None:
-    """Refuse rewards that do not give the NLL that the run recorded: a part of the file, or another run's."""
+    """Refuse rewards that do not give the run's recorded NLL, such as part of a file or another run's file."""
     recorded, file = run.result.metrics, run.folder.path / PAIR_REWARDS_FILE
     if len(run.rewards) != recorded.num_pairs:
         raise DataError(

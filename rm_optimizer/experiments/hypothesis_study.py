@@ -1,7 +1,7 @@
-"""The study of five hypotheses: its options, its trials, and the report that they come to.
+"""The study of five hypotheses: its options, its trials and its report.
 
-Training takes a random subset of the pairs. Validation is cut to `pairs_per_prompt` pairs a prompt, so that no prompt
-decides alone, and divided by prompt: early stopping watches one part, and every figure is computed on the other.
+Training uses a random subset of the pairs. Validation is limited to `pairs_per_prompt` pairs of each prompt, so that no
+prompt decides alone. Its prompts are divided: early stopping evaluates one part, and figures are of the other part.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ OWNED = MappingProxyType(
 """Options that the study sets itself, each with the reason."""
 
 _WRITTEN_ANEW = ("model.adamw_lr", "training.epochs")
-"""Overrides that each arm writes anew: LoRA's rate is another one, and presets have epochs of their own."""
+"""Overrides that are written again for each arm, since LoRA has another rate and presets have their own epochs."""
 _OF_ALL_ARMS = {
     "optimizer.weight_decay": 0.0,
     "training.eval_at_start": "false",
@@ -95,17 +95,17 @@ class HypothesisOptions(JsonRecord, indent=1):
 
     Args:
         train: Parquet file of training pairs, with a prompt column.
-        val: Parquet file of validation pairs, likewise.
+        val: Parquet file of validation pairs, with a prompt column.
         overrides: further options of every run, as name=value.
-        seeds: seeds of each arm, from 0 on.
-        num_train: training pairs, drawn at random.
-        num_test: most validation pairs that figures are computed on.
-        num_select: most validation pairs that early stopping watches.
+        seeds: number of seeds of each arm, which start at 0.
+        num_train: most training pairs, drawn at random.
+        num_test: most validation pairs for the reported figures.
+        num_select: most validation pairs that early stopping evaluates.
         pairs_per_prompt: most validation pairs of one prompt.
         subset_seed: seed of these subsets.
-        batching_length: tokens of a conversation in H1's comparison.
-        batching_pairs: pairs of a macro-batch in H1's comparison.
-        batching_steps: macro-batches of H1's comparison for each seed.
+        batching_length: most tokens of a conversation in H1's comparison.
+        batching_pairs: number of pairs of a macro-batch in H1's comparison.
+        batching_steps: number of macro-batches of H1's comparison for each seed.
     """
 
     train: str
@@ -130,7 +130,7 @@ class HypothesisOptions(JsonRecord, indent=1):
 
 @dataclass(frozen=True, kw_only=True)
 class ArmScores:
-    """An arm's scores over seeds and its means of steps and seconds.
+    """An arm's scores over seeds, and its mean steps and seconds.
 
     Args:
         accuracy: accuracy on the test pairs.
@@ -138,7 +138,7 @@ class ArmScores:
         ece: expected calibration error on the test pairs.
         scored_step: mean step of the scored weights.
         cpu_seconds: mean CPU seconds of training and scoring.
-        parameters: trained parameters.
+        parameters: number of trained parameters.
     """
 
     accuracy: Estimate
@@ -154,11 +154,11 @@ class HypothesisReport(JsonRecord, indent=1):
     """The outcome of the study.
 
     Args:
-        settings: its options.
-        versions: packages that decide the numbers.
-        machine: processor, cores, system.
-        commit: the checkout's commit.
-        length_baseline: accuracy on the test pairs of calling the longer response better.
+        settings: options of the study.
+        versions: versions of the packages that affect results.
+        machine: processor, cores and system.
+        commit: commit of the checkout.
+        length_baseline: accuracy on the test pairs of the rule that the longer response is better.
         arms: scores of each arm.
         findings: the five hypotheses.
     """
@@ -174,7 +174,7 @@ class HypothesisReport(JsonRecord, indent=1):
 
 @dataclass(frozen=True)
 class HypothesisStudy:
-    """The trials of the study in its folder; those that are finished are read.
+    """The trials of the study in its folder; finished trials are only read.
 
     Args:
         options: options of the study.
@@ -186,10 +186,10 @@ class HypothesisStudy:
 
     @classmethod
     def read(cls, folder: Path) -> HypothesisStudy:
-        """The study that a folder was begun with.
+        """The study in a folder.
 
         Raises:
-            ConfigError: if it holds none, or a damaged one.
+            ConfigError: if its options are missing or damaged.
         """
         path = folder / HYPOTHESES_FILE
         try:
@@ -206,7 +206,7 @@ class HypothesisStudy:
         self._keep_to_settings()
         distinct: dict[str, PlannedTrial] = {}
         for trial in self._planned.values():
-            distinct.setdefault(trial.name, trial)  # the first arm's, which scores most
+            distinct.setdefault(trial.name, trial)  # of the first arm, which scores the most files
         publish(self.folder, TASK, [*distinct.values()], extends=True)
         return [*distinct.values()]
 
@@ -216,9 +216,9 @@ class HypothesisStudy:
         """Run or read every trial, and write `hypotheses.json` into the folder.
 
         Args:
-            executor: executor of the trials; None is this process.
-            retries: further attempts at a trial that failed.
-            on_trial: called with each trial that ends, and its result.
+            executor: executor of the trials; None means this process.
+            retries: number of further attempts at a trial that failed.
+            on_trial: function called with each trial that ends and its result.
 
         Raises:
             ConfigError: if the folder was begun with other options, or a trial failed.
@@ -251,7 +251,7 @@ class HypothesisStudy:
         )
 
     def arm_config(self, arm: str, seed: int) -> TrainConfig:
-        """An arm's preset with what all arms share; the last weights are a checkpoint of their own.
+        """An arm's preset with the options that all arms share; the last weights are saved as a checkpoint.
 
         Raises:
             ConfigError: if an option is unknown or out of its range.
@@ -267,7 +267,7 @@ class HypothesisStudy:
             "training.epochs": self._epochs,
             "training.max_steps": steps,
             "training.checkpoint_every": steps,
-            "training.evals_per_epoch": 4 if arm == STOPPING_ARM else 1,  # evaluations change nothing but when to stop
+            "training.evals_per_epoch": 4 if arm == STOPPING_ARM else 1,  # only early stopping reads evaluations
             "seed": seed,
             **_OF_ALL_ARMS,
         }
@@ -285,7 +285,7 @@ class HypothesisStudy:
         """Passes over the training pairs, the same for every arm.
 
         Raises:
-            ConfigError: if they are no whole number.
+            ConfigError: if their number is not whole.
         """
         epochs = self._composed.training.epochs
         if epochs != int(epochs):
@@ -303,7 +303,7 @@ class HypothesisStudy:
         return scored_trial(f"{arm}, seed {seed}", self.arm_config(arm, seed), scored)
 
     def _batching_rows(self, seed: int) -> list[dict[str, float]]:
-        """H1's measurements on one seed's macro-batches, in float32 on one CPU thread: both ways in turn."""
+        """H1's measurements on one seed's macro-batches, in float32 on one CPU thread, with both kinds of batches."""
         path = self.folder / "batching" / f"seed-{seed}.json"
         if path.is_file():
             return list(json.loads(path.read_text()))
@@ -347,7 +347,7 @@ class HypothesisStudy:
         )
 
     def _keep_to_settings(self) -> None:
-        """Refuse to add to a folder that other settings began; further seeds are no other settings."""
+        """Refuse to continue a study with other options; only the number of seeds may change."""
         path = self.folder / HYPOTHESES_FILE
         if path.is_file():
             begun, now = HypothesisStudy.read(self.folder).options, self.options
@@ -358,7 +358,7 @@ class HypothesisStudy:
 
 
 def _compared(model: BradleyTerryRM, orders: Mapping[str, MacroBatches], step: int) -> dict[str, float]:
-    """Both ways on one macro-batch; which goes first alternates."""
+    """Comparison on one macro-batch; the order of the two kinds of batches alternates with the step."""
     found = {name: gradients(model, orders[name][step].micro) for name in sorted(orders, reverse=step % 2 == 0)}
     return batching_row(found["pair_aware"], found["padded"])
 
@@ -367,7 +367,7 @@ def _values(trial: Trial) -> Mapping[str, Any]:
     """Numbers of a trial that the hypotheses need.
 
     Raises:
-        TrainingDiverged: if it diverged.
+        TrainingDiverged: if the trial diverged.
     """
     result = trial.result
     assert result is not None, "the study has run"

@@ -32,12 +32,12 @@ from rm_optimizer.training.data.run_data import load_data
 from rm_optimizer.training.run import train_reward_model
 
 START_FOLDER = "start"
-"""The world's language model, in the folder of the run."""
+"""Folder of the world's language model, inside the folder of the run."""
 
 
 @dataclass(frozen=True)
 class _Prompts:
-    """Prompts to train on, and others to measure on."""
+    """Prompts for training, and other ones for measurements."""
 
     trained: Sequence[Prompt]
     measured: Sequence[Prompt]
@@ -51,17 +51,17 @@ def run_rlhf(
 ) -> RLHFResult:
     """Train reward models, unless some are given, and optimize a policy against them, in `config.output_dir`.
 
-    The folder holds the reward models' run folders `reward-N`, `ensemble.json` where there are several, the world's
-    policy in `start`, and what `optimize_policy` leaves. A repeated call goes on from what is there.
+    The folder contains the reward models' run folders `reward-N`, `ensemble.json` if there are several, the world's
+    policy in `start`, and the files of `optimize_policy`. A repeated call continues from these files.
 
     Args:
         config: the composed options.
-        on_stage: called with a sentence as each stage begins.
-        on_checkpoint: called with each measured checkpoint of the policy.
+        on_stage: function called with a sentence at the start of each stage.
+        on_checkpoint: function called with each measured checkpoint of the policy.
 
     Raises:
-        RMOptimizerError: as `train_reward_model` and `optimize_policy`; options and files are checked before anything
-            is trained.
+        RMOptimizerError: for the reasons of `train_reward_model` and `optimize_policy`; options and files are checked
+            before anything is trained.
     """
     require_trl()
     options, folder = config.rlhf, Path(config.output_dir)
@@ -94,7 +94,7 @@ def _world(config: RLHFRunConfig) -> PreferenceWorld:
 
 
 def _prompts(config: RLHFRunConfig) -> _Prompts:
-    """Prompts of the file, the world or the pairs; those that are measured are not trained on.
+    """Prompts of the file, the world or the pairs; no measured prompt is a training prompt.
 
     Raises:
         ConfigError: if there are none, or too few.
@@ -123,7 +123,7 @@ def _distinct(pairs: Sequence[PreferencePair]) -> list[Prompt]:
 
 
 def _gold(config: RLHFRunConfig, prompts: Sequence[Prompt]) -> Scorer | None:
-    """The judge; the world's must know all prompts."""
+    """The gold scorer, or None without one; the world's scores all prompts first, since it must have each of them."""
     name = config.rlhf.gold or (WORLD if config.rlhf.policy == WORLD else None)
     if name is None:
         return None
@@ -136,7 +136,7 @@ def _gold(config: RLHFRunConfig, prompts: Sequence[Prompt]) -> Scorer | None:
 
 @contextmanager
 def _reward(config: RLHFRunConfig, folder: Path, on_stage: Callable[[str], None]) -> Iterator[Scorer]:
-    """The reward that is optimized: the models that are given, or trained now."""
+    """Context with the reward that is optimized, from the given models or from models that are trained now."""
     options = config.rlhf
     names = list(options.reward_models) or _trained(config, folder, on_stage)
     if len(names) > 1:
@@ -153,7 +153,7 @@ def _reward(config: RLHFRunConfig, folder: Path, on_stage: Callable[[str], None]
 
 
 def _trained(config: RLHFRunConfig, folder: Path, on_stage: Callable[[str], None]) -> list[str]:
-    """Folders of reward models that are trained now, or were by an earlier call."""
+    """Folders of reward models that are trained now or were trained by an earlier call."""
     exports = []
     for number in range(config.rlhf.members):
         run = folder / f"reward-{number}"
@@ -165,7 +165,7 @@ def _trained(config: RLHFRunConfig, folder: Path, on_stage: Callable[[str], None
 
 
 def _ensemble(config: RLHFRunConfig, names: Sequence[str], folder: Path) -> RewardModelEnsemble:
-    """The models as one, standardized on responses of the validation pairs."""
+    """The ensemble of the models, standardized on responses of the validation pairs."""
     if config.data.train is None and config.rlhf.policy != WORLD:
         raise ConfigError("several reward models are standardized on pairs; name some with data.train")
     data: TrainVal = load_data(config)

@@ -1,7 +1,7 @@
-"""Comparison of finished runs on the validation pairs that they share.
+"""Comparison of finished runs on their common validation pairs.
 
-Runs that differ by seed alone form an arm. Each run's metrics have intervals over prompts. Differences to the baseline
-arm are paired by prompt, and by seed where there are several; `rm_optimizer.core.metrics.effects` says how.
+Runs that differ only by seed form an arm. Each run's metrics have intervals over prompts. Differences from the baseline
+arm are paired by prompt, and by seed if there are several. `rm_optimizer.core.metrics.effects` describes the method.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rm_optimizer.experiments.compared_runs import ComparedRun, FoundRuns, PairK
 from rm_optimizer.records.codec import JsonRecord, json_values
 
 COSTS = ("steps", "best_step", "wall_seconds", "pairs_per_second", "parameters")
-"""Numbers of a run's result that tell what it cost."""
+"""Names of the numbers of a run's result that describe its cost."""
 ALWAYS = "the best weights were chosen on these pairs; rm-opt evaluate judges them on others"
 
 
@@ -29,13 +29,13 @@ class RunScores:
     """A run of a comparison.
 
     Args:
-        name: path of its folder below what all runs share.
+        name: path of its folder, relative to the common folder of all runs.
         folder: its folder.
         arm: name of its arm.
         seed: its seed.
-        num_pairs: validation pairs that it was evaluated on, common or not.
+        num_pairs: number of all its validation pairs, common or not.
         scores: metrics on the common pairs, with intervals over prompts.
-        collapse: reason why its rewards do not tell responses apart; None where they do.
+        collapse: sentence on the collapse of its rewards; None if they did not collapse.
         costs: numbers named in `COSTS`; None where unknown.
     """
 
@@ -51,15 +51,15 @@ class RunScores:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmScores:
-    """Runs that differ by seed alone.
+    """Scores of an arm, which is a set of runs that differ only by seed.
 
     Args:
-        name: the options that tell it from the other arms.
-        options: its value of each option in which arms differ; None where its configuration has no such option.
+        name: the options in which it differs from the other arms.
+        options: its value of each option in which arms differ; None if its configuration has no such option.
         runs: names of its runs.
         seeds: their seeds.
         scores: means over seeds; with several seeds their intervals are over seeds and prompts.
-        deviations: standard deviations over seeds; None of one seed.
+        deviations: standard deviations over seeds; None for one seed.
     """
 
     name: str
@@ -72,13 +72,13 @@ class ArmScores:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmDifference:
-    """Difference of an arm to the baseline.
+    """Difference of an arm from the baseline.
 
     Args:
         arm: name of the arm.
         score: compared metric.
-        estimate: the arm's score less the baseline's, paired.
-        num_seeds: pairs of runs behind it; the interval of one covers prompts alone.
+        estimate: the arm's score minus the baseline's, paired.
+        num_seeds: number of pairs of runs; with one pair, the interval is over prompts only.
     """
 
     arm: str
@@ -88,7 +88,7 @@ class ArmDifference:
 
     @property
     def verdict(self) -> str:
-        """`better` or `worse` where the interval excludes 0, else an empty text."""
+        """`better` or `worse` if the interval excludes 0, else an empty text."""
         low, high = self.estimate.low, self.estimate.high
         if low is None or high is None or low <= 0 <= high:
             return ""
@@ -101,12 +101,12 @@ class RunComparison(JsonRecord, indent=2):
 
     Args:
         baseline: name of the arm that the others are compared with.
-        num_pairs: validation pairs that all runs share.
-        num_prompts: prompts of these.
+        num_pairs: number of the validation pairs that all runs share.
+        num_prompts: number of prompts of these pairs.
         runs: each run, arm by arm.
         arms: each arm, the baseline first.
-        differences: differences of each other arm and each of `SCORES`.
-        notes: sentences that must be known to read the numbers.
+        differences: differences of each other arm in each of `SCORES`.
+        notes: sentences that are needed to interpret the numbers.
     """
 
     baseline: str
@@ -118,7 +118,7 @@ class RunComparison(JsonRecord, indent=2):
     notes: tuple[str, ...]
 
     def rows(self) -> list[dict[str, Any]]:
-        """The numbers as rows of one table: of `run`, `arm` and `difference`, one score each."""
+        """The numbers as rows of one table, with one score in a row; its `level` is `run`, `arm` or `difference`."""
         found: list[dict[str, Any]] = []
         for run in self.runs:
             about = {"level": "run", "arm": run.arm, "run": run.name, "seed": run.seed, "num_seeds": 1}
@@ -147,7 +147,7 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
 
     Args:
         found: two runs or more.
-        num_bootstrap: resamples of prompts for intervals; 0 gives those of several seeds alone.
+        num_bootstrap: number of resamples of prompts for intervals; 0 gives intervals only for several seeds.
 
     Raises:
         ConfigError: if the runs have no validation pair in common.
@@ -182,7 +182,7 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
 
 @dataclass(frozen=True)
 class _Table:
-    """The common pairs."""
+    """The common pairs, and scores of runs on them."""
 
     pairs: Sequence[PairKey]
     prompts: Sequence[str]
@@ -192,12 +192,12 @@ class _Table:
         return np.stack([run.logits(self.pairs) for run in runs])
 
     def mean(self, runs: Sequence[ComparedRun], score: Score) -> Estimate:
-        """Mean score of the runs, none of which is negative."""
+        """Mean score of the runs; no score can be negative, so the interval starts at 0 or above."""
         found = self._effect(self.logits(runs), None, score)
         return found if found.low is None else replace(found, low=max(found.low, 0.0))
 
     def difference(self, runs: Sequence[ComparedRun], others: Sequence[ComparedRun], score: Score) -> Estimate:
-        """Score of the runs less that of the others."""
+        """Score of the runs minus score of the others."""
         first, second = (runs, others) if score == "accuracy" else (others, runs)
         return self._effect(self.logits(first), self.logits(second), score)
 
@@ -209,7 +209,7 @@ class _Table:
 
 
 def _arms(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
-    """Runs of equal options, in the order of their first; a seed that comes again begins another arm."""
+    """Runs grouped by equal options, in the order of their first runs; a repeated seed starts another arm."""
     arms: list[list[ComparedRun]] = []
     for run in runs:
         for arm in arms:
@@ -222,7 +222,7 @@ def _arms(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
 
 
 def _named(arms: Sequence[list[ComparedRun]]) -> dict[str, list[ComparedRun]]:
-    """Arms by the fewest options that tell them apart; where none do, by their first run."""
+    """Arms by name: the few options that distinguish them, with the first run's name if options do not."""
     chosen: list[str] = []
     groups = 1
     for option in _differing([arm[0].options for arm in arms]):
@@ -236,13 +236,13 @@ def _named(arms: Sequence[list[ComparedRun]]) -> dict[str, list[ComparedRun]]:
 
 
 def _differing(options: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Options without one value for all, those that name a preset first."""
+    """Options in which these differ, with the names of presets first."""
     names = sorted({name for each in options for name in each}, key=lambda name: (not name.endswith(".name"), name))
     return [name for name in names if len({str(each.get(name)) for each in options}) > 1]
 
 
 def _short(option: str) -> str:
-    """The option without its group, and the group of an option that is a name.
+    """Short form of an option: its name without the group, or the group alone if the name is `name`.
 
     Example:
         >>> _short("optimizer.name"), _short("optimizer.lr"), _short("seed")
@@ -258,7 +258,7 @@ def _shown(value: object) -> str:
 
 
 def _seed_pairs(baseline: Sequence[ComparedRun], arm: Sequence[ComparedRun]) -> list[tuple[ComparedRun, ComparedRun]]:
-    """Runs of one seed; without a common seed in order, as independent draws may be paired."""
+    """Pairs of runs of the same seed; without a common seed, in order, since independent draws may be paired."""
     by_seed = {run.result.seed: run for run in baseline}
     common = [(by_seed[run.result.seed], run) for run in arm if run.result.seed in by_seed]
     return common or list(zip(baseline, arm, strict=False))

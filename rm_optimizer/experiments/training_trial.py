@@ -1,4 +1,4 @@
-"""A trial that trains a reward model and keeps its margins on files of pairs, not its weights."""
+"""Trial that trains a reward model, and keeps its margins on files of pairs but not its weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from rm_optimizer.training.folder.checkpoints import checkpoint_path
 
 TASK = "rm_optimizer.experiments.training_trial:train_and_score"
 TOKEN_BUDGET = 16384
-"""Tokens with padding of one pass of scoring."""
+"""Most tokens of one scoring pass, padding included."""
 _MARGINS_FILE = "margins.npz"
 
 
@@ -36,26 +36,26 @@ def scored_trial(label: str, config: TrainConfig, scored: Mapping[str, Path]) ->
     """A trial that trains with these options and scores the files of pairs.
 
     Args:
-        label: short text that tells it from the other trials.
+        label: short text that distinguishes it from the other trials.
         config: options of the run; its `output_dir` is not used.
-        scored: files of pairs by name, for `margins_of`.
+        scored: files of pairs by the names that `margins_of` uses.
     """
     trial = training_trial(label, config)
     return replace(trial, spec=trial.spec | {"scored": {name: str(path) for name, path in scored.items()}})
 
 
 def train_and_score(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str | None]:
-    """Train, score the files of pairs, and remove the weights; what an attempt before left is trained anew.
+    """Train from the start, score the files of pairs, and remove the weights; files of an earlier attempt are removed.
 
-    Scored are the best weights under early stopping, else the last, for which `training.checkpoint_every` must divide
-    the run's steps.
+    With early stopping the best weights are scored, else the last ones. The latter need a `training.checkpoint_every`
+    that divides the run's steps.
 
     Args:
         spec: `options` of the run, and the files of pairs that are `scored`.
-        folder: folder of the trial's work; the run stands in its `run/`.
+        folder: folder of the trial's work; the run folder is its `run/`.
 
     Returns:
-        Steps of the run and of the scored weights, parameters, and CPU seconds of training and scoring.
+        Seed, steps of the run and of the scored weights, parameters, and CPU seconds of training and scoring.
     """
     started, run_dir = time.process_time(), folder / RUN.name
     shutil.rmtree(run_dir, ignore_errors=True)
@@ -81,7 +81,7 @@ def train_and_score(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
 
 
 def margins_of(trials: Sequence[Trial], name: str) -> Float[np.ndarray, "trials pairs"]:
-    """Margins that `train_and_score` kept of the file of that name, in the file's order."""
+    """Margins that `train_and_score` saved for the file with this name, in the file's order."""
     return np.stack([np.load(trial.folder / WORK / _MARGINS_FILE)[name] for trial in trials])
 
 

@@ -1,7 +1,7 @@
 """Verdicts on trained arms against a reference arm, over common seeds and prompts.
 
-One score is primary: its tests are corrected for the number of challengers, and it alone decides. The other scores are
-exploratory, each with its own uncorrected tests.
+One score is primary. Its tests are corrected for the number of challengers, and it alone decides. The other scores are
+exploratory, and their tests are not corrected.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.records.codec import JsonRecord
 
 MARGINS: Mapping[Score, float] = MappingProxyType({"accuracy": 0.01, "nll": 0.005, "brier": 0.0025, "ece": 0.01})
-"""Differences that do not matter: a point of accuracy, and about what it means for the other scores."""
+"""Differences that do not matter: 0.01 in accuracy, and approximately the same in terms of the other scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,19 +41,20 @@ class Verdict(JsonRecord):
         arm: name of the challenger.
         reference: name of the arm that it is compared with.
         score: compared metric.
-        is_primary: true of the one score whose tests are corrected for the number of challengers.
-        num_seeds: seeds that both arms have.
-        difference: the challenger's score less the reference's, with its 95 % interval over seeds and prompts.
-        p_value: two-sided, against no difference.
-        holm_p: `p` after Holm's correction over challengers; None for an exploratory score.
+        is_primary: True for the one score whose tests are corrected for the number of challengers.
+        num_seeds: number of seeds of both arms.
+        difference: the challenger's score minus the reference's, with its 95 % interval over seeds and prompts.
+        p_value: two-sided p-value against no difference.
+        holm_p: `p_value` after Holm's correction over challengers; None for an exploratory score.
         margin: difference that does not matter.
-        equivalence_p: against a difference of at least the margin, by two one-sided tests; of the primary score after
-            Holm's correction.
-        verdict: `better` or `worse` with the (corrected) p-value below 0.05, else `equivalent` with that of equivalence
-            below 0.05, else `inconclusive`.
+        equivalence_p: p-value against a difference of at least the margin, from two one-sided tests; for the primary
+            score after Holm's correction.
+        verdict: `better` or `worse` if the (corrected) p-value is below 0.05, else `equivalent` if that of equivalence
+            is below 0.05, else `inconclusive`.
         power: probability of finding a true difference as large as the margin.
         detectable: smallest true difference that would be found with probability 0.8.
-        seed_correlation: correlation of both arms' scores over seeds; None of fewer than three, or of equal scores.
+        seed_correlation: correlation of both arms' scores over seeds; None with fewer than three seeds, or if the
+            scores of an arm are all equal.
     """
 
     arm: str
@@ -82,19 +83,19 @@ def judge(
     weight: Float[np.ndarray, " pairs"] | None = None,
     equivalence: Mapping[Score, float] | None = None,
 ) -> tuple[Verdict, ...]:
-    """Verdicts of every arm but the reference, in every score.
+    """Verdicts on every arm except the reference, in every score.
 
-    Differences are paired by seed and prompt; `PairedScores` says how their error is computed. p-values are Student's,
-    those of the primary score adjusted over challengers (Holm, 1979). Power counts with the strictest of Holm's levels.
+    Differences are paired by seed and prompt; `PairedScores` describes their error. p-values are from Student's t test,
+    and those of the primary score are adjusted over challengers (Holm, 1979). Power is for the strictest Holm level.
 
     Args:
-        margins: margins of each arm times beta, seeds in the same order.
+        margins: margins of each arm times beta, with the seeds in the same order.
         prompts: prompt of each pair.
         reference: name of the arm that the others are compared with.
         primary: score that decides.
-        label: probability that the chosen response is the better one, in [0, 1]; None is 1.
-        weight: number of pairs that each counts for, positive; None is 1.
-        equivalence: differences that do not matter, positive; scores that it does not name keep `MARGINS`.
+        label: probability that the chosen response is the better one, in [0, 1]; None means 1.
+        weight: number of pairs that each pair counts as, positive; None means 1.
+        equivalence: differences that do not matter, positive; scores without one use `MARGINS`.
 
     Raises:
         ConfigError: if the reference is missing, there is no other arm, arms differ in their seeds or pairs, there are
@@ -136,11 +137,11 @@ class FamilyOfTests:
     """Tests of one score over all challengers.
 
     Args:
-        differences: the challengers' scores less the reference's.
+        differences: the challengers' scores minus the reference's.
         margin: difference that does not matter.
-        different: p-values against no difference, as they decide.
-        equivalent: p-values against a difference of at least the margin, likewise.
-        strictest: smallest level at which a p-value is tested.
+        different: p-values against no difference, after any correction.
+        equivalent: p-values against a difference of at least the margin, after any correction.
+        strictest: smallest level at which an uncorrected p-value is tested.
     """
 
     differences: Sequence[StudentMean]
@@ -151,7 +152,7 @@ class FamilyOfTests:
 
     @classmethod
     def of(cls, differences: Sequence[StudentMean], margin: float, *, corrected: bool) -> FamilyOfTests:
-        """Tests of these differences; `corrected` ones by Holm's method."""
+        """Tests of these differences, with Holm's correction if `corrected`."""
         different = np.array([each.p_different for each in differences])
         equivalent = np.array([max(each.p_above(-margin), each.p_below(margin)) for each in differences])
         if not corrected:
@@ -181,7 +182,7 @@ class FamilyOfTests:
 
 
 def _signed(effect: StudentMean, score: Score) -> StudentMean:
-    """The challenger's score less the reference's, from an effect that is positive where the challenger is better."""
+    """The challenger's score minus the reference's, from an effect that is positive if the challenger is better."""
     return effect if score == "accuracy" else effect.negated
 
 

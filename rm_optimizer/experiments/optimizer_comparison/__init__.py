@@ -1,1 +1,1 @@
-"""Fair comparison of optimizers: frozen setting, tuned learning rates, fresh paired seeds, an untouched test split."""
+"""Fair comparison of optimizers: frozen setting, tuned learning rates, new paired seeds and an untouched test split."""

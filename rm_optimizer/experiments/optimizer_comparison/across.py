@@ -22,10 +22,10 @@ class ArmAcross(JsonRecord):
     """An optimizer over several data sets (Agarwal et al., 2021, Section 4.3).
 
     Args:
-        name: its name.
+        name: name of the optimizer.
         accuracy: interquartile mean of the test accuracy over data sets and seeds.
-        improvement: probability that a run of it has a smaller test NLL than one of the reference, on a random data
-            set; None for the reference.
+        improvement: probability that one of its runs has a smaller test NLL than a run of the reference, on a random
+            data set; None for the reference.
     """
 
     name: str
@@ -40,7 +40,7 @@ class AcrossDatasets(JsonRecord, indent=1):
     Args:
         reference: optimizer that the others are compared with.
         test_pairs: digest of the test pairs of each comparison.
-        seeds: seeds of each optimizer on each data set.
+        seeds: number of seeds of each optimizer on each data set.
         arms: the optimizers.
     """
 
@@ -54,10 +54,10 @@ def across_datasets(comparisons: Sequence[ComparisonFindings]) -> AcrossDatasets
     """Aggregate comparisons of the same optimizers on at least three data sets.
 
     Args:
-        comparisons: findings, each on test pairs of its own.
+        comparisons: findings of the comparisons, each with its own test pairs.
 
     Raises:
-        ConfigError: with fewer than three, or if they differ in optimizers, reference or seeds, or share test pairs.
+        ConfigError: if there are fewer than three, they differ in optimizers, reference or seeds, or share test pairs.
     """
     options = [found.frozen.options for found in comparisons]
     for name, values in (

@@ -1,4 +1,4 @@
-"""A trial of a comparison: train an arm with one seed, and score its last weights."""
+"""Trial of a comparison: training of an arm with one seed, and scoring of its last weights."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from rm_optimizer.training.folder.checkpoints import checkpoint_path
 TASK = "rm_optimizer.experiments.optimizer_comparison.arm_trial:train_and_judge"
 TUNE, FINAL = "tune", "final"
 MARGINS_FILE, CURVE_FILE = "margins.npz", "curve.json"
-"""In a trial's work: margins on the validation and test pairs, and the learning curve."""
+"""Files in a trial's work folder: margins on the validation and test pairs, and the learning curve."""
 CURVATURE = SpectrumOptions(which="largest", tolerance=0.02, max_products=30, trace_products=16)
-"""Accuracy of the top eigenvalue, and products of the trace."""
+"""Tolerance of the top eigenvalue, and number of products for the trace."""
 _SCORES = ("accuracy", "nll", "brier", "ece", "mean_margin", "longer_wins", "over_length")
 _SPREADS = ("margin_std", "tie_rate", "reward_mean", "reward_std", "ece_noise_floor")
 
@@ -43,7 +43,7 @@ _SPREADS = ("margin_std", "tie_rate", "reward_mean", "reward_std", "ece_noise_fl
 def arm_trial(
     frozen: Frozen, folder: Path, stage: str, arm: str, rate: float, seed: int, *, beside: float | None
 ) -> PlannedTrial:
-    """A trial of a comparison; its name depends on contents, not on the places of files.
+    """A trial of a comparison; its name depends on the contents of files, not on their paths.
 
     Args:
         frozen: the comparison's setting.
@@ -52,7 +52,7 @@ def arm_trial(
         arm: the optimizer.
         rate: its learning rate.
         seed: seed of head, data order and dropout.
-        beside: learning rate of the AdamW half of an optimizer that has one; None leaves the preset's.
+        beside: learning rate of the AdamW part of an optimizer that has one; None means the preset's.
     """
     config = _config(frozen, folder, stage, arm, rate, seed, beside)
     options = options_of(config)
@@ -91,20 +91,20 @@ def _config(
 
 
 def takes_adamw_rate(arm: str) -> bool:
-    """True for an optimizer with an AdamW half, whose rate is the one that AdamW was tuned to."""
+    """True for an optimizer with an AdamW part, which gets the learning rate that tuning chose for AdamW."""
     return OPTIMIZERS[arm].name == "muon"
 
 
 def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str | None]:
-    """Train from the start, score the last weights, and remove them; what an attempt before left is not used.
+    """Train from the start, score the last weights, and remove them; files of an earlier attempt are not used.
 
     Args:
         spec: `options` of the run, files of the pairs that are `scored`, and `curvature_pairs`.
-        folder: folder of the trial's work; the run stands in its `run/`.
+        folder: folder of the trial's work; the run folder is its `run/`.
 
     Returns:
-        Scores on each file of pairs, and on the way there: time, tokens, memory, passes, and digests of the weights
-        before the first step and of the order of the pairs.
+        Scores on each file of pairs; time, tokens, memory and passes of the training; and digests of the weights before
+        the first step and of the order of the pairs.
     """
     run_dir, config = folder / RUN.name, config_of(spec["options"])
     recorder = ArmRecorder(config.optimizer.name)
@@ -143,7 +143,7 @@ def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
 
 
 def scored(config: TrainConfig, model: BradleyTerryRM, data: PreferenceDataset) -> PairRewards:
-    """Rewards of all pairs under the run's precision."""
+    """Rewards of all pairs, computed in the run's precision."""
     half = config.hardware.precision == "bf16-mixed"
     with torch.autocast(model.device.type, torch.bfloat16) if half else contextlib.nullcontext():
         tokens = tokenize_pairs(data.pairs, model.renderer, None)

@@ -1,4 +1,4 @@
-"""Findings of a comparison: scores, costs and chosen rates of each arm, and all that a reader must be warned of."""
+"""Findings of a comparison: scores, costs and chosen rates of each arm, and warnings to the reader."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class RatePoint(JsonRecord):
     """A tuning run.
 
     Args:
-        arm: its optimizer.
+        arm: optimizer of the run.
         rate: learning rate.
         seed: seed.
-        nll: validation NLL of the last weights; NaN if it diverged.
-        accuracy: validation accuracy, likewise.
+        nll: validation NLL of the last weights; NaN if the run diverged.
+        accuracy: validation accuracy of the last weights; NaN if the run diverged.
     """
 
     arm: str
@@ -59,13 +59,13 @@ class RatePoint(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class TimeToTarget(JsonRecord):
-    """Medians over seeds of what it took to reach the target; NaN where half of the seeds miss it.
+    """Medians over seeds of the cost until the target is reached; NaN if half of the seeds or more miss it.
 
     Args:
         steps: optimizer steps.
         tokens: training tokens.
-        seconds: time in steps.
-        missed: seeds that never reached it.
+        seconds: seconds of the optimizer steps.
+        missed: number of seeds that never reached it.
     """
 
     steps: float
@@ -79,13 +79,13 @@ class ArmFinding(JsonRecord):
     """An optimizer of a comparison.
 
     Args:
-        name: its name.
+        name: name of the optimizer.
         chosen: learning rate that tuning chose.
         seeds: final seeds that finished.
-        diverged: final seeds that diverged.
+        diverged: number of final seeds that diverged.
         scores: test scores, over seeds and prompts.
         per_seed: test NLL, accuracy and top eigenvalue of each finished seed.
-        reliability: reliability on the test pairs of each finished seed.
+        reliability: reliability curve on the test pairs for each finished seed.
         means: means over seeds of `COSTS`.
         target: time to the target NLL.
         curves: evaluations of each finished seed.
@@ -111,12 +111,12 @@ class ComparisonFindings(JsonRecord, indent=1):
         frozen: the setting.
         arms: optimizers in the order given.
         rates: tuning runs.
-        verdicts: challengers against the reference; empty with less than two common seeds.
-        target: validation NLL that the time to target is measured to: median of the reference's tuned final runs.
-        warnings: sentences that belong beside every number.
-        versions: packages that decide the numbers.
+        verdicts: verdicts on the challengers; empty with fewer than two common seeds or the smoke budget.
+        target: validation NLL for the time to target: the smallest mean of the reference's tuning runs.
+        warnings: sentences that must be shown with every number.
+        versions: versions of the packages that affect results.
         machine: processor, cores and system.
-        commit: the checkout's commit.
+        commit: commit of the checkout.
     """
 
     frozen: Frozen
@@ -137,10 +137,10 @@ class NotFinished(ConfigError):
 def findings(folder: Path) -> ComparisonFindings:
     """Findings of the finished trials of a comparison.
 
-    A trial whose files are missing or damaged is left out, and named in the warnings.
+    A trial whose files are missing or damaged is left out and named in the warnings.
 
     Raises:
-        ConfigError: if the folder holds none, or arms differ in what must be equal.
+        ConfigError: if the folder holds no comparison, or runs of one seed differ in pairs, order or first weights.
         NotFinished: if an optimizer has no finished final run.
     """
     frozen, study = Stages(folder).frozen, Study(folder)
@@ -187,13 +187,13 @@ def _number(result: TrialResult, name: str) -> float:
 
 
 def _target(rates: Sequence[RatePoint], reference: str) -> float:
-    """Smallest mean validation NLL of the reference's tuning runs, known before any final run."""
+    """Smallest mean validation NLL of the reference's tuning runs, which is known before any final run."""
     scores = _mean_scores([point for point in rates if point.arm == reference])
     return min(scores.values(), default=math.nan)
 
 
 def _mean_scores(points: Sequence[RatePoint]) -> dict[float, float]:
-    """Mean validation NLL of each rate, infinite where a run diverged."""
+    """Mean validation NLL of each rate, infinite if a run diverged."""
     return {
         rate: fmean(math.inf if math.isnan(point.nll) else point.nll for point in points if point.rate == rate)
         for rate in dict.fromkeys(point.rate for point in points)
@@ -201,7 +201,7 @@ def _mean_scores(points: Sequence[RatePoint]) -> dict[float, float]:
 
 
 def _require_paired(finished: Mapping[str, Sequence[FinalRun]]) -> None:
-    """Refuse runs of one seed that did not start from the same weights, or saw other pairs or another order."""
+    """Refuse runs of one seed that differ in their first weights, their training pairs or the order of the pairs."""
     for name, what in (
         ("train_fingerprint", "training pairs"),
         ("initial", "first weights"),
@@ -282,7 +282,7 @@ def _labels(test: PreferenceDataset) -> tuple[np.ndarray, np.ndarray]:
 def _verdicts(
     frozen: Frozen, finished: Mapping[str, Sequence[FinalRun]], test: PreferenceDataset
 ) -> tuple[Verdict, ...]:
-    """Verdicts over the seeds that every arm finished; none for the smoke budget, which only shows that all works."""
+    """Verdicts over the seeds that every arm finished; none for the smoke budget, which only tests the procedure."""
     common = set.intersection(*({run.seed for run in runs} for runs in finished.values()))
     if len(common) < 2 or frozen.options.budget == Budget.smoke:
         return ()
@@ -292,7 +292,7 @@ def _verdicts(
 
 
 def _warnings(frozen: Frozen, arms: Sequence[ArmFinding]) -> list[str]:
-    """Sentences on what weakens the comparison."""
+    """Sentences on the weaknesses of the comparison."""
     options, found = frozen.options, []
     if options.budget == Budget.smoke:
         found.append("--budget smoke shows that everything works; it judges no optimizer")

@@ -1,4 +1,4 @@
-"""Everything that is equal across the arms of a comparison, written once and hashed before the first run."""
+"""Setting that is equal for all arms of a comparison, written and hashed before the first run."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rm_optimizer.training.base_model import build_model
 KEPT = ("id", "source", "subset")
 """Metadata that the written pairs keep."""
 HELD_OUT = 0.2
-"""Share of the prompts held out where no validation pairs are given; half of them are the test split."""
+"""Share of the prompts that is held out if no validation pairs are given; it is divided into validation and test."""
 _OF_AN_ARM = ("optimizer", "schedule", "seed", "output_dir", "data", "model.adamw_lr", "model.lora_lr", "logger")
 
 
@@ -34,9 +34,9 @@ class Frozen(JsonRecord, indent=1):
     """The setting of a comparison, `frozen.json`.
 
     Args:
-        digest: digest of all that follows, which every trial carries.
-        options: comparison's options.
-        model: digest of the base model's weights, with the head that seed 0 draws.
+        digest: digest of the model, the pairs, the shared options and the steps, which is part of every trial's name.
+        options: options of the comparison.
+        model: digest of the base model's weights with the head of seed 0.
         fingerprints: digests of the pairs, by split: `train`, `val` and `test`.
         sizes: number of pairs, by split.
         prompts: number of different prompts, by split.
@@ -75,11 +75,11 @@ def pairs_file(folder: Path, split: str) -> Path:
 
 
 def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
-    """Write the pairs and the setting of a comparison, or read them where the folder holds the same one.
+    """Write the pairs and the setting of a comparison, or read the setting if the folder holds the same comparison.
 
     Args:
         options: options of the comparison.
-        folder: its folder.
+        folder: folder of the comparison.
 
     Raises:
         ConfigError: if options are refused, or the folder holds another comparison.
@@ -151,7 +151,7 @@ def _test_share(options: ComparisonOptions) -> float:
 
 
 def _limited(data: PreferenceDataset, per_prompt: int | None, most: int | None, seed: int) -> PreferenceDataset:
-    """A random part of the pairs, in their order, with at most so many of each prompt."""
+    """A random subset of at most `most` pairs, in their order, with at most `per_prompt` pairs of each prompt."""
     if per_prompt is not None:
         seen: Counter[str] = Counter()
         kept = []
@@ -174,12 +174,12 @@ def _row(pair: PreferencePair) -> dict[str, object]:
 
 
 def _shared_digest(config: TrainConfig) -> str:
-    """Digest of the options of a run that are not an arm's own."""
+    """Digest of a run's options without those that belong to its arm."""
     return digest([[name, value] for name, value in flat(options_of(config)) if not is_among(name, _OF_AN_ARM)])
 
 
 def _require_same(known: Frozen, options: ComparisonOptions, fingerprints: dict[str, str], folder: Path) -> None:
-    """Refuse other options than those that the folder was begun with; more final seeds are welcome."""
+    """Refuse options or pairs that differ from those in the folder; only the number of final seeds may change."""
     before = replace(known.options, seeds=options.seeds)
     if before != options or known.fingerprints != fingerprints:
         names = [name for name in vars(options) if getattr(before, name) != getattr(options, name)]

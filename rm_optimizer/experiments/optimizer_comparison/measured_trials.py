@@ -1,4 +1,4 @@
-"""Trials of a comparison as they were measured; one whose files cannot be read is left out and named."""
+"""Measured trials of a comparison; a trial whose files cannot be read is left out and named."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ class FinalRun:
     """A finished final run.
 
     Args:
-        seed: its seed.
-        result: its result.
-        curve: its evaluations.
+        seed: seed of the run.
+        result: result of the run.
+        curve: evaluations of the run.
         margins: beta times the margin of each test pair.
     """
 
@@ -41,7 +41,7 @@ class MeasuredTrials:
 
     Args:
         study: the comparison's trials.
-        num_test: test pairs.
+        num_test: number of test pairs.
         unread: sentences on the trials that cannot be read.
     """
 
@@ -65,7 +65,7 @@ class MeasuredTrials:
                 yield planned, result
 
     def finals(self, arm: str, num_seeds: int) -> tuple[list[FinalRun], int]:
-        """Finished final runs of an optimizer, seed by seed, and the number of diverged ones."""
+        """Finished final runs of an optimizer in the order of their seeds, and the number of diverged ones."""
         runs, diverged = [], 0
         for planned, result in self.results:
             seed = int(planned.spec["options"]["seed"])

@@ -1,4 +1,4 @@
-"""The options of a comparison of optimizers, and combinations that would compare something else than optimizers."""
+"""Options of a comparison of optimizers, and refusal of options under which the comparison would be unfair."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import ScheduleName
 
 REFERENCE = "adamw"
-"""The arm that others are compared with, where it is among the optimizers."""
+"""The arm that others are compared with, if it is among the optimizers."""
 OWNED = MappingProxyType(
     {
         "optimizer": "learning rates are tuned and the other options are each preset's",
@@ -43,9 +43,9 @@ LEAST = MappingProxyType(
         "curvature_pairs": 0,
     }
 )
-"""Smallest values of the sizes."""
+"""Smallest allowed values of the sizes."""
 SHARED = ("schedule.warmup_ratio", "schedule.min_lr_ratio")
-"""Options of these groups that may be set, for all optimizers alike."""
+"""Options of these groups that may be set, with the same value for all optimizers."""
 
 
 class Budget(StrEnum):
@@ -61,12 +61,12 @@ class BudgetSizes:
     """Numbers of runs of a budget.
 
     Args:
-        rates: learning rates of each optimizer, odd.
-        tuning_seeds: seeds of each rate.
-        seeds: final seeds of each optimizer.
-        pairs: most training pairs; None takes all.
-        test_pairs: most validation pairs, and most test pairs; None takes all.
-        curvature_pairs: training pairs that curvature is measured on.
+        rates: number of learning rates of each optimizer, odd.
+        tuning_seeds: number of seeds of each rate.
+        seeds: number of final seeds of each optimizer.
+        pairs: most training pairs; None means all.
+        test_pairs: most validation pairs, and most test pairs; None means all.
+        curvature_pairs: number of training pairs for the measurement of curvature.
     """
 
     rates: int
@@ -88,24 +88,24 @@ BUDGETS: Mapping[Budget, BudgetSizes] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class ComparisonOptions(JsonRecord, indent=1):
-    """The options of a comparison; what they set is equal across optimizers.
+    """The options of a comparison, which are the same for all optimizers.
 
     Args:
         train: source of the training pairs.
-        val: source of the validation pairs; None splits them off the training prompts.
-        test: source of the test pairs; None splits them off the prompts of the validation pairs.
+        val: source of the validation pairs; None splits them from the training pairs by prompt.
+        test: source of the test pairs; None splits them from the validation pairs by prompt.
         optimizers: compared optimizers.
         overrides: further options of every run, as name=value.
         reference: optimizer that the others are compared with.
         budget: smoke, standard or paper.
-        rates: learning rates of each optimizer, odd, so that the preset's is in the middle.
-        tuning_seeds: seeds of each of them.
-        seeds: final seeds of each optimizer.
-        pairs: most training pairs, drawn at random; None takes all.
-        val_pairs: most validation pairs; None takes all.
-        test_pairs: most test pairs; None takes all.
-        pairs_per_prompt: most validation and test pairs of one prompt; None takes all.
-        curvature_pairs: training pairs that curvature is measured on; 0 measures none.
+        rates: number of learning rates of each optimizer, odd, so that the preset's is in the middle.
+        tuning_seeds: number of tuning seeds of each rate.
+        seeds: number of final seeds of each optimizer.
+        pairs: most training pairs, drawn at random; None means all.
+        val_pairs: most validation pairs; None means all.
+        test_pairs: most test pairs; None means all.
+        pairs_per_prompt: most validation and test pairs of one prompt; None means all.
+        curvature_pairs: number of training pairs for the measurement of curvature; 0 measures none.
     """
 
     train: str
@@ -128,14 +128,14 @@ class ComparisonOptions(JsonRecord, indent=1):
     def of_budget(
         cls, budget: str, train: str, optimizers: Sequence[str], *, reference: str | None = None, **given: Any
     ) -> ComparisonOptions:
-        """The options of a budget, but for those that are given.
+        """The options of a budget, with the given ones in place of the budget's.
 
         Args:
             budget: smoke, standard or paper.
             train: source of the training pairs.
             optimizers: compared optimizers.
-            reference: optimizer that the others are compared with; None is adamw, or the first where it is not there.
-            given: further fields by name; those of None take the budget's.
+            reference: optimizer that the others are compared with; None means adamw, or the first one without adamw.
+            given: further fields by name; a value of None means the budget's.
 
         Raises:
             ConfigError: if an option is unknown or out of its range.
@@ -165,15 +165,15 @@ class ComparisonOptions(JsonRecord, indent=1):
         """Options of a run of an optimizer, composed and checked once.
 
         Raises:
-            ConfigError: if an option is unknown, out of its range, or would compare something else than optimizers.
+            ConfigError: if an option is unknown, out of its range, or would make the comparison unfair.
         """
         return _composed(optimizer, self.overrides)
 
     def require_fair(self) -> None:
-        """Refuse options under which two arms would be one optimizer, or an arm another than its name says.
+        """Refuse options under which two arms would be one optimizer, or an arm would not be what its name says.
 
         Raises:
-            ConfigError: naming the options.
+            ConfigError: if there are such options, with their names.
         """
         configs = {name: self.config(name) for name in self.optimizers}
         for config in configs.values():
@@ -213,7 +213,7 @@ def _composed(optimizer: str, overrides: tuple[str, ...]) -> TrainConfig:
 
 
 def _require_fair(config: TrainConfig) -> None:
-    """Refuse what would compare rounding, clipping by shards or machines instead of optimizers."""
+    """Refuse several devices and constant schedules, whose effects would be compared instead of the optimizers'."""
     if config.hardware.devices * config.hardware.num_nodes > 1:
         raise ConfigError(
             f"a comparison runs each trial on one device, got hardware.devices={config.hardware.devices}; "

@@ -1,4 +1,4 @@
-"""Learning rates tried for each optimizer: a grid of half decades, extended where the optimum stands at an edge."""
+"""Learning rates tried for each optimizer: a grid in half decades, extended if the best rate is at an edge."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rm_optimizer.records.codec import JsonRecord
 HALF_DECADE = math.sqrt(10.0)
 """Factor from one rate to the next."""
 MOST_EXTRA = 2
-"""Rates that are added beyond an edge at which the optimum stands, at most."""
+"""Most rates that are added beyond the edges of the grid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,9 +20,9 @@ class ChosenRate(JsonRecord):
 
     Args:
         rate: learning rate; None if every run of every rate diverged.
-        nll: mean validation NLL of its tuning runs, too good because it was chosen by it.
-        at_edge: True if the optimum still stands at an edge of the rates, so that a better one may lie beyond.
-        extra: rates added beyond the grid.
+        nll: mean validation NLL of its tuning runs, which is biased low because the rate was chosen by it.
+        at_edge: True if the rate is the smallest or largest one tried, so that a better one may lie beyond.
+        extra: number of rates added beyond the grid.
     """
 
     rate: float | None
@@ -46,10 +46,10 @@ def rate_grid(center: float, count: int) -> tuple[float, ...]:
 
 
 def next_rate(scores: Mapping[float, float], grid: Sequence[float]) -> float | None:
-    """The rate to try beyond an edge at which the best one stands; None where there is none to try.
+    """The next rate to try beyond an edge if the best rate is at that edge; None if none is to be tried.
 
     Args:
-        scores: mean validation NLL of each rate that was tried; infinite where a run diverged.
+        scores: mean validation NLL of each rate that was tried; infinite if a run diverged.
         grid: rates of the first grid.
     """
     tried = sorted(scores)
@@ -62,10 +62,10 @@ def next_rate(scores: Mapping[float, float], grid: Sequence[float]) -> float | N
 
 
 def chosen_rate(scores: Mapping[float, float], grid: Sequence[float]) -> ChosenRate:
-    """The rate of the smallest mean validation NLL, the smaller of two equal ones.
+    """The rate with the smallest mean validation NLL, or the smaller of two equally good ones.
 
     Args:
-        scores: mean validation NLL of each rate that was tried; infinite where a run diverged.
+        scores: mean validation NLL of each rate that was tried; infinite if a run diverged.
         grid: rates of the first grid.
     """
     tried = sorted(scores)

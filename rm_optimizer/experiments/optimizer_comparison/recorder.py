@@ -21,7 +21,7 @@ from rm_optimizer.training.callbacks.rss import rss_bytes
 from rm_optimizer.training.lightning_module import RewardModelLightning
 
 WARM_UP = 2
-"""First steps that are not timed."""
+"""Number of first steps that are not timed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,8 +30,8 @@ class CurvePoint(JsonRecord):
 
     Args:
         step: optimizer steps done.
-        tokens: training tokens until then, padding aside.
-        seconds: time spent in steps until then.
+        tokens: training tokens until then, without padding.
+        seconds: seconds of the steps until then.
         nll: validation NLL.
         accuracy: validation accuracy.
     """
@@ -45,7 +45,7 @@ class CurvePoint(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class LearningCurve(JsonRecord):
-    """Evaluations of a run, `curve.json` in a trial's work.
+    """Evaluations of a run, `curve.json` in a trial's work folder.
 
     Args:
         points: evaluations in order.
@@ -55,7 +55,7 @@ class LearningCurve(JsonRecord):
 
 
 class ArmRecorder(StepClock):
-    """Watches a run without a trace in it, and refuses an optimizer whose first step is not its own.
+    """Callback that records a run without changing it, and refuses an optimizer whose first step breaks its rule.
 
     Args:
         optimizer: name of the optimizer in the registry.
@@ -75,7 +75,7 @@ class ArmRecorder(StepClock):
 
     @property
     def values(self) -> dict[str, float | int | str | None]:
-        """Numbers of the run for its trial."""
+        """Recorded numbers of the run."""
         timed = self.steps[WARM_UP:] or self.steps
         return {
             "initial": self.initial,
@@ -90,7 +90,7 @@ class ArmRecorder(StepClock):
         }
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the digest of the weights that training starts from."""
+        """Compute the digest of the weights before training."""
         assert isinstance(pl_module, RewardModelLightning)
         self.initial = weights_digest(pl_module.model)
         if torch.cuda.is_available():
@@ -99,7 +99,7 @@ class ArmRecorder(StepClock):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Keep the weights before the first step, and start the step's clock."""
+        """Copy the weights before the first step, and start timing the step."""
         if not self.steps:
             self._before = mechanism_state(trainer.optimizers[0])
         super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
@@ -107,7 +107,7 @@ class ArmRecorder(StepClock):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add the step, and the evaluation if one was due."""
+        """Record the step, and the evaluation if there was one."""
         assert isinstance(pl_module, RewardModelLightning)
         assert isinstance(batch, MacroBatch)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
@@ -129,7 +129,7 @@ class ArmRecorder(StepClock):
 
 
 def _memory_bytes() -> int:
-    """Most memory of the GPU since the start, or resident memory now where there is none."""
+    """Peak memory of the GPU since the start of training, or the present resident memory without a GPU."""
     return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else rss_bytes()
 
 

@@ -1,8 +1,8 @@
-"""Stages of a comparison: each is a list of trials that follows from the finished trials of the stages before.
+"""Stages of a comparison. Each is a list of trials that depends on the results of the stages before.
 
-Freeze writes what is equal across arms. Tuning tries equally many learning rates of every optimizer on seeds of its
-own. The final stage runs fresh seeds, the same for every arm, at the chosen rates. All trials stand in one study, so a
-comparison that is killed anywhere goes on with what has no result.
+Freezing writes the setting that is equal for all arms. Tuning tries the same number of learning rates for every
+optimizer, on seeds that are used only for tuning. The final stage runs new seeds, the same for every arm, at the chosen
+rates. All trials are in one study, so a comparison that was killed continues with the trials that have no result.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rm_optimizer.experiments.study.plan import FROZEN_FILE, PLAN_FILE, PlannedT
 from rm_optimizer.experiments.study.trial import Trial, TrialResult
 
 FIRST_TUNING_SEED = 1000
-"""Tuning seeds start here, final seeds at 0."""
+"""First tuning seed; final seeds start at 0."""
 ADAMW = "adamw"
 
 
@@ -34,8 +34,8 @@ class TunedArm:
 
     Args:
         grid: rates of the first grid.
-        trials: runs of each rate that was planned, a trial for each tuning seed.
-        beside: rate of its AdamW half; None where it has none, or the preset's is kept.
+        trials: trials of each planned rate, one for each tuning seed.
+        beside: learning rate of its AdamW part; None if it has none, or the preset's is used.
     """
 
     grid: tuple[float, ...]
@@ -70,12 +70,12 @@ class Stages:
 
     @property
     def num_planned(self) -> int:
-        """Trials of the whole comparison, rates beyond the grids aside."""
+        """Number of trials of the whole comparison, without rates beyond the grids."""
         options = self.frozen.options
         return len(options.optimizers) * (options.rates * options.tuning_seeds + options.seeds)
 
     def tuned(self, arm: str) -> TunedArm | None:
-        """Tuning runs of an optimizer; None while the rate that it takes over from AdamW is not known."""
+        """Tuning runs of an optimizer; None if it uses the rate tuned for AdamW and that is not known yet."""
         options = self.frozen.options
         beside = None
         if takes_adamw_rate(arm) and ADAMW in options.optimizers:
@@ -102,7 +102,7 @@ class Stages:
         return None if tuned is None or scores is None else chosen_rate(scores, tuned.grid)
 
     def final(self, arm: str) -> list[PlannedTrial]:
-        """Final runs of an optimizer, one for each seed; empty until all are tuned, or if all of its rates diverge."""
+        """Final runs of an optimizer, one for each seed; empty until all are tuned, or if all its rates diverged."""
         chosen = {name: self.chosen(name) for name in self.frozen.options.optimizers}
         tuned, own = self.tuned(arm), chosen[arm]
         if any(found is None for found in chosen.values()) or tuned is None or own is None or own.rate is None:
@@ -110,7 +110,7 @@ class Stages:
         return [self._trial(FINAL, arm, own.rate, seed, tuned.beside) for seed in range(self.frozen.options.seeds)]
 
     def trials(self) -> list[PlannedTrial]:
-        """All trials that are known by now: tuning runs, then final runs seed by seed."""
+        """All trials that are known so far: tuning runs, then final runs seed by seed."""
         options = self.frozen.options
         tuned = [self.tuned(arm) for arm in options.optimizers]
         tuning = [trial for found in tuned if found for runs in found.trials.values() for trial in runs]
@@ -118,7 +118,7 @@ class Stages:
         return tuning + [runs[seed] for seed in range(options.seeds) for runs in finals if runs]
 
     def result(self, planned: PlannedTrial) -> TrialResult | None:
-        """The result of a trial; None until there is one."""
+        """The result of a trial; None if it has none yet."""
         return self._results.get(planned.name) or self._read(planned)
 
     def run(
@@ -132,13 +132,13 @@ class Stages:
         """Run stage after stage until every trial has a result.
 
         Args:
-            executor: runs the trials.
-            retries: further attempts at a trial that failed or whose process was killed.
-            on_trial: called with each trial that ended.
-            on_stage: called with the number of trials known so far, whenever more are planned.
+            executor: executor of the trials.
+            retries: number of further attempts at a trial that failed or whose process was killed.
+            on_trial: function called with each trial that ended.
+            on_stage: function called with the number of trials known so far, at the start of each stage.
 
         Raises:
-            Interrupted: if the user stopped it; the same call goes on.
+            Interrupted: if the user stopped it; the same call continues.
         """
         while True:
             known = self.trials()
@@ -173,7 +173,7 @@ class Stages:
         return self._trials[key]
 
     def _scores(self, trials: Mapping[float, Sequence[PlannedTrial]]) -> dict[float, float] | None:
-        """Mean validation NLL of each rate, infinite where a run diverged; None while a run has no result."""
+        """Mean validation NLL of each rate, infinite if a run diverged; None while a run has no result."""
         scores: dict[float, float] = {}
         for rate, runs in trials.items():
             results = [self.result(run) for run in runs]

@@ -1,1 +1,1 @@
-"""The study runner: a fixed list of trials that every process may help with and none repeats."""
+"""Study runner: a fixed list of trials that several processes may share without repeating any."""

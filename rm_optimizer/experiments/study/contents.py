@@ -1,4 +1,4 @@
-"""Digests of the pairs that a trial reads, so that its name tells one content from another and not one path."""
+"""Digests of the pairs that a trial reads, so that its name depends on their content and not on their path."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def content_of(source: Any) -> Any:
-    """Sources of `data.train` or `data.val` with the digests of their files for the paths; hub names stay.
+    """Sources of `data.train` or `data.val` with paths replaced by the digests of their files; hub names remain.
 
     Args:
         source: a path, pattern or hub name, a mapping with a `path`, a list of those, or None.
@@ -26,7 +26,7 @@ def content_of(source: Any) -> Any:
 
 
 def _files(location: str) -> list[tuple[str, int, int]]:
-    """Path, size and time of change of each file of a location, in order; hidden files left out."""
+    """Path, size and time of change of each file of a location, in order; a folder's hidden files are left out."""
     path = Path(location)
     if path.is_dir():
         found = sorted(each for each in path.rglob("*") if not each.name.startswith((".", "_")))
@@ -38,6 +38,6 @@ def _files(location: str) -> list[tuple[str, int, int]]:
 
 @cache
 def _digest(path: str, size: int, changed: int) -> str:
-    """SHA-256 of a file, read once in a process as long as it does not change."""
+    """SHA-256 of a file; a process reads an unchanged file only once."""
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

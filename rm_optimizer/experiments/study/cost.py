@@ -1,4 +1,4 @@
-"""Cost of the training runs of a study, estimated before the first one from a few steps of it."""
+"""Cost of the training runs of a study, estimated from a few steps of the first run before the study starts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
 
 MEASURED_STEPS = 3
-"""Optimizer steps of the run that is measured."""
+"""Number of optimizer steps that are measured."""
 EVALUATED_SHARE = 0.2
-"""Evaluations, as a share of the training, where the options leave their number open."""
+"""Cost of evaluations as a share of the cost of training, if the options do not set their number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ class StudyCost:
     Args:
         runs: number of runs.
         step_seconds: measured seconds of a step of the first run.
-        hours: estimated hours of all runs, one after another.
+        hours: estimated hours of all runs if they run one after another.
     """
 
     runs: int
@@ -42,7 +42,7 @@ class StudyCost:
 
 
 def _measured(config: TrainConfig, scratch: str) -> TrainConfig:
-    """The first steps of a run, with one evaluation and no logger, in a folder of their own."""
+    """Options of the first steps of a run, with one evaluation and no logger, in a folder of their own."""
     short = replace(
         config.training, max_steps=MEASURED_STEPS, checkpoint_every=MEASURED_STEPS, evals_per_epoch=1, progress=False
     )
@@ -53,8 +53,8 @@ def _measured(config: TrainConfig, scratch: str) -> TrainConfig:
 def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
     """Cost of training with each of these options, from a few steps with the first.
 
-    The cost of a step is taken to grow with its pairs and with the passes of the optimizer. Runs of other models are
-    counted as if they cost what the first one's does.
+    The cost of a step is assumed to be proportional to its pairs and to the passes of the optimizer. Runs of other
+    models are assumed to cost as much as those of the first model.
 
     Args:
         configs: options of the runs.
@@ -77,12 +77,12 @@ def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
 
 
 def planned_cost(specs: Sequence[dict[str, Any]]) -> StudyCost:
-    """Cost of trials whose specs hold the `options` of their runs, as `study_cost` estimates it."""
+    """Estimate of `study_cost` for trials whose specs contain the `options` of their runs."""
     return study_cost([config_of(spec["options"]) for spec in specs])
 
 
 def steps_of(config: TrainConfig, num_pairs: int) -> int:
-    """Optimizer steps of a run over so many training pairs."""
+    """Number of optimizer steps of a run with `num_pairs` training pairs."""
     training = config.training
     return training.max_steps or math.ceil(training.epochs * math.ceil(num_pairs / config.batching.batch_size))
 

@@ -1,7 +1,7 @@
-"""Run a study: start what has no result, repeat what failed for a reason outside the trial, and tell how far it is.
+"""Driver of a study: it starts trials without a result, repeats failed ones, and reports the state of all.
 
-Any number of drivers may work on one study. Each trial is measured by the process that holds its claim. A driver that
-is killed leaves its trials running; the same command waits for them and repeats nothing that is finished.
+Any number of drivers may work on one study. Each trial is measured by the process that holds its claim. If a driver is
+killed, its trials continue. The same command waits for them, and repeats no finished trial.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rm_optimizer.experiments.study.trial import (
 from rm_optimizer.records.files import write_text
 
 TRIALS = "trials"
-"""In the folder of the study: a folder for each trial."""
+"""Folder inside the study's folder that contains a folder for each trial."""
 WAIT_SECONDS = 1.0
 DAMAGED = "damaged"
 """State of a trial whose result cannot be read."""
 OnTrial = Callable[[PlannedTrial, TrialResult | None], None]
-"""Called with each trial that ended; its result is None where it failed for good."""
+"""Function called with each trial that ended and its result, which is None if no further attempt is made."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class StudyStatus:
     Args:
         states: state of each trial by name: finished, diverged, failed, running, waiting or damaged.
         seconds: wall seconds of each finished or diverged trial.
-        errors: last error of each failed trial, and why a damaged one cannot be read.
+        errors: last error of each failed trial, and the reason why a damaged trial cannot be read.
     """
 
     states: dict[str, str]
@@ -109,7 +109,7 @@ class Study:
                 yield about | {"state": state, "error": result.error} | spent | result.values
 
     def forget_failures(self) -> int:
-        """Let failed trials run again, and return how many there are."""
+        """Remove the records of failed trials so that they may run again, and return their number."""
         failed = [self.trial(planned) for planned in self.plan.trials]
         failed = [trial for trial in failed if trial.failure is not None and trial.result is None]
         for trial in failed:
@@ -117,15 +117,15 @@ class Study:
         return len(failed)
 
     def run(self, executor: Executor, *, retries: int = 2, on_trial: OnTrial | None = None) -> StudyStatus:
-        """Run every trial that has no result and did not fail before, and return the state of all.
+        """Run every trial that has no result and attempts left, and return the state of all.
 
         Args:
-            executor: runs the trials.
-            retries: further attempts at a trial that failed or whose process was killed.
-            on_trial: called with each trial that ended.
+            executor: executor of the trials.
+            retries: number of further attempts at a trial that failed or whose process was killed.
+            on_trial: function called with each trial that ended.
 
         Raises:
-            Interrupted: if the user stopped it; the same call goes on.
+            Interrupted: if the user stopped it; the same call continues.
         """
         work = _Work(self, executor, retries, on_trial or (lambda planned, result: None))
         try:
@@ -138,7 +138,7 @@ class Study:
 
 @dataclass
 class _Work:
-    """Trials on their way through a driver."""
+    """State of a driver: trials that wait, that it runs, and that other processes run."""
 
     study: Study
     executor: Executor
@@ -185,7 +185,7 @@ class _Work:
         elif code == CLAIMED:
             self.elsewhere.append(planned)
         else:
-            if trial.attempts == self.attempts[planned.name]:  # it could not write the failure down itself
+            if trial.attempts == self.attempts[planned.name]:  # the process could not record the failure itself
                 ended = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
                 trial.fail(f"its process {ended}; what it printed is in {trial.folder / OUTPUT_FILE}")
             if self._may_run(trial):
@@ -194,7 +194,7 @@ class _Work:
                 self.on_trial(planned, None)
 
     def _look_elsewhere(self) -> None:
-        """Take back trials of other processes that ended; those without a result are started again."""
+        """Move ended trials of other processes to the waiting ones, where those without a result are started again."""
         ended = [planned for planned in self.elsewhere if not self.study.trial(planned).is_claimed]
         self.elsewhere = [planned for planned in self.elsewhere if planned not in ended]
         self.waiting.extend(ended)

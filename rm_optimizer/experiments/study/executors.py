@@ -1,4 +1,4 @@
-"""Executors of trials: in this process, in one fresh interpreter each, or on a Ray cluster."""
+"""Executors of trials: in this process, in a new interpreter for each trial, or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODULE = "rm_optimizer.experiments.study.trial"
 
 
 class Executor(Protocol):
-    """Runs trials, at most `slots` at a time."""
+    """Executor of trials, of which at most `slots` run at a time."""
 
     slots: int
 
@@ -27,14 +27,14 @@ class Executor(Protocol):
         """Start the trial of a folder."""
 
     def ended(self, seconds: float) -> list[tuple[Path, int]]:
-        """Folders and exit codes of trials that ended, after a wait of at most so many seconds."""
+        """Folders and exit codes of trials that ended, after a wait of at most `seconds`."""
 
     def stop(self) -> None:
         """Stop all trials, and return once they have ended."""
 
 
 class InlineExecutor:
-    """Runs each trial in this process."""
+    """Executor that runs each trial in this process."""
 
     slots = 1
 
@@ -59,16 +59,16 @@ class InlineExecutor:
         return ended
 
     def stop(self) -> None:
-        """Nothing: no trial runs outside `start`."""
+        """Do nothing, since no trial runs outside `start`."""
 
 
 class ProcessExecutor:
-    """Runs each trial in a fresh interpreter, which shares nothing with the others.
+    """Executor that runs each trial in a new interpreter, which shares nothing with the others.
 
     Args:
-        slots: trials at a time.
-        threads: CPU threads of each.
-        devices: names for `CUDA_VISIBLE_DEVICES`, one for each slot; empty leaves the variable as it is.
+        slots: most trials at a time.
+        threads: number of CPU threads of each trial.
+        devices: names for `CUDA_VISIBLE_DEVICES`, one for each slot; if empty, the variable is not changed.
     """
 
     def __init__(self, slots: int, threads: int, devices: Sequence[str] = ()) -> None:
@@ -78,7 +78,7 @@ class ProcessExecutor:
         self._running: dict[Path, tuple[subprocess.Popen[bytes], str | None]] = {}
 
     def start(self, folder: Path) -> None:
-        """Start the trial's process; what it prints goes to `output.log` in its folder."""
+        """Start the trial's process; its output goes to `output.log` in the trial's folder."""
         device = self._devices.pop() if self._devices else None
         with (folder / OUTPUT_FILE).open("ab") as output:
             process = subprocess.Popen(
@@ -106,7 +106,7 @@ class ProcessExecutor:
         return ended
 
     def stop(self) -> None:
-        """Ask each process to stop, and end those that do not within ten seconds."""
+        """Terminate each process, and kill those that have not ended after ten seconds."""
         for process, _ in self._running.values():
             process.terminate()
         for process, _ in self._running.values():
@@ -119,12 +119,12 @@ class ProcessExecutor:
 
 
 class RayExecutor:
-    """Runs each trial in a fresh interpreter on a node of a Ray cluster, all of which see the study's folder.
+    """Executor that runs each trial in a new interpreter on a Ray cluster, whose nodes all have the study's folder.
 
     Args:
-        threads: CPUs of each trial.
-        gpus: GPUs of each trial; may be a fraction.
-        address: address of the cluster; None takes `RAY_ADDRESS`, or starts Ray on this machine.
+        threads: number of CPUs of each trial.
+        gpus: number of GPUs of each trial, which may be a fraction.
+        address: address of the cluster; None uses `RAY_ADDRESS`, or starts Ray on this machine.
 
     Raises:
         MissingExtra: if Ray is not installed.
@@ -140,7 +140,7 @@ class RayExecutor:
         self._running: dict[Any, Path] = {}
 
     def start(self, folder: Path) -> None:
-        """Hand the trial to the cluster."""
+        """Submit the trial to the cluster."""
         self._running[self._remote.remote(str(folder.resolve()), self._threads)] = folder
 
     def ended(self, seconds: float) -> list[tuple[Path, int]]:
@@ -159,7 +159,7 @@ class RayExecutor:
         return found
 
     def stop(self) -> None:
-        """Cancel what runs."""
+        """Cancel the running trials."""
         for task in self._running:
             self._ray.cancel(task, force=True)
         self._running.clear()
@@ -169,7 +169,7 @@ def connected_ray(address: str | None = None) -> Any:
     """The `ray` module, connected to a cluster.
 
     Args:
-        address: address of the cluster; None takes `RAY_ADDRESS`, or starts Ray on this machine.
+        address: address of the cluster; None uses `RAY_ADDRESS`, or starts Ray on this machine.
 
     Raises:
         MissingExtra: if Ray is not installed.
@@ -185,14 +185,14 @@ def connected_ray(address: str | None = None) -> Any:
 
 
 def executor_named(name: str, workers: int | None) -> Executor:
-    """An executor by its name, with the cores and GPUs of this machine shared out.
+    """An executor by its name, with the cores and GPUs of this machine divided among the trials.
 
     Args:
         name: inline, process or ray.
-        workers: trials at a time; None is one a GPU, else one.
+        workers: number of trials at a time; None means one for each GPU, or one without GPUs.
 
     Raises:
-        ConfigError: if there is none of that name, or `inline` is given several workers.
+        ConfigError: if the name is unknown, or `inline` has several workers.
     """
     cores = num_cores()
     if name == "inline" and workers not in (None, 1):
@@ -216,7 +216,7 @@ def _devices() -> list[str]:
 
 
 def _measure(folder: str, threads: int) -> int:
-    """Exit code of the trial's process, on the node where this runs."""
+    """Run the trial's process on the node of this task, and return its exit code."""
     with Path(folder, OUTPUT_FILE).open("ab") as output:
         command = _command(Path(folder))
         return subprocess.run(command, env=_environment(threads), stdout=output, stderr=output, check=False).returncode

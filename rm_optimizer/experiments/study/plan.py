@@ -16,15 +16,15 @@ from rm_optimizer.records.files import write_text
 from rm_optimizer.records.provenance import commit, machine, versions
 
 PLAN_FILE = "plan.json"
-"""In the folder of the study."""
+"""File with the plan, in the folder of the study."""
 FROZEN_FILE = "frozen.json"
-"""In the folder of a comparison of optimizers, a study whose later trials follow from its first ones."""
+"""File with the setting, in the folder of a comparison of optimizers, whose later trials depend on its first ones."""
 HYPOTHESES_FILE = "hypothesis_options.json"
-"""In the folder of a study of hypotheses."""
+"""File with the options, in the folder of a study of hypotheses."""
 
 
 class StudyKind(StrEnum):
-    """Kind of a study, by the module of its task."""
+    """Kind of a study; each value is the end of its task's module."""
 
     optimizers = "optimizer_comparison.arm_trial"
     readiness = "readiness.trials"
@@ -38,9 +38,9 @@ class PlannedTrial:
     """A trial of a plan.
 
     Args:
-        name: hash of its identity, the name of its folder.
-        label: short text that tells it from the other trials.
-        spec: JSON values that the task is called with.
+        name: hash of its identity, which is the name of its folder.
+        label: short text that distinguishes it from the other trials.
+        spec: JSON values with which the task is called.
     """
 
     name: str
@@ -55,9 +55,9 @@ class StudyPlan(JsonRecord, indent=1):
     Args:
         task: function that measures a trial, as `package.module:name`.
         trials: the trials, in the order in which they start.
-        versions: packages that decide the numbers.
-        machine: processor, cores and system that planned it.
-        commit: the checkout's commit.
+        versions: versions of the packages that affect results.
+        machine: processor, cores and system of the machine that planned it.
+        commit: commit of the checkout.
     """
 
     task: str
@@ -93,9 +93,9 @@ class StudyPlan(JsonRecord, indent=1):
 
 
 def study_kind(folder: Path) -> StudyKind | None:
-    """Kind of the study in a folder; None where it holds none, or one of other code.
+    """Kind of the study in a folder; None if there is no study, or its task is of other code.
 
-    A comparison of optimizers that was killed before its plan is told by its setting.
+    A comparison of optimizers that was killed before it had a plan is recognized by its setting.
 
     Raises:
         ConfigError: if the plan is damaged.
@@ -106,12 +106,12 @@ def study_kind(folder: Path) -> StudyKind | None:
 
 
 def planned_trial(label: str, spec: Mapping[str, Any], identity: Mapping[str, Any] | None = None) -> PlannedTrial:
-    """A trial with the name that its identity gives it.
+    """A trial whose name is the hash of its identity.
 
     Args:
-        label: short text that tells it from the other trials.
-        spec: JSON values that the task is called with.
-        identity: values that decide its result; None takes the spec.
+        label: short text that distinguishes it from the other trials.
+        spec: JSON values with which the task is called.
+        identity: values that determine its result; None means the spec.
     """
     text = json.dumps(spec if identity is None else identity, default=str, sort_keys=True)
     return PlannedTrial(name=hashlib.sha256(text.encode()).hexdigest()[:16], label=label, spec=dict(spec))
@@ -134,16 +134,16 @@ def _distinct_names(trials: Sequence[PlannedTrial]) -> set[str]:
 
 
 def publish(folder: Path, task: str, trials: Sequence[PlannedTrial], *, extends: bool = False) -> StudyPlan:
-    """Write the plan of a study, or read it where the folder holds the same one.
+    """Write the plan of a study, or read it if the folder holds the same one.
 
     Args:
         folder: folder of the study.
         task: function that measures a trial, as `package.module:name`.
         trials: the trials.
-        extends: add the trials that are new to the plan in the folder.
+        extends: True to add new trials to the plan in the folder.
 
     Raises:
-        ConfigError: if two trials would give one result, or the folder holds another plan.
+        ConfigError: if two trials have the same identity, or the folder holds another plan.
     """
     names = _distinct_names(trials)
     if (folder / PLAN_FILE).exists():

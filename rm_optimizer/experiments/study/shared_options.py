@@ -10,16 +10,16 @@ from rm_optimizer.errors import ConfigError
 def require_shared(
     overrides: Sequence[str], owned: Mapping[str, str], study: str, *, but: Collection[str] = ()
 ) -> None:
-    """Refuse overrides that are no single value, or that the study sets itself.
+    """Refuse overrides that have several values or that the study sets itself.
 
     Args:
         overrides: options of every trial, as name=value.
         owned: options, and groups of them, that the study sets, each with the reason.
-        study: name of the kind of study, as in a sentence.
-        but: options of these groups that may be set.
+        study: name of the kind of study, for the message.
+        but: options in these groups that may be set.
 
     Raises:
-        ConfigError: naming the override.
+        ConfigError: if there is such an override, with its name.
     """
     for override in overrides:
         name, equals, value = override.lstrip("+").partition("=")

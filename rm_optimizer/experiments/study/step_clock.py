@@ -11,12 +11,12 @@ from rm_optimizer.training.callbacks.loop import evaluation_of
 
 
 class StepClock(pl.Callback):
-    """Measures each step, evaluations left out.
+    """Callback that measures the time of each step without evaluations.
 
     Attributes:
         steps: seconds of each step.
-        steps_per_epoch: optimizer steps of an epoch; 0 before the first step.
-        evaluating: seconds of all evaluations until the last step's end.
+        steps_per_epoch: number of optimizer steps of an epoch; 0 before the first step.
+        evaluating: seconds of all evaluations until the end of the last step.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class StepClock(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Start the step's clock."""
+        """Start timing the step."""
         evaluation = evaluation_of(trainer)
         self.steps_per_epoch = evaluation.datamodule.steps_per_epoch
         self._evaluated, self._began = evaluation.seconds, time.perf_counter()
@@ -36,6 +36,6 @@ class StepClock(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Add the step."""
+        """Record the step."""
         elapsed, self.evaluating = time.perf_counter() - self._began, evaluation_of(trainer).seconds
         self.steps.append(elapsed - (self.evaluating - self._evaluated))

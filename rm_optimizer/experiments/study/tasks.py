@@ -19,21 +19,21 @@ from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.config import LoggerConfig, Resume
 
 TRAIN = "rm_optimizer.experiments.study.tasks:train"
-"""The task of a study of training runs."""
+"""Name of the task of a study of training runs."""
 _LONGEST = 128
-"""Characters of a name in W&B at most."""
+"""Most characters of a name in W&B."""
 RUN = Path("work", "run")
-"""The run folder of such a trial, in its folder."""
+"""Path of the run folder inside the trial's folder."""
 
 
 def training_trial(label: str, config: TrainConfig) -> PlannedTrial:
-    """A trial that trains with these options; those that change no result are no part of its name.
+    """A trial that trains with these options.
 
-    The pairs are part of it by their content, not by their paths.
+    Its name depends on the options that can change the result and on the content of the pairs, but not on their paths.
 
     Args:
-        label: short text that tells it from the other trials.
-        config: its options, with absolute paths; `output_dir` is not used.
+        label: short text that distinguishes it from the other trials.
+        config: options of the run, with absolute paths; its `output_dir` is not used.
     """
     options = options_of(config)
     identity = {name: value for name, value in flat(options) if not is_among(name, (*FREE, "data.train", "data.val"))}
@@ -42,16 +42,16 @@ def training_trial(label: str, config: TrainConfig) -> PlannedTrial:
 
 
 def train(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str | None]:
-    """Train a reward model and return its validation metrics; a run that was killed goes on from its checkpoint.
+    """Train a reward model and return its validation metrics; a run that was killed continues from its checkpoint.
 
     Args:
         spec: `options` of the run, and the `contents` of its pairs.
-        folder: folder of the trial's work; the run stands in its `run/`.
+        folder: folder of the trial's work; the run folder is its `run/`.
 
     Raises:
         ConfigError: if the files of the pairs were changed since the study was planned.
     """
-    # These need torch, which a plan does not wait for.
+    # These import torch, which is slow and not needed for a plan.
     from rm_optimizer.core.metrics.pairwise import ESTIMATES
     from rm_optimizer.training import train_reward_model
 
@@ -71,10 +71,10 @@ def train(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str 
 
 
 def require_contents(config: TrainConfig, planned: Mapping[str, Any]) -> None:
-    """Refuse pairs that are not those of the plan.
+    """Refuse pairs that differ from those of the plan.
 
     Raises:
-        ConfigError: if the files of the pairs were changed since.
+        ConfigError: if the files of the pairs were changed since the study was planned.
     """
     for name, content in _contents(config).items():
         if content != planned[name]:
@@ -85,10 +85,10 @@ def require_contents(config: TrainConfig, planned: Mapping[str, Any]) -> None:
 
 
 def logged_in_study(logger: LoggerConfig, folder: Path) -> LoggerConfig:
-    """Loggers of a trial's run: in W&B it stands in the study's group, under the trial's label.
+    """Options of the loggers of a trial's run, which in W&B has the study's group and the trial's label.
 
     Args:
-        logger: options of the loggers, whose own name and group stay.
+        logger: options of the loggers; a name and a group in them are kept.
         folder: folder of the trial's work.
     """
     if not logger.wandb:
@@ -104,7 +104,7 @@ def _contents(config: TrainConfig) -> dict[str, Any]:
 
 
 def config_of(options: Mapping[str, Any]) -> TrainConfig:
-    """The options that `options_of` gave, as dataclasses again.
+    """The dataclasses of options from the result of `options_of`.
 
     Raises:
         ConfigError: if an option is unknown or out of its range.

@@ -1,4 +1,4 @@
-"""A trial in its folder: claimed by one process, measured, and finished once `result.json` is there.
+"""Trial in its folder: claimed by one process, measured, and finished when `result.json` exists.
 
 `python -m rm_optimizer.experiments.study.trial FOLDER` measures the trial in a folder.
 """
@@ -22,11 +22,11 @@ from rm_optimizer.records.files import write_text
 
 SPEC_FILE, RESULT_FILE, FAILURE_FILE, CLAIM_FILE = "spec.json", "result.json", "failure.json", "claim"
 OUTPUT_FILE = "output.log"
-"""What a trial's process printed, in its folder."""
+"""Output of a trial's process, in the trial's folder."""
 WORK = "work"
-"""Folder in which the task works; it stays from attempt to attempt, so that a task may go on where it was killed."""
+"""Folder for the task's files; it is kept between attempts, so that a task can continue after a kill."""
 CLAIMED, FAILED, STOPPED = 75, 1, 130
-"""Exit codes of a trial that another process measures, that failed, and that was stopped."""
+"""Exit codes of a trial that another process holds, of a failed one and of a stopped one."""
 RecordT = TypeVar("RecordT", bound=JsonRecord)
 
 
@@ -36,8 +36,8 @@ class TrialSpec(JsonRecord, indent=1):
 
     Args:
         task: function that measures it, as `package.module:name`.
-        label: short text that tells it from the other trials.
-        spec: JSON values that the task is called with.
+        label: short text that distinguishes it from the other trials.
+        spec: JSON values with which the task is called.
     """
 
     task: str
@@ -47,14 +47,14 @@ class TrialSpec(JsonRecord, indent=1):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult(JsonRecord, indent=1):
-    """The outcome of a trial, `result.json`; a diverged trial is a result.
+    """The outcome of a trial, `result.json`; a diverged trial has a result too.
 
     Args:
         status: `finished` or `diverged`.
-        values: numbers that the task returned; empty of a diverged trial.
-        seconds: wall time of the attempt that finished.
-        attempts: attempts, the last included.
-        error: sentence of a diverged trial.
+        values: numbers that the task returned; empty for a diverged trial.
+        seconds: wall seconds of the last attempt.
+        attempts: number of attempts, including the last one.
+        error: error message of a diverged trial; None for a finished one.
     """
 
     status: str
@@ -69,9 +69,9 @@ class TrialFailure(JsonRecord, indent=1):
     """Failed attempts of a trial without a result, `failure.json`.
 
     Args:
-        attempts: failed attempts.
-        error: the last one's error.
-        traceback: traceback of the error.
+        attempts: number of failed attempts.
+        error: error of the last one.
+        traceback: traceback of this error.
     """
 
     attempts: int
@@ -91,17 +91,17 @@ class Trial:
 
     @property
     def result(self) -> TrialResult | None:
-        """The outcome; None until there is one."""
+        """The outcome; None if there is none yet."""
         return self._read(TrialResult, RESULT_FILE)
 
     @property
     def failure(self) -> TrialFailure | None:
-        """Failed attempts; None where there is none."""
+        """Failed attempts; None if there are none."""
         return self._read(TrialFailure, FAILURE_FILE)
 
     @property
     def attempts(self) -> int:
-        """Failed attempts so far."""
+        """Number of failed attempts so far."""
         return self.failure.attempts if self.failure else 0
 
     @property
@@ -125,9 +125,9 @@ class Trial:
 
     @contextmanager
     def claim(self) -> Iterator[bool]:
-        """Hold the trial for this process; False if another process holds it.
+        """Context in which this process holds the trial; it yields False if another process holds it.
 
-        The operating system releases the claim when the process ends, however it ends.
+        The operating system releases the claim when the process ends, even after a kill.
 
         Raises:
             ConfigError: if the file system has no locks.
@@ -146,14 +146,14 @@ class Trial:
             yield is_ours
 
     def fail(self, error: str, where: str = "") -> None:
-        """Count a failed attempt."""
+        """Record a failed attempt."""
         record = TrialFailure(attempts=self.attempts + 1, error=error, traceback=where)
         write_text(self.folder / FAILURE_FILE, record.to_json() + "\n")
 
     def measure(self) -> int:
         """Claim and measure the trial, unless it is finished, and return an exit code.
 
-        An error of the task is written down and gives `FAILED`; only a user's stop gives `STOPPED`.
+        An error of the task is recorded and gives `FAILED`. Only a stop by the user gives `STOPPED`.
         """
         with self.claim() as is_ours:
             if not is_ours:

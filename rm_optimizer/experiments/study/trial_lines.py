@@ -1,4 +1,4 @@
-"""A line for each trial that ends, with the time that the others will take."""
+"""Printed line for each trial that ends, with the estimated time for the remaining ones."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rm_optimizer.experiments.study.trial import TrialResult
 
 
 class TrialLines:
-    """Prints trials as they end; what `Study.run` takes as `on_trial`.
+    """Printer of trials as they end, for the `on_trial` of `Study.run`.
 
     Args:
-        done: trials that have a result before the first one starts.
-        total: trials that are known.
+        done: number of trials that have a result at the start.
+        total: number of trials known at the start.
     """
 
     def __init__(self, done: int, total: int) -> None:
@@ -23,12 +23,12 @@ class TrialLines:
 
     @classmethod
     def of(cls, study: Study) -> TrialLines:
-        """The lines of a study of a fixed plan."""
+        """The lines of a study whose plan is complete."""
         counts = study.status().counts
         return cls(counts["finished"] + counts["diverged"], len(study.plan.trials))
 
     def grow(self, total: int) -> None:
-        """Count trials that are planned by now."""
+        """Raise the number of known trials to `total`."""
         self._total = max(self._total, total)
 
     def __call__(self, planned: PlannedTrial, result: TrialResult | None) -> None:
