@@ -1,10 +1,10 @@
-"""Pairs to tensors: token-budget micro-batches, step-indexed macro-batches, and the loaders over them.
+"""Pairs as tensors: micro-batches within a token budget, and macro-batches by optimizer step.
 
-One optimizer step takes a macro-batch of `batch_size` pairs, whatever the number of ranks. Each rank takes a share of
-it in micro-batches that hold whole pairs within a token budget. A loss that weights every pair by
-``weight / MacroBatch.total_weight`` and sums over micro-batches and ranks is exact for every budget and rank count, and
-a pair of twice the weight counts twice at every batch size: the total is that of so many pairs of the data set's mean
-weight, not of the weights that happen to meet in a step.
+One optimizer step uses a macro-batch of `batch_size` pairs for any number of ranks. Each rank computes a share of it in
+micro-batches of whole pairs within a token budget. A loss that weights every pair by
+``weight / MacroBatch.total_weight`` and sums over micro-batches and ranks is exact for every budget and rank count.
+The total weight is the number of pairs times the mean weight of the data set, and not the sum of the weights in the
+step. So a pair of twice the weight counts twice at every batch size.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from rm_optimizer.errors import DataError
 
 
 class _Pairs:
-    """Common part of batches of pairs; all their fields move between devices."""
+    """Common part of batches of pairs, whose fields can all move between devices."""
 
     pair_index: Int[Tensor, " pairs"]
 
     @property
     def num_pairs(self) -> int:
-        """Pairs in the batch."""
+        """Number of pairs in the batch."""
         return int(self.pair_index.shape[0])
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
@@ -65,9 +65,9 @@ class PairBatch(_Pairs):
     Args:
         input_ids: token ids, padded on the right.
         attention_mask: 1 for a token, 0 for padding.
-        margin: the pairs' margins in the source's units, float32, 0 where a pair has none.
+        margin: the pairs' margins in the source's units, float32, 0 for a pair without one.
         label: probability that chosen is the better one, float32.
-        weight: number of pairs that each one counts for, float32.
+        weight: number of pairs that each pair counts as, float32.
         pair_index: positions in the data set, int64.
     """
 
@@ -100,11 +100,11 @@ class PairBatch(_Pairs):
 
 @dataclass(frozen=True, eq=False)
 class PackedPairBatch(_Pairs):
-    """Pairs as trees of two branches: the tokens both start with once, then the chosen rest and the rejected rest.
+    """Pairs as trees of two branches: the common first tokens once, then the rests of the chosen and the rejected one.
 
     Args:
-        trees: the tokens in rows; branches 2 i and 2 i + 1 are pair i's chosen and rejected sequence.
-        margin, label, weight, pair_index: numbers of the pairs, as in a `PairBatch`.
+        trees: the tokens in rows; branches 2 i and 2 i + 1 belong to pair i's chosen and rejected sequence.
+        margin, label, weight, pair_index: values of the pairs, as in a `PairBatch`.
     """
 
     trees: PackedTrees
@@ -115,7 +115,7 @@ class PackedPairBatch(_Pairs):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the sequences apart, without padding."""
+        """Tokens of the separate sequences, without padding."""
         return self.trees.num_sequence_tokens
 
     @property
@@ -130,7 +130,7 @@ class PackedPairBatch(_Pairs):
 
 
 AnyPairBatch: TypeAlias = PairBatch | PackedPairBatch
-"""A micro-batch of either kind; `BradleyTerryRM.rewards_of` and `split` take both."""
+"""A micro-batch of either kind; `BradleyTerryRM.rewards_of` and `split` accept both."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -139,9 +139,9 @@ class MacroBatch:
 
     Args:
         step: the optimizer step, from 0.
-        micro: this rank's micro-batches. Ranks may hold different numbers of them, and a rank holds none when a short
-            last batch has fewer pairs than there are ranks; it must still take part in the gradients' reduction.
-        total_weight: pairs of the whole macro-batch, over all ranks, times the mean weight of the data set's pairs.
+        micro: this rank's micro-batches. Ranks may have different numbers of them. A rank has none if a short last
+            batch has fewer pairs than there are ranks, but it must still take part in the gradients' reduction.
+        total_weight: number of pairs of the macro-batch, over all ranks, times the mean weight of the data set's pairs.
         pair_index: positions in the data set of the whole macro-batch, over all ranks.
     """
 
@@ -161,12 +161,12 @@ class MacroBatch:
 
 @dataclass(frozen=True, eq=False)
 class PairValues:
-    """The numbers of pairs, beside their tokens.
+    """The values of pairs apart from their tokens.
 
     Args:
-        margin: margins in the source's units, 0 where a pair has none.
+        margin: margins in the source's units, 0 for a pair without one.
         label: probabilities that chosen is the better one.
-        weight: number of pairs that each one counts for.
+        weight: number of pairs that each pair counts as.
     """
 
     margin: Float32[np.ndarray, " pairs"]
@@ -175,19 +175,19 @@ class PairValues:
 
     @classmethod
     def of(cls, pairs: Iterable[PreferencePair]) -> PairValues:
-        """The numbers of these pairs."""
+        """The values of these pairs."""
         rows = np.array([(pair.margin or 0.0, pair.label, pair.weight) for pair in pairs], dtype=np.float32)
         margin, label, weight = np.ascontiguousarray(rows.reshape(-1, 3).T)
         return cls(margin, label, weight)
 
 
 class PairCollator:
-    """Makes a `PairBatch` of any tokenized pairs.
+    """Collator that makes a `PairBatch` of tokenized pairs.
 
     Args:
         tokenized: the pairs' tokens.
-        pairs: pairs before tokenization, or the values of each tokenized pair.
-        pad_token_id: the id that fills masked positions.
+        pairs: all pairs before tokenization, or the values of each tokenized pair.
+        pad_token_id: id that fills masked positions.
     """
 
     def __init__(self, tokenized: PairTokens, pairs: Sequence[PreferencePair] | PairValues, pad_token_id: int) -> None:
@@ -200,7 +200,7 @@ class PairCollator:
 
     @property
     def mean_weight(self) -> float:
-        """Mean weight of all its pairs."""
+        """Mean weight of all tokenized pairs."""
         return float(self.weight.mean(dtype=np.float64))
 
     def __call__(self, positions: Sequence[int]) -> AnyPairBatch:
@@ -210,7 +210,7 @@ class PairCollator:
         return PairBatch(input_ids, attention_mask, *self._columns(positions))
 
     def tokens(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens that each of the pairs costs, without padding."""
+        """Number of tokens to compute for each pair, without padding."""
         tokens: NDArray[np.int64] = self.tokenized.lengths[positions].sum(axis=1)
         return tokens
 
@@ -226,7 +226,7 @@ class PairCollator:
 
 
 class PackedPairCollator(PairCollator):
-    """Makes a `PackedPairBatch` of any tokenized pairs, for models that `supports_prefix_sharing` lets share."""
+    """Collator that makes a `PackedPairBatch` of tokenized pairs, for models that support prefix sharing."""
 
     def __call__(self, positions: Sequence[int]) -> PackedPairBatch:
         """The batch of the tokenized pairs at these positions, in this order."""
@@ -234,7 +234,7 @@ class PackedPairCollator(PairCollator):
         return PackedPairBatch(pack_trees(trees, pad_token_id=self.pad_token_id), *self._columns(positions))
 
     def tokens(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens that each of the pairs costs, shared ones counted once."""
+        """Number of tokens to compute for each pair, with shared ones counted once."""
         chosen, rejected = self.tokenized.chosen, self.tokenized.rejected
         shared = [shared_length(chosen(i), rejected(i)) for i in positions.tolist()]
         return super().tokens(positions) - np.asarray(shared, dtype=np.int64)
@@ -247,29 +247,29 @@ class PackedPairCollator(PairCollator):
 def pair_collator(
     tokenized: PairTokens, pairs: Sequence[PreferencePair] | PairValues, pad_token_id: int, *, prefix_sharing: bool
 ) -> PairCollator:
-    """The collator of micro-batches that share prompts, or of those that pad."""
+    """The collator for micro-batches with shared prompts, or for padded ones."""
     return (PackedPairCollator if prefix_sharing else PairCollator)(tokenized, pairs, pad_token_id)
 
 
 class MacroBatches(Dataset[MacroBatch]):
-    """Macro-batches by optimizer step, without end: item k is the same whenever and wherever it is asked for.
+    """Endless macro-batches by optimizer step; item k is always the same.
 
-    Epoch e visits the pairs in `epoch_order(…, seed, e)`, or as `order` says, `batch_size` at a time; its last
-    macro-batch may be short and is never dropped. Nothing is remembered between steps, so a run resumes at step k by
-    asking for item k.
+    Epoch e visits the pairs in the order `epoch_order(…, seed, e)`, or in that of `order`, `batch_size` at a time. Its
+    last macro-batch may be short and is never dropped. Items do not depend on earlier ones, so a run resumes at step k
+    with item k.
 
     Args:
-        collator: makes the tensors.
-        batch_size: pairs of a macro-batch, over all ranks.
-        micro_token_budget: tokens of a micro-batch, padding included.
+        collator: collator that makes the tensors.
+        batch_size: number of pairs of a macro-batch, over all ranks.
+        micro_token_budget: most tokens of a micro-batch, padding included.
         seed: seed of the order, not negative.
         rank: rank of the process, in [0, world_size).
         world_size: number of ranks.
         order: order of the pairs; None shuffles them by the seed.
 
     Raises:
-        ValueError: if a number is out of its range, or an epoch of `order` has not as many positions as there are
-            pairs.
+        ValueError: if a number is out of its range, or the number of positions in an epoch of `order` is not that of
+            the pairs.
         DataError: if there is no pair to train on.
     """
 
@@ -300,7 +300,7 @@ class MacroBatches(Dataset[MacroBatch]):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Macro-batches of one epoch, a short last one included."""
+        """Number of macro-batches of one epoch, including a short last one."""
         return -(-len(self.collator.tokenized) // self.batch_size)
 
     def __getitem__(self, step: int) -> MacroBatch:
@@ -315,7 +315,7 @@ class MacroBatches(Dataset[MacroBatch]):
         return self._epoch[1][batch * self.batch_size : (batch + 1) * self.batch_size]
 
     def _visited(self, epoch: int) -> NDArray[np.int64]:
-        """Positions among the tokenized pairs that an epoch visits; pairs that tokenizing dropped are left out."""
+        """Positions, among the tokenized pairs, that an epoch visits; pairs that tokenization dropped are left out."""
         kept = self.collator.tokenized.pair_index
         if self.order is None:
             return epoch_order(len(kept), self.seed, epoch)
@@ -343,9 +343,10 @@ def macro_batch(
     rank: int,
     world_size: int,
 ) -> MacroBatch:
-    """One rank's share of the macro-batch that the tokenized pairs at these positions, over all ranks, make.
+    """One rank's share of the macro-batch of the tokenized pairs at these positions.
 
-    Its micro-batches hold at most `micro_token_budget` tokens, padding included. `mean_weight` is that of the data set.
+    The positions are those of all ranks. Micro-batches have at most `micro_token_budget` tokens, padding included.
+    `mean_weight` is the mean weight of the data set.
     """
     share = rank_share(collator.tokens(positions), positions, rank, world_size)
     return MacroBatch(
@@ -367,10 +368,10 @@ def evaluation_batches(
     prefix_sharing: bool = False,
     positions: NDArray[np.int64] | None = None,
 ) -> Iterator[AnyPairBatch]:
-    """Every pair once, or those at `positions`, in batches of like length, longest first, for scoring.
+    """Batches of pairs of similar length for scoring, longest first; of all pairs, or of those at `positions`.
 
-    The batches, of at most `token_budget` tokens with padding, are the same for every number of ranks. Ranks take them
-    in turn: shares are disjoint and complete, and one rank may have a batch more than another.
+    The batches have at most `token_budget` tokens with padding, and are the same for every number of ranks. They are
+    dealt to the ranks in turn, so that a rank may have one batch more than another.
 
     Raises:
         ValueError: if a number is out of its range.

@@ -1,8 +1,8 @@
-"""Tokenized pairs on disk: built once for a content, tokenizer, rendering and length, then memory mapped by every run.
+"""Tokenized pairs on disk, built once for a content, tokenizer, rendering and length, and memory mapped by every run.
 
-A cache folder is named by its fingerprint and holds one flat array of token ids with offsets. It is built under another
-name and renamed when complete, so that runs which start together never see half of one; each file's checksum is kept,
-so that a torn or altered folder is built anew.
+A cache folder is named by its fingerprint and contains one flat array of token ids with offsets. It is built under
+another name and renamed when it is complete, so that runs that start together never read an incomplete one. The
+checksum of each file is stored, so that a torn or changed folder is built again.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ class TruncationReport(JsonRecord):
 
     Args:
         max_length: the limit, in tokens.
-        num_pairs: pairs given.
-        num_identical_dropped: pairs whose two sequences are the same tokens after cutting; training drops them, an
+        num_pairs: number of given pairs.
+        num_identical_dropped: number of pairs with two equal sequences after truncation; training drops them, and an
             evaluation counts them as ties.
-        num_prompt_cut: pairs of which a side lost prompt tokens.
-        num_uneven_prompt_cut: pairs whose two sides lost different parts of their common prompt, so that a header or
-            system turn may stand on one side only.
-        num_response_cut: pairs of which a side lost response tokens.
-        tokens_cut_share: tokens cut over tokens there were, in [0, 1].
+        num_prompt_cut: number of pairs with a side that lost prompt tokens.
+        num_uneven_prompt_cut: number of pairs whose sides lost different parts of their common prompt, so that a header
+            or system turn may be on one side only.
+        num_response_cut: number of pairs with a side that lost response tokens.
+        tokens_cut_share: cut tokens as a share of all tokens, in [0, 1].
         length_quantiles: tokens of a sequence before cutting, at 0.5, 0.9, 0.99 and 1.
     """
 
@@ -76,7 +76,7 @@ class TruncationReport(JsonRecord):
 
 
 class PairTokens(Protocol):
-    """Token ids of pairs, wherever they lie."""
+    """Token ids of pairs, in any storage."""
 
     @property
     def lengths(self) -> NDArray[np.int64]:
@@ -100,12 +100,12 @@ class PairTokens(Protocol):
 
 
 class TokenizedPairs:
-    """The token ids of preference pairs, memory mapped from a cache folder; pickles as the folder's name.
+    """The token ids of preference pairs, memory mapped from a cache folder; a pickle contains only the folder's path.
 
     Attributes:
-        folder: a complete cache folder, as `tokenize_pairs` leaves it.
+        folder: a complete cache folder from `tokenize_pairs`.
         lengths: tokens of the chosen and the rejected sequence, shape (pairs, 2).
-        pair_index: position of each pair among those given; pairs identical after cutting are left out.
+        pair_index: position of each pair among the given ones, without pairs that are equal after truncation.
         prompt_cut: tokens cut from the prompt, shape (pairs, 2).
         response_cut: tokens cut from the response, shape (pairs, 2).
         report: effect of truncation on all given pairs.
@@ -125,12 +125,12 @@ class TokenizedPairs:
         return len(self.pair_index)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle by folder: a memory map would travel as a copy of all tokens."""
+        """Pickle the folder's path, since the pickle of a memory map would contain all tokens."""
         return type(self), (self.folder,)
 
     @property
     def num_identical_dropped(self) -> int:
-        """Pairs left out because their two sequences are the same tokens after cutting."""
+        """Number of pairs left out because their two sequences are equal after truncation."""
         return self.report.num_identical_dropped
 
     def chosen(self, i: int) -> NDArray[np.int32]:
@@ -147,13 +147,14 @@ def tokenize_pairs(
 ) -> TokenizedPairs:
     """Token ids of the pairs, from the cache if they were tokenized before.
 
-    Runs that start together may each build the cache; the first to finish puts it in place and the others use it.
+    Runs that start together may each build the cache. The cache of the first one to finish is kept, and the others use
+    it.
 
     Args:
         pairs: pairs to tokenize.
-        renderer: turns prompt and response into token ids.
-        cache_dir: folder that holds cache folders; None is `default_cache_dir()`. One that cannot be written to is
-            replaced by a temporary folder, with a warning.
+        renderer: renderer that turns prompt and response into token ids.
+        cache_dir: folder that contains the cache folders; None means `default_cache_dir()`. If it cannot be written
+            to, a temporary folder is used instead, with a warning.
 
     Raises:
         DataError: if the chat template refuses a conversation, or the disk is full.
@@ -178,7 +179,7 @@ def tokenize_pairs(
 
 
 def default_cache_dir() -> Path:
-    """The user's cache folder: `$RM_OPT_CACHE`, else `rm_optimizer` where the platform keeps caches."""
+    """The user's cache folder: `$RM_OPT_CACHE`, else `rm_optimizer` in the platform's folder for caches."""
     if chosen := os.environ.get("RM_OPT_CACHE"):
         return Path(chosen).expanduser()
     if sys.platform == "darwin":
@@ -197,7 +198,7 @@ def _fingerprint(pairs: Sequence[PreferencePair], renderer: ConversationRenderer
         prompt = [[message.role, message.content] for message in as_messages(pair.prompt)]
         texts = [prompt, pair.chosen, pair.rejected]
         if renderer.kind == "custom":
-            # A function has no digest: what it makes of the pair stands for it.
+            # A function has no digest, so the texts that it makes of the pair are used instead.
             texts = [renderer.text(pair.prompt, response) for response in (pair.chosen, pair.rejected)]
         content.update(json.dumps(texts).encode())
     return content.hexdigest()[:16]
@@ -212,7 +213,7 @@ def _tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _build(folder: Path, pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> None:
-    """Tokenize chunk by chunk into `folder`; the metadata with the checksums comes last."""
+    """Tokenize chunk by chunk into `folder`, and write the metadata with the checksums last."""
     lengths, cuts, kept = array("q"), array("i"), array("q")
     with (folder / "tokens.bin").open("wb") as file:
         for index, encodings in enumerate(_encoded(pairs, renderer)):
@@ -253,9 +254,9 @@ def truncation_report(
 
     Args:
         max_length: the limit, in tokens.
-        lengths: tokens of both sequences of each pair after cutting, shape (pairs, 2).
-        cuts: tokens cut from prompt and response of both, shape (pairs, 2, 2).
-        num_kept: pairs whose two sequences still differ.
+        lengths: tokens of both sequences of each pair after truncation, shape (pairs, 2).
+        cuts: tokens cut from prompt and response of both sequences, shape (pairs, 2, 2).
+        num_kept: number of pairs whose two sequences still differ.
     """
     before = lengths + cuts.sum(axis=2)
     quantiles = np.quantile(before, (0.5, 0.9, 0.99, 1.0)) if before.size else np.zeros(4)
@@ -272,7 +273,7 @@ def truncation_report(
 
 
 def _put_in_place(work: Path, folder: Path) -> Path:
-    """Rename the finished `work` to `folder`; where another run was first, its folder serves."""
+    """Rename the finished `work` to `folder`; if another run was first, use its folder."""
     while True:
         try:
             os.rename(work, folder)
@@ -290,7 +291,7 @@ def _put_in_place(work: Path, folder: Path) -> Path:
 
 
 def _writable(folder: Path) -> Path:
-    """The folder, made if need be; or a temporary one, for this process's life, if it cannot be written to."""
+    """The folder, which is made if it is missing; a temporary one for this process if it cannot be written to."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
@@ -308,7 +309,7 @@ def _writable(folder: Path) -> Path:
 
 
 def _remove_abandoned(folder: Path) -> None:
-    """Remove what builds that were killed left behind, once it is a day old."""
+    """Remove unfinished folders of builds that were killed, once they are a day old."""
     for work in folder.glob(".building-*"):
         with contextlib.suppress(FileNotFoundError):
             if time.time() - work.stat().st_mtime > 86_400:

@@ -1,7 +1,7 @@
-"""Conversations to token ids: one rendering, one pair of special tokens, one rule for what is too long.
+"""Conversion of conversations to token ids, with one rendering, one pair of special tokens and one rule of truncation.
 
-The whole conversation is rendered to text and tokenized once, because a prompt and a response tokenized apart are not
-the tokens of the two together. What a sequence holds depends on its own prompt and response alone; so does its reward.
+The whole conversation is rendered to text and tokenized once, because the tokens of a separate prompt and response
+differ from those of both together. A sequence, and so its reward, depends only on its own prompt and response.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rm_optimizer.core.tokens.tokenizer import require_one_template, special_fra
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 
 RenderFn: TypeAlias = Callable[[tuple[Message, ...], str], str]
-"""A rendering of one's own: the messages before the response, and the response, to text."""
+"""Custom rendering: function of the messages before the response, and of the response, that returns the text."""
 
 WRITTEN_MARK = "{# written whole #}\n"
-"""In a chat template that writes all of a sequence: nothing is added to the tokens of its text."""
+"""Mark in a chat template that writes a whole sequence, so that nothing is added to the tokens of its text."""
 PROBES: tuple[tuple[tuple[Message, ...], str], ...] = (
     ((Message("user", "What is 2 + 2?"),), "It is 4."),
     ((Message("user", "Hi."), Message("assistant", "Hello!"), Message("user", "Name\na colour.")), "Blue, ünd grün."),
@@ -36,12 +36,12 @@ _log = logging.getLogger("rm_optimizer")
 
 @dataclass(frozen=True, slots=True)
 class Encoding:
-    """The token ids of one prompt and response, and what was cut to make them fit.
+    """The token ids of one prompt and response, and the numbers of tokens that were cut.
 
     Args:
         ids: token ids, special tokens included.
-        prompt_cut: tokens taken from the left of the prompt.
-        response_cut: tokens taken from the right of the response.
+        prompt_cut: number of tokens cut from the left of the prompt.
+        response_cut: number of tokens cut from the right of the response.
     """
 
     ids: tuple[int, ...]
@@ -50,22 +50,21 @@ class Encoding:
 
 
 class ConversationRenderer:
-    r"""Renders a prompt and a response to text and token ids, the same way for training, evaluation and serving.
+    r"""Renderer of a prompt and a response to text and token ids, the same for training, evaluation and serving.
 
-    The tokenizer's chat template is used where there is one, with its dates pinned (which changes the tokenizer's
-    `chat_template`); otherwise ``Prompt: {prompt}\n\nResponse: {response}``. BOS (or CLS) stands in front exactly
-    once if the tokenizer adds one, EOS (or SEP) at the end exactly once; blank tokens that a template writes after its
-    EOS stay. A template with `WRITTEN_MARK` writes all, and nothing is added. An over-long sequence loses tokens from
-    the left of its prompt, after BOS; one whose response alone is too long then loses the response's right end, and
-    keeps its EOS.
+    The tokenizer's chat template is used if there is one, with its dates pinned (which changes the tokenizer's
+    `chat_template`), else ``Prompt: {prompt}\n\nResponse: {response}``. BOS (or CLS) is at the start exactly once if
+    the tokenizer adds one, and EOS (or SEP) is at the end exactly once. Blank tokens that a template writes after EOS
+    are kept. To a template with `WRITTEN_MARK` nothing is added. A sequence that is too long loses tokens from the left
+    of its prompt, after BOS. A response that alone is too long also loses its right end, and EOS is kept.
 
     Args:
         tokenizer: a `transformers` tokenizer.
         max_length: most tokens of a sequence, special tokens included.
-        render_fn: a rendering that replaces template and plain form.
+        render_fn: custom rendering, which replaces the template or the plain form.
 
     Raises:
-        ValueError: if `max_length` leaves no room beside the special tokens.
+        ValueError: if `max_length` leaves no room for other than special tokens.
         ConfigError: if the template's date cannot be pinned.
     """
 
@@ -90,11 +89,11 @@ class ConversationRenderer:
         self.template_hash, self.probe_rendering = self._probe()
 
     def has_lead(self, ids: Sequence[int]) -> bool:
-        """True if a sequence starts with BOS or CLS, or needs none."""
+        """True if a sequence starts with BOS or CLS, or the tokenizer adds none."""
         return not self.frame[0] or bool(self._lead_width(ids))
 
     def refuse_tokens_from(self, num_embeddings: int) -> None:
-        """Refuse conversations with an added token that has no row in the model's embedding of so many."""
+        """Refuse conversations with an added token whose id has no row among the `num_embeddings` of the model."""
         added = self.tokenizer.get_added_vocab()
         self.refused_tokens = {index: token for token, index in added.items() if index >= num_embeddings}
 
@@ -118,13 +117,13 @@ class ConversationRenderer:
 
     @property
     def pinned_date(self) -> str | None:
-        """The date the chat template is pinned to, or None if it inserts none."""
+        """The date that the chat template is pinned to; None if it inserts no date."""
         is_pinned = self.kind == "chat_template" and PIN_MARK in self.tokenizer.get_chat_template()
         return PINNED_DATE if is_pinned else None
 
     @property
     def pad_token_id(self) -> int:
-        """The id that fills masked positions: the tokenizer's, or 0, as a masked id has no effect."""
+        """The id that fills masked positions: the tokenizer's, or else 0, since a masked id has no effect."""
         pad = self.tokenizer.pad_token_id
         return 0 if pad is None else int(pad)
 
@@ -169,7 +168,7 @@ class ConversationRenderer:
         """`encode` of many conversations, tokenized together.
 
         Raises:
-            ValueError: if there are not as many prompts as responses.
+            ValueError: if the numbers of prompts and responses differ.
             DataError: if the chat template refuses a conversation's roles or their order.
         """
         texts = [self.text(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
@@ -180,7 +179,7 @@ class ConversationRenderer:
         return [cut[i] if i in cut else Encoding(tuple(ids), 0, 0) for i, ids in enumerate(sequences)]
 
     def encode_rendered(self, texts: Sequence[str], max_length: int) -> list[Encoding]:
-        """Token ids of conversations that are text already; over-long ones lose tokens from the left, after BOS.
+        """Token ids of conversations that are already text; too long ones lose tokens from the left, after BOS.
 
         Args:
             texts: texts rendered by `text`.
@@ -193,7 +192,7 @@ class ConversationRenderer:
         return encodings
 
     def probe_ids(self, probes: Sequence[tuple[Prompt, str]] = PROBES, *, adds_frame: bool = True) -> list[list[int]]:
-        """Token ids of those conversations that the template takes, with or without what is added to them."""
+        """Token ids of the conversations that the template accepts, with or without the added BOS and EOS."""
         found = []
         for prompt, response in probes:
             try:
@@ -205,7 +204,7 @@ class ConversationRenderer:
         return found
 
     def identity(self) -> dict[str, Any]:
-        """Rendering stored with a model, so that it never scores under another one; JSON values."""
+        """Description of the rendering as JSON values, stored with a model so that it never scores with another one."""
         return {
             "kind": self.kind,
             "template_hash": self.template_hash,
@@ -215,10 +214,10 @@ class ConversationRenderer:
         }
 
     def check_identity(self, stored: Mapping[str, Any]) -> None:
-        """Compare with the `identity` stored at training; `max_length` may differ.
+        """Compare with the `identity` stored in training; `max_length` may differ.
 
         Raises:
-            CheckpointError: if conversations are rendered or tokenized otherwise than in training.
+            CheckpointError: if conversations are rendered or tokenized differently than in training.
         """
         if stored.get("template_hash") == self.template_hash:
             return
@@ -231,7 +230,7 @@ class ConversationRenderer:
         )
 
     def _probe(self) -> tuple[str, str]:
-        """Digest of the fixed probe conversations' texts and ids, and the first one's text."""
+        """Digest of the texts and ids of the fixed probe conversations, and the text of the first one."""
         seen: list[Any] = []
         for prompt, response in PROBES:
             try:
@@ -245,13 +244,13 @@ class ConversationRenderer:
         return digest({"probes": seen, "pinned_date": self.pinned_date}), seen[0][0]
 
     def _probe_text(self, prompt: tuple[Message, ...], response: str) -> str:
-        """The probe's text; only the single turn must be whole, as the digest is that of earlier versions."""
+        """The probe's text; only a single turn is checked to be whole, to keep the digest of earlier versions."""
         if self.kind != "chat_template" or len(prompt) == 1:
             return self.text(prompt, response)
         return self._templated((*prompt, Message("assistant", response)), open_turn=False)
 
     def _require_content(self, messages: tuple[Message, ...], text: str) -> None:
-        """Raise unless the template printed every message whole."""
+        """Refuse a text in which the template did not print every message whole."""
         number = self._unprinted_role(tuple(message.role for message in messages))
         if number is not None:
             raise ConversationRefused(
@@ -288,7 +287,7 @@ class ConversationRenderer:
         return str(rendered)
 
     def _prompt_text(self, prompt: Prompt) -> str:
-        """The text up to where the response begins."""
+        """The text before the response."""
         messages = _messages(prompt)
         if self.render_fn is not None:
             return self.render_fn(messages, "")
@@ -317,7 +316,7 @@ class ConversationRenderer:
             )
 
     def _framed(self, ids: list[int]) -> list[int]:
-        """The ids with BOS and EOS, each added unless it is there."""
+        """The ids with BOS and EOS, each added if it is missing."""
         ended = ids if not self._end or self._end_width(ids) else [*ids, *self._end]
         return ended if self._lead_width(ended) else [*self._lead, *ended]
 
@@ -344,7 +343,7 @@ class ConversationRenderer:
         return self._blank[token]
 
     def _response_starts(self, prompts: Sequence[Prompt], sequences: Sequence[Sequence[int]]) -> list[int]:
-        """First token of each response: the length that the sequence shares with its prompt tokenized alone."""
+        """Index of each response's first token: the number of tokens that the sequence shares with its prompt alone."""
         texts = [self._prompt_text(prompt) for prompt in prompts]
         distinct = list(dict.fromkeys(texts))  # both sides of a pair have one prompt
         ids_of = dict(zip(distinct, self._ids(distinct), strict=True))

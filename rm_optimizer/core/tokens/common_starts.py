@@ -1,4 +1,4 @@
-"""Groups of sequences with a common start, which is computed once."""
+"""Groups of sequences whose common first tokens are computed once."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from numpy.typing import NDArray
 from rm_optimizer.core.tokens.prefix_trees import shared_length
 
 LEAST_SHARED = 32
-"""Common tokens from which on a pass of their own for them pays."""
+"""Least number of common tokens for which a separate pass saves time."""
 
 
 def common_starts(sequences: Sequence[NDArray[np.int32]]) -> list[list[int]]:
-    """Indices of the sequences in groups that share at least `LEAST_SHARED` first tokens, others alone.
+    """Indices of the sequences in groups that share at least `LEAST_SHARED` first tokens; others are alone.
 
-    Sequences that share the longest starts stand side by side in lexicographic order. One more joins a group unless it
-    would shorten the group's common start by more than half, as another prompt under one system message would.
+    In lexicographic order, sequences with the longest common starts are neighbors. The next sequence joins a group
+    unless it would shorten the group's common start by more than half, such as another prompt after the same system
+    message.
 
     Example:
         >>> prompt = list(range(40))
@@ -39,7 +40,7 @@ def common_starts(sequences: Sequence[NDArray[np.int32]]) -> list[list[int]]:
 
 
 def unique_tokens(sequences: Sequence[NDArray[np.int32]]) -> int:
-    """Tokens of the sequences, those that groups of them share at their start counted once."""
+    """Number of tokens of the sequences, where the common start of a group counts once."""
     total = sum(map(len, sequences))
     for group in common_starts(sequences):
         if len(group) > 1:

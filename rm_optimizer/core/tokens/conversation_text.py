@@ -1,4 +1,4 @@
-"""Text of conversations: the form without a chat template, templates with fixed dates, what a template left out."""
+"""Text of conversations: the form without a chat template, templates with fixed dates, and omissions of a template."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.errors import ConfigError
 
 PINNED_DATE = "26 Jul 2024"
-"""The day that date-dependent templates are pinned to: the default that Llama 3.1's template gives `date_string`."""
+"""The date in pinned templates, which is the default of `date_string` in Llama 3.1's template."""
 
 _PINNED_DAY = datetime(2024, 7, 26)
 PIN_MARK = f"{{# dates pinned to {PINNED_DATE} #}}\n"
@@ -23,14 +23,14 @@ ROLE_NAMES = {"user": "Human", "assistant": "Assistant", "system": "System"}
 
 
 def pin_dates(template: str) -> str:
-    """The chat template with every inserted date fixed to `PINNED_DATE`; a template without dates comes back as it is.
+    """The chat template with every inserted date fixed to `PINNED_DATE`; a template without dates is not changed.
 
-    The text of the template itself is rewritten, so that whoever renders with it later does the same: calls of
+    The template itself is rewritten, so that every later use of it renders the same text. Calls of
     ``strftime_now("…")`` become literals, and a ``date_string`` that the template expects from its caller gets a value.
-    Pinning twice changes nothing.
+    A second pinning changes nothing.
 
     Raises:
-        ConfigError: if the template formats today's date in a way that is not a literal format.
+        ConfigError: if the template formats today's date with a format that is not a literal.
 
     Example:
         >>> print(pin_dates("Today is {{ strftime_now('%d %b %Y') }}."))
@@ -49,7 +49,7 @@ def pin_dates(template: str) -> str:
 
 
 def pinned_template(template: str | dict[str, str]) -> str | dict[str, str]:
-    """A tokenizer's chat template, or each of its named ones, with pinned dates; logged where that changes it."""
+    """A tokenizer's chat template, or each of its named ones, with pinned dates; a change is logged."""
     if isinstance(template, dict):
         pinned: str | dict[str, str] = {name: pin_dates(text) for name, text in template.items()}
     else:
@@ -81,9 +81,9 @@ def plain_prompt(messages: Sequence[Message]) -> str:
 
 
 def first_lost(contents: Sequence[str], text: str) -> int | None:
-    """Index of the first content that the text does not hold whole, each at a place of its own; None if all stand.
+    """Index of the first content that is not whole in the text, each at its own place; None if all are.
 
-    Blanks do not count, since templates strip and add them, and a content may stand as a JSON string.
+    Blanks are ignored, since templates strip and add them. A content may be in the text as a JSON string.
 
     Example:
         >>> first_lost(["Why?", "<think>Hm.</think>Because."], "User: Why? Assistant: Because.")
@@ -99,7 +99,7 @@ def first_lost(contents: Sequence[str], text: str) -> int | None:
 
 
 def _first_lost_anywhere(contents: Sequence[str], text: str) -> int | None:
-    """`first_lost` for templates that move or rewrite contents; the longest is taken out of the text first."""
+    """`first_lost` for templates that move or rewrite contents; longer contents are removed from the text first."""
     rest = "".join(text.split())
     for index in sorted(range(len(contents)), key=lambda i: -len(contents[i])):
         quoted = (json.dumps(contents[index], ensure_ascii=ascii)[1:-1] for ascii in (False, True))

@@ -1,4 +1,4 @@
-"""Loading macro-batches by step: in this process or in workers that are timed."""
+"""Loading of macro-batches by step, in this process or in worker processes with a timeout."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from rm_optimizer.errors import DataStalled
 
 
 class MacroBatchLoader(DataLoader[MacroBatch]):
-    """A data loader over `MacroBatches` that raises, rather than hangs, when a worker process stalls.
+    """A data loader over `MacroBatches` that raises an error instead of hanging if a worker process stalls.
 
-    A batch fetched without workers (`num_workers=0`) is not timed: nothing is left to interrupt it. The loader draws
-    from no global generator, so that iterating it again, as a resumed run does, moves none.
+    Without workers (`num_workers=0`) there is no timeout, since no other process could interrupt the loading. The
+    loader uses no global random generator, so that a further iteration, as in a resumed run, does not change one.
 
     Args:
         batches: the macro-batches by step.
         steps: the steps to load, in order.
-        num_workers: loading processes; 0 loads in this one.
-        fetch_timeout: seconds a worker may take for one macro-batch.
-        pin_memory: put the tensors into page-locked memory.
+        num_workers: number of loading processes; 0 loads in this process.
+        fetch_timeout: most seconds of a worker for one macro-batch.
+        pin_memory: True to put the tensors into page-locked memory.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class MacroBatchLoader(DataLoader[MacroBatch]):
             except RuntimeError as error:
                 if "timed out after" not in str(error):
                     raise
-                # Workers take the steps in turn, and batches come in order.
+                # The steps are dealt to the workers in turn, and batches come in order.
                 worker = count % self.num_workers
                 raise DataStalled(
                     f"data-loader worker {worker} did not deliver step {step} within {self.timeout:g} s; look for a "
@@ -89,25 +89,25 @@ def create_dataloader(
 
     Args:
         dataset: the pairs.
-        renderer: makes their token ids.
-        batch_size: pairs of a macro-batch, over all ranks.
-        micro_token_budget: tokens of a micro-batch, padding included.
+        renderer: renderer that makes their token ids.
+        batch_size: number of pairs of a macro-batch, over all ranks.
+        micro_token_budget: most tokens of a micro-batch, padding included.
         seed: seed of the order, not negative.
-        epochs: passes over the pairs, a fraction allowed, rounded up to whole steps; or give `num_steps`.
-        num_steps: optimizer steps of the run; or give `epochs`.
-        start_step: first step to load, when a run resumes.
+        epochs: number of passes over the pairs, perhaps a fraction, rounded up to whole steps; or give `num_steps`.
+        num_steps: number of optimizer steps of the run; or give `epochs`.
+        start_step: first step to load in a resumed run.
         rank: rank of the process, in [0, world_size).
         world_size: number of ranks.
-        num_workers: loading processes; 0 loads in this one.
-        fetch_timeout: seconds a worker may take for one macro-batch.
-        cache_dir: folder of tokenized data; None is the user's cache folder.
-        pin_memory: put the tensors into page-locked memory.
-        prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
+        num_workers: number of loading processes; 0 loads in this process.
+        fetch_timeout: most seconds of a worker for one macro-batch.
+        cache_dir: folder of tokenized data; None means the user's cache folder.
+        pin_memory: True to put the tensors into page-locked memory.
+        prefix_sharing: True for `PackedPairBatch`es, False for `PairBatch`es.
         order: order of the pairs; None shuffles them by the seed.
 
     Raises:
         ValueError: if not exactly one of `epochs` and `num_steps` is given, or a number is out of its range.
-        DataError: if no pair is left after tokenizing, or the chat template refuses one.
+        DataError: if no pair is left after tokenization, or the chat template refuses one.
     """
     if (epochs is None) == (num_steps is None):
         raise ValueError(f"give either epochs or num_steps, got epochs={epochs} and num_steps={num_steps}")

@@ -1,4 +1,4 @@
-"""Trees of shared starts as tensors: several in a row, with the positions and the ends that attention needs."""
+"""Trees of sequences with shared starts as tensors: several in a row, with the positions and ends for attention."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ class PackedTrees:
 
     Args:
         input_ids: token ids, `(rows, tokens)`.
-        position_ids: positions, restarting in each tree and continuing the prefix in each branch.
-        end: first column that no longer sees the token: the end of its tree for a prefix's, of its branch for a
-            branch's, of the row for padding.
+        position_ids: positions, which start at 0 in each tree and continue the prefix in each branch.
+        end: first later column that does not attend to the token. It is the end of the tree for a token of the prefix,
+            of the branch for a token of a branch, and of the row for padding.
         last: flat index `row * tokens + column` of the last token of each sequence, tree by tree.
-        num_tokens: tokens in the rows, padding left out.
-        num_sequence_tokens: tokens of the sequences apart.
+        num_tokens: number of tokens in the rows, without padding.
+        num_sequence_tokens: number of tokens of the separate sequences.
     """
 
     input_ids: Int[Tensor, "rows tokens"]
@@ -38,7 +38,7 @@ class PackedTrees:
 
     @property
     def num_padded_tokens(self) -> int:
-        """Tokens moved, padding included."""
+        """Number of tokens in the rows, padding included."""
         return self.input_ids.numel()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedTrees:
@@ -60,7 +60,7 @@ class PackedTrees:
 
 
 def pack_trees(trees: Sequence[PrefixTree], *, pad_token_id: int) -> PackedTrees:
-    """Rows as wide as the largest tree, filled with the others; `last` keeps the order of the trees."""
+    """Pack trees into rows as wide as the largest one; `last` has the order of the given trees."""
     sizes = [tree.num_tokens for tree in trees]
     rows, width = assign_rows(sizes), max(sizes)
     ids = np.full((len(rows), width), pad_token_id, dtype=np.int64)

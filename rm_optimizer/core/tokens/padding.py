@@ -1,4 +1,4 @@
-"""The pad token: an id that never ends a sequence, found without resizing the embedding."""
+"""Choice of the pad token: an id that never ends a sequence and needs no larger embedding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RESERVED = (
     "<|pad|>",
     "[PAD]",
 )
-"""Tokens that vocabularies keep for such a purpose, most specific first."""
+"""Tokens that vocabularies reserve for such a purpose, most specific first."""
 _SPACED = ("Ġ", "▁", "##")
 
 
@@ -45,22 +45,22 @@ def choose_pad_token(
     *,
     ends_freely: bool = False,
 ) -> PadChoice:
-    """Give the tokenizer a pad token that never is a sequence's last token, and say which and why.
+    """Give the tokenizer a pad token that is never a sequence's last token, and return it with the reason.
 
-    `transformers` reads a decoder's reward at the rightmost token that is not the pad id, so with pad == EOS it reads
-    one token early. Any id that never ends a sequence is right. In this order: the tokenizer's own pad token where it
-    is such an id; a token its vocabulary reserves; its unknown token; a new token in an unused row of the embedding;
-    the highest ordinary token.
+    `transformers` reads a decoder's reward at the rightmost token that is not the pad id. With pad == EOS it reads one
+    token too early, but any id that never ends a sequence is correct. The first possible one of these is chosen: the
+    tokenizer's own pad token, a token that its vocabulary reserves, its unknown token, a new token in an unused row of
+    the embedding, the ordinary token with the highest id.
 
     Args:
-        tokenizer: changed in place; pads on the right afterwards.
-        num_embeddings: rows of the model's embedding, never resized.
-        last_ids: ids that end rendered sequences, beside EOS and SEP.
-        ends_freely: True if a sequence ends with its response's own last token, for want of EOS, so that no token that
-            text can hold may pad.
+        tokenizer: the tokenizer, which is changed and then pads on the right.
+        num_embeddings: number of rows of the model's embedding, which is never resized.
+        last_ids: ids that end rendered sequences, in addition to EOS and SEP.
+        ends_freely: True if, without EOS, a sequence ends with its response's own last token, so that no token of
+            ordinary text may be the pad token.
 
     Raises:
-        CheckpointError: if the tokenizer has more tokens than the embedding has rows, or no id is free to use.
+        CheckpointError: if the tokenizer has more tokens than the embedding has rows, or no id is possible.
     """
     if tokenizer.vocab_size > num_embeddings:
         raise CheckpointError(
@@ -81,7 +81,7 @@ def choose_pad_token(
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """Token ids for which the model has an embedding.
+    """Number of token ids for which the model has an embedding.
 
     Raises:
         CheckpointError: if it embeds no token ids.
@@ -93,10 +93,10 @@ def num_embeddings(model: PreTrainedModel) -> int:
 
 
 def set_pad_token_id(model: PreTrainedModel, pad_token_id: int) -> None:
-    """Write the pad id into the model's configuration and those nested in it.
+    """Write the pad id into the model's configuration and its nested configurations.
 
-    The embedding's `padding_idx` is lifted: it stops the gradient of that row, which is EOS's own where a model was
-    built with pad == EOS; masked positions have no gradient anyway.
+    The embedding's `padding_idx` is removed, since it stops the gradient of its row. That row is EOS's own if the model
+    was built with pad == EOS. Masked positions have no gradient in any case.
     """
     for config in _configs(model.config):
         config.pad_token_id = pad_token_id
@@ -133,6 +133,6 @@ def _free_token(
     ordinary = usable.keys() - set(tokenizer.all_special_tokens) - set(tokenizer.get_added_vocab())
     if not ordinary:
         raise CheckpointError("expected a token that can serve as padding, but the tokenizer's vocabulary has none")
-    # A pad token is matched in raw text before the vocabulary's own rules; one with a boundary sign is not found there.
+    # A pad token is matched in raw text before the vocabulary's own rules. Raw text never has one with a boundary sign.
     best = max(ordinary, key=lambda token: (token.startswith(_SPACED) and len(token) > 2, usable[token]))
     return best, "the highest ordinary token"

@@ -1,4 +1,4 @@
-"""Plans of batches: shares of ranks, and sequences grouped by a token budget."""
+"""Plans of batches: shares of ranks, and groups of sequences within a token budget."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 PASS_TOKENS = 256
-"""What a further forward and backward pass is taken to cost, in tokens: where batches end is weighed against it."""
+"""Assumed cost of a further forward and backward pass, in tokens, for the choice of the batches."""
 
 
 def rank_share(
     tokens: NDArray[np.integer], indices: NDArray[np.int64], rank: int, world_size: int
 ) -> NDArray[np.int64]:
-    """The pairs of a macro-batch that one rank takes; the shares are disjoint, complete and near equal in tokens.
+    """One rank's pairs of a macro-batch; the shares are disjoint, complete and nearly equal in tokens.
 
-    Longest pair first, each to the rank with the fewest tokens so far (Graham's LPT rule, 1969: at most 4/3 of the
-    best).
+    The longest pair is assigned first, each to the rank with the fewest tokens so far (Graham's LPT rule, 1969: at most
+    4/3 of the best largest share).
 
     Args:
-        tokens: tokens that each pair of the macro-batch costs.
+        tokens: number of tokens to compute for each pair of the macro-batch.
         indices: the pairs, in the same order.
         rank: rank of the process.
         world_size: number of ranks.
@@ -44,11 +44,11 @@ def rank_share(
 
 
 def length_batches(lengths: Sequence[int] | NDArray[np.integer], token_budget: int) -> list[list[int]]:
-    """Indices of the sequences in batches of like length, longest first, that cost the least.
+    """Indices of the sequences in batches of similar length, longest first, at the least total cost.
 
-    Within a batch, ``sequences x longest <= token_budget``; a sequence longer than the budget stands alone. Memory thus
-    peaks at the first batch. Of all ways to cut the sorted sequences, the one with the fewest tokens is taken, padding
-    included and `PASS_TOKENS` added for every batch. O(n log n) for n sequences.
+    Within a batch, ``sequences x longest <= token_budget``; a sequence longer than the budget is alone. So memory peaks
+    at the first batch. Of all ways to divide the sorted sequences, the chosen one has the least cost in tokens, padding
+    included, with `PASS_TOKENS` added for every batch. O(n log n) for n sequences.
 
     Raises:
         ValueError: if the budget is not positive.
@@ -65,11 +65,11 @@ def length_batches(lengths: Sequence[int] | NDArray[np.integer], token_budget: i
 def micro_batches(
     lengths: NDArray[np.integer], indices: Sequence[int] | NDArray[np.int64], token_budget: int
 ) -> list[list[int]]:
-    """The given pairs in batches of like length, longest first, without ever splitting a pair.
+    """The given pairs in batches of similar length, longest first, without splitting a pair.
 
-    Within a batch, ``2 x pairs x longest <= token_budget``; a pair longer than the budget stands alone; where batches
-    end is chosen as in `length_batches`. `indices` are rows of `lengths`, which holds the tokens of all chosen and
-    rejected sequences, shape (all pairs, 2).
+    Within a batch, ``2 x pairs x longest <= token_budget``; a pair longer than the budget is alone. The batches are
+    chosen as in `length_batches`. `indices` are rows of `lengths`, the numbers of tokens of all chosen and rejected
+    sequences, shape (all pairs, 2).
 
     Raises:
         ValueError: if the budget is not positive.
@@ -93,9 +93,9 @@ def _by_width(widths: NDArray[np.int64], token_budget: int) -> list[list[int]]:
 def _cheapest_cuts(widths: NDArray[np.int64], token_budget: int) -> list[int]:
     """Sizes of consecutive batches of descending widths with the least total cost (dynamic programming from the end).
 
-    ``cost(s) = min_e  (e - s) widths[s] + PASS_TOKENS + cost(e)`` over the ends `e` that the budget allows; among
-    equals the largest batch. Since widths descend, an end that once costs less than a later one does so for every
-    earlier start. A queue of ends, each with the last start from which it is the best, thus serves all starts
+    ``cost(s) = min_e  (e - s) widths[s] + PASS_TOKENS + cost(e)`` over the ends `e` that the budget allows; of equally
+    good ends, the latest is chosen. Since widths descend, an end that costs less than a later one for some start costs
+    less for every earlier start. So one queue of ends, each with the last start for which it is the best, is enough
     (Galil & Park, 1992, "Dynamic programming with convexity, concavity and sparsity"). O(n log n).
     """
     num = len(widths)
@@ -147,13 +147,13 @@ def pad_sequences(
 def stacked(
     upper: Int[Tensor, "pairs upper_tokens"], lower: Int[Tensor, "pairs lower_tokens"], tokens: int, fill: int
 ) -> Int[Tensor, "sequences tokens"]:
-    """Rows of both, those of `upper` first, filled on the right up to so many tokens."""
+    """Rows of both tensors, those of `upper` first, filled on the right up to `tokens` columns."""
     widened = [torch.nn.functional.pad(part, (0, tokens - part.shape[1]), value=fill) for part in (upper, lower)]
     return torch.cat(widened)
 
 
 class _Stock:
-    """Items by size, from which the largest that fits is taken in O(log n); among equal sizes the first given."""
+    """Items by size, from which the largest one that fits is taken in O(log n), or the first of equally large ones."""
 
     def __init__(self, sizes: Sequence[int] | NDArray[np.integer]) -> None:
         self._piles: dict[int, list[int]] = {}
@@ -169,7 +169,7 @@ class _Stock:
         return self._sizes[-1]
 
     def fill_row(self, room: int) -> list[int]:
-        """The largest item that fits, again and again."""
+        """Take the largest item that fits until none does, and return the taken ones."""
         row = []
         while place := bisect_right(self._sizes, room):
             size = self._sizes[place - 1]
@@ -181,7 +181,7 @@ class _Stock:
 
 
 def assign_rows(sizes: Sequence[int] | NDArray[np.integer]) -> list[list[int]]:
-    """Items to rows as wide as the largest of them, each row filled with the largest that still fits.
+    """Items in rows as wide as the largest item; each row is filled with the largest item that still fits.
 
     Example:
         >>> assign_rows([5, 9, 4, 3])
@@ -196,15 +196,15 @@ def assign_rows(sizes: Sequence[int] | NDArray[np.integer]) -> list[list[int]]:
 
 
 def row_batches(sizes: Sequence[int] | NDArray[np.integer], token_budget: int) -> list[list[int]]:
-    """Items in batches that `assign_rows` lays out in ``rows x width <= token_budget`` tokens, widest first.
+    """Items in batches that `assign_rows` packs into ``rows x width <= token_budget`` tokens, widest first.
 
-    A batch takes the largest items left, one a row, and fills the rows with smaller ones; it ends early where the rest
-    fits rows half as wide, since a row's attention costs the square of its width. An item larger than the budget has a
-    batch with one row. O(n log n).
+    Each row of a batch starts with the largest remaining item and is filled with smaller ones. A batch ends early if
+    all remaining items fit into rows of half the width, since a row's attention costs the square of its width. An item
+    larger than the budget has a batch with one row. O(n log n).
 
     Args:
-        sizes: tokens of each item, positive.
-        token_budget: tokens of a batch, padding included.
+        sizes: number of tokens of each item, positive.
+        token_budget: most tokens of a batch, padding included.
 
     Raises:
         ValueError: if the budget is not positive.

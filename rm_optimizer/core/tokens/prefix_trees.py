@@ -1,9 +1,9 @@
-"""Shared-prompt packing: the prompt once, every response after it, several prompts in a row.
+"""Shared-prompt packing: each prompt once with all its responses after it, and several prompts in a row.
 
-A causal model gives a token the same hidden state whatever follows it, so the tokens that two sequences have in common
-at their start need computing once. A row then holds trees: a prefix and the branches that continue it, each branch
-attending to the prefix and to itself, with positions that restart where the prefix ends. Rewards and gradients equal
-those of the sequences apart (as in flash-preference, li-plus, 2025; here with any attention that takes a mask).
+In a causal model, a token's hidden state does not depend on later tokens, so the common first tokens of two sequences
+need to be computed only once. A row contains trees of a prefix and the branches that continue it. Each branch attends
+to the prefix and to itself, and its positions continue the prefix. Rewards and gradients equal those of the separate
+sequences (as in flash-preference, li-plus, 2025; here with any attention that accepts a mask).
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 TREE_TOKENS = 1024
-"""Most tokens of a tree of many branches; on a CPU and with 12M parameters, 1024 cost 1.3 times what 128 do a token."""
+"""Most tokens of a tree of many branches; on a CPU with 12M parameters, a token costs 1.3 times as much as with 128."""
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Token sequences cut where they part.
+    """Token sequences with a common prefix, and a branch for the rest of each.
 
     Args:
-        prefix: the tokens all of them start with; may be empty.
+        prefix: common first tokens of all sequences; may be empty.
         branches: continuation of each sequence, never empty.
     """
 
@@ -32,17 +32,17 @@ class PrefixTree:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of the tree."""
+        """Number of tokens of the tree."""
         return len(self.prefix) + sum(map(len, self.branches))
 
     @property
     def num_sequence_tokens(self) -> int:
-        """Tokens of the sequences apart."""
+        """Number of tokens of the separate sequences."""
         return self.num_tokens + (len(self.branches) - 1) * len(self.prefix)
 
 
 def shared_length(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
-    """Tokens that two sequences have in common at their start, short of the last token of either.
+    """Number of common first tokens of two sequences, without the last token of either.
 
     Example:
         >>> shared_length(np.array([1, 2, 3], np.int32), np.array([1, 2, 3, 4], np.int32))
@@ -55,7 +55,7 @@ def shared_length(first: NDArray[np.int32], second: NDArray[np.int32]) -> int:
 
 
 def prefix_tree(sequences: Sequence[NDArray[np.int32]]) -> PrefixTree:
-    """The sequences as one tree: the longest common prefix that leaves each of them at least its last token.
+    """The sequences as one tree, with the longest common prefix that leaves each of them at least its last token.
 
     Example:
         >>> tree = prefix_tree([np.array([1, 2, 3], np.int32), np.array([1, 2, 4, 5], np.int32)])
@@ -70,9 +70,9 @@ def prefix_tree(sequences: Sequence[NDArray[np.int32]]) -> PrefixTree:
 def tree_groups(
     sequences: Sequence[NDArray[np.int32]], groups: Sequence[Sequence[int]], most_tokens: int
 ) -> list[list[int]]:
-    """Groups of sequences that start alike, cut into runs of which each makes a tree of at most `most_tokens` tokens.
+    """Groups of sequences with a common start, divided into runs that each make a tree of at most `most_tokens` tokens.
 
-    A sequence that is longer stands alone. The limit pays, since a row's attention costs the square of its width.
+    A longer sequence is alone. The limit saves time, since a row's attention costs the square of its width.
     """
     runs: list[list[int]] = []
     for group in groups:

@@ -1,4 +1,4 @@
-"""A tokenizer trained on the run's own texts, for models that start from a configuration instead of a download."""
+"""Tokenizer trained on the run's own texts, for models that start from a configuration instead of a download."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 
 
 def rendered_texts(pairs: Iterable[PreferencePair]) -> Iterator[str]:
-    """The pairs as the trained tokenizer will read them: each prompt with its chosen response, and the rejected one."""
+    """Texts of the pairs for training a tokenizer: each prompt with its chosen response, and each rejected response."""
     for pair in pairs:
         yield plain_prompt(as_messages(pair.prompt)) + pair.chosen
         yield pair.rejected
@@ -29,12 +29,12 @@ def rendered_texts(pairs: Iterable[PreferencePair]) -> Iterator[str]:
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Byte-level BPE (Sennrich et al., 2016; over bytes as in GPT-2) learned from `texts`.
 
-    The same texts give the same vocabulary. Every text can be encoded, since all 256 bytes are tokens; `<|bos|>` and
+    The same texts give the same vocabulary. Every text can be encoded, since all 256 bytes are tokens. `<|bos|>` and
     `<|eos|>` surround each sequence. There is no chat template.
 
     Args:
-        texts: texts that the merges are learned from, read once.
-        vocab_size: tokens at most, the three special ones included; fewer where the texts have no more merges.
+        texts: texts from which the merges are learned, read once.
+        vocab_size: most tokens, including the three special ones; there are fewer if the texts have no more merges.
     """
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False)
@@ -53,7 +53,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
 
 
 def special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The ids a sequence starts and ends with: those the tokenizer adds itself, and EOS (or SEP) if it adds no end."""
+    """Special ids at start and end of a sequence: those that the tokenizer adds, and EOS (or SEP) if it adds no end."""
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     framed = list(tokenizer("a")["input_ids"])
     extra = range(len(framed) - len(bare) + 1)
@@ -64,10 +64,10 @@ def special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], 
 
 
 def require_one_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer with several named chat templates and no default: the model's choice is unknown.
+    """Refuse a tokenizer with several named chat templates and no default, since the model's own is unknown.
 
     Raises:
-        CheckpointError: naming the templates.
+        CheckpointError: if there is no default, with the names of the templates.
     """
     named = tokenizer.chat_template
     if isinstance(named, dict) and "default" not in named:

@@ -1,8 +1,8 @@
-"""Chat templates that write a model's whole sequence, so that plain `apply_chat_template` gives what the model reads.
+"""Chat templates that write a model's whole sequence, so that plain `apply_chat_template` gives the model's input.
 
-A sequence has BOS (or CLS) in front and EOS (or SEP) at its end. Where the template does not write them, or
-there is none, a template that does is given to the tokenizer before training, and is exported with it. A reward model
-that others trained is read exactly as its template writes, without an EOS that its training never saw.
+A sequence starts with BOS (or CLS) and ends with EOS (or SEP). If a tokenizer has no template, or one that does not
+write them, it gets a template that does before training, and exports contain that template. The input of a reward
+model from elsewhere is exactly the text of its own template, without an EOS that its training did not have.
 """
 
 from __future__ import annotations
@@ -38,21 +38,21 @@ _PLAIN = """\
 {%- if not messages[-1]['content'].endswith(END) or not END -%}{{- END -}}{%- endif -%}
 {%- endif -%}
 """
-"""The plain form of `chat.plain_prompt`, or that of text pairs, with what stands around it."""
+"""Template of `chat.plain_prompt`'s form, or of text pairs, with the special tokens around it."""
 FORMS = ("plain", "pair")
-"""Forms of the input of a reward model without a chat template: `chat.plain_prompt`'s, and a tokenizer's text pair."""
+"""Input forms of a reward model without a chat template: that of `chat.plain_prompt`, and a tokenizer's text pair."""
 _ENOUGH = 1 << 20
 _log = logging.getLogger("rm_optimizer")
 
 
 @dataclass(frozen=True)
 class _Candidate:
-    """A chat template and the tokens that it must give.
+    """A chat template and the token ids that it must give.
 
     Args:
         template: the template, without `WRITTEN_MARK`.
-        ids: token ids of the probes.
-        probes: prompts and responses to compare on.
+        ids: expected token ids of the probes.
+        probes: prompts and responses for the comparison.
     """
 
     template: str
@@ -61,7 +61,7 @@ class _Candidate:
 
 
 class TemplateWriter:
-    """Gives a tokenizer the chat template that writes what its model reads, or is to be trained on.
+    """Writer of the chat template that gives a model's input, before training or for a trained model.
 
     Args:
         tokenizer: tokenizer to change.
@@ -79,25 +79,26 @@ class TemplateWriter:
             self._closing = None
 
     def write_for_training(self) -> None:
-        """Have the template write the whole sequence, for a model that is yet to be trained.
+        """Make the template write the whole sequence, for a model that is not trained yet.
 
-        A template that ends a turn with a special token of its own is read there, as plain `apply_chat_template` does;
-        one that does not gets EOS. The tokenizer is left alone where its template writes all, or where the completed
-        one does not give the tokens of the framed text (some SentencePiece tokenizers).
+        If a template ends a turn with a special token of its own, the sequence ends there, as with plain
+        `apply_chat_template`. Otherwise the template gets EOS. The tokenizer is not changed if its template writes the
+        whole sequence already, or if the completed template gives other tokens than the text with BOS and EOS (some
+        SentencePiece tokenizers).
         """
         self._install(self._for_training())
 
     def write_as_read(self, form: str | None, source: object) -> None:
-        """Have the template write what a reward model that others trained reads.
+        """Make the template write the input of a reward model that was trained elsewhere.
 
-        Nothing is added to what its own template writes; without a template, the form decides.
+        Nothing is added to the text of its own template. Without a template, the form decides.
 
         Args:
-            form: `plain`, `pair` (as OpenAssistant's DeBERTa reads it), or None, which takes `plain` with a warning.
+            form: `plain`, `pair` (the input of OpenAssistant's DeBERTa), or None, which means `plain` with a warning.
             source: path or name of the model, for the messages.
 
         Raises:
-            ConfigError: if the form is unknown, or the tokenizer does not make text pairs that a template can write.
+            ConfigError: if the form is unknown, or no template can write the tokenizer's text pairs.
         """
         chosen = self._as_written() if self.tokenizer.chat_template else self._in_form(form, source)
         if not self._install(chosen) and form == "pair":
@@ -107,7 +108,7 @@ class TemplateWriter:
             )
 
     def _install(self, candidate: _Candidate | None) -> bool:
-        """Give the tokenizer a template and its mark; False, and the earlier one, if it gives other tokens."""
+        """Give the tokenizer a template with its mark; if it gives other tokens, restore the old one, return False."""
         if candidate is None:
             return True
         before = self.tokenizer.chat_template
@@ -119,7 +120,7 @@ class TemplateWriter:
         return False
 
     def _for_training(self) -> _Candidate | None:
-        """The template of `write_for_training`; None where the tokenizer's own writes all."""
+        """The template of `write_for_training`; None if the tokenizer's own is kept."""
         lead, end = (self._text_of(ids) for ids in self._frame)
         template = self.tokenizer.chat_template
         if not template:
@@ -134,7 +135,7 @@ class TemplateWriter:
         return _Candidate(completed.removesuffix("\n") + ending, self._framed)
 
     def _as_written(self) -> _Candidate | None:
-        """The tokenizer's own template; None, with a warning, for an encoder's that writes no CLS, framed as usual."""
+        """The tokenizer's own template, or None to keep it; an encoder's without CLS is kept with a warning."""
         tokenizer, template = self.tokenizer, self.tokenizer.chat_template
         if not isinstance(template, str) or WRITTEN_MARK in template or self._written == self._framed:
             return None
@@ -149,7 +150,7 @@ class TemplateWriter:
         return None
 
     def _in_form(self, form: str | None, source: object) -> _Candidate | None:
-        """The template of a form; None for the form takes `plain`, with a warning."""
+        """The template of a form, which is `plain` with a warning if the form is None."""
         if form not in (None, *FORMS):
             raise ConfigError(did_you_mean("input_form", str(form), FORMS))
         if form is None:
@@ -165,7 +166,7 @@ class TemplateWriter:
         return self._as_pair() if form == "pair" else self._for_training()
 
     def _as_pair(self) -> _Candidate:
-        """The template that writes what the tokenizer makes of the text pair (prompt, response)."""
+        """The template that writes the tokenizer's sequence of the text pair (prompt, response)."""
         tokenizer = self.tokenizer
         pairs = (("Name a colour.", "Blue, ünd grün."), ("hi", "Hello\nworld"))
         expected = [list(tokenizer(*pair)["input_ids"]) for pair in pairs]
@@ -181,7 +182,7 @@ class TemplateWriter:
 
 
 def _find(ids: list[int], part: list[int], start: int) -> int:
-    """Index from `start` on where the part begins; the end of the ids if it does not occur."""
+    """Index of the first occurrence of `part` from `start` on; the length of the ids if there is none."""
     places = range(start, len(ids) - len(part) + 1)
     return next((place for place in places if ids[place : place + len(part)] == part), len(ids))
 
