@@ -65,17 +65,12 @@ GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
 """Commands with their settings, by heading of `rm-opt --help`; groups such as `rm-opt data` are added below."""
 
 app = typer.Typer(cls=RootCommands, help="Train, measure and use Bradley-Terry reward models.", **QUIET)
-data_app = typer.Typer(
-    cls=Commands, help="Check preference data, or remove wrong labels.", add_completion=False, **QUIET
-)
+data_app = typer.Typer(cls=Commands, help="Check and clean preference data.", add_completion=False, **QUIET)
 data_app.command("check")(with_field_flags(data_check))
 data_app.command("clean")(with_field_flags(data_clean))
 app.add_typer(data_app, name="data", rich_help_panel="Data")
 ensemble_app = typer.Typer(
-    cls=Commands,
-    help="Join reward models into an ensemble that measures its uncertainty.",
-    add_completion=False,
-    **QUIET,
+    cls=Commands, help="Join reward models into one that measures its uncertainty.", add_completion=False, **QUIET
 )
 ensemble_app.command("train", **HYDRA)(ensemble_train)
 ensemble_app.command("join")(with_field_flags(ensemble_join))

@@ -148,10 +148,7 @@ def partition(model: nn.Module, *, head_names: Collection[str]) -> ParamPartitio
 
 
 def _block_lists(model: nn.Module) -> set[str]:
-    """Names of the module lists with a trainable parameter; all module lists if none has one.
-
-    So the blocks of a frozen tower do not count as layers.
-    """
+    """Names of the module lists with a trainable parameter, since frozen blocks are not layers; all if none has one."""
     lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     trained = {name for name, module in lists.items() if any(p.requires_grad for p in module.parameters())}
     return trained or set(lists)

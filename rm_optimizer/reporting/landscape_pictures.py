@@ -111,13 +111,8 @@ def scalars_of(result: LandscapeResult) -> dict[str, float]:
             values = {name: quantity.value for name, quantity in summarize(result).items()}
             return spectrum_scalars(result) | {name: value for name, value in values.items() if value is not None}
         case LayerCurvature():
-            rows = {item.block: _layer_row(item) for item in result.blocks}
-            return {
-                f"{block}/{name}": float(value)
-                for block, row in rows.items()
-                for name, value in row.items()
-                if isinstance(value, float)
-            }
+            cells = {f"{item.block}/{name}": cell for item in result.blocks for name, cell in _layer_row(item).items()}
+            return {name: cell for name, cell in cells.items() if isinstance(cell, float)}
         case BetweenModels():
             return between_scalars(result)
     return {}

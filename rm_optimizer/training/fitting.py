@@ -100,9 +100,8 @@ def fit(
         if trainer.is_global_zero and is_streamed:
             run.keep_trained_pairs()
     seconds, steps = time.perf_counter() - before, trainer.global_step
-    if trainer.strategy.reduce_boolean_decision(
-        stop.requested, all=False
-    ):  # a signal may have reached one process only
+    # A signal may have reached one process only.
+    if trainer.strategy.reduce_boolean_decision(stop.requested, all=False):
         where = " in its evaluation" if run.evaluation.missed else ""
         raise Interrupted(stopped_after(steps, run.module.num_steps, where, run.run_dir, run.module.last_checkpoint))
     is_whole = steps == run.module.num_steps

@@ -71,9 +71,7 @@ def ensemble_join(
     output: Output,
     pair_options: PairOptions,
     false_positive_rate: Rate = 0.05,
-    max_length: Annotated[
-        int | None, Option("--max-length", min=8, help="Longest sequence in tokens; the rest is cut.")
-    ] = None,
+    max_length: Annotated[int | None, Option("--max-length", min=8, help="Longest sequence in tokens.")] = None,
 ) -> None:
     """Join reward models into an ensemble; reference pairs set their scales and the threshold of uncertainty."""
     _require_rate(false_positive_rate)
