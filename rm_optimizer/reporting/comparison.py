@@ -22,13 +22,13 @@ from rm_optimizer.reporting.tables import Cell, cell_text, new_table, output_con
 COMPARISON_FILE = "comparison.json"
 SCORE_NAMES = {"accuracy": "accuracy", "nll": "NLL", "brier": "Brier", "ece": "ECE"}
 MATRICES = ("hessian", "gauss_newton", "fisher")
-"""Analyses whose spectra are drawn over one another; the first that two runs have."""
+"""Analyses whose spectra are overlaid, by priority; the first one that two runs have is drawn."""
 _MOST_COLUMNS = 5
-"""Arms up to which the options in which they differ have a column for each."""
+"""Most arms for which a table of differing options has one column for each arm."""
 
 
 def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
-    """Print the tables of a comparison and what must be known to read them.
+    """Print the tables of a comparison, and notes on how to read them.
 
     Args:
         comparison: the comparison.
@@ -46,14 +46,14 @@ def print_comparison(comparison: RunComparison, console: Console | None = None) 
 
 
 def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
-    """Write `comparison.json`, `comparison.parquet` and the pictures, each file whole or not at all.
+    """Write `comparison.json`, `comparison.parquet` and the pictures, each file completely or not at all.
 
     Args:
         comparison: the comparison.
         folder: folder of the files.
 
     Returns:
-        The files, and no others: pictures of an earlier comparison are removed.
+        The written files. Pictures of an earlier comparison are removed.
     """
     for stale in ("differences", "spectra"):
         (folder / f"{stale}.png").unlink(missing_ok=True)
@@ -72,9 +72,9 @@ def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
 
 
 def spectra_of(runs: Sequence[RunScores]) -> dict[str, HessianSpectrum]:
-    """Spectra of the runs' best weights by run, of the first of `MATRICES` that two runs have; empty if there is none.
+    """Spectra of the runs' best weights by run, for the first of `MATRICES` that two runs have; empty without one.
 
-    Those of other parameters than the first one's are left out.
+    Spectra over other parameters than in the first run are left out.
     """
     for matrix in MATRICES:
         found: dict[str, HessianSpectrum] = {}
@@ -138,7 +138,7 @@ def _difference_text(item: ArmDifference) -> Text:
 
 
 def _option_table(arms: Sequence[ArmScores]) -> Table:
-    """Options in which arms differ: a row each, or of many arms a row for each arm."""
+    """Options in which arms differ: a row for each option, or a row for each arm if there are many."""
     options = list(arms[0].options)
     values = {arm.name: [_shown(arm.options[name]) for name in options] for arm in arms}
     if len(arms) <= _MOST_COLUMNS:

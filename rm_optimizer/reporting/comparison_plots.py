@@ -1,4 +1,4 @@
-"""Pictures of several runs: learning curves, differences to the baseline, and spectra, one over another."""
+"""Pictures of several runs: learning curves, differences from the baseline, and overlaid spectra."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from rm_optimizer.reporting.plots import CHANCE_LOSS, History
 from rm_optimizer.reporting.style import GRAY, INK, SERIES, captioned_figure, count_ticks, draw_legend, two_panels
 
 _MOST_NAMED = 12
-"""Arms of a legend; further ones are drawn without a name."""
+"""Most arms in a legend; further arms are drawn without a name."""
 
 
 def plot_learning_curves(histories: Mapping[str, Sequence[History]], *, same_pairs: bool) -> Figure:
-    """Validation NLL and accuracy of each arm during training: a line for each run, the mean over seeds above them.
+    """Validation NLL and accuracy of each arm during training: a line for each run, and the mean over seeds on top.
 
     Args:
         histories: rows of the `metrics.csv` of each run, by arm.
@@ -46,7 +46,7 @@ def plot_learning_curves(histories: Mapping[str, Sequence[History]], *, same_pai
 
 
 def plot_differences(comparison: RunComparison) -> Figure:
-    """Differences of each arm to the baseline in accuracy and NLL, with 95 % intervals.
+    """Differences of each arm from the baseline in accuracy and NLL, with 95 % intervals.
 
     Args:
         comparison: comparison of at least two arms.
@@ -78,7 +78,7 @@ def _draw_top(axes: Axes, spectrum: HessianSpectrum, index: int, label: str | No
 
 
 def plot_spectra(spectra: Mapping[str, HessianSpectrum]) -> Figure:
-    """Largest eigenvalues by rank, and densities where all spectra have one.
+    """Largest eigenvalues by rank, and densities if all spectra have one.
 
     Args:
         spectra: spectra by run, all of one matrix and one selection of parameters.
@@ -134,13 +134,13 @@ def _draw_arm(axes: Axes, courses: Sequence[tuple[np.ndarray, np.ndarray]], inde
 
 
 def _line(index: int) -> dict[str, Any]:
-    """Color and dashes of a series; colors repeat with other dashes."""
+    """Color and dash pattern of a series; repeated colors have another pattern."""
     dashes = ("-", "--", ":", "-.")[index // len(SERIES) % 4]
     return {"color": SERIES[index % len(SERIES)], "linestyle": dashes, "linewidth": 1.7}
 
 
 def _course(history: History, column: str, by_pairs: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Steps, or training pairs until then, and values of the rows with a finite number."""
+    """Steps, or numbers of training pairs up to them, and values of the rows with a finite number."""
     pairs, points = 0.0, []
     for row in history:
         pairs += float(row.get("train_pairs") or 0)

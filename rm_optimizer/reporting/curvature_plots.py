@@ -1,4 +1,4 @@
-"""Pictures of curvature: the top of the spectrum, its density, its course during training, and layer by layer."""
+"""Pictures of curvature: the ends of the spectrum, its density, its course during training, and layers."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from rm_optimizer.reporting.style import (
 _EMPTY = ("", None)
 CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
 SHARPNESS, LIMIT = "curvature_preconditioned_sharpness", "curvature_stability_limit"
-"""Columns of `metrics.csv` that a run with `training.hessian.enabled` has."""
+"""Columns of `metrics.csv` in a run with `training.hessian.enabled`."""
 _FEW = 3
-"""Eigenvalues beside which the inset needs room of its own."""
+"""Number of eigenvalues up to which the inset needs extra room."""
 _MOST_BELOW = 3
-"""Cross-fitted values that are drawn under a density."""
+"""Most cross-fitted values drawn under a density."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Place:
 
 
 def places_of(num_top: int, num_bottom: int, count: int) -> tuple[Place, ...]:
-    """Places of eigenvalues in descending order, each from the nearer end that it is known to be counted from.
+    """Places of eigenvalues in descending order, each counted from the nearer end from which its rank is known.
 
     Args:
         num_top: number of the first that are the largest of all.
@@ -83,7 +83,7 @@ def plot_spectrum(
     cross_fitted: Sequence[Estimate] = (),
     by_num_pairs: Sequence[TopOfSamples] = (),
 ) -> Figure:
-    """Eigenvalues by rank, positive and negative ones apart, with bars of how far each may be off.
+    """Eigenvalues by rank, positive and negative ones in different colors, with error bars.
 
     Args:
         values: eigenvalues, descending.
@@ -150,9 +150,8 @@ def plot_density(
 def plot_training_curvature(history: History, *, caption: str) -> Figure:
     """Lower bound of the top eigenvalue, trace with its standard error, and the edge of stability over a run's steps.
 
-    The residual is not drawn: it does not bound how far the top eigenvalue lies above. The limit of stability stands
-    beside the eigenvalue that it is of: the preconditioned sharpness where the optimizer preconditions, else the top
-    eigenvalue.
+    The residual is not drawn, since it gives no upper bound on the top eigenvalue. The limit of stability is drawn with
+    the preconditioned sharpness if the optimizer has a preconditioner, else with the top eigenvalue.
 
     Args:
         history: rows of `metrics.csv` with the columns of `training.hessian.enabled`.
@@ -176,7 +175,7 @@ def plot_training_curvature(history: History, *, caption: str) -> Figure:
 
 
 def _layer_columns(result: LayerCurvature) -> dict[str, list[float]]:
-    """Numbers of each block by the heading of their column."""
+    """Numbers of each block by column heading."""
     columns = {
         "Gauss-Newton\nlargest": [item.gauss_newton[0] for item in result.blocks],
         "Gauss-Newton\ncross-fitted": [value_or_nan(item.crossed) for item in result.blocks],
@@ -192,7 +191,7 @@ def _layer_columns(result: LayerCurvature) -> dict[str, list[float]]:
 
 
 def plot_layers(result: LayerCurvature) -> Figure:
-    """Heat map of each layer's block: Gauss-Newton and Hessian, numbers with their errors in the cells."""
+    """Heat map of Gauss-Newton and Hessian numbers for each layer's block, with errors in the cells."""
     partial = f"PARTIAL, without the search in {', '.join(result.missing)}; " if result.missing else ""
     pairs = f"n = {result.num_pairs:,} pairs of {result.num_prompts:,} prompts; seed {result.seed}"
     tops = [item.hessian_top for item in result.blocks if item.hessian_top]
@@ -220,7 +219,7 @@ def has_training_curvature(history: History) -> bool:
 
 
 def _draw_places(axes: Axes, places: Sequence[Place]) -> None:
-    """Ranks from either end below the axis, and a line where the one end stops and the other begins."""
+    """Label the axis with ranks from either end, and draw a line between the two ends."""
     step = next(step for step in (1, 5, 10, 50, 100, len(places)) if len(places) <= 14 * step)
     shown = [index for index, place in enumerate(places) if place.rank == 1 or place.rank % step == 0]
     least = len(places) / 25
@@ -234,7 +233,7 @@ def _draw_places(axes: Axes, places: Sequence[Place]) -> None:
 
 
 def _draw_cross_fitted(axes: Axes, cross_fitted: Sequence[Estimate]) -> None:
-    """Cross-fitted values beside the sample's, with their intervals."""
+    """Draw cross-fitted values beside the sample's, with their intervals."""
     known = [
         (i + 1.25, e.value, e.low, e.high)
         for i, e in enumerate(cross_fitted)
@@ -250,7 +249,7 @@ def _draw_cross_fitted(axes: Axes, cross_fitted: Sequence[Estimate]) -> None:
 
 
 def _draw_computed(axes: Axes, top: Sequence[float], height: float) -> None:
-    """Eigenvalues that were computed one by one, positive and negative ones apart."""
+    """Draw the eigenvalues that were computed one by one, positive and negative ones in different colors."""
     for members, color, word in (
         ([value for value in top if value >= 0], VERMILION, "positive"),
         ([value for value in top if value < 0], INK, "negative"),
@@ -263,7 +262,7 @@ def _draw_computed(axes: Axes, top: Sequence[float], height: float) -> None:
 
 
 def _draw_cross_fitted_below(axes: Axes, cross_fitted: Sequence[Estimate], height: float) -> None:
-    """Cross-fitted values under a density, with their intervals along its axis."""
+    """Draw cross-fitted values under a density, with their intervals along its axis."""
     first = cross_fitted[:_MOST_BELOW]
     known = [(e.value, e.low, e.high) for e in first if e.low is not None and e.high is not None]
     if not known:
@@ -277,7 +276,7 @@ def _draw_cross_fitted_below(axes: Axes, cross_fitted: Sequence[Estimate], heigh
 
 
 def _draw_by_num_pairs(axes: Axes, by_num_pairs: Sequence[TopOfSamples]) -> None:
-    """Inset of the largest eigenvalue of quarters, halves and all of the pairs."""
+    """Draw an inset with the largest eigenvalue of quarters, halves and all of the pairs."""
     inset = axes.inset_axes((0.64, 0.55, 0.33, 0.22))
     counts = [sample.num_pairs for sample in by_num_pairs]
     for sample in by_num_pairs:
@@ -307,7 +306,7 @@ def _is_known(row: Mapping[str, str | float | None], column: str) -> bool:
 
 
 def _draw_limit(axes: Axes, rows: History, value: str) -> None:
-    """Limit of stability as a dashed line, on a logarithmic axis where it is far from the values."""
+    """Draw the limit of stability as a dashed line, on a logarithmic axis if it is far from the values."""
     known = [row for row in rows if _is_known(row, LIMIT)]
     if not known:
         return
@@ -320,7 +319,7 @@ def _draw_limit(axes: Axes, rows: History, value: str) -> None:
 
 
 def _draw_column(axes: Axes, position: int, values: np.ndarray, texts: Sequence[str]) -> None:
-    """One column of cells, colored on its own scale, logarithmic for both signs."""
+    """Draw one column of cells, colored on its own scale, which is logarithmic for both signs."""
     known = values[np.isfinite(values)] if np.isfinite(values).any() else np.zeros(1)
     largest = float(np.abs(known).max()) or 1.0
     low, high = float(known.min()), float(known.max())
@@ -338,7 +337,7 @@ def _draw_column(axes: Axes, position: int, values: np.ndarray, texts: Sequence[
 
 
 def value_or_nan(estimate: Estimate | None) -> float:
-    """Value of an estimate; NaN where it is not known."""
+    """Value of an estimate; NaN if it is not known."""
     return math.nan if estimate is None else estimate.value
 
 
@@ -356,7 +355,7 @@ def _with_error(estimate: Estimate | None) -> str:
 
 
 def _linear_below(values: np.ndarray) -> float:
-    """Magnitude at which the logarithmic axis becomes linear, the smallest one that is not rounding."""
+    """Magnitude below which the logarithmic axis is linear: the smallest one above rounding error."""
     magnitudes = np.abs(values)
     largest = float(magnitudes.max(initial=0.0)) or 1.0
     return float(magnitudes[magnitudes > 1e-4 * largest].min(initial=largest))

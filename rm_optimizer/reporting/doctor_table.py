@@ -13,7 +13,7 @@ _STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red", S
 
 
 def diagnosis_table(diagnosis: Diagnosis, *, show_all: bool = False) -> Group:
-    """One row for each check that is not ok, those that are and those that were skipped in a line, and the verdict."""
+    """One row for each check that is not ok, one line for checks that passed or were skipped, and the verdict."""
     table = Table(title=Text(f"Doctor: {diagnosis.model}", "bold"), title_justify="left", header_style="bold")
     for name in ("", "check", "measured", "what it means"):
         table.add_column(Text(name), no_wrap=name == "check")
@@ -41,7 +41,7 @@ def _measured(check: Check) -> str:
 
 
 def _skipped_lines(diagnosis: Diagnosis) -> list[Text]:
-    """Names of skipped checks, together where the reason is one."""
+    """Names of skipped checks, one line for each reason."""
     reasons: dict[str, list[str]] = {}
     for check in diagnosis.checks:
         if check.status is Status.skipped:

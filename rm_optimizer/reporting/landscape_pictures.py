@@ -1,4 +1,4 @@
-"""The pictures, tables and tabular data of one analysis, from its result."""
+"""Pictures, tables and tabular data from the result of an analysis."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ from rm_optimizer.reporting.tables import Cell, summary_table
 
 LandscapeResult = Slice | Surface | Trajectory | LayerCurvature | HessianSpectrum | Evolution | BetweenModels
 _SHOWN = 10
-"""Eigenvalues of each end that the table lists."""
+"""Number of eigenvalues that the table lists from each end."""
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A figure of a result, or rows alone, by the name of its files.
+    """A figure of a result with its numbers, or only numbers, under the name of their files.
 
     Args:
         name: stem of the files.
@@ -97,7 +97,7 @@ def drawings(result: LandscapeResult) -> list[Drawing]:
 
 
 def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
-    """Draw what a result shows, PNG and SVG, and write its numbers beside as Parquet and CSV."""
+    """Draw a result as PNG and SVG, and write its numbers as Parquet and CSV beside the pictures."""
     files = [file for drawing in drawings(result) for file in _written(drawing, folder)]
     if isinstance(result, HessianSpectrum):
         files.append(_write_quantities(result, folder / "quantities.json"))
@@ -105,7 +105,7 @@ def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
 
 
 def scalars_of(result: LandscapeResult) -> dict[str, float]:
-    """Numbers of a result by name, for loggers; empty for grids, whose numbers are tables."""
+    """Scalars of a result by name, for loggers; empty for grids, whose numbers are tables."""
     match result:
         case HessianSpectrum():
             values = {name: quantity.value for name, quantity in summarize(result).items()}
@@ -212,7 +212,7 @@ def _density(density: SpectralDensity, matrix: str, caption: str, crossed: Seque
 
 
 def _origin_rows(found: CurvatureByPair, first: Place) -> dict[str, Cell]:
-    """Shares of the groups and of the heaviest pairs in the first listed eigenvalue, which `first` names."""
+    """Shares of the groups and of the pairs with the largest shares in the first listed eigenvalue, named `first`."""
     place = f"{first.end} {first.rank}"
     rows: dict[str, Cell] = {}
     for group in found.groups:
@@ -235,7 +235,7 @@ def _effort(result: HessianSpectrum) -> str:
 
 
 def _write_quantities(result: HessianSpectrum, path: Path) -> Path:
-    """Each derived number with its error, or why there is none, and whether what it is made of is whole."""
+    """Write the result's status, and each derived number with its error or the reason for its absence."""
     content: dict[str, object] = {"status": result.status}
     for name, quantity in summarize(result).items():
         content[name] = json_values(quantity)
@@ -271,7 +271,7 @@ def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
 
 
 def _summary_rows(result: HessianSpectrum) -> dict[str, Cell]:
-    """The estimated quantities, then those that were not estimated, one row a reason."""
+    """The estimated quantities, then the others, with one row for each reason."""
     rows: dict[str, Cell] = {}
     lacking: dict[str | None, list[str]] = {}
     for name, quantity in summarize(result).items():
@@ -296,7 +296,7 @@ def _geometry_rows(found: LocalGeometry) -> dict[str, Cell]:
 
 
 def _quantity(quantity: Quantity) -> str:
-    """A number with its error, alone where that does not show in the digits, or why there is none."""
+    """A number with its error, or without it if it is below the digits shown, or the reason for its absence."""
     estimate = quantity.estimate
     if estimate is None:
         return f"n/a: {quantity.reason}"
@@ -315,12 +315,12 @@ def _eigenvalue(result: HessianSpectrum, index: int, value: float) -> str:
 
 
 def _cross_fitted(result: HessianSpectrum) -> tuple[Estimate, ...]:
-    """Cross-fitted values of the first eigenvalues, as many as there are."""
+    """Available cross-fitted values of the first eigenvalues."""
     return () if result.cross_fit is None else result.cross_fit.values
 
 
 def _population_rows(result: HessianSpectrum) -> dict[str, Cell]:
-    """Range of the population's largest eigenvalue, and the samples' by their number of pairs."""
+    """Interval of the population's largest eigenvalue, and the largest eigenvalue by number of sampled pairs."""
     crossed = result.cross_fit
     if crossed is None or crossed.population_low is None or crossed.population_high is None:
         return {}

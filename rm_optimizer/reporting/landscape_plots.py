@@ -1,4 +1,4 @@
-"""Pictures of the loss around the weights: lines, contours, surfaces and the way training took."""
+"""Pictures of the loss around the weights: lines, contours, surfaces and the path of training."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _CROSS: dict[str, Any] = {
 }  # fmt: skip
 _TITLE = "Loss over a plane through the weights"
 _WIDE = 30.0
-"""Ratio of largest to smallest loss from which colors go by its logarithm."""
+"""Ratio of largest to smallest loss from which the color scale is logarithmic."""
 
 
 def plot_slices(result: Slice) -> Figure:
@@ -87,7 +87,7 @@ def plot_surface(result: Surface) -> Figure:
 
 
 def plot_trajectory(result: Trajectory) -> Figure:
-    """The checkpoints of a run over lines of equal loss, in the plane they stay closest to."""
+    """The checkpoints of a run over lines of equal loss, in the plane that is closest to them."""
     surface = result.surface
     caption = _caption(surface.measured, result) + _error_of([result.points])
     figure, (axes,) = captioned_figure("The way training took", caption)
@@ -110,7 +110,7 @@ def plot_trajectory(result: Trajectory) -> Figure:
 
 
 def _apart(x: np.ndarray, y: np.ndarray, surface: Surface) -> list[int]:
-    """First and last checkpoint, and the middle one where its label has room between theirs."""
+    """First and last checkpoint, and the middle one if its label fits between theirs."""
     last, middle = len(x) - 1, len(x) // 2
     span = np.array([surface.x[-1] - surface.x[0], surface.y[-1] - surface.y[0]])
     places = np.column_stack([x, y]) / span
@@ -141,7 +141,7 @@ def _error_of(points: Sequence[Sequence[PointLoss]]) -> str:
 
 
 def _unit(measured: GridDescription) -> str:
-    """A filter-normalized direction is as long as the weights, the others are of unit length."""
+    """Unit of a step: a filter-normalized direction is as long as the weights, other directions have unit length."""
     return "parameter distance" if measured.values else "1 = length of the weights"
 
 
@@ -180,7 +180,7 @@ def _draw_contour(figure: Figure, axes: Axes, surface: Surface) -> None:
 
 
 def _is_inside(position: tuple[float, float], surface: Surface) -> bool:
-    """True if a text centered there does not reach beyond the border."""
+    """True if a text centered there fits within the border."""
     shares = [
         (value - ends[0]) / (ends[-1] - ends[0]) for value, ends in zip(position, (surface.x, surface.y), strict=True)
     ]

@@ -1,4 +1,4 @@
-"""The numbers of a run as Markdown for a pull request: its model's card without metadata and use."""
+"""The numbers of a run as Markdown for a pull request: its model's card without metadata and instructions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rm_optimizer.training.folder.model_card import card_sections, card_summary,
 
 
 def markdown_report(run_dir: Path) -> str:
-    """The card without the hub's metadata and without how to use the model, for a pull request.
+    """The card for a pull request, without the hub's metadata and without instructions for the model's use.
 
     Raises:
         DataError: if the folder holds no result of a run.

@@ -15,7 +15,7 @@ _BYTES_OF_MB = 1e6
 
 
 def print_findings(found: ComparisonFindings, console: Console | None = None) -> None:
-    """Print the tables of a comparison and what must be known to read them.
+    """Print the tables of a comparison, and notes on how to read them.
 
     Args:
         found: the findings.
@@ -29,7 +29,7 @@ def print_findings(found: ComparisonFindings, console: Console | None = None) ->
 
 
 def methods(found: ComparisonFindings) -> str:
-    """The paragraph of methods, from the plan."""
+    """The paragraph about methods, from the plan."""
     frozen, options = found.frozen, found.frozen.options
     parts = found.versions
     tried = f"{options.rates} learning rates a half decade apart, {options.tuning_seeds} tuning seed(s) each"

@@ -44,7 +44,7 @@ def plot_rate_sensitivity(found: ComparisonFindings) -> Figure:
 
 
 def plot_arm_differences(found: ComparisonFindings) -> Figure:
-    """Differences to the reference in test NLL and accuracy, with 95 % intervals.
+    """Differences from the reference in test NLL and accuracy, with 95 % intervals.
 
     Args:
         found: findings with verdicts.
@@ -71,7 +71,7 @@ def plot_arm_differences(found: ComparisonFindings) -> Figure:
 
 
 def _draw_difference(axes: Any, row: int, item: Verdict) -> None:
-    """An arm's difference to the reference with its interval, colored by the verdict."""
+    """Draw an arm's difference from the reference with its interval, colored by the verdict."""
     color = {"better": SERIES[0], "worse": SERIES[1]}.get(item.verdict, INK)
     estimate = item.difference
     if estimate.low is not None and estimate.high is not None:
@@ -80,7 +80,7 @@ def _draw_difference(axes: Any, row: int, item: Verdict) -> None:
 
 
 def plot_reliabilities(found: ComparisonFindings) -> Figure:
-    """Frequency against confidence on the test pairs: each seed, and all seeds of an optimizer together.
+    """Frequency by confidence on the test pairs, for each seed and for all seeds of an optimizer together.
 
     Args:
         found: findings of the comparison.
@@ -106,7 +106,7 @@ def plot_reliabilities(found: ComparisonFindings) -> Figure:
 
 
 def _joined_bins(arm: ArmFinding) -> Float[np.ndarray, "bins 2"]:
-    """Mean confidence and frequency over all seeds in each bin that holds enough pairs."""
+    """Mean confidence and frequency over all seeds, in each bin with enough pairs."""
     bins: dict[float, list[ReliabilityBin]] = {}
     for item in sorted((item for seed in arm.reliability for item in seed), key=lambda item: item.low):
         bins.setdefault(item.low, []).append(item)
@@ -119,11 +119,11 @@ def _joined_bins(arm: ArmFinding) -> Float[np.ndarray, "bins 2"]:
 
 
 _LEAST_IN_BIN = 10
-"""Pairs of a bin whose frequency is worth a mark."""
+"""Least number of pairs in a bin for its frequency to be drawn."""
 
 
 def plot_sharpness(found: ComparisonFindings) -> Figure:
-    """Test accuracy against the top eigenvalue of the Hessian, a point for each final run where it was measured.
+    """Test accuracy by the top eigenvalue of the Hessian, a point for each final run with measured curvature.
 
     Args:
         found: findings of the comparison.
@@ -181,5 +181,5 @@ def _color(index: int) -> str:
 
 
 def _line(index: int) -> dict[str, Any]:
-    """Color and dashes of a series; colors repeat with other dashes."""
+    """Color and dash pattern of a series; repeated colors have another pattern."""
     return {"color": _color(index), "linestyle": ("-", "--", ":", "-.")[index // len(SERIES) % 4], "linewidth": 1.7}

@@ -1,4 +1,4 @@
-"""The pictures and the summary of a run or an evaluation, from the files in its folder."""
+"""Pictures and summary of a run or an evaluation, from the files in its folder."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PICTURES = "plots"
 
 
 def draw_run(result: RunResult) -> Path:
-    """Draw loss, accuracy, reliability and margins of a finished run into its `plots/`."""
+    """Draw loss, accuracy, reliability and margins of a finished run into its folder `plots/`."""
     run_dir = Path(result.run_dir)
     history = RunFolder(run_dir).metrics()
     save_figure(plot_loss(history), run_dir / PICTURES / "loss.png")
@@ -39,7 +39,7 @@ def draw_run(result: RunResult) -> Path:
 
 
 def draw_evaluation(folder: Path, metrics: PairwiseMetrics) -> Path:
-    """Draw reliability and margins of an evaluation into the folder's `plots/`."""
+    """Draw reliability and margins of an evaluation into `plots/` of its folder."""
     draw_reliability(metrics, folder / PICTURES / "reliability.png")
     save_figure(plot_margins(margins_of(RunFolder(folder).pair_rewards())), folder / PICTURES / "margins.png")
     return folder / PICTURES
@@ -59,14 +59,14 @@ def print_evaluation(title: str, evaluation: Evaluation, console: Console | None
 
 
 def margins_of(rows: Sequence[PairReward]) -> Float[np.ndarray, " pairs"]:
-    """Reward of the better response less that of the other, for every pair that has a better one; all if none has."""
+    """Reward of the better response less the other's, for every pair with a better one; for all pairs if none has."""
     margins = np.array([row.chosen - row.rejected for row in rows])
     side = np.sign(np.array([row.label for row in rows]) - 0.5)
     return (margins * side)[side != 0] if (side != 0).any() else margins
 
 
 def print_run(result: RunResult, console: Console | None = None) -> None:
-    """Print the run's one summary table and where to look next."""
+    """Print the run's summary table, and the next steps."""
     console = console or output_console()
     data = result.data
     rows: dict[str, Cell] = {"validation": data.val_origin, **metrics_rows(result.metrics)}

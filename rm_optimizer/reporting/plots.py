@@ -1,4 +1,4 @@
-"""Pictures of a run and of an evaluation: drawn from results, computing nothing that is not drawn."""
+"""Pictures of a run and of an evaluation, drawn from stored results."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def plot_accuracy(history: History, *, ceiling: float | None = None) -> Figure:
 
 
 def plot_reliability(metrics: PairwiseMetrics) -> Figure:
-    """Frequency against confidence, with 95 % intervals, and how many pairs each bin holds."""
+    """Frequency by confidence with 95 % intervals, and the number of pairs in each bin."""
     bins = metrics.reliability
     caption = f"ECE {metrics.ece}, noise floor {metrics.ece_noise_floor:.3f}; n = {metrics.num_pairs:,} pairs"
     caption = metrics.collapse.reason or caption
@@ -90,7 +90,7 @@ def plot_reliability(metrics: PairwiseMetrics) -> Figure:
 
 
 def plot_margins(margins: Float[np.ndarray, " pairs"]) -> Figure:
-    """Histogram of the margins, wrongly ranked pairs in their own color and ties marked.
+    """Histogram of the margins, with wrongly ranked pairs in another color and ties marked.
 
     Args:
         margins: reward of the better response less that of the other.
@@ -123,7 +123,7 @@ def plot_margins(margins: Float[np.ndarray, " pairs"]) -> Figure:
 
 
 def _margin_edges(margins: np.ndarray) -> tuple[np.ndarray, int]:
-    """Edges of equal bins, one of them 0, over all but the outermost margins, and how many pairs those are."""
+    """Edges of equal bins, one of them 0, over all but the outermost margins, and the number of margins outside."""
     low, high = np.quantile(margins, [0.002, 0.998])
     low, high = min(low, 0.0), max(high, 0.0)
     num_bins = min(40, 10 + math.isqrt(margins.size))
@@ -133,21 +133,21 @@ def _margin_edges(margins: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def _column(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of the rows where the column is filled with a finite number."""
+    """Steps and values of the rows with a finite number in the column."""
     cells = [(float(row["step"] or 0), float(row[name] or 0)) for row in history if row.get(name) not in (None, "")]
     points = np.array([cell for cell in cells if math.isfinite(cell[1])]).reshape(-1, 2)
     return points[:, 0], points[:, 1]
 
 
 def _whole_batches(history: History) -> History:
-    """The rows without steps of less than half a batch, as an epoch may end with: their noise looks like a cliff."""
+    """The rows without steps of less than half a batch, which may end an epoch and whose noise looks like a jump."""
     sizes = [float(row.get("train_pairs") or 0) for row in history]
     least = max(sizes, default=0.0) / 2
     return [row for row, size in zip(history, sizes, strict=True) if not 0 < size < least]
 
 
 def _smoothed(values: np.ndarray, half_width: int) -> np.ndarray:
-    """Centered moving average; at the ends, of what there is of the window."""
+    """Centered moving average; at the ends, over the part of the window that exists."""
     totals = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(len(values))
     start, end = np.maximum(index - half_width, 0), np.minimum(index + half_width + 1, len(values))
@@ -192,7 +192,7 @@ def _fit_steps(axes: Axes, history: History) -> None:
 
 
 def _fit_losses(axes: Axes, history: History) -> None:
-    """Limits from 0 to a little over the bulk of the curve, so that a spike does not flatten the rest."""
+    """Axis limits from 0 to a little above most of the curve, so that a spike does not flatten the rest."""
     training, validation = _column(history, "train_loss")[1], _column(history, "eval_loss")[1]
     tops = [CHANCE_LOSS, *([np.quantile(training, 0.98)] if len(training) else []), *validation]
     axes.set_ylim(0.0, 1.12 * float(max(tops)))

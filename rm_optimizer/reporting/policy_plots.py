@@ -28,7 +28,7 @@ from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult
 
 
 def plot_best_of_n(curve: BestOfNCurve) -> Figure:
-    """Expected proxy reward of the best of n responses, and below it the gold reward where it is known.
+    """Expected proxy reward of the best of n responses, and below it the gold reward if it is known.
 
     Args:
         curve: the curve, with intervals over prompts.
@@ -52,7 +52,7 @@ def plot_best_of_n(curve: BestOfNCurve) -> Figure:
 
 
 def plot_overoptimization(curve: OveroptimizationCurve) -> Figure:
-    """Gains in proxy and gold reward over the distance from the policy, with the fitted forms and the peak.
+    """Gains in proxy and gold reward by distance from the policy, with the fitted forms and the peak.
 
     Args:
         curve: the curve, with intervals over prompts.
@@ -83,7 +83,7 @@ def _draw_gain(axes: Axes, curve: OveroptimizationCurve, gains: Sequence[Estimat
 
 
 def _draw(axes: Axes, sizes: Sequence[float], rewards: Sequence[Estimate], color: str, label: str) -> None:
-    """Rewards with their intervals, and a legend."""
+    """Draw rewards with their intervals, and a legend."""
     _draw_bars(axes, sizes, rewards, color, label, "-")
     axes.set_ylabel("expected reward")
     draw_legend(axes, "lower right")
@@ -92,7 +92,7 @@ def _draw(axes: Axes, sizes: Sequence[float], rewards: Sequence[Estimate], color
 def _draw_bars(
     axes: Axes, places: Sequence[float], rewards: Sequence[Estimate], color: str, label: str, line: str
 ) -> None:
-    """Points with their intervals."""
+    """Draw points with their intervals."""
     values = np.array([reward.value for reward in rewards])
     low = [reward.value if reward.low is None else reward.low for reward in rewards]
     high = [reward.value if reward.high is None else reward.high for reward in rewards]
@@ -138,7 +138,7 @@ def plot_policy_run(result: RLHFResult) -> Figure:
 
 
 def _draw_disagreement(axes: Axes, steps: Sequence[int], spread: Sequence[float]) -> None:
-    """Disagreement of an ensemble's members, on an axis of its own to the right."""
+    """Draw the disagreement of an ensemble's members, on a separate axis on the right."""
     right = axes.twinx()
     right.plot(steps, spread, color=VERMILION, marker="s", markersize=4)
     right.set_ylabel("disagreement", color=VERMILION)

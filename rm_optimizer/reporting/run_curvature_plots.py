@@ -29,13 +29,13 @@ from rm_optimizer.reporting.style import (
 from rm_optimizer.reporting.tables import Cell
 
 _MOST_DRAWN = 10
-"""Largest eigenvalues of each of several models that are drawn."""
+"""Most of the largest eigenvalues to draw for each model or step."""
 _MOST_RANKS = 5
-"""Largest eigenvalues that are drawn and listed."""
+"""Most of the largest eigenvalues to list for each step."""
 
 
 def plot_evolution(result: Evolution) -> Figure:
-    """Largest and smallest eigenvalues, trace and subspace overlap over the steps of a run, with their errors."""
+    """Largest and smallest eigenvalues, trace and subspace overlap by step of a run, with their errors."""
     first = result.spectra[0]
     partial = f"PARTIAL, without steps {', '.join(map(str, result.missing))}; " if result.missing else ""
     caption = (
@@ -59,7 +59,7 @@ def plot_evolution(result: Evolution) -> Figure:
 
 
 def evolution_rows(result: Evolution) -> list[Row]:
-    """One row for each listed eigenvalue of each step, with what belongs to the step."""
+    """One row for each listed eigenvalue of each step, with the step's other numbers."""
     rows: list[Row] = []
     for step, spectrum, overlap in _steps(result):
         trace = spectrum.trace
@@ -95,7 +95,7 @@ def evolution_table(result: Evolution) -> dict[str, Cell]:
 
 
 def plot_between(result: BetweenModels) -> Figure:
-    """Largest eigenvalues of each model, and the loss between each two."""
+    """Largest eigenvalues of each model, and the loss between each pair of models."""
     first = result.spectra[0]
     num_paths = len(result.names) * (len(result.names) - 1) // 2
     partial = f"PARTIAL, {len(result.paths)} of {num_paths} paths; " if len(result.paths) < num_paths else ""
@@ -129,7 +129,7 @@ def _draw_paths(axes: Axes, result: BetweenModels) -> None:
 
 
 def between_table(result: BetweenModels) -> dict[str, Cell]:
-    """Rows for `summary_table`: eigenvalues and trace of each model, barrier and overlap of each two."""
+    """Rows for `summary_table`: eigenvalues and trace of each model, barrier and overlap of each pair of models."""
     first = result.spectra[0]
     rows: dict[str, Cell] = {
         "matrix, method": f"{first.matrix}, {first.method}",
@@ -158,7 +158,7 @@ def between_rows(result: BetweenModels) -> list[Row]:
 
 
 def between_scalars(result: BetweenModels) -> dict[str, float]:
-    """Numbers of each model, and barrier and overlap of each two, by name, for loggers."""
+    """Numbers of each model, and barrier and overlap of each pair of models, by name, for loggers."""
     found: dict[str, float] = {}
     for name, spectrum in zip(result.names, result.spectra, strict=False):
         found |= {f"{name}/{key}": value for key, value in spectrum_scalars(spectrum).items()}
@@ -170,7 +170,7 @@ def between_scalars(result: BetweenModels) -> dict[str, float]:
 
 
 def spectrum_scalars(spectrum: HessianSpectrum) -> dict[str, float]:
-    """Loss, largest eigenvalue, its cross-fitted value and trace by name; without what was not estimated."""
+    """Loss, largest eigenvalue, its cross-fitted value and trace by name, as far as they were estimated."""
     trace, crossed = spectrum.trace, spectrum.cross_fit
     found = {"loss": spectrum.loss}
     found |= {"eigenvalue_largest": spectrum.eigenvalues[0]} if spectrum.num_top else {}
@@ -194,7 +194,7 @@ def path_rows(result: BetweenModels) -> list[Row]:
 
 
 def _crossed_cells(estimate: Estimate | None) -> Row:
-    """A cross-fitted value and its interval; None where there is none."""
+    """A cross-fitted value and its interval; None without one."""
     return {
         "cross_fitted": estimate.value if estimate else None,
         "cross_fitted_low": estimate.low if estimate else None,
@@ -203,7 +203,7 @@ def _crossed_cells(estimate: Estimate | None) -> Row:
 
 
 def _diamonds(spectrum: HessianSpectrum) -> str:
-    """Part of a caption about cross-fitted values, where there are any."""
+    """Part of a caption about cross-fitted values; empty without them."""
     return "; diamonds: cross-fitted, with their 95 % intervals" if spectrum.cross_fit is not None else ""
 
 
@@ -212,7 +212,7 @@ def _steps(result: Evolution) -> list[tuple[int, HessianSpectrum, float | None]]
 
 
 def _ranks(spectrum: HessianSpectrum) -> list[tuple[str, int, int]]:
-    """End, rank and index of the largest eigenvalues, and of the smallest one where it is known."""
+    """End, rank and index of the largest eigenvalues, and of the smallest one if it is known."""
     count = min(_MOST_RANKS, spectrum.num_top)
     found = [("largest", index + 1, index) for index in range(count)]
     last = len(spectrum.eigenvalues) - 1
@@ -225,7 +225,7 @@ def _value(spectrum: HessianSpectrum, index: int) -> str:
 
 
 def _cross_fitted(spectrum: HessianSpectrum) -> list[str]:
-    """The largest eigenvalue cross-fitted with its interval, or the reason that it is not."""
+    """The cross-fitted largest eigenvalue, or the reason for its absence; empty without either."""
     if spectrum.cross_fit is not None:
         return [f"cross-fitted {spectrum.cross_fit.values[0]:.3g}"]
     return [f"not cross-fitted: {spectrum.not_cross_fitted}"] if spectrum.not_cross_fitted else []
@@ -288,7 +288,7 @@ def _draw_spectrum(axes: Axes, spectrum: HessianSpectrum, name: str, color: str,
 
 
 def _bars(estimates: Sequence[Estimate]) -> np.ndarray:
-    """Lengths of the bars below and above each value, of the ends of its interval; NaN where it has none."""
+    """Lengths of the error bars below and above each value, from its interval; NaN without one."""
     ends = [
         (each.value, math.nan if each.low is None else each.low, math.nan if each.high is None else each.high)
         for each in estimates

@@ -1,4 +1,4 @@
-"""Style of every picture: one size, a palette for color-blind readers, and one function that saves."""
+"""Style of all pictures: one size, a palette for color-blind readers, and one function to save them."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from rm_optimizer.records.files import replacing
 
 DPI = 150
 SVG_STYLE = {"svg.hashsalt": "rm-optimizer", "svg.fonttype": "none"}
-"""Settings under which equal figures give equal SVG, with text as text."""
+"""Settings that give equal SVG for equal figures, and keep text as text."""
 _UNDATED: Mapping[str, dict[str, None]] = {".png": {"Software": None}, ".svg": {"Date": None}}
-"""Metadata left out of a file, so that it depends on the figure alone."""
+"""Metadata left out of a file, so that it depends only on the figure."""
 _CAPTION_WIDTH = 92
-"""Characters of a caption's line."""
+"""Most characters in a line of a caption."""
 _MOST_BESIDE = 26
-"""Characters of a legend's line that leave the axes half of the width."""
+"""Most characters in a line of a legend that leave half of the width to the axes."""
 
 BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 """Okabe & Ito, "Color universal design" (2008), https://jfly.uni-koeln.de/color/."""
@@ -32,7 +32,7 @@ SERIES = (BLUE, VERMILION, GREEN, ORANGE, "#CC79A7", "#56B4E9")
 
 
 def new_figure(title: str, caption: str, *, strip: bool = False, shares_x: bool = True) -> tuple[Figure, list[Axes]]:
-    """An empty figure with the house's title, caption and axes.
+    """An empty figure with title, caption and axes in the common style.
 
     Args:
         title: title, top left.
@@ -59,7 +59,7 @@ def _empty_figure(
 
 
 def style_axes(axes: Axes) -> None:
-    """Two thin spines, a light grid behind the data, gray ticks."""
+    """Style the axes with two thin spines, a light grid behind the data, and gray ticks."""
     axes.spines[["top", "right"]].set_visible(False)
     axes.spines[["left", "bottom"]].set_color(GRAY)
     axes.tick_params(colors=GRAY, labelcolor=INK, labelsize=9)
@@ -68,14 +68,14 @@ def style_axes(axes: Axes) -> None:
 
 
 def draw_legend(axes: Axes, location: str = "best", *, in_layout: bool = True) -> None:
-    """A legend whose words stay readable over data; `in_layout` of False keeps it from moving the axes."""
+    """Add a legend that is readable over data; with `in_layout=False` it does not move the axes."""
     legend = axes.legend(fontsize=9, loc=location, frameon=True, framealpha=0.85, edgecolor="none")
     legend.set_zorder(10)
     legend.set_in_layout(in_layout)
 
 
 def draw_legend_above(axes: Axes) -> None:
-    """A legend in a row above the data, for which the axis is made a quarter longer."""
+    """Add a legend in a row above the data, and extend the axis by a quarter for it."""
     low, high = axes.get_ylim()
     is_log = axes.get_yscale() == "log"
     axes.set_ylim(top=high * (high / low) ** 0.25 if is_log else high + 0.25 * (high - low))
@@ -83,12 +83,12 @@ def draw_legend_above(axes: Axes) -> None:
 
 
 def draw_legend_below(axes: Axes) -> None:
-    """A legend in two columns below the axes, where it hides no data."""
+    """Add a legend in two columns below the axes, where it hides no data."""
     axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.46, -0.16), ncols=2, frameon=False)
 
 
 def draw_legend_beside(axes: Axes) -> None:
-    """A legend to the right of the axes, where it hides no data, unless its words leave the axes too little room."""
+    """Add a legend to the right of the axes, where it hides no data, unless it leaves the axes too little room."""
     if max(map(len, axes.get_legend_handles_labels()[1]), default=0) > _MOST_BESIDE:
         draw_legend(axes, in_layout=False)
     else:
@@ -96,14 +96,14 @@ def draw_legend_beside(axes: Axes) -> None:
 
 
 def count_ticks(axis: Axis) -> None:
-    """Ticks at whole numbers only."""
+    """Place ticks at whole numbers only."""
     axis.set_major_locator(MaxNLocator(nbins="auto", steps=[1, 2, 5, 10], integer=True))
 
 
 def captioned_figure(
     title: str, caption: str, *, strip: bool = False, shares_x: bool = True
 ) -> tuple[Figure, list[Axes]]:
-    """Like `new_figure`, with a caption of several parts over two lines where one is too short."""
+    """Like `new_figure`, with a caption of several parts, on two lines if one is too short."""
     lines = wrapped(caption)
     figure, axes = new_figure(title + "\n" * (len(lines) - 1), "\n".join(lines), strip=strip, shares_x=shares_x)
     axes[0].texts[0].set(va="bottom", in_layout=False)
@@ -111,7 +111,7 @@ def captioned_figure(
 
 
 def wrapped(caption: str) -> list[str]:
-    """Lines that end between two parts."""
+    """Lines of text that break only between parts."""
     lines = [""]
     for part in caption.split("; "):
         joined = f"{lines[-1]}; {part}" if lines[-1] else part
@@ -123,7 +123,7 @@ def wrapped(caption: str) -> list[str]:
 def two_panels(
     title: str, caption: str, *, ratios: tuple[int, int], shares_x: bool = True
 ) -> tuple[Figure, list[Axes]]:
-    """Like `new_figure` with a strip, in which both axes have room for a curve."""
+    """Like `new_figure` with a strip, where both axes have room for a curve."""
     figure, axes = captioned_figure(title, caption, strip=True, shares_x=shares_x)
     figure.set_size_inches(7.0, 5.6)
     grid = axes[0].get_gridspec()
@@ -133,7 +133,7 @@ def two_panels(
 
 
 def stacked_panels(title: str, caption: str, *, count: int) -> tuple[Figure, list[Axes]]:
-    """An empty figure with several axes of one height over each other, which share the horizontal one.
+    """An empty figure with several stacked axes of equal height that share the horizontal axis.
 
     Args:
         title: title, top left.
@@ -148,7 +148,7 @@ def stacked_panels(title: str, caption: str, *, count: int) -> tuple[Figure, lis
 
 
 def save_figure(figure: Figure, png: Path, *, svg: bool = False) -> list[Path]:
-    """Write a figure, each file under a temporary name first; equal figures give equal files."""
+    """Write a figure, each file first under a temporary name; equal figures give equal files."""
     written = [png, png.with_suffix(".svg")] if svg else [png]
     for path in written:
         with replacing(path) as temporary, matplotlib.rc_context(SVG_STYLE):

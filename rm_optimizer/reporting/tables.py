@@ -21,13 +21,13 @@ from rm_optimizer.records.quoting import markdown_line, markdown_table
 Cell = str | int | float | Estimate | None
 
 LISTED_ANYHOW = 12
-"""Groups of a column that are all listed, however few pairs they have."""
+"""Most groups of a column that are all listed, even with few pairs."""
 FEW_PROMPTS = 1 / 3
-"""Effective share of the prompts below which a line reports how few carry half of the weight."""
+"""Effective share of prompts below which a line reports the number of prompts with half of the weight."""
 
 
 def output_console() -> Console:
-    """A console on standard output: as wide as the terminal, and wide enough for every line where there is none."""
+    """A console on standard output, as wide as the terminal; without a terminal, wide enough for every line."""
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=1000)
 
@@ -42,7 +42,7 @@ def summary_table(title: str, rows: Mapping[str, Cell]) -> Table:
 
 
 def metrics_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
-    """Rows for `summary_table`: the headline numbers of an evaluation; a collapse comes first, in accuracy's place."""
+    """Rows for `summary_table`: the main numbers of an evaluation; a collapse replaces the accuracy."""
     verdict: dict[str, Cell] = (
         {"verdict": metrics.collapse.reason} if metrics.collapse.collapsed else {"accuracy": metrics.accuracy}
     )
@@ -68,7 +68,7 @@ def metrics_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
 
 
 def evaluation_rows(evaluation: Evaluation) -> dict[str, Cell]:
-    """Rows for `summary_table`: the metrics of an evaluation, and what must be known to read them."""
+    """Rows for `summary_table`: the metrics of an evaluation, and notes on how to read them."""
     rows = metrics_rows(evaluation.metrics)
     best = evaluation.best_of_n
     if best is not None:
@@ -107,7 +107,7 @@ def _trained_on(evaluation: Evaluation) -> str:
 
 
 def _length_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
-    """The length baseline, and how far the model is above it."""
+    """The length baseline, and the model's difference from it."""
     if math.isnan(metrics.longer_wins.value):
         return {}
     rows: dict[str, Cell] = {"longer response wins": metrics.longer_wins}
@@ -130,9 +130,9 @@ def _weight_row(metrics: PairwiseMetrics) -> dict[str, Cell]:
 
 
 def group_table(metrics: PairwiseMetrics, column: str) -> Group:
-    """Accuracy of each value of a grouping column, largest group first, beside the length baseline.
+    """Accuracy for each value of a grouping column, largest group first, beside the length baseline.
 
-    Of many groups those with few pairs are counted below the table and stand in the JSON alone.
+    If there are many groups, those with few pairs are only counted below the table; the JSON has all of them.
     """
     members = sorted(metrics.groups[column].items(), key=lambda item: (-item[1].num_pairs, item[0]))
     is_short = column == "source" or len(members) <= LISTED_ANYHOW
@@ -153,7 +153,7 @@ def group_table(metrics: PairwiseMetrics, column: str) -> Group:
 
 
 def audit_tables(audit: DataAudit) -> Group:
-    """The audit: one column for each split, the sources of each, and what two splits share."""
+    """The audit as tables: one column for each split, the sources of each, and the overlap of each two splits."""
     facts = new_table("Data audit", "", *audit.splits)
     columns = [_split_facts(split) for split in audit.splits.values()]
     for name in columns[0] if columns else ():
@@ -170,7 +170,7 @@ def audit_tables(audit: DataAudit) -> Group:
 
 
 def example_table(name: str, pair: PreferencePair) -> Table:
-    """Table of one pair as it was read: the messages before the responses, and the better response."""
+    """Table of one pair as read: the messages before the responses, and the better response."""
     table = new_table(f"{name}: the first pair as it was understood", "", "")
     table.columns[1].justify = "left"
     for message in as_messages(pair.prompt):
@@ -233,7 +233,7 @@ def _source_table(name: str, split: SplitAudit) -> Table:
 
 
 def new_table(title: str, first: str, *others: str) -> Table:
-    """An empty table with the house's heading, its columns after the first to the right."""
+    """An empty table with a heading in the common style; all columns but the first are right-aligned."""
     table = Table(
         title=Text(title, "bold"), title_justify="left", header_style="bold", show_header=any((first, *others))
     )
@@ -274,7 +274,7 @@ def _percent(share: float) -> str:
 
 
 def cell_text(value: Cell) -> Text:
-    """A value as a table shows it: n/a for None, what must not be overlooked in red."""
+    """A value as text of a table: n/a for None, warnings in red."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return Text("n/a", "dim")
     if isinstance(value, float):

@@ -1,1 +1,1 @@
-"""Tables and pictures of what labels buy and hold: savings, cleaning, votes, and curves over the number of pairs."""
+"""Tables and pictures about labels: savings, cleaning, votes, and learning curves over the number of pairs."""

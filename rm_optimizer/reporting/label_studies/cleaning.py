@@ -34,7 +34,7 @@ def print_cleaning(rows: Sequence[CleaningRow]) -> None:
 
 
 def cleaning_table(rows: Sequence[CleaningRow]) -> TextTable:
-    """A row for each pool and share of flips, see `CLEANING_LEGEND`."""
+    """Table with a row for each pool and share of flips; see `CLEANING_LEGEND`."""
     head = ("pool", "splits x pairs", "flips", "AUROC", "estimate", "out", "wrong", "gain", "at random", "exact")
     cells = tuple(
         (
@@ -55,7 +55,7 @@ def cleaning_table(rows: Sequence[CleaningRow]) -> TextTable:
 
 
 def gain_text(gain: Estimate) -> str:
-    """A gain of accuracy in points, with its interval."""
+    """A gain in accuracy in points, with its interval."""
     if gain.value == gain.standard_error == 0:
         return "0"
     interval = "" if gain.low is None or gain.high is None else f" [{100 * gain.low:+.2f}, {100 * gain.high:+.2f}]"

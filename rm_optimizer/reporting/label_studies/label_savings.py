@@ -18,11 +18,11 @@ from rm_optimizer.reporting.tables import TextTable, output_console
 
 SAVINGS_FILE = "savings.json"
 _DRAWN = 4
-"""Rules whose learning curves are drawn beside that of the random draw."""
+"""Number of rules whose learning curves are drawn beside the random draw's."""
 
 
 def write_savings(found: Sequence[LabelSavings], rows: Sequence[Mapping[str, Any]], folder: Path) -> None:
-    """Write `savings.json`, `savings.parquet` and two pictures a pool.
+    """Write `savings.json`, `savings.parquet` and two pictures for each pool.
 
     Args:
         found: savings of each pool.
@@ -54,7 +54,7 @@ def rows_of_pool(rows: Sequence[Mapping[str, Any]], pool: LabelSavings) -> list[
 
 
 def print_savings(found: Sequence[LabelSavings], console: Console | None = None) -> None:
-    """Print a table for each pool, and a warning below one that the placebo refutes.
+    """Print a table for each pool, with a warning below if the placebo refutes it.
 
     Args:
         found: savings of each pool.
@@ -68,7 +68,7 @@ def print_savings(found: Sequence[LabelSavings], console: Console | None = None)
 
 
 def savings_table(pool: LabelSavings) -> TextTable:
-    """A row for each rule of a pool: saved labels, and gains at the budget, with intervals."""
+    """Table with a row for each rule of a pool: saved labels, and gains at the budget, with intervals."""
     rows = tuple(
         (
             f"{rule.rule} (placebo)" if rule.rule == PLACEBO else rule.rule,
@@ -116,7 +116,7 @@ def plot_learning_curves(pool: LabelSavings, labels: Sequence[int], accuracy: Ma
 
 
 def plot_savings(pool: LabelSavings) -> Figure:
-    """Saving of every rule with its interval; a rule that never reaches the random draw's accuracy stands at −100 %.
+    """Saving of every rule with its interval; a rule that never reaches the random draw's accuracy is at −100 %.
 
     Args:
         pool: savings of the pool.

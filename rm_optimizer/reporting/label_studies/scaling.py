@@ -23,7 +23,7 @@ def write_scaling(report: ScalingReport, folder: Path) -> None:
 
 
 def print_scaling(report: ScalingReport) -> None:
-    """Print the curve, its continuation, and the answer."""
+    """Print the curve, its extrapolation, and the number of further pairs."""
     console = output_console()
     table = new_table(f"Learning curve, {report.num_seeds} seeds", "pairs", "accuracy", "NLL, nats", "")
     for points, origin in ((report.measured, "measured"), (report.predicted, "predicted")):
@@ -34,7 +34,7 @@ def print_scaling(report: ScalingReport) -> None:
 
 
 def plot_scaling(report: ScalingReport, metric: str) -> Figure:
-    """Validation metric over the number of training pairs, measured and as the fitted law goes on.
+    """Validation metric over the number of training pairs, measured and extrapolated by the fitted law.
 
     Args:
         report: the curve.

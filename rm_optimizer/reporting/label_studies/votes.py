@@ -17,7 +17,7 @@ VOTES_FILE = "votes.json"
 
 
 def agreement_rows(ceiling: NoiseCeiling | None) -> dict[str, Cell]:
-    """Rows for `summary_table`: what annotators of the same pairs agree on."""
+    """Rows for `summary_table`: agreement of annotators on the same pairs."""
     if ceiling is None:
         return {"agreement": "not known: no pair has two votes"}
     return {
@@ -30,7 +30,7 @@ def agreement_rows(ceiling: NoiseCeiling | None) -> dict[str, Cell]:
 
 
 def report_votes(found: VoteCalibration, folder: Path) -> None:
-    """Print a model's probabilities beside the votes, and write `votes.json` and `plots/votes.png`."""
+    """Print a comparison of a model's probabilities with votes, and write `votes.json` and `plots/votes.png`."""
     write_text(folder / VOTES_FILE, found.to_json() + "\n")
     save_figure(plot_votes(found), folder / "plots" / "votes.png")
     rows: dict[str, Cell] = {
@@ -47,7 +47,7 @@ def report_votes(found: VoteCalibration, folder: Path) -> None:
 
 
 def plot_votes(found: VoteCalibration) -> Figure:
-    """Share of votes for the side that the model prefers, by the model's probability of it."""
+    """Share of votes for the side that the model prefers, by the model's probability of that side."""
     agreement = "" if found.ceiling is None else f", two votes agree {found.ceiling.agreement.value:.3f}"
     caption = f"{found.num_pairs:,} pairs, {found.num_votes:,} votes; ECE {found.ece:.3f}{agreement}"
     figure, (axes,) = new_figure("Probability and votes", caption)

@@ -1,1 +1,1 @@
-"""Self-contained pages of HTML: results, pictures and settings in one file that needs no network."""
+"""Self-contained HTML pages: results, pictures and settings in one file that needs no network."""

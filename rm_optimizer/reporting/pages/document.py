@@ -1,4 +1,4 @@
-"""The content of a study's page as values, and the page and the Markdown that are made of it."""
+"""The content of a study's page as values, and its rendering as HTML and Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rm_optimizer.reporting.tables import TextTable
 
 @dataclass(frozen=True)
 class Answer:
-    """The one thing to know.
+    """The main result.
 
     Args:
         tone: judgment that the color shows.

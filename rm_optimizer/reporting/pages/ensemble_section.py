@@ -17,9 +17,9 @@ from rm_optimizer.training.folder.result import RunResult
 
 
 def ensemble_section(run_dir: Path, exhibits: Exhibits, missing: list[str]) -> str:
-    """Members, scales and agreement of the run's ensemble; empty where it is in none.
+    """Members, scales and agreement of the run's ensemble; empty if the run belongs to none.
 
-    An ensemble is looked for in the run folder, its `ensemble/` and the folder around it.
+    An ensemble is searched for in the run folder, its `ensemble/` and its parent folder.
 
     Args:
         run_dir: the run folder.
@@ -60,7 +60,7 @@ def _section(run_dir: Path, record: EnsembleRecord, runs: Sequence[RunFolder | N
 
 
 def _agreement(runs: Sequence[RunFolder | None]) -> Iterator[str]:
-    """Sentences on validation pairs that all members order alike, and on the others; none where pairs differ."""
+    """Sentences on validation pairs that all members order alike and on the others; none if members' pairs differ."""
     margins = _margins(runs)
     if margins is None:
         return
@@ -75,7 +75,7 @@ def _agreement(runs: Sequence[RunFolder | None]) -> Iterator[str]:
 
 
 def _margins(runs: Sequence[RunFolder | None]) -> Float[np.ndarray, "members pairs"] | None:
-    """Reward of the better response less that of the other; None unless all members have the same pairs."""
+    """Reward of the better response less the other's; None unless all members have the same pairs."""
     try:
         rewards = [[] if run is None else run.pair_rewards() for run in runs]
     except DataError:

@@ -1,4 +1,4 @@
-"""Figures and tables of a page: they stand in it, and beside it as PNG, SVG and CSV."""
+"""Figures and tables that are in a page, and beside it as PNG, SVG and CSV."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from rm_optimizer.reporting.style import save_figure
 
 PAGE_FILE = "index.html"
 _META = "rm-opt-exhibits"
-"""Name of the page's list of the files beside it."""
+"""Name of the page's metadata element that lists the files beside the page."""
 
 
 @dataclass
 class Exhibits:
-    """Figures and tables by the name of their files, collected while a page is made."""
+    """Figures and tables by file name, collected while a page is made."""
 
     figures: dict[str, Figure] = field(default_factory=dict)
     tables: dict[str, list[Mapping[str, Any]]] = field(default_factory=dict)
 
     def figure(self, name: str, figure: Figure, caption: str, rows: Sequence[Mapping[str, Any]] | None = None) -> str:
-        """A figure in the page; its numbers stand in the alternative text and in `NAME.csv`.
+        """A figure in the page; its numbers are in the alternative text and in `NAME.csv`.
 
         Args:
             name: stem of its files.
@@ -43,15 +43,15 @@ class Exhibits:
         return html.drawn(figure, caption)
 
     def table(self, name: str, caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-        """A table in the page, see `html.table`; its cells stand in `NAME.csv`."""
+        """A table in the page (see `html.table`); its cells are in `NAME.csv`."""
         cells = list(rows)
         self.tables[name] = [dict(zip([head[0] or "name", *head[1:]], row, strict=True)) for row in cells]
         return html.table(caption, head, cells)
 
     def write(self, folder: Path, content: str) -> Path:
-        """Write the files and, last, the page, each whole or not at all; return the page's file.
+        """Write the files, then the page, each completely or not at all; return the page's path.
 
-        Files of an earlier page that this one does not have are removed; other files stay.
+        Files of an earlier page that this one does not have are removed. Other files stay.
         """
         earlier = _names(folder / PAGE_FILE)
         for name, figure in self.figures.items():
@@ -69,7 +69,7 @@ class Exhibits:
 
 
 def _names(page: Path) -> set[str]:
-    """Stems of the files that stand beside an earlier page, as it lists them; none where there is no page of ours."""
+    """Stems of the files that an earlier page lists; none if there is no such page."""
     try:
         found = re.search(rf'<meta name="{_META}" content="([^"]*)">', page.read_text(encoding="utf-8"))
         names = json.loads(unescape(found[1])) if found else []

@@ -1,4 +1,4 @@
-"""Contents of a figure, read from its lines, bars and intervals: as rows of a table and as sentences."""
+"""Contents of a figure, read from its lines, bars and intervals, as rows of a table and as sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator
 
 _MOST_NAMED = 12
-"""Series that a description counts up; the rest stand in the table."""
+"""Most series that a description lists; the others are only in the table."""
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ def _interval(panel: int, axes: Axes, name: str, segment: np.ndarray) -> Iterato
 
 
 def _shown(label: object) -> str:
-    """The label as the legend shows it; those that begin with an underscore are its own."""
+    """The label as in the legend; labels that begin with an underscore are matplotlib's own."""
     return "" if str(label).startswith("_") else str(label)
 
 
 def _name_at(axis: Axis, place: float) -> str:
-    """The word that stands at a place of an axis of names; empty on an axis of numbers."""
+    """The name at a position of an axis of names; empty for an axis of numbers."""
     locator = axis.get_major_locator()
     if not isinstance(locator, FixedLocator) or place not in np.asarray(locator.tick_values(0, 0)):
         return ""

@@ -1,4 +1,4 @@
-"""The page of whatever a folder holds: a run or a study."""
+"""The page of a folder with a run or a study."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rm_optimizer.reporting.pages.run_page import run_page
 from rm_optimizer.reporting.pages.study_page import comparison_document
 
 REPORT_FOLDER = "report"
-"""In the folder of the run or study."""
+"""Name of the page's folder, in the folder of the run or study."""
 _DOCUMENTS: Mapping[StudyKind, Callable[[Path], Document]] = {
     StudyKind.optimizers: comparison_document,
     StudyKind.readiness: readiness_study_document,
@@ -26,22 +26,22 @@ _DOCUMENTS: Mapping[StudyKind, Callable[[Path], Document]] = {
 
 
 def write_page(folder: Path, output: Path | None = None) -> Path:
-    """Write the page of a run or study and return its file; the same folder gives the same bytes.
+    """Write the page of a run or study and return its path; the same folder gives the same bytes.
 
     Args:
         folder: folder of the run or study.
         output: folder to write into; None takes `report/` of the folder.
 
     Raises:
-        ConfigError: if it holds a study without a page, or one without a result.
-        DataError: if it holds neither a study nor a finished run.
+        ConfigError: if the folder holds a study without a page or without a result.
+        DataError: if the folder holds neither a study nor a finished run.
     """
     exhibits = Exhibits()
     return exhibits.write(output or folder / REPORT_FOLDER, folder_page(folder, exhibits))
 
 
 def folder_page(folder: Path, exhibits: Exhibits) -> str:
-    """The page of a run or study as HTML; errors are those of `write_page`.
+    """The page of a run or study as HTML; it raises the errors of `write_page`.
 
     Args:
         folder: folder of the run or study.
@@ -52,16 +52,16 @@ def folder_page(folder: Path, exhibits: Exhibits) -> str:
 
 
 def folder_markdown(folder: Path) -> str:
-    """The numbers of a run or study as Markdown for a pull request; errors are those of `write_page`."""
+    """The numbers of a run or study as Markdown for a pull request; it raises the errors of `write_page`."""
     document = _study_document(folder)
     return markdown_report(folder) if document is None else document.markdown()
 
 
 def _study_document(folder: Path) -> Document | None:
-    """The content of a study's page; None where the folder holds no study.
+    """The content of a study's page; None if the folder holds no study.
 
     Raises:
-        ConfigError: if the study is of a kind that has no page.
+        ConfigError: if this kind of study has no page.
     """
     kind = study_kind(folder)
     if kind is None and not (folder / PLAN_FILE).is_file():

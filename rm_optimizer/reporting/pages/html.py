@@ -1,4 +1,4 @@
-"""Parts of a page of HTML: everything is escaped, pictures are inside, colors follow the reader's system."""
+"""Parts of an HTML page: all text is escaped, pictures are embedded, and colors follow the reader's system."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from rm_optimizer.reporting.pages.figure_data import described
 from rm_optimizer.reporting.style import DPI, GRAY, INK, LIGHT, SVG_STYLE
 
 _LARGEST_SVG = 300_000
-"""Bytes from which a figure is embedded as pixels."""
+"""Largest SVG in bytes; a larger figure is embedded as pixels."""
 _PAGE_COLORS = {"ink": f"{INK}|#000000", "soft": GRAY, "line": LIGHT, "paper": "#ffffff"}
-"""Colors of a figure that follow the page, as patterns by their names in its style."""
+"""Patterns of the colors in a figure that follow the page, by their names in the page's style."""
 _STYLE = """
 :root{color-scheme:light dark;--ink:#1d1f23;--soft:#5b6068;--line:#dfe2e7;--paper:#fff;--card:#f6f7f9;
 --good:#00704f;--fair:#8a5a00;--bad:#b3410a;--open:#4d5560;--link:#0062a3}
@@ -77,13 +77,13 @@ def page(title: str, parts: Iterable[str], *, style: str = "") -> str:
 
 
 def section(title: str, *parts: str) -> str:
-    """A section with a heading; empty where all its parts are."""
+    """A section with a heading; empty if all its parts are empty."""
     content = "\n".join(part for part in parts if part)
     return f"<section><h2>{escape(title)}</h2>\n{content}</section>" if content else ""
 
 
 def answer(tone: str, headline: str, *sentences: str) -> str:
-    """The one thing to know, large; sentences get a capital and a full stop.
+    """The main result in large type; sentences get a capital and a full stop.
 
     Args:
         tone: `good`, `fair`, `bad` or `open`.
@@ -95,7 +95,7 @@ def answer(tone: str, headline: str, *sentences: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """The text with a capital at the start and a full stop; a name before a colon stays as it is written.
+    """The text with a capital at the start and a full stop; a name before a colon does not change.
 
     Example:
         >>> sentence("few seeds"), sentence("adamw: few seeds")
@@ -140,12 +140,12 @@ def details(summary: str, content: str) -> str:
 
 
 def code(text: str) -> str:
-    """Lines as they are."""
+    """Preformatted lines."""
     return f"<pre>{escape(text)}</pre>"
 
 
 def figures(*parts: str) -> str:
-    """Figures side by side where there is room."""
+    """Figures side by side if there is room."""
     shown = "".join(part for part in parts if part)
     return f'<div class="figures">{shown}</div>' if shown else ""
 
@@ -153,7 +153,7 @@ def figures(*parts: str) -> str:
 def drawn(figure: Figure, caption: str) -> str:
     """A figure inside the page, in the page's colors; equal figures give equal bytes.
 
-    Its alternative text goes on from the caption with axes, ranges and numbers.
+    Its alternative text is the caption, followed by axes, ranges and numbers.
 
     Args:
         figure: the figure.
@@ -171,12 +171,12 @@ def drawn(figure: Figure, caption: str) -> str:
 
 
 def _has_color_map(figure: Figure) -> bool:
-    """True if colors stand for numbers, with words in black or white over them."""
+    """True if colors represent numbers, with text in black or white over them."""
     return any(axes.images or any(each.get_array() is not None for each in axes.collections) for axes in figure.axes)
 
 
 def _inline(svg: str, alt: str, *, keeps_colors: bool) -> str:
-    """An SVG of matplotlib as an element of a page that names no address.
+    """An SVG from matplotlib as an element of the page, without references to addresses.
 
     Args:
         svg: the file's text.
@@ -194,7 +194,7 @@ def _inline(svg: str, alt: str, *, keeps_colors: bool) -> str:
 
 
 def picture(png: Path, caption: str) -> str:
-    """The file of a picture inside the page, with what it shows in words as its caption."""
+    """An embedded picture file, with a description as its caption."""
     return _embedded(png.read_bytes(), caption, caption)
 
 

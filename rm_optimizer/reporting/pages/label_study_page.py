@@ -1,4 +1,4 @@
-"""Pages of the studies of labels: labels that rules save, and training without suspected labels."""
+"""Pages of studies about labels: labels that rules save, and training without suspected labels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rm_optimizer.reporting.pages.document import Answer, Document, Drawing, Lis
 from rm_optimizer.reporting.pages.study_trials import TrialRows, stored_records, trials_part
 
 ENOUGH_SPLITS = 100
-"""Splits from which the placebo of most pools stays near 0."""
+"""Number of splits from which the placebo's saving is near 0 in most pools."""
 
 
 def savings_document(folder: Path) -> Document:
@@ -52,7 +52,7 @@ def _pool(number: int, pool: LabelSavings, rows: TrialRows) -> Part:
 
 
 def saved_answer(found: Sequence[LabelSavings]) -> Answer:
-    """The best rule of each pool; it saves labels where its interval lies above 0 and the placebo's holds 0."""
+    """The best rule of each pool; it saves labels if its interval lies above 0 and the placebo's contains 0."""
     said, num_saving = [], 0
     for pool in (pool for pool in found if pool.is_accepted):
         best = next(rule for rule in pool.rules if rule.rule != PLACEBO)
@@ -92,7 +92,7 @@ def cleaning_document(folder: Path) -> Document:
 
 
 def _cleaned(found: Sequence[CleaningRow]) -> Answer:
-    """Pools by the interval of their gain; a pool without turned labels cannot gain and must not lose."""
+    """Verdict by the interval of each pool's gain; a pool without flipped labels cannot gain and must not lose."""
     words = {1: "gains", 0: "is not shown to gain or lose", -1: "loses"}
     signs = [_sign(row) for row in found]
     said = [

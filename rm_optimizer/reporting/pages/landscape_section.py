@@ -1,4 +1,4 @@
-"""Section of a run's page on its loss landscape: drawn from stored results, or the pictures where those are torn."""
+"""Section of a run's page on its loss landscape, drawn from stored results, or their pictures if they are damaged."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PNG_END = b"IEND\xaeB`\x82"
 
 
 def landscape_section(run_dir: Path, result: RunResult, exhibits: Exhibits, missing: list[str]) -> str:
-    """Figures and numbers of every analysis of a run; empty where there is none.
+    """Figures and numbers of every analysis of a run; empty without one.
 
     Args:
         run_dir: the run folder.
@@ -60,7 +60,7 @@ def landscape_section(run_dir: Path, result: RunResult, exhibits: Exhibits, miss
 
 
 def _during_training(run_dir: Path, result: RunResult, exhibits: Exhibits) -> str:
-    """Curvature that training logged; empty where it did not, or where the metrics are torn."""
+    """Curvature that training logged; empty if there is none or the metrics are damaged."""
     try:
         history = RunFolder(run_dir).metrics()
         num_pairs = min(result.config["training"]["hessian"]["num_pairs"], result.data.train_pairs)
@@ -97,7 +97,7 @@ def _analysis(run_dir: Path, folder: Path, exhibits: Exhibits, missing: list[str
 
 
 def _pictures(run_dir: Path, folder: Path, known: Collection[str], missing: list[str]) -> Iterator[str]:
-    """Pictures of an analysis that no stored result draws again."""
+    """Pictures of an analysis without a stored result to draw them from."""
     for png in sorted(folder.glob("*.png")):
         if png.stem in known:
             continue
@@ -108,7 +108,7 @@ def _pictures(run_dir: Path, folder: Path, known: Collection[str], missing: list
 
 
 def _read(file: Path, kind: AnalysisType) -> LandscapeResult | None:
-    """The stored result; None where the file is torn or of another form."""
+    """The stored result; None if the file is damaged or has another form."""
     try:
         result = _RESULTS[kind].from_json(file.read_text(encoding="utf-8"))
     except (ValueError, TypeError, KeyError, AttributeError):

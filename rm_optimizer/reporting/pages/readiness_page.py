@@ -1,4 +1,4 @@
-"""One page of HTML on a readiness report: verdict, what it rests on, what to do next. It needs no other file."""
+"""Self-contained HTML page about a readiness report: verdict, evidence and next steps."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ tr{display:block;border-top:1px solid var(--line);padding:.5rem 0}th,td{display:
 
 
 def readiness_page(report: RLReadinessReport, model: str) -> str:
-    """The page as HTML, light or dark as the reader's system is.
+    """The page as HTML, light or dark like the reader's system.
 
     Args:
         report: a report of `measure_readiness`.

@@ -1,4 +1,4 @@
-"""The page of a validation of the readiness score: its test first, or that there was none."""
+"""The page of a validation of the readiness score, with the test's result first, or a note that there was no test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The page of a run: result, curves, calibration, groups, landscape, readiness, settings, and what is missing."""
+"""The page of a run: result, curves, calibration, groups, landscape, readiness, settings, and missing parts."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _finished(run_dir: Path) -> RunResult:
 
 @dataclass
 class _Parts:
-    """Parts of the page that come from further files, and sentences on those that are missing or torn."""
+    """Parts of the page from further files, and sentences on files that are missing or damaged."""
 
     run_dir: Path
     result: RunResult

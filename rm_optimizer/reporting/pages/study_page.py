@@ -1,4 +1,4 @@
-"""The page of a comparison of optimizers: cautions first, verdicts, sensitivity to the rate, cost, every seed."""
+"""The page of a comparison of optimizers: cautions, verdicts, sensitivity to the learning rate, cost, every seed."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from rm_optimizer.reporting.pages.study_trials import TrialRows, failure_lines, 
 
 
 def comparison_document(folder: Path) -> Document:
-    """The page of a comparison of optimizers; before every optimizer has a finished final run, its trials.
+    """The page of a comparison of optimizers; only its trials until every optimizer has a finished final run.
 
     Args:
         folder: folder of the comparison.
 
     Raises:
-        ConfigError: if it holds none, or one that has not begun.
+        ConfigError: if the folder holds no comparison, or one that has not started.
     """
     study = Study(folder)
     rows = list(study.rows())
@@ -41,7 +41,7 @@ def comparison_document(folder: Path) -> Document:
 
 
 def findings_document(found: ComparisonFindings, rows: TrialRows) -> Document:
-    """The page of the findings of a comparison and of its trials, `Study.rows`."""
+    """The page of a comparison's findings and trials (`Study.rows`)."""
     return Document(f"Comparison of {', '.join(arm.name for arm in found.arms)}", _answer(found), _parts(found, rows))
 
 

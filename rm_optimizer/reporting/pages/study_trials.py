@@ -1,4 +1,4 @@
-"""Parts that pages of studies share: the stored result, and the trials."""
+"""Common parts of studies' pages: the stored result, and the trials."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RecordT = TypeVar("RecordT", bound=JsonRecord)
 
 
 def stored_record(path: Path, kind: type[RecordT], command: str) -> RecordT | None:
-    """A result of a study; None where it is not there yet.
+    """A result of a study; None if it does not exist yet.
 
     Args:
         path: its file.
@@ -27,14 +27,14 @@ def stored_record(path: Path, kind: type[RecordT], command: str) -> RecordT | No
         command: command that writes it.
 
     Raises:
-        ConfigError: if it is damaged.
+        ConfigError: if the result is damaged.
     """
     values = _values(path, command)
     return None if values is None else _as(kind, values, path, command)
 
 
 def stored_records(path: Path, kind: type[RecordT], command: str) -> list[RecordT]:
-    """The results of a study, a list in one file.
+    """The results of a study, which are a list in one file.
 
     Args:
         path: the file.
@@ -42,7 +42,7 @@ def stored_records(path: Path, kind: type[RecordT], command: str) -> list[Record
         command: command that writes it.
 
     Raises:
-        ConfigError: if it is missing or damaged.
+        ConfigError: if the file is missing or damaged.
     """
     values = _values(path, command)
     if values is None:
@@ -53,7 +53,7 @@ def stored_records(path: Path, kind: type[RecordT], command: str) -> list[Record
 
 
 def _values(path: Path, command: str) -> Any:
-    """The JSON of a file; None where there is no file."""
+    """The JSON of a file; None if there is no file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:

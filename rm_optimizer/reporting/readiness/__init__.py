@@ -1,1 +1,1 @@
-"""Readiness as a table, a picture and a page."""
+"""Tables and pictures of readiness reports and of the readiness study."""

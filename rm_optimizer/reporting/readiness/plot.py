@@ -17,7 +17,7 @@ VERDICT_COLORS = {
 
 
 def plot_readiness(report: RLReadinessReport) -> Figure:
-    """The measured shares with their intervals, chance where there is one, and the verdict as the title.
+    """The measured shares with their intervals and chance levels, and the verdict as the title.
 
     Args:
         report: a report of `measure_readiness`.

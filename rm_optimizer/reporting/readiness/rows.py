@@ -1,4 +1,4 @@
-"""Numbers of a readiness report in words that a person reads once."""
+"""Numbers of a readiness report with plain descriptions."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def sample_line(report: RLReadinessReport) -> str:
 
 
 def probe_lines(report: RLReadinessReport) -> list[str]:
-    """Sentence on each probe: what was asked and why it stopped."""
+    """One sentence for each probe: its question, and the reason why it stopped."""
     return [
         f"probe of {probe.n}: {probe.num_questions:,} of at most {probe.max_questions:,} questions, "
         f"{probe.num_labels:,} answers{f', {probe.num_open:,} left open' if probe.num_open else ''}; "
@@ -100,10 +100,10 @@ def probe_lines(report: RLReadinessReport) -> list[str]:
 
 
 def is_share(name: str) -> bool:
-    """True for a number that lies between 0 and 1 and is drawn as such; edits one by one are not."""
+    """True for a number between 0 and 1 that is drawn; the numbers of single edits are not drawn."""
     return name in _SHARES or name.startswith("probe_")
 
 
 def chance_of(name: str) -> float | None:
-    """Value by chance; None where there is none."""
+    """Value by chance; None without one."""
     return 0.5 if name.startswith("probe_") else _CHANCE.get(name)

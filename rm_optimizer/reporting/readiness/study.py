@@ -28,14 +28,14 @@ _TITLES = {
 
 
 def print_choice(choice: FrozenChoice) -> None:
-    """Print the candidates for each algorithm and the one that was chosen."""
+    """Print the candidates for each algorithm, and the chosen one."""
     output_console().print(choice_table(choice).drawn())
     for line in choice_lines(choice):
         output_console().print(line, markup=False, highlight=False)
 
 
 def print_validation(found: Validation) -> None:
-    """Print tau of every predictor and outcome, and how far the score is above accuracy."""
+    """Print tau of every predictor and outcome, and the score's difference from accuracy."""
     for table in validation_tables(found):
         output_console().print(table.drawn())
     for line in validation_lines(found):
@@ -61,7 +61,7 @@ def choice_lines(choice: FrozenChoice) -> list[str]:
 
 
 def validation_tables(found: Validation) -> tuple[TextTable, TextTable]:
-    """Tau of every predictor and outcome, and the score's less accuracy's."""
+    """Tau of every predictor and outcome, and the score's tau less accuracy's."""
     title = f"Kendall's tau with gold rewards, mean over {len(found.worlds)} worlds, {found.num_models} reward models"
     taus = tuple(
         (
@@ -83,7 +83,7 @@ def validation_tables(found: Validation) -> tuple[TextTable, TextTable]:
 
 
 def validation_lines(found: Validation) -> list[str]:
-    """Over-optimization, and how well two measurements of gold agree."""
+    """Over-optimization, and the agreement of two measurements of gold."""
     fallen, below = found.over_optimized
     return [
         f"over-optimized by RLOO without a penalty: {fallen:.0%} of the policies end more than 0.3 below their peak, "
@@ -93,7 +93,7 @@ def validation_lines(found: Validation) -> list[str]:
 
 
 def write_study_figure(found: Validation, folder: Path) -> Path:
-    """Write the picture into the study's folder and return its file."""
+    """Write the picture into the study's folder and return its path."""
     return save_figure(plot_study(found), folder / PICTURE)[0]
 
 

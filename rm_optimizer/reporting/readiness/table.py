@@ -19,7 +19,7 @@ _STYLES = {
 
 
 def readiness_table(report: RLReadinessReport, title: str) -> Group:
-    """Verdict and its reason, the numbers, failed gates, what to do next and what the verdict does not cover."""
+    """Verdict and its reason, the numbers, failed gates, next steps, and the limits of the verdict."""
     table = new_table(title, "measured", "value", "scale", "in the score")
     for column in (table.columns[1], table.columns[2]):
         column.justify = "left"

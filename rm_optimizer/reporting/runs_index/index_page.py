@@ -15,7 +15,7 @@ from rm_optimizer.reporting.pages.html import page, paragraph
 from rm_optimizer.reporting.runs_index.listing import DEEPEST, ListedFolder, Score
 
 SPARKLINE = "loss.svg"
-"""Address of a run's sparkline below that of its page."""
+"""Address of a run's sparkline, relative to its page's address."""
 _WIDTH, _HEIGHT = 110, 26
 _HEAD = (
     *("name", "state", "model", "optimizer", "seed", "accuracy [95 %]", "validation loss", "less “longer wins”"),
@@ -71,7 +71,7 @@ def _table(entries: Sequence[ListedFolder]) -> str:
 
 
 def sparkline(run_dir: Path) -> str:
-    """Validation loss of a run by step, as a small SVG; an empty one where there are not two evaluations."""
+    """Validation loss of a run by step as a small SVG, which is empty with fewer than two evaluations."""
     points = []
     try:
         for row in read_rows(run_dir / METRICS_FILE):
@@ -96,7 +96,7 @@ def sparkline(run_dir: Path) -> str:
 
 
 def as_address(name: str) -> str:
-    """A name as one part of an address.
+    """Encode a name as one part of an address.
 
     Example:
         >>> as_address("sweep/lr=0.1"), as_name("sweep%2Flr%3D0.1")
@@ -106,7 +106,7 @@ def as_address(name: str) -> str:
 
 
 def as_name(address: str) -> str:
-    """The name that `as_address` turned into an address."""
+    """Decode the name from an address by `as_address`."""
     return "" if address == "." else unquote_to_bytes(address).decode("utf-8", "surrogateescape")
 
 
@@ -146,5 +146,5 @@ def _interval(score: Score, sign: str, *, is_short: bool = False) -> str:
 
 
 def _shown(text: str) -> str:
-    """Text with bytes that are no UTF-8 spelled out."""
+    """Text with escape sequences for bytes that are not UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode()

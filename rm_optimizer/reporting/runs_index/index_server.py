@@ -1,4 +1,4 @@
-"""Server of the index and the pages of its runs and studies, for this machine alone; nothing is written."""
+"""Server of the index and the pages of its runs and studies, for this machine only; it writes no files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rm_optimizer.serving.http.local_pages import HOST, LocalHandler, LocalServe
 
 _PAGE, _SVG = "text/html; charset=utf-8", "image/svg+xml"
 _DRAWN_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
-"""For pages with figures, whose marks carry their style; they have no script."""
+"""Content policy of pages with figures, whose elements have inline styles; these pages have no script."""
 
 
 class IndexServer(LocalServer):
     """Index of a folder on a port of this machine.
 
-    Only folders of the last look at the list have a page, so no address leads elsewhere.
+    Only folders in the current list have a page, so no address leads to other folders.
 
     Args:
         root: the folder.
@@ -44,7 +44,7 @@ class IndexServer(LocalServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def index(self) -> str:
-        """The index as the folder is now."""
+        """The index of the folder's current contents."""
         with self._lock:
             return index_page(self.listing.root, self.listing.look(), self.listing.num_passed)
 
@@ -56,8 +56,8 @@ class IndexServer(LocalServer):
             return self.listing.entries.get(name)
 
     def page_of(self, name: str) -> str:
-        """The page of a listed folder, or why there is none, with a link back to the index."""
-        with self._lock:  # matplotlib's settings are those of the whole process
+        """The page of a listed folder or the reason why there is none, with a link back to the index."""
+        with self._lock:  # matplotlib's settings are global
             try:
                 shown = folder_page(self.listing.root / name, Exhibits())
             except (RMOptimizerError, OSError) as error:

@@ -1,4 +1,4 @@
-"""Runs and studies below a folder, read for a list: results are taken as they are stored, without their checks."""
+"""List of runs and studies below a folder; stored results are read without their checks."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from rm_optimizer.experiments.study.trial import RESULT_FILE as TRIAL_RESULT
 from rm_optimizer.records.run_folder import METRICS_FILE, OPTIONS_FILE, RESULT_FILE, RunFolder
 
 DEEPEST = 6
-"""Levels below the folder that are searched."""
+"""Number of levels below the folder that are searched."""
 _TELLING = (PLAN_FILE, FROZEN_FILE, RESULT_FILE, OPTIONS_FILE)
-"""Files by which a folder is told to be a study or a run."""
+"""Files that identify a folder as a study or a run."""
 _OF_A_RUN = frozenset(
     ("best", "checkpoints", "evaluations", "plots", "landscape", "tensorboard", "report", "readiness", "wandb")
 )
-"""Folders in a run that hold no other run."""
+"""Folders of a run that contain no other run."""
 _SCORES = ("accuracy", "over_length", "nll", "ece")
 
 
 @dataclass(frozen=True)
 class Score:
-    """A number of a result with its 95 % interval; NaN where it is not known."""
+    """A number of a result with its 95 % interval; NaN if it is not known."""
 
     value: float = math.nan
     low: float | None = None
@@ -71,7 +71,7 @@ class ListedFolder:
 
 @dataclass
 class Listing:
-    """Runs and studies below a folder; what did not change since the last look is not read again.
+    """Runs and studies below a folder; those without changes since the last look are not read again.
 
     Args:
         root: the folder.
@@ -85,15 +85,15 @@ class Listing:
     _read: dict[str, tuple[object, ListedFolder]] = field(default_factory=dict)
 
     def look(self) -> list[ListedFolder]:
-        """The runs and studies that are there now, the newest first.
+        """The current runs and studies, newest first.
 
-        Links are not followed. A run in a run (a member of an ensemble) is listed beside it; runs of a study are not.
+        Links are not followed. A run inside a run (a member of an ensemble) is listed too; runs of a study are not.
         """
         self.num_passed, found = 0, {}
         for name, told_by, version in self._found(self.root, "", 0):
             try:
                 found[name] = self._entry(name, told_by, version)
-            except OSError:  # gone since
+            except OSError:  # removed meanwhile
                 self.num_passed += 1
         self.entries = dict(sorted(found.items(), key=lambda item: (-item[1].changed, item[0])))
         return list(self.entries.values())
@@ -105,11 +105,11 @@ class Listing:
                 inside = {entry.name: entry for entry in scan}
             told_by = next((file for file in _TELLING if file in inside), None)
             watched = [inside[file].stat() for file in (told_by, METRICS_FILE) if file is not None and file in inside]
-        except OSError:  # gone since, or not for this user
+        except OSError:  # removed meanwhile, or not readable for this user
             self.num_passed += 1
             return
         if told_by in (PLAN_FILE, FROZEN_FILE):
-            yield name, told_by, object()  # its results stand deeper, where no change shows here
+            yield name, told_by, object()  # its results are deeper, where a change is not visible here
             return
         if told_by is not None:
             yield name, told_by, [(stat.st_mtime_ns, stat.st_size) for stat in watched]
@@ -137,7 +137,7 @@ class Listing:
 
 
 def _run(folder: Path, name: str, changed: float) -> ListedFolder:
-    """A run, from `run.json` as it stands, or how far it is."""
+    """A run, from its `run.json`, or its progress if it has none."""
     try:
         result = json.loads((folder / RESULT_FILE).read_bytes())
         metrics = result["metrics"]
@@ -173,7 +173,7 @@ def _unfinished(folder: Path, name: str, changed: float) -> ListedFolder:
 
 
 def _last_step(metrics: Path) -> int | None:
-    """Step of the last whole line of `metrics.csv`."""
+    """Step of the last complete line in `metrics.csv`."""
     try:
         with metrics.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
