@@ -142,7 +142,7 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
 
 
 def _choices(overrides: Sequence[str]) -> list[list[str]]:
-    """For each override, the overrides of single runs that its values make."""
+    """Lists of the overrides that the values of each override make, one for each run."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
     return [_values(item, line) for item, line in zip(parsed, overrides, strict=True)]
 

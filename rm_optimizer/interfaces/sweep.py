@@ -47,7 +47,7 @@ def failed_job(overrides: Sequence[str], folder: str, error: Exception) -> Job:
 
 
 def own_overrides(jobs: Sequence[Sequence[str]]) -> list[str]:
-    """For each job, the overrides that not all jobs share, as one text.
+    """Overrides of each job that are not common to all jobs, as one text for each job.
 
     Example:
         >>> own_overrides([["model=tiny", "seed=0"], ["model=tiny", "seed=1"]])

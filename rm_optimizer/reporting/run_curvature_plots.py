@@ -29,9 +29,9 @@ from rm_optimizer.reporting.style import (
 from rm_optimizer.reporting.tables import Cell
 
 _MOST_DRAWN = 10
-"""Most of the largest eigenvalues to draw for each model or step."""
+"""Most of the largest eigenvalues to draw for each model."""
 _MOST_RANKS = 5
-"""Most of the largest eigenvalues to list for each step."""
+"""Most of the largest eigenvalues to draw and list for each step of a run."""
 
 
 def plot_evolution(result: Evolution) -> Figure:
