@@ -70,14 +70,15 @@ data_app.command("check")(with_field_flags(data_check))
 data_app.command("clean")(with_field_flags(data_clean))
 app.add_typer(data_app, name="data", rich_help_panel="Data")
 ensemble_app = typer.Typer(
-    cls=Commands, help="Join reward models into one that measures its uncertainty.", add_completion=False, **QUIET
+    cls=Commands, help="Join reward models into an ensemble with uncertainty.", add_completion=False, **QUIET
 )
 ensemble_app.command("train", **HYDRA)(ensemble_train)
 ensemble_app.command("join")(with_field_flags(ensemble_join))
 app.add_typer(ensemble_app, name="ensemble", rich_help_panel="Couple to a policy")
 compare_app = typer.Typer(
     cls=DefaultCommands,
-    help="Compare finished runs (`rm-opt compare RUN RUN`) or optimizers (`--optimizers A,B`), or run a study.",
+    help="Compare runs or optimizers, or run a study. Finished runs: `rm-opt compare RUN RUN`. Optimizers: "
+    "`rm-opt compare --optimizers A,B`.",
     add_completion=False,
     **QUIET,
 )

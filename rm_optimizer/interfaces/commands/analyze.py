@@ -23,7 +23,7 @@ def analyze(
         str | None, Option("--params", help="Parameters: trainable, head, lora or a name pattern.")
     ] = None,
 ) -> None:
-    """Measure the loss landscape of a model: `rm-opt analyze RUN --type hessian`.
+    """Measure the loss landscape of a model. Example: `rm-opt analyze RUN --type hessian`.
 
     RUN is the same as `--checkpoint RUN`. Types: hessian, gauss_newton, fisher, density, slices, surface, layers,
     trajectory, evolution, between. The flags below are short forms of common options. All other options are written

@@ -46,10 +46,11 @@ def bon(
         str | None, Option("--server", help="Score with this reward server, which has CHECKPOINT's weights.")
     ] = None,
 ) -> None:
-    """Rank responses of a policy by a reward model, and estimate the reward of the best of 1, 2, 4, … responses.
+    """Rank a policy's responses by a reward model.
 
-    Repeat a stopped command to continue it. OUT.curve.json and OUT.curve.png hold the curve. With --gold,
-    OUT.overoptimization.json and its picture show from which n on more selection makes responses worse.
+    Also estimates the reward of the best of 1, 2, 4, … responses. Repeat a stopped command to continue it.
+    OUT.curve.json and OUT.curve.png hold the curve. With --gold, OUT.overoptimization.json and its picture show from
+    which n on more selection makes responses worse.
     """
     responses.check()
     policy, completions = responses.policy, responses.completions

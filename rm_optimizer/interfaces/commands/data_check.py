@@ -32,7 +32,10 @@ def data_check(
     ] = 512,
     json_file: Annotated[Path | None, Option("--json", help="Also write the audit to this JSON file.")] = None,
 ) -> None:
-    """Audit preference data: rows, duplicates, contradictions, lengths, overlap of splits, the length baseline."""
+    """Audit preference data.
+
+    Reports rows, duplicates, contradictions, lengths, overlap of splits, and the length baseline.
+    """
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
 
     with printed_beside(json_file):

@@ -26,7 +26,10 @@ def doctor(
     ] = 8192,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of samples and random labels.")] = 0,
 ) -> None:
-    """Check a model and its pairs for common defects; exit with 4 if a check fails, with 0 on warnings only."""
+    """Check a model and its pairs for common defects.
+
+    Exits with 4 if a check fails, and with 0 if there are only warnings.
+    """
     from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
     from rm_optimizer.doctor.doctor import diagnose
     from rm_optimizer.interfaces.json_option import printed_beside, write_json

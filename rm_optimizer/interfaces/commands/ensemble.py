@@ -31,11 +31,12 @@ def ensemble_train(
     seeds: Annotated[int, Option("--seeds", min=2, help="Number of members, trained with seed=0, 1, ….")] = 5,
     false_positive_rate: Rate = 0.05,
 ) -> None:
-    """Train one reward model for each seed and join them; repeat a stopped command to continue it.
+    """Train one reward model for each seed, and join them.
 
-    Options of the runs are written name=value, as for `rm-opt train`. All runs have the same pairs and differ only in
-    the seed. The validation pairs are the reference. Each member's run folder is OUTPUT/seed-N. With adapter=lora and
-    model.path=MODEL the members are the adapters OUTPUT/seed-N/adapter, which share that model in memory.
+    Repeat a stopped command to continue it. Options of the runs are written name=value, as for `rm-opt train`. All runs
+    have the same pairs and differ only in the seed. The validation pairs are the reference. Each member's run folder is
+    OUTPUT/seed-N. With adapter=lora and model.path=MODEL the members are the adapters OUTPUT/seed-N/adapter, which
+    share that model in memory.
     """
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.records.quoting import in_quotes
@@ -73,7 +74,7 @@ def ensemble_join(
     false_positive_rate: Rate = 0.05,
     max_length: Annotated[int | None, Option("--max-length", min=8, help="Longest sequence in tokens.")] = None,
 ) -> None:
-    """Join reward models into an ensemble; reference pairs set their scales and the threshold of uncertainty."""
+    """Join reward models into an ensemble. Reference pairs set their scales and the threshold of uncertainty."""
     _require_rate(false_positive_rate)
     if len(models) < 2:
         raise ConfigError(f"MODELS must name at least 2 models, got {len(models)}")

@@ -41,7 +41,10 @@ def evaluate(
     bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the resamples.")] = 0,
 ) -> None:
-    """Measure a reward model on preference pairs: table, JSON and plots; repeat a stopped command to continue it."""
+    """Measure a reward model on preference pairs.
+
+    Prints a table, and writes JSON and plots. Repeat a stopped command to continue it.
+    """
     from rm_optimizer.evaluation.saved_model import evaluate_model
     from rm_optimizer.records.progress import progress
     from rm_optimizer.reporting.pictures import draw_evaluation

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def info() -> None:
-    """Print versions, devices, the folder of the presets, and the names of presets and optimizers."""
+    """Print versions, devices, presets and optimizers."""
     from rm_optimizer.records.provenance import commit, machine, versions
     from rm_optimizer.schema import config_root
     from rm_optimizer.schema.store import OPTIMIZERS

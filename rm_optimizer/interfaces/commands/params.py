@@ -18,7 +18,7 @@ def params(
     model: Annotated[str, Argument(help="Model preset, folder or hub id.")],
     optimizer: Annotated[str, Option("--optimizer", "-o", help="Optimizer preset.")] = "adamw",
 ) -> None:
-    """Print an optimizer's parameter groups for a model: algorithm, learning rate, weight decay and sizes."""
+    """Print an optimizer's parameter groups for a model. Columns: algorithm, learning rate, weight decay and sizes."""
     from rich.console import Console
 
     Console().print(_table(f"{optimizer} on {model}", groups_of(model, optimizer)))

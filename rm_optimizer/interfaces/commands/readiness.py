@@ -158,11 +158,12 @@ def readiness(
     output: Annotated[Path | None, Option("--output", help="Folder of the results; default: beside the model.")] = None,
     json_file: Annotated[Path | None, Option("--json", help="Also write the report to this JSON file.")] = None,
 ) -> None:
-    """Estimate if a reward model is good enough to optimize a policy with; report the evidence and the next step.
+    """Estimate if a reward model is fit to optimize a policy.
 
-    The main measurement is a probe: how often is the response that the model picks among many preferred to another?
-    An oracle answers: a gold reward, another reward model, or people (--ask FILE, rm-opt label FILE, then
-    --comparisons FILE). Exits with 4 if a check of the model fails. Repeat a stopped command to continue it.
+    Reports the evidence and the next step. The main measurement is a probe: how often is the response that the model
+    picks among many preferred to another? An oracle answers: a gold reward, another reward model, or people (--ask
+    FILE, rm-opt label FILE, then --comparisons FILE). Exits with 4 if a check of the model fails. Repeat a stopped
+    command to continue it.
     """
     options = sizes.options()
     oracle.check(responses)

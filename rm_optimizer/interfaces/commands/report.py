@@ -23,7 +23,10 @@ def report(
     ] = False,
     port: Annotated[int, Option("--port", min=0, max=65535, help="Port of --serve; 0 picks a free one.")] = 0,
 ) -> None:
-    """Write a page about a run or a study: results with intervals, pictures, settings and gaps; works offline."""
+    """Write a page about a run or a study.
+
+    It shows results with intervals, pictures and settings, and lists missing parts. It needs no network.
+    """
     if serve:
         if output is not None or form == "md":
             raise ConfigError("--serve writes no file; leave out --output and --format")

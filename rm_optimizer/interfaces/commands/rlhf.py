@@ -32,10 +32,11 @@ def rlhf(
     algorithm: Annotated[str | None, Option("--algorithm", help="grpo or rloo.")] = None,
     steps: Annotated[str | None, Option("--steps", help="Optimizer steps of the policy.")] = None,
 ) -> None:
-    """Train reward models on preference pairs, and optimize a policy against them with TRL's GRPO or RLOO.
+    """Train reward models, and optimize a policy against them.
 
-    Options are written name=value. Options of the policy are named rlhf.NAME; options of the reward models are those
-    of `rm-opt train`. Every checkpoint is measured on fresh responses. Repeat a stopped command to continue it.
+    The policy is optimized with TRL's GRPO or RLOO. Options are written name=value. Options of the policy are named
+    rlhf.NAME; options of the reward models are those of `rm-opt train`. Every checkpoint is measured on fresh
+    responses. Repeat a stopped command to continue it.
     """
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.interfaces.output_folder import made_folder

@@ -42,7 +42,10 @@ def score(
         float, Option("--penalty", min=0, help="Standard deviations that uwo subtracts from the mean.")
     ] = 1.0,
 ) -> None:
-    """Print rewards of responses, or add a column `reward` to a file; repeat a stopped command to continue a file."""
+    """Print rewards of responses, or add them to a file.
+
+    The output file has a column `reward`. Repeat a stopped command to continue a file.
+    """
     names_responses = prompt is not None and bool(responses) and in_file is None and out_file is None
     names_files = prompt is None and not responses and in_file is not None and out_file is not None
     if not (names_responses or names_files):

@@ -26,7 +26,7 @@ KEEP_ALIVE_SECONDS = 75
 
 
 def serve(options: ServeOptions) -> None:
-    """Serve a reward model over HTTP until SIGTERM; rewards are raw unless a request asks for their sigmoid."""
+    """Serve a reward model over HTTP until SIGTERM. Rewards are raw unless a request asks for their sigmoid."""
     from rm_optimizer.core.storage.model_files import refuse_by_files
 
     for package in ("fastapi", "uvicorn", "prometheus_client"):

@@ -36,9 +36,10 @@ def compare_hypotheses(
     workers: Workers = None,
     retries: Retries = 2,
 ) -> None:
-    """Train the ablation and LoRA presets with several seeds, and test five claims about training reward models.
+    """Test five claims about training reward models.
 
-    Repeat a stopped command to continue it. rm-opt compare run, status, retry and report work on its folder.
+    Trains the ablation and LoRA presets with several seeds. Repeat a stopped command to continue it. rm-opt compare
+    run, status, retry and report work on its folder.
     """
     from rm_optimizer.experiments.hypothesis_study import HypothesisOptions, HypothesisStudy
     from rm_optimizer.schema.compose import model_overrides

@@ -52,8 +52,9 @@ def compare_optimizers(
     executor: Executors = "process",
     workers: Workers = None,
 ) -> None:
-    """Tune each optimizer's learning rate, train with new seeds, and compare them on test pairs used for nothing else.
+    """Compare optimizers with tuned learning rates.
 
+    Tunes each optimizer's rate, trains with new seeds, and compares on test pairs that are used for nothing else.
     Repeat a stopped command to continue it. rm-opt compare run, status, retry and report work on its folder.
     """
     from rm_optimizer.compare import FOLDER, OptimizerComparison

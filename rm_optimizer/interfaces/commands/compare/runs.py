@@ -20,9 +20,10 @@ def compare(
     ] = None,
     bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
 ) -> None:
-    """Compare finished runs on the validation pairs that all of them have; the first run's arm is the baseline.
+    """Compare finished runs on their common validation pairs.
 
-    Runs that differ only in the seed form an arm. Differences are paired by prompt, and by seed if there are several.
+    The first run's arm is the baseline. Runs that differ only in the seed form an arm. Differences are paired by
+    prompt, and by seed if there are several.
     """
     from rm_optimizer.experiments.compared_runs import read_runs
     from rm_optimizer.experiments.run_comparison import compare_runs

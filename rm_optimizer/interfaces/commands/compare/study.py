@@ -24,7 +24,7 @@ def plan(
         bool, Option("--estimate/--no-estimate", help="Estimate the hours from a few steps of the first trial.")
     ] = True,
 ) -> None:
-    """Write the list of trials: every combination of the values, as `rm-opt train --multirun` would run them."""
+    """Write the list of trials. They are the combinations of values that `rm-opt train --multirun` would run."""
     from rm_optimizer.experiments.study.plan import publish
     from rm_optimizer.experiments.study.tasks import TRAIN
 
@@ -34,7 +34,7 @@ def plan(
 
 
 def run(study: Folder, executor: Executors = "process", workers: Workers = None, retries: Retries = 2) -> None:
-    """Run the trials that have no result; repeat a stopped command to continue it."""
+    """Run the trials that have no result. Repeat a stopped command to continue it."""
     if _is_of_optimizers(study):
         from rm_optimizer.compare import run_stages
 
@@ -47,7 +47,7 @@ def run(study: Folder, executor: Executors = "process", workers: Workers = None,
 
 
 def retry(study: Folder, executor: Executors = "process", workers: Workers = None, retries: Retries = 2) -> None:
-    """Run failed trials again, and the trials that have no result yet."""
+    """Run failed trials again, and those without a result."""
     from rm_optimizer.experiments.study.driver import Study
 
     print(f"failed trials to run again: {Study(study).forget_failures()}")
@@ -55,7 +55,7 @@ def retry(study: Folder, executor: Executors = "process", workers: Workers = Non
 
 
 def status(study: Folder) -> None:
-    """Print the number of trials in each state, and the errors of failed ones."""
+    """Print the number of trials in each state. Errors of failed trials are printed too."""
     from rm_optimizer.experiments.study.driver import Study
 
     _print_status(Study(study).status())
@@ -65,7 +65,7 @@ def report(
     study: Folder,
     bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
 ) -> None:
-    """Compare the finished trials, and write tables and pictures into STUDY/report."""
+    """Compare the finished trials, and write a report. Tables and pictures are written into STUDY/report."""
     if _is_of_optimizers(study):
         from rm_optimizer.compare import report as report_optimizers
 
@@ -102,7 +102,7 @@ def across(
     studies: Annotated[list[Path], Argument(help="At least three folders of comparisons of the same optimizers.")],
     json_file: Annotated[Path | None, Option("--json", help="Also write the numbers to this JSON file.")] = None,
 ) -> None:
-    """Combine comparisons of the same optimizers on three or more data sets."""
+    """Combine comparisons of the same optimizers. They must be on three or more data sets."""
     from rm_optimizer.experiments.optimizer_comparison.across import across_datasets
     from rm_optimizer.experiments.optimizer_comparison.findings import findings
     from rm_optimizer.interfaces.json_option import printed_beside, write_json

@@ -28,10 +28,10 @@ def data_clean(
     ] = 0.05,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the cross-validation folds.")] = 0,
 ) -> None:
-    """Remove pairs whose label was probably flipped, by models that were not trained on their conversation.
+    """Remove pairs whose label was probably flipped.
 
-    OUT.suspects.jsonl holds the removed pairs, the least probable label first. OUT.report.json holds the expected
-    number of wrong labels among them.
+    The labels are judged by models that were not trained on their conversation. OUT.suspects.jsonl holds the removed
+    pairs, the least probable label first. OUT.report.json holds the expected number of wrong labels among them.
     """
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.records.files import write_json_lines, write_text

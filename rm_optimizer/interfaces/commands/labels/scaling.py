@@ -37,9 +37,10 @@ def scaling(
     executor: Executors = "process",
     workers: Workers = None,
 ) -> None:
-    """Train at several sizes, fit accuracy and NLL over pairs, and estimate how many more pairs a gain needs.
+    """Estimate how many more pairs a gain in accuracy needs.
 
-    Writes scaling.json and pictures of the curves into FOLDER. Repeat a stopped command to continue it.
+    Trains at several sizes, and fits accuracy and NLL over the number of pairs. Writes scaling.json and pictures of the
+    curves into FOLDER. Repeat a stopped command to continue it.
     """
     from rm_optimizer.data_efficiency.scaling import measure_scaling
     from rm_optimizer.experiments.study.executors import executor_named

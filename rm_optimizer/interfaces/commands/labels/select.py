@@ -48,7 +48,10 @@ def select(
     ] = None,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of ties, random draws and the order of responses.")] = 0,
 ) -> None:
-    """Choose the pairs whose labels help the model most, and write them as questions for people."""
+    """Choose the pairs to label, and write them as questions.
+
+    These are the pairs whose labels help the model most. People answer the questions here or in another tool.
+    """
     from rm_optimizer.data_efficiency.acquisition.rules import acquisition_function
     from rm_optimizer.data_efficiency.labeling.questions import questions_of, require_question_file, write_questions
     from rm_optimizer.evaluation.score_file import require_new
@@ -72,7 +75,7 @@ def label_import(
     answers: Annotated[Path, Argument(help="Answered questions: CSV, JSONL, or an export of Argilla or Label Studio.")],
     out: Annotated[Path, Option("--out", help="JSON Lines file for the preference pairs, for `data.train`.")],
 ) -> None:
-    """Turn answered questions into training pairs; the label of a question is the mean of its answers."""
+    """Turn answered questions into training pairs. The label of a question is the mean of its answers."""
     from rm_optimizer.data_efficiency.labeling.questions import read_answers
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.records.files import write_json_lines

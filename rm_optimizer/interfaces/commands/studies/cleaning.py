@@ -35,9 +35,10 @@ def study_cleaning(
         float, Option("--false-positive-rate", help="Largest share of right labels to remove, in (0, 1).")
     ] = 0.05,
 ) -> None:
-    """Flip training labels, search for them as rm-opt data clean does, and train with and without the suspects.
+    """Measure the effect of removing suspected labels.
 
-    Test labels are not flipped. Writes cleaning.json into FOLDER. Repeat a stopped command to continue it.
+    Flips training labels, searches for them as rm-opt data clean does, and trains with and without the suspects. Test
+    labels are not flipped. Writes cleaning.json into FOLDER. Repeat a stopped command to continue it.
     """
     from rm_optimizer.data_efficiency.cleaning.cleaning_study import (
         TASK,

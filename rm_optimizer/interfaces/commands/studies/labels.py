@@ -40,9 +40,10 @@ def study_labels(
         int, Option("--bootstrap", min=1, help="Bootstrap resamples of splits for the intervals.")
     ] = 1000,
 ) -> None:
-    """Compare rules that choose pairs to label with a random draw; a second random draw is the placebo.
+    """Measure the labels that acquisition functions save.
 
-    Writes savings.json and pictures of curves and savings into FOLDER. Repeat a stopped command to continue it.
+    Compares rules that choose pairs to label with a random draw. A second random draw is the placebo. Writes
+    savings.json and pictures of curves and savings into FOLDER. Repeat a stopped command to continue it.
     """
     from rm_optimizer.data_efficiency.savings.label_study import TASK, LabelStudy, planned_splits, savings_by_pool
     from rm_optimizer.reporting.label_studies.label_savings import print_savings, write_savings

@@ -25,11 +25,11 @@ def study_readiness(
     executor: Executors = "inline",
     workers: Workers = None,
 ) -> None:
-    """Validate the readiness score on synthetic worlds with a gold reward: worlds 0-2 choose it, 3-8 test it once.
+    """Validate the readiness score on synthetic worlds.
 
-    Trains reward models, and optimizes a policy against each. Writes frozen.json, validation.json, fitted.json (the
-    score's coefficients) and a picture into FOLDER. A world takes about seven minutes on one core. Repeat a stopped
-    command to continue it.
+    The worlds have a gold reward. Worlds 0-2 choose the score, and worlds 3-8 test it once. Trains reward models, and
+    optimizes a policy against each. Writes frozen.json, validation.json, fitted.json (the score's coefficients) and a
+    picture into FOLDER. A world takes about seven minutes on one core. Repeat a stopped command to continue it.
     """
     from rm_optimizer.experiments.readiness.measurement import WorldSize
     from rm_optimizer.experiments.readiness.study import FITTED_FILE, VALIDATION_FILE, ReadinessStudy
