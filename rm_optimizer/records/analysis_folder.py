@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -12,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.records.file_lock import UNSUPPORTED, locked
+from rm_optimizer.records.file_lock import locked_if_possible
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.records.run_options import flat, options_of
 from rm_optimizer.schema.landscape import AnalyzeConfig
 
 ANALYSIS_FILE = "analysis.json"
 """File beside the results with their options, versions and machine."""
-log = logging.getLogger("rm_optimizer")
 _FREE = ("output_dir", "progress", "landscape.token_budget", "landscape.processes", "logger.")
 """Names, or beginnings of names, of the options that change no result."""
 
@@ -56,7 +54,7 @@ def held(folder: Path) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        if not _is_free(folder, descriptor):
+        if not locked_if_possible(descriptor, folder, "analysis"):
             raise ConfigError(
                 f"{folder} is in use: another process writes an analysis there; wait for it, stop it, or choose "
                 "another output_dir"
@@ -67,19 +65,6 @@ def held(folder: Path) -> Iterator[None]:
             with suppress(OSError):  # it holds results
                 folder.rmdir()
         os.close(descriptor)
-
-
-def _is_free(folder: Path, descriptor: int) -> bool:
-    """Lock an open folder; True also if the file system has no locks."""
-    try:
-        return locked(descriptor)
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        log.warning(
-            "the file system of %s has no locks (%s); do not start a second analysis in it", folder, error.strerror
-        )
-        return True
 
 
 def _is_for(folder: Path, identity: dict[str, Any]) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,12 +10,11 @@ from typing import TextIO
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.disk import writing
-from rm_optimizer.records.file_lock import UNSUPPORTED, locked, sign
+from rm_optimizer.records.file_lock import UNSUPPORTED, locked_if_possible, sign
 
 LOCK_FILE = ".lock"
 """File in the run folder; it stays there, and only a living process holds its lock."""
 _RESERVED: set[Path] = set()
-log = logging.getLogger("rm_optimizer")
 
 
 @contextmanager
@@ -40,8 +38,8 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     with writing(path):
         file = path.open("a+", encoding="utf-8")
     with file:
-        if _taken(file, run_dir):
-            sign(file)
+        _lock(file, run_dir)
+        sign(file)
         try:
             yield
         finally:
@@ -81,28 +79,17 @@ def require_free(run_dir: Path) -> None:
     except OSError:
         return
     with file:
-        _taken(file, run_dir)
+        _lock(file, run_dir)
         _release(file)
 
 
-def _taken(file: TextIO, run_dir: Path) -> bool:
-    """Take the lock; False if the file system has none."""
-    try:
-        is_ours = locked(file)
-    except OSError as error:
-        if error.errno not in UNSUPPORTED:
-            raise
-        log.warning(
-            "the file system of %s has no locks (%s); do not start a second run in this folder", run_dir, error.strerror
-        )
-        return False
-    if not is_ours:
+def _lock(file: TextIO, run_dir: Path) -> None:
+    if not locked_if_possible(file, run_dir, "run"):
         file.seek(0)
         holder = file.read().strip() or "another process"
         raise ConfigError(
             f"{run_dir} is in use: {holder} trains in it; wait for it, stop it, or choose another hydra.run.dir"
         )
-    return True
 
 
 def _release(file: TextIO) -> None:
