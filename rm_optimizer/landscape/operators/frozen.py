@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from rm_optimizer.core.classifier.attention import soft_cap
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.parameters import ParameterSubset
@@ -19,22 +21,19 @@ from rm_optimizer.records.randomness import keeping_random_state
 
 DIFFERENTIABLE_TWICE = ("sdpa", "eager")
 """Kernels with a second derivative: PyTorch's own restricted to its plain backend, and the model's own code."""
+_HOOK = "make_inputs_require_grad"
 
 
 @contextmanager
-def frozen(model: BradleyTerryRM, subset: ParameterSubset, *, twice: bool = True) -> Iterator[None]:
-    """Turn off dropout and checkpointing, differentiate attention twice, and derive by a subset alone.
+def frozen(model: BradleyTerryRM, subset: ParameterSubset) -> Iterator[None]:
+    """Turn off dropout and checkpointing, and derive by a subset alone; the model keeps its attention.
 
-    When the block ends, modes, `requires_grad`, the attention kernel and the random generators of Python, NumPy and
-    PyTorch are as they were. Gradients in `.grad` are not touched: measurements use `torch.autograd.grad`.
+    When the block ends, modes, `requires_grad`, hooks and the random generators of Python, NumPy and PyTorch are as
+    they were. Gradients in `.grad` are not touched: measurements use `torch.autograd.grad`.
 
     Args:
         model: the model.
         subset: parameters to derive by.
-        twice: True for second derivatives; otherwise the model keeps its attention.
-
-    Raises:
-        ConfigError: if the model's attention cannot be switched to a kernel of `DIFFERENTIABLE_TWICE`.
     """
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -44,9 +43,6 @@ def frozen(model: BradleyTerryRM, subset: ParameterSubset, *, twice: bool = True
         enter(torch.inference_mode(False))
         enter(torch.enable_grad())
         enter(torch.autocast(model.device.type, enabled=False))
-        if twice:
-            enter(_plain_attention(model.model))
-            enter(sdpa_kernel(SDPBackend.MATH))
         if model.reward_head.weight.dtype == torch.float64:
             enter(KeepFloat64())
         yield
@@ -54,9 +50,13 @@ def frozen(model: BradleyTerryRM, subset: ParameterSubset, *, twice: bool = True
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, in which `transformers` does not checkpoint gradients either."""
-    with _restored([(module, "training", module.training) for module in model.modules()]):
-        model.eval()
+    """Evaluation mode, without checkpointing and its hooks, which make the output of embeddings a leaf."""
+    names = ("training", "_forward_hooks")
+    with _restored([(module, name, getattr(module, name)) for module in model.modules() for name in names]):
+        for module in model.eval().modules():
+            hooks = module._forward_hooks.items()  # by the name that `transformers` 5 and PEFT 0.18 give them
+            left = [(key, hook) for key, hook in hooks if not getattr(hook, "__name__", "").startswith(_HOOK)]
+            module._forward_hooks = OrderedDict(left)
         yield
 
 
@@ -70,20 +70,32 @@ def _gradients_to(model: nn.Module, subset: ParameterSubset) -> Iterator[None]:
 
 
 @contextmanager
-def _plain_attention(model: PreTrainedModel) -> Iterator[None]:
+def attention_with(model: PreTrainedModel, kernel_of: Callable[[PreTrainedModel], str]) -> Iterator[None]:
+    """Attention kernel of each part of a model from a rule, restored when the block ends; SDPA in its plain backend."""
     parts = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     configs = {id(config): config for part in parts for config in (part.config, part.config.get_text_config())}
     attribute = "_attn_implementation_internal"
-    with _restored([(config, attribute, getattr(config, attribute, None)) for config in configs.values()]):
+    before = [(config, attribute, getattr(config, attribute, None)) for config in configs.values()]
+    with _restored(before), sdpa_kernel(SDPBackend.MATH):
         for part in parts:
-            kernel = _kernel(part)
+            kernel = kernel_of(part)
             for config in (part.config, part.config.get_text_config()):
                 setattr(config, attribute, kernel)
         yield
 
 
-def _kernel(model: PreTrainedModel) -> str:
-    """PyTorch's attention if the model supports it; eager code of some families computes its softmax in float32."""
+def own_kernel(model: PreTrainedModel) -> str:
+    """The model's own kernel, or its eager code where that kernel computes in half types only."""
+    now = str(model.config._attn_implementation)
+    return "eager" if now == "flash_attention_2" and model._can_set_attn_implementation() else now
+
+
+def kernel_for_twice(model: PreTrainedModel) -> str:
+    """PyTorch's attention if it computes the model; eager code of some families computes its softmax in float32.
+
+    Raises:
+        ConfigError: if the model's attention cannot be switched to a kernel of `DIFFERENTIABLE_TWICE`.
+    """
     now = str(model.config._attn_implementation)
     if not model._can_set_attn_implementation():
         if now not in DIFFERENTIABLE_TWICE:
@@ -92,7 +104,7 @@ def _kernel(model: PreTrainedModel) -> str:
                 f"{now}; load it with attn_implementation=eager"
             )
         return now
-    return "sdpa" if model._supports_sdpa else "eager"
+    return "sdpa" if model._supports_sdpa and soft_cap(model.config) is None else "eager"
 
 
 @contextmanager

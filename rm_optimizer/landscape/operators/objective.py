@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 
 import torch
@@ -17,8 +17,8 @@ from torch.func import functional_call
 from rm_optimizer.core.model.losses import configured_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
-from rm_optimizer.errors import DataError, RMOptimizerError, TrainingDiverged
-from rm_optimizer.landscape.operators.frozen import frozen
+from rm_optimizer.errors import ConfigError, DataError, RMOptimizerError, TrainingDiverged
+from rm_optimizer.landscape.operators.frozen import attention_with, frozen, kernel_for_twice, own_kernel
 from rm_optimizer.landscape.operators.parameters import (
     TRAINABLE,
     ParameterSubset,
@@ -26,6 +26,10 @@ from rm_optimizer.landscape.operators.parameters import (
     select_parameters,
 )
 from rm_optimizer.schema import LossConfig
+
+_ROUNDING = 256
+"""Difference of one loss by two attention kernels that counts as rounding, in epsilons of float32, which some families
+compute their softmax in."""
 
 
 @dataclass(eq=False, repr=False)
@@ -232,15 +236,44 @@ def measuring(
     """
     subset = select_parameters(model, params)
     held = model if _is_in(model, dtype) else _copy_in(model, dtype)
-    with frozen(held, subset, twice=twice):
+    with frozen(held, subset), ExitStack() as stack:
         there = [_in_type(batch.to(held.device), dtype) for batch in batches]
         objective = PairObjective(held, there, loss, subset, group)
         if objective.num_pairs == 0:
             raise DataError("curvature needs at least one pair, got none")
+        if twice:
+            _require_own_loss(objective)
+            stack.enter_context(attention_with(held.model, kernel_for_twice))
         try:
             yield objective
         finally:
             objective.close()
+
+
+@torch.no_grad()
+def _require_own_loss(objective: PairObjective) -> None:
+    """Require that attention which can be differentiated twice gives the loss of the model's own attention.
+
+    Rounding is relative to the rewards, whose difference may be much smaller.
+
+    Raises:
+        ConfigError: if the losses differ beyond rounding, or the model's attention cannot be switched.
+    """
+    losses = []
+    for kernel in (kernel_for_twice, own_kernel):
+        with attention_with(objective.model.model, kernel):
+            rewards = [objective.model.rewards_of(batch) for batch in objective.batches]
+            losses.append(objective.summed_shares(map(objective.share, rewards, objective.batches)))
+    weights = (batch.weight.sum() / objective.total_weight for batch in objective.batches)
+    size = objective.summed_shares(each.abs().max() * weight for each, weight in zip(rewards, weights, strict=True))
+    is_rough = objective.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
+    rounding = _ROUNDING * (2**-10 if is_rough else torch.finfo(torch.float32).eps)
+    measured, own = losses
+    if abs(measured - own) > rounding * (abs(own) + objective.loss.beta * size):
+        raise ConfigError(
+            f"curvature must be that of the model's own loss, {own:.6g}, got {measured:.6g} from attention that can be "
+            "differentiated twice; load the model with attn_implementation=eager, or report its family"
+        )
 
 
 def _is_in(model: BradleyTerryRM, dtype: torch.dtype) -> bool:

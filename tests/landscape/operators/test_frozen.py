@@ -17,8 +17,9 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.operators.parameters import parameter_blocks, select_parameters
+from rm_optimizer.landscape.operators.products import ProductName
 from rm_optimizer.landscape.training_curvature import measure_curvature
-from tests.landscape.worlds import PLAIN, micro_batches, reward_model
+from tests.landscape.worlds import PLAIN, SHAPE, micro_batches, reward_model, tokenizer
 
 
 def state_of(model: BradleyTerryRM) -> dict[str, Any]:
@@ -171,3 +172,53 @@ def test_vectors_and_parameters_convert_into_each_other():
     for part, parameter in zip(subset.unflatten(vector), parameters, strict=True):
         assert torch.equal(part, parameter)
     assert subset.unflatten(torch.stack([vector, vector]))[0].shape == (2, *subset.shapes[0])
+
+
+def soft_capped(noise: float, **fields: Any) -> BradleyTerryRM:
+    """A Gemma 2 whose attention logits reach the cap."""
+    heads = {"num_key_value_heads": 2, "head_dim": 8, "query_pre_attn_scalar": 1}
+    architecture = {"model_type": "gemma2"} | SHAPE | heads | fields
+    model = BradleyTerryRM.from_config(architecture, tokenizer(), max_length=48, seed=0)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += noise * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.mark.parametrize("cap", [1.0, 50.0])
+def test_a_soft_cap_of_attention_is_part_of_the_measured_loss(cap: float):
+    model = soft_capped(1.0, attn_logit_softcapping=cap)
+    batches = micro_batches(model)
+    with measuring(model, batches, PLAIN, twice=False) as objective:
+        own, slope = objective.value(), objective.gradient()
+    with measuring(model, batches, PLAIN) as objective:
+        assert objective.value() == pytest.approx(own, rel=1e-6)
+        torch.testing.assert_close(objective.gradient(), slope, rtol=1e-3, atol=1e-4 * float(slope.abs().max()))
+
+
+def test_attention_that_gives_another_loss_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("rm_optimizer.landscape.operators.frozen.soft_cap", lambda config: None)
+    model = soft_capped(1.0, attn_logit_softcapping=1.0)
+    with (
+        pytest.raises(ConfigError, match=r"must be that of the model's own loss, .*load the model with attn_impl"),
+        measuring(model, micro_batches(model), PLAIN),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("product", ["forward", "reverse", "kept_graph"])
+def test_hooks_of_checkpointing_are_off_while_measuring(product: ProductName):
+    model = reward_model("llama")
+    batches = micro_batches(model)
+    with measuring(model, batches, PLAIN) as objective:
+        vector = torch.ones(1, objective.subset.num_parameters)
+        expected = HessianOperator(objective, product=product).apply(vector)
+    model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    hooks = [module._forward_hooks for module in model.modules()]
+    assert any(hooks)
+    with measuring(model, batches, PLAIN) as objective:
+        torch.testing.assert_close(HessianOperator(objective, product=product).apply(vector), expected)
+    assert all(now is before for now, before in zip((m._forward_hooks for m in model.modules()), hooks, strict=True))
+    model.model.disable_input_require_grads()
+    assert not any(hooks)
