@@ -101,7 +101,6 @@ class Solution:
         is_exhaustive: True if all unlisted eigenvalues are 0.
         is_interrupted: True if the user stopped it.
         searched: end of the spectrum that Lanczos iterated to the tolerance; None otherwise, or by another method.
-        is_warm: True if Lanczos started from earlier vectors.
         trace: trace of the pairs, with its interval over pairs where that was requested, or an estimate.
         sampling: the first eigenvalues with their spread over resampled pairs.
         cross_fit: cross-fitted values of the same eigenvalues.
@@ -117,7 +116,6 @@ class Solution:
     is_exhaustive: bool = False
     is_interrupted: bool = False
     searched: End | None = None
-    is_warm: bool = False
     trace: Estimate | None = None
     sampling: Sequence[Estimate] = ()
     cross_fit: CrossFit | None = None
@@ -299,15 +297,14 @@ def _by_lanczos(
             raise
         kept.save()
         operator.release()
-        found = eigenpairs_so_far(matrix, state, top_k, options.which, options.tolerance, start)
+        found = eigenpairs_so_far(matrix, state, top_k, options.which, options.tolerance)
         return Solution(matrix.widened(found), is_interrupted=True, seconds_before=seconds_before)
     kept.save()
     state.basis = OrthonormalBasis()  # frees the memory that whole eigenvectors need
     is_done = pairs.values.abs() <= pairs.error_bounds  # below the rounding of products no value converges
     is_done |= torch.tensor(pairs.converged)
     searched = options.which if options.keep_vectors and bool(is_done.all()) else None
-    is_warm = start is not None
-    return Solution(matrix.widened(pairs), searched=searched, is_warm=is_warm, seconds_before=seconds_before)
+    return Solution(matrix.widened(pairs), searched=searched, seconds_before=seconds_before)
 
 
 def _most_vectors(matrix: SupportedOperator, top_k: int, options: SpectrumOptions) -> int | None:
@@ -355,7 +352,7 @@ def _announced(matrix: SupportedOperator, top_k: int, options: SpectrumOptions, 
     vectors = wanted + (products if most_vectors is None else min(products, most_vectors))
     gib = vectors * _bytes_of_vector(matrix) / 2**30
     probes = options.trace_products + options.density_probes * options.density_steps
-    check = CHECK_PRODUCTS if probes and options.keep_vectors else 0
+    check = CHECK_PRODUCTS if options.keep_vectors else 0
     total = products * (2 if options.num_sampled else 1) + check + probes
     _log.info(
         f"{wanted} eigenvalue{'s' * (wanted > 1)} over {matrix.dimension:,} parameters: about {products} products, "

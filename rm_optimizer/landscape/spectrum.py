@@ -33,9 +33,9 @@ class HessianSpectrum(JsonRecord, indent=2):
         eigenvalues: eigenvalues that were computed, descending.
         residuals: `||A v - lambda v||` of each, plus the possible rounding error if it follows from the iteration.
         error_bounds: distance from each within which an eigenvalue lies: the residual, or `4 residual^2 / gap` if the
-            gap to the other values is resolved; rounding included.
-        converged: True for each value whose error bound is within the tolerance, whose residual is within 2.5
-            tolerances, and whose magnitude is above the possible rounding error of products.
+            value converged and the gap to the other values is resolved; rounding included.
+        converged: True for each value whose residual is within the tolerance, whose magnitude is above the possible
+            rounding error of products, and whose rank no further eigenvalue of 0 can change.
         num_top: number of the first values that are the largest of all, with none missing between them.
         num_bottom: number of the last values that are the smallest of all, with none missing between them.
         num_overlooked: number of values, such as copies, that a search after Lanczos added; None if there was no

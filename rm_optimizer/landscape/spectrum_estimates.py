@@ -38,8 +38,8 @@ def add_estimates(
 ) -> None:
     """Add the requested estimates that the solver did not give, unless it was interrupted.
 
-    If random vectors are used anyway, or Lanczos started from earlier vectors, eigenvalues that it overlooked are
-    searched for. After Ctrl-C the finished estimates stay, and the solution is marked as interrupted.
+    Eigenvalues that Lanczos overlooked are searched for. After Ctrl-C the finished estimates stay, and the solution is
+    marked as interrupted.
 
     Args:
         operator: the matrix.
@@ -69,7 +69,7 @@ def _estimate(
     is_hessian = isinstance(operator, HessianOperator)
     if options.sam_rho and is_hessian:
         found.geometry = local_geometry(operator.objective, operator, rho=options.sam_rho)
-    if found.searched and (options.trace_products or options.density_probes or found.is_warm):
+    if found.searched:
         found.pairs = with_overlooked(operator, found.pairs, found.searched, tolerance=options.tolerance, seed=seed + 2)
     _add_sampling(operator, found, method, options, seed, clusters)
     pairs = found.pairs

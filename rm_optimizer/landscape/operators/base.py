@@ -64,10 +64,14 @@ class DeflatedOperator:
     Args:
         operator: the matrix `A`.
         vectors: orthonormal vectors to remove, one a row.
+        value: eigenvalue that they get instead.
     """
 
-    def __init__(self, operator: SymmetricOperator, vectors: Float[Tensor, "removed parameters"]) -> None:
+    def __init__(
+        self, operator: SymmetricOperator, vectors: Float[Tensor, "removed parameters"], *, value: float = 0.0
+    ) -> None:
         self.operator = operator
+        self.value = value
         self.vectors = vectors.to(operator.device, operator.dtype)
         self.dimension = operator.dimension
         self.dtype = operator.dtype
@@ -81,7 +85,8 @@ class DeflatedOperator:
 
     def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
         """The matrix times each row."""
-        return self.project(self.operator.apply(self.project(vectors)))
+        left = self.project(vectors)
+        return self.project(self.operator.apply(left)).add_(vectors - left, alpha=self.value)
 
 
 class LossOperator(ABC):

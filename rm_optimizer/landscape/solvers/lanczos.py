@@ -2,15 +2,15 @@
 
 The iteration builds an orthonormal basis `Q` of the Krylov space, every new vector orthogonalized twice against all
 others, and solves `Q A Q^T` in float64 (Lanczos, 1950; Parlett, 1998, chapter 13). An eigenvalue lies within the
-residual `r` of each computed value. The error bound is `r`, or `4 r^2 / gap` (Theorem 11.7.1) if the gap to the other
-computed values is resolved. An eigenvalue that is not found yet may lie within the gap. The factor 4 allows for one
-that halves the gap and more. A value has converged when its bound is within the tolerance and its residual, which does
-not depend on the gap, is within `GUARD` tolerances. After a start from earlier vectors, which may hide a new
-eigenvalue for long, the residual must be within the tolerance itself.
+residual `r` of each computed value. A value has converged when its residual, which does not depend on other values, is
+within the tolerance. The error bound is `r`, or for a converged value `4 r^2 / gap` (Theorem 11.7.1) if the gap to the
+other computed values is resolved. An eigenvalue that is not found yet may lie within the gap. The factor 4 allows for
+one that halves the gap and more.
 
 A Krylov space contains only one vector of a repeated eigenvalue. When the space is exhausted, another one begins from a
 random vector orthogonal to it. The iteration ends when a further space changes no wanted value. Until then copies can
-be missed; `with_overlooked` searches for them.
+be missed; `with_overlooked` searches for them. Of a matrix of low rank, 0 is repeated. If a wanted value is 0, the
+first space is therefore exhausted, and further ones follow.
 """
 
 from __future__ import annotations
@@ -36,19 +36,17 @@ RANDOM_PART = 0.1
 """Length of the random part of a start from earlier vectors, whose sum has length 1."""
 _RESOLVED = 10
 """Gap to the neighbors, in residuals, from which `4 r^2 / gap` bounds an error."""
-GUARD = 2.5
-"""Largest residual of a converged value, in tolerances. It is the largest error if the gap hides an eigenvalue."""
 _UNSEEN = 4
 """Share of a resolved gap that is relied on is one in so many: measured so that no bound of 17,088 values failed."""
 FEWEST_SPARE = 4
 """Least number of vectors of a bounded basis in addition to the wanted ones."""
 _KEPT_SHARE = 0.3
 _NEGLIGIBLE = 1e-6
-"""Share of the largest value; the tolerance of smaller values is relative to this share and not to themselves."""
-_EPSILONS = 64
+"""Share of the largest value; the tolerance of smaller values is relative to this share, and they may be 0."""
+_EPSILONS = 256
 """Largest error of eigenvalues by rounding of products, in machine epsilons of the largest: measured, not proven.
 
-For small reward models in float32 it was usually 3 and at worst 53, with every product method.
+For small reward models in float32 it was usually 3 and at worst 82, with every product method.
 """
 
 
@@ -66,10 +64,10 @@ class Eigenpairs:
         vectors: unit eigenvectors of the first values, one row each; most methods return them for all values.
         residuals: `||A v - lambda v||`. If it follows from the iteration, `rounding` is added. For a dense matrix it
             is computed with the stored entries.
-        error_bounds: distance within which an eigenvalue lies: the residual, or `4 r^2 / gap` if the gap is resolved,
-            plus `rounding`.
-        converged: True for each value whose error bound is within the tolerance, whose residual is within `GUARD`
-            tolerances, and that is larger than `rounding`.
+        error_bounds: distance within which an eigenvalue lies: the residual, or `4 r^2 / gap` of a converged value
+            whose gap is resolved, plus `rounding`.
+        converged: True for each value whose residual is within the tolerance, that is larger than `rounding`, and whose
+            rank no 0 that is not found yet can change.
         num_products: products spent.
         orthogonality_loss: largest entry of `Q Q^T - I` of the basis.
         is_orthonormal: True if vectors are orthonormal and values their Rayleigh quotients, as deflation requires.
@@ -95,7 +93,7 @@ class Progress:
         num_products: products spent.
         num_converged: number of wanted values within the tolerance.
         num_wanted: number of wanted values.
-        worst_error: largest relative error of a wanted value: its bound, or its residual over `GUARD` if that is more.
+        worst_error: largest relative residual of a wanted value.
         top: largest value so far.
     """
 
@@ -155,13 +153,13 @@ def lanczos(
     limit = most_products(operator.dimension, wanted, max_products, max_basis)
     random = RandomVectors(operator, seed)
     _begin(operator, state, random, start)
-    for ritz in _iterations(operator, state, random, top_k, which, max_basis, _guard(start)):
+    for ritz in _iterations(operator, state, random, top_k, which, max_basis, tolerance):
         if on_iteration is not None:
-            on_iteration(_progress(state, ritz, wanted, tolerance))
-        if state.num_products >= limit or _is_done(state, ritz, wanted, top_k, which, tolerance):
+            on_iteration(_progress(state, ritz, wanted))
+        if state.num_products >= limit or _is_done(state, ritz):
             break
     on_done()
-    return _eigenpairs(operator, state, ritz, tolerance, num_vectors)
+    return _eigenpairs(operator, state, ritz, num_vectors)
 
 
 def _iterations(
@@ -171,7 +169,7 @@ def _iterations(
     top_k: int,
     which: End,
     max_basis: int | None,
-    guard: float,
+    tolerance: float,
 ) -> Iterator[_Ritz]:
     """Yield the small eigenproblem after each product; end only if a full basis has no room for a new space.
 
@@ -179,7 +177,7 @@ def _iterations(
     """
     wanted = num_wanted(operator.dimension, top_k, which)
     while True:
-        ritz = _ritz(operator, state, top_k, which, guard)
+        ritz = _ritz(operator, state, top_k, which, tolerance)
         yield ritz
         if max_basis is not None and max_basis <= len(state.basis) < operator.dimension:
             if state.num_restarts > 0:
@@ -242,21 +240,10 @@ def num_wanted(dimension: int, top_k: int, which: End) -> int:
 
 
 def eigenpairs_so_far(
-    operator: SymmetricOperator,
-    state: KrylovState,
-    top_k: int,
-    which: End,
-    tolerance: float,
-    start: Float[Tensor, "vectors parameters"] | None = None,
+    operator: SymmetricOperator, state: KrylovState, top_k: int, which: End, tolerance: float
 ) -> Eigenpairs:
     """Eigenpairs of an unfinished iteration; fewer than `top_k` after few products."""
-    return _eigenpairs(operator, state, _ritz(operator, state, top_k, which, _guard(start)), tolerance)
-
-
-def _guard(start: Float[Tensor, "vectors parameters"] | None) -> float:
-    """Largest residual of a converged value, in tolerances."""
-    is_warm = start is not None and bool(start.sum(dim=0).any())
-    return 1.0 if is_warm else GUARD
+    return _eigenpairs(operator, state, _ritz(operator, state, top_k, which, tolerance))
 
 
 @dataclass(frozen=True)
@@ -270,7 +257,12 @@ class _Ritz:
         errors: each error bound without the rounding of products.
         rounded: rounding error of the iteration's own arithmetic, for residuals and errors.
         selected: positions of the wanted values, by descending value; fewer than wanted as long as the space is small.
-        guard: largest residual of a converged value, in tolerances.
+        relative: residual of each value, relative to it or to a millionth of the largest.
+        within: True for each value whose residual is within the tolerance, or that is 0 within `rounding`.
+        may_be_zero: True for each value below `_NEGLIGIBLE` of the largest.
+        top_k: number of wanted eigenvalues, at each end if `which` is `both`.
+        which: end of the spectrum.
+        tolerance: error of each value, relative to it.
     """
 
     values: np.ndarray
@@ -279,26 +271,29 @@ class _Ritz:
     errors: np.ndarray
     rounded: float
     selected: NDArray[np.int64]
-    guard: float
-
-    @property
-    def relative(self) -> np.ndarray:
-        """Larger one of bound and residual over `guard`, relative to each value or to a millionth of the largest."""
-        magnitudes = np.abs(self.values)
-        least = max(_NEGLIGIBLE * float(magnitudes.max()), np.finfo(np.float64).tiny)
-        errors = np.maximum(self.errors, self.residuals / self.guard)
-        relative: np.ndarray = (errors + self.rounded) / np.maximum(magnitudes, least)
-        return relative
+    relative: np.ndarray
+    within: NDArray[np.bool_]
+    may_be_zero: NDArray[np.bool_]
+    top_k: int
+    which: End
+    tolerance: float
 
 
-def _ritz(operator: SymmetricOperator, state: KrylovState, top_k: int, which: End, guard: float) -> _Ritz:
+def _ritz(operator: SymmetricOperator, state: KrylovState, top_k: int, which: End, tolerance: float) -> _Ritz:
     values, vectors = state.ritz()
-    residuals = np.abs(state.off_diagonal[-1] * vectors[-1])
+    residuals, magnitudes = np.abs(state.off_diagonal[-1] * vectors[-1]), np.abs(values)
     selected = select(values, top_k, which)
+    least = max(_NEGLIGIBLE * float(magnitudes.max()), np.finfo(np.float64).tiny)
+    rounded = torch.finfo(operator.dtype).eps * float(magnitudes.max())
+    relative = (residuals + rounded) / np.maximum(magnitudes, least)
     has_neighbors = len(values) >= len(selected) + 2 or len(values) == operator.dimension
-    errors = np.minimum(residuals, _squared_over_gap(values, residuals)) if has_neighbors else residuals
-    rounded = torch.finfo(operator.dtype).eps * float(np.abs(values).max())
-    return _Ritz(values, vectors, residuals, errors, rounded, selected, guard)
+    sharper = np.minimum(residuals, _squared_over_gap(values, residuals)) if has_neighbors else residuals
+    errors = np.where(relative <= tolerance, sharper, residuals)
+    within = (relative <= tolerance) | (magnitudes + residuals <= _EPSILONS * rounded)
+    is_small = magnitudes <= least
+    return _Ritz(
+        values, vectors, residuals, errors, rounded, selected, relative, within, is_small, top_k, which, tolerance
+    )
 
 
 def select(values: np.ndarray, top_k: int, which: End) -> NDArray[np.int64]:
@@ -331,44 +326,62 @@ def _squared_over_gap(values: np.ndarray, residuals: np.ndarray) -> np.ndarray:
     return bounds
 
 
-def _is_done(state: KrylovState, ritz: _Ritz, wanted: int, top_k: int, which: End, tolerance: float) -> bool:
-    """True if all wanted values are within the tolerance, and no space after the first changed them."""
-    within = ritz.relative <= tolerance
-    if len(ritz.selected) < wanted or not within[ritz.selected].all():
+def _is_done(state: KrylovState, ritz: _Ritz) -> bool:
+    """True if all wanted values are within the tolerance, and no space after the first changed them.
+
+    One space is not enough if a wanted value may be 0, of which a matrix of low rank has many copies.
+    """
+    wanted = ritz.top_k * (2 if ritz.which == "both" else 1)
+    if len(ritz.selected) < wanted or not ritz.within[ritz.selected].all():
         return False
     start, is_exhausted = state.start_of_newest, state.off_diagonal[-1] == 0
     if start == 0:
-        return not is_exhausted
+        return not (is_exhausted or ritz.may_be_zero[ritz.selected].any())
     is_own = (ritz.vectors[start:] ** 2).sum(axis=0) > 0.5
     own, others = np.flatnonzero(is_own), np.flatnonzero(~is_own)
-    ends = own[select(ritz.values[own], 1, which)]
-    before = ritz.values[others[select(ritz.values[others], top_k, which)]]
-    if len(before) < wanted or not (is_exhausted or within[ends].all()):
+    ends = own[select(ritz.values[own], 1, ritz.which)]
+    before = ritz.values[others[select(ritz.values[others], ritz.top_k, ritz.which)]]
+    if len(before) < wanted or not (is_exhausted or ritz.within[ends].all()):
         return False
-    now = ritz.values[ritz.selected]
-    return bool(np.allclose(before, now, rtol=tolerance, atol=_NEGLIGIBLE * float(np.abs(ritz.values).max())))
+    now, least = ritz.values[ritz.selected], _NEGLIGIBLE * float(np.abs(ritz.values).max())
+    return bool(np.allclose(before, now, rtol=ritz.tolerance, atol=least))
 
 
-def _progress(state: KrylovState, ritz: _Ritz, wanted: int, tolerance: float) -> Progress:
-    relative = ritz.relative[ritz.selected]
+def _is_ranked(state: KrylovState, ritz: _Ritz) -> NDArray[np.bool_]:
+    """False for each wanted value that further copies of a wanted 0 may displace, since the iteration ended early."""
+    values, may_be_zero = ritz.values[ritz.selected], ritz.may_be_zero[ritz.selected]
+    num_bottom = {"smallest": len(values), "both": len(values) // 2}.get(ritz.which, 0)
+    is_bottom = np.arange(len(values)) >= len(values) - num_bottom
+    behind = is_bottom & (values > 0) & may_be_zero[is_bottom].any()
+    behind |= ~is_bottom & (values < 0) & may_be_zero[~is_bottom].any()
+    return ~behind | _is_done(state, ritz)
+
+
+def _progress(state: KrylovState, ritz: _Ritz, wanted: int) -> Progress:
+    relative, num_within = ritz.relative[ritz.selected], int(ritz.within[ritz.selected].sum())
     worst = float(relative.max(initial=0.0)) if len(relative) == wanted else np.inf
-    return Progress(state.num_products, int((relative <= tolerance).sum()), wanted, worst, float(ritz.values[-1]))
+    return Progress(state.num_products, num_within, wanted, worst, float(ritz.values[-1]))
 
 
 def _eigenpairs(
-    operator: SymmetricOperator, state: KrylovState, ritz: _Ritz, tolerance: float, num_vectors: int | None = None
+    operator: SymmetricOperator,
+    state: KrylovState,
+    ritz: _Ritz,
+    num_vectors: int | None = None,
 ) -> Eigenpairs:
     selected = ritz.selected
     given = selected[:num_vectors]
     weights = torch.zeros(len(given), len(state.basis), dtype=torch.float64)
     weights[:, : len(ritz.values)] = torch.from_numpy(ritz.vectors[:, given].T.copy())
     rounded = rounding(operator.dtype, ritz.values)
+    converged = (ritz.relative <= ritz.tolerance) & (np.abs(ritz.values) > rounded)
+    converged = converged[selected] & _is_ranked(state, ritz)
     return Eigenpairs(
         values=torch.from_numpy(ritz.values[selected].copy()),
         vectors=state.basis.combine(weights),
         residuals=torch.from_numpy(ritz.residuals[selected] + rounded),
         error_bounds=torch.from_numpy(ritz.errors[selected] + ritz.rounded + rounded),
-        converged=tuple(((ritz.relative[selected] <= tolerance) & (np.abs(ritz.values[selected]) > rounded)).tolist()),
+        converged=tuple(converged.tolist()),
         num_products=state.num_products,
         orthogonality_loss=orthogonality_loss(state.basis.rows()),
     )

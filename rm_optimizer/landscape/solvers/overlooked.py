@@ -16,8 +16,6 @@ CHECK_PRODUCTS = 8
 """Least number of products that reveal an extreme value of the rest, if it lies beyond the found values."""
 _CHECK_SHARE = 4
 """Products of the iteration for one product of the search; at the edge of a wide bulk both converge slowly."""
-_OUTSIDE = 0.5
-"""Least squared length of a new vector outside the found eigenvectors."""
 
 
 def with_overlooked(
@@ -57,8 +55,14 @@ def _beyond(
     operator: SymmetricOperator, found: Eigenpairs, which: End, tolerance: float, num_products: int, seed: int
 ) -> Eigenpairs:
     """Extreme eigenpairs of the rest after some products, iterated further only if one lies beyond the found values."""
-    rest, state = DeflatedOperator(operator, found.vectors), KrylovState()
-    ends = 2 if which == "both" else 1
+    from_top, from_bottom = _num_of_ends(found, which)
+    values, ends = found.values.tolist(), 2 if which == "both" else 1
+    inner = [
+        *values[:from_top][-1:],
+        *values[len(values) - from_bottom :][:1],
+    ]  # where found vectors lie beyond nothing
+    rest = DeflatedOperator(operator, found.vectors, value=0.0 if which == "magnitude" else sum(inner) / len(inner))
+    state, rounded = KrylovState(), rounding(operator.dtype, found.values.numpy())
     free = operator.dimension - len(found.values)
     if free < ends:
         return _only(found, [], num_products=0)
@@ -66,12 +70,11 @@ def _beyond(
     count = min(num_products, free)
     for limit in (count, min(free, 40 + count)):
         missed = lanczos(rest, 1, which=which, tolerance=tolerance, max_products=limit, seed=seed, state=state)
-        inside = (missed.vectors @ found.vectors.T).double().square().sum(dim=1)
-        margins = (tolerance * missed.values.abs()).clamp(min=rounding(operator.dtype, found.values.numpy())).tolist()
+        margins = (tolerance * missed.values.abs()).clamp(min=rounded).tolist()
         places = zip(missed.values.tolist(), margins, strict=True)
-        is_beyond = [_is_beyond(value, margin, found, which) for value, margin in places]
-        chosen = [i for i in range(len(is_beyond)) if is_beyond[i] and float(inside[i]) < _OUTSIDE]
-        if not chosen or all(missed.converged[i] for i in chosen):
+        chosen = [i for i, (value, margin) in enumerate(places) if _is_beyond(value, margin, found, which)]
+        is_done = (missed.values.abs() + missed.residuals <= 2 * rounded) | torch.tensor(missed.converged)
+        if is_done[chosen].all():
             break
     return _only(missed, chosen, num_products=missed.num_products)
 
@@ -81,10 +84,16 @@ def _is_beyond(value: float, margin: float, found: Eigenpairs, which: End) -> bo
     values: list[float] = found.values.tolist()
     if which == "magnitude":
         return abs(value) > min(map(abs, values)) + margin
-    from_bottom = {"largest": 0, "smallest": len(values), "both": len(values) // 2}[which]
-    from_top = {"largest": len(values), "smallest": 0, "both": len(values) - from_bottom}[which]
+    from_top, from_bottom = _num_of_ends(found, which)
     is_top = from_top > 0 and value > values[from_top - 1] + margin
     return is_top or (from_bottom > 0 and value < values[-from_bottom] - margin)
+
+
+def _num_of_ends(found: Eigenpairs, which: End) -> tuple[int, int]:
+    """Numbers of the found values that are the largest and the smallest."""
+    count = len(found.values)
+    from_bottom = {"smallest": count, "both": count // 2}.get(which, 0)
+    return count - from_bottom, from_bottom
 
 
 def _only(pairs: Eigenpairs, positions: list[int], *, num_products: int) -> Eigenpairs:
@@ -106,9 +115,10 @@ def _merged(found: Eigenpairs, missed: Eigenpairs, which: End, tolerance: float)
     num_products = found.num_products + missed.num_products
     if not len(missed.values):
         return replace(found, num_products=num_products)
-    coupling = found.residuals.square().sum()
+    rounded, sizes = rounding(found.vectors.dtype, found.values.numpy()), missed.values.abs()
+    coupling = (found.residuals - rounded).clamp(min=0).square().sum()  # the rounding of products counts once
     residuals = (missed.residuals.square() + coupling).sqrt()
-    converged = tuple((residuals <= tolerance * missed.values.abs()).tolist())
+    converged = tuple(((residuals - rounded <= tolerance * sizes) & (sizes > rounded)).tolist())
     values = torch.cat([found.values, missed.values])
     ascending = values.argsort()
     top_k = len(found.values) // (2 if which == "both" else 1)

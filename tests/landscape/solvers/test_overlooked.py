@@ -9,7 +9,7 @@ from torch import Tensor
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import MatrixOperator
 from rm_optimizer.landscape.solve import SpectrumOptions
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos, rounding
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 from tests.landscape.worlds import FAMILIES, FOUR_PROMPTS, INNER, dense, reward_model
 
@@ -127,10 +127,71 @@ def test_converged_values_of_dense_hessians_are_those_of_their_rank(family: str)
             assert num_wrong(found, truth) == 0
 
 
-def test_a_spectrum_tells_whether_copies_were_looked_for():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("sign", ["positive", "mixed", "negative"])
+@pytest.mark.parametrize(("rank", "top_k"), [(1, 2), (12, 6), (12, 20), (40, 20), (64, 20)])
+def test_zeros_of_a_low_rank_at_the_wanted_end_are_found(rank: int, top_k: int, sign: str, dtype: torch.dtype):
+    size, generator = 200, torch.Generator().manual_seed(rank)
+    values = torch.rand(rank, generator=generator, dtype=torch.float64).exp() ** 3
+    values[: {"positive": 0, "mixed": rank // 4, "negative": rank}[sign]] *= -1
+    basis = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))[0][:, :rank]
+    matrix = (basis * values) @ basis.T
+    for which in ("both", "smallest", "largest", "magnitude"):
+        found = lanczos(MatrixOperator(matrix.to(dtype)), top_k, which=which)
+        assert found.num_products <= rank + 2 * top_k + 5
+        found = with_overlooked(MatrixOperator(matrix.to(dtype)), found, which, tolerance=1e-3, seed=1)
+        truth = extreme(matrix, top_k, which)
+        atol = rounding(dtype, values.numpy())
+        torch.testing.assert_close(found.values, truth, rtol=1e-3, atol=atol)
+        is_zero = found.values.abs() <= atol
+        assert found.num_overlooked or (~is_zero).tolist() == list(found.converged)
+        assert not any(found.converged[i] for i in is_zero.nonzero())
+
+
+def test_values_that_more_zeros_may_displace_are_not_converged():
+    basis = torch.linalg.qr(torch.randn(200, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    operator = MatrixOperator((basis[:, :12] * torch.arange(1.0, 13.0)) @ basis[:, :12].T)
+    found = lanczos(operator, 6, which="both", max_products=13)
+    assert found.converged == (True,) * 6 + (False,) * 6
+
+
+def test_search_restarts_outside_the_found_vectors():
+    basis = torch.linalg.qr(torch.randn(200, 200, generator=torch.Generator().manual_seed(0), dtype=torch.float64))[0]
+    operator = MatrixOperator((basis[:, :12] * torch.arange(1.0, 13.0)) @ basis[:, :12].T)
+    wrong = torch.arange(12.0, 0.0, -1.0, dtype=torch.float64)
+    residuals, vectors = torch.zeros(12, dtype=torch.float64), basis[:, :12].T.flip(0)
+    listed = Eigenpairs(wrong, vectors, residuals, residuals, (True,) * 12, 13, 0.0)
+    found = with_overlooked(operator, listed, "both", tolerance=1e-3, seed=1)
+    torch.testing.assert_close(found.values, torch.cat([wrong[:6], torch.zeros(6).double()]), atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("top_k", [1, 5])
+def test_values_of_a_narrow_cluster_are_those_of_their_rank(top_k: int):
+    cluster = [5.045 - 0.005 * i for i in range(10)]
+    operator = of_values(cluster)
+    truth = extreme(operator.matrix, top_k, "largest")
+    everything = torch.linalg.eigvalsh(operator.matrix)
+    for seed in SEEDS:
+        alone = lanczos(operator, top_k, seed=seed)
+        nearest = (alone.values[:, None] - everything).abs().min(dim=1).values
+        assert (nearest <= alone.error_bounds).all()
+        found = with_overlooked(operator, alone, "largest", tolerance=1e-3, seed=seed + 1)
+        assert num_wrong(found, truth, 2e-3) == 0
+
+
+def test_a_plain_spectrum_looks_for_copies():
     analyzer = HessianAnalyzer(reward_model("llama"), params=INNER)
     alone = analyzer.compute_spectrum(FOUR_PROMPTS, top_k=2)
-    assert alone.num_overlooked is None
+    assert alone.num_overlooked == 0
     probed = analyzer.compute_spectrum(FOUR_PROMPTS, top_k=2, options=SpectrumOptions(trace_products=2))
     assert probed.num_overlooked == 0
     assert probed.eigenvalues == alone.eigenvalues
+
+
+def test_smallest_eigenvalues_over_the_head_are_zeros():
+    for dtype in (torch.float32, torch.float64):
+        analyzer = HessianAnalyzer(reward_model("llama"), params="head", dtype=dtype)
+        truth = analyzer.compute_spectrum(FOUR_PROMPTS[:2], "full")
+        found = analyzer.compute_spectrum(FOUR_PROMPTS[:2], top_k=4)
+        assert found.eigenvalues == pytest.approx(truth.eigenvalues, rel=1e-3, abs=1e-5 * truth.eigenvalues[0])
+        assert sum(found.converged) == 2
