@@ -61,6 +61,9 @@ def completed(arguments: Sequence[str]) -> list[str]:
     if only_tells(flags):
         return list(arguments)
     require_given_once(flags.overrides)
+    if named := [line for line in flags.overrides if line.lstrip("+").startswith("hydra.run.dir=")]:
+        folder = named[-1].partition("=")[2]
+        raise ConfigError(f"rm-opt analyze writes into output_dir, not hydra.run.dir; give output_dir={folder}")
     ordered = flags_first(arguments, AnalyzeConfig)
     num_flags = len(ordered) - len(flags.overrides)
     return [*ordered[:num_flags], *recalled(flags.overrides), *flags.overrides]
@@ -111,12 +114,13 @@ def analyze(options: AnalyzeConfig) -> Path:
         ConfigError: if an option does not fit the model, or the folder holds another analysis or is in use.
         TrainingDiverged: if the loss is not finite.
     """
-    from rm_optimizer.records.analysis_folder import held, results_folder
+    from rm_optimizer.records.analysis_folder import results_folder
+    from rm_optimizer.records.file_lock import held
     from rm_optimizer.training.loggers.building import require_wandb_key
 
     require_wandb_key(options.logger)
     folder = results_folder(options)
-    with held(folder):
+    with held(folder, "analysis"):
         _analyze_into(folder, replace(options, output_dir=str(folder)))
     return folder
 

@@ -274,13 +274,15 @@ def _has_ended(config: TrainConfig) -> bool:
 
     if config.resume != Resume.auto or not (Path(config.output_dir) / RESULT_FILE).is_file():
         return False
-    from rm_optimizer.reporting.pictures import print_run
+    from rm_optimizer.reporting.pictures import PICTURES, draw_run, print_run
     from rm_optimizer.training.folder.start import ended_run
 
     if (ended := ended_run(RunRequest.of(config))) is None:
         return False
     if rank() == 0:
         print(ended)
+        if not (Path(config.output_dir) / PICTURES).is_dir():  # the run was killed before it drew them
+            draw_run(ended.result)
         print_run(ended.result)
     return True
 

@@ -25,8 +25,9 @@ from rm_optimizer.evaluation.pair_rewards import (
     write_pair_rewards,
 )
 from rm_optimizer.records.codec import json_values
+from rm_optimizer.records.file_lock import held
 from rm_optimizer.records.files import write_text
-from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE
+from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE, require_no_run
 
 
 @dataclass(frozen=True)
@@ -109,24 +110,27 @@ def evaluate_model(
 
     Raises:
         CheckpointError: if a reward is not finite, or the record of the model's training pairs is torn.
+        ConfigError: if the folder is one of a run or a model, or another process writes into it.
         DataError: if a conversation cannot be rendered and bad rows are not dropped, or too many rows are bad.
     """
+    require_no_run(output_dir, "output_dir")
     trained = TrainedPairs.recorded(checkpoint)
     data = data.accepted_by(model.renderer)
-    rewards, truncation = score_responses(
-        model, data, token_budget=token_budget, partial_dir=partial_dir or output_dir, on_progress=on_progress
-    )
-    chosen, rejected = rewards.chosen, rewards.rejected
-    evaluation = Evaluation(
-        metrics_of(rewards, data, beta=model.beta, num_bootstrap=num_bootstrap, seed=seed, by=by),
-        truncation,
-        has_default_length=model.has_default_length,
-        trained_on=None if trained is None else trained.count(data.pairs),
-        best_of_n=best_of_n(data.pairs, chosen, rejected, num_bootstrap=num_bootstrap, seed=seed),
-        num_skipped=len(data.skipped),
-        checkpoint=checkpoint,
-    )
-    write_text(output_dir / METRICS_FILE, evaluation.to_json() + "\n")
-    write_text(output_dir / DISTRIBUTIONS_FILE, distributions_text(rewards))
-    write_pair_rewards(output_dir / PAIR_REWARDS_FILE, rewards, data, by=by)
+    with held(output_dir, "evaluation"):
+        rewards, truncation = score_responses(
+            model, data, token_budget=token_budget, partial_dir=partial_dir or output_dir, on_progress=on_progress
+        )
+        chosen, rejected = rewards.chosen, rewards.rejected
+        evaluation = Evaluation(
+            metrics_of(rewards, data, beta=model.beta, num_bootstrap=num_bootstrap, seed=seed, by=by),
+            truncation,
+            has_default_length=model.has_default_length,
+            trained_on=None if trained is None else trained.count(data.pairs),
+            best_of_n=best_of_n(data.pairs, chosen, rejected, num_bootstrap=num_bootstrap, seed=seed),
+            num_skipped=len(data.skipped),
+            checkpoint=checkpoint,
+        )
+        write_text(output_dir / METRICS_FILE, evaluation.to_json() + "\n")
+        write_text(output_dir / DISTRIBUTIONS_FILE, distributions_text(rewards))
+        write_pair_rewards(output_dir / PAIR_REWARDS_FILE, rewards, data, by=by)
     return evaluation

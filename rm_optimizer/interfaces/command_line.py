@@ -26,7 +26,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.compose import ConfigT, config_root, typed
 from rm_optimizer.schema.diagnose import all_names, explain, option_names, unknown_option
-from rm_optimizer.schema.implied import completed, refuse_unread_rates
+from rm_optimizer.schema.implied import completed, refuse_unread
 from rm_optimizer.schema.store import register
 from rm_optimizer.schema.values import require_switches
 
@@ -59,11 +59,12 @@ def checked(
         with _hydra(overrides):
             _check_group_values(overrides, GlobalHydra.instance().config_loader())
             config = _composed(completed(overrides), name, config_dir)
-            refuse_unread_rates(overrides, config)
             if not sweeps:
                 _require_no_sweep(config, overrides)
             built = _finished(config, kind, writable, job)
             require_switches(config, overrides)
+            if "training" in config:  # an analysis is also given what its run recorded
+                refuse_unread(overrides, config)
             return built
     finally:
         HydraConfig.instance().cfg = None

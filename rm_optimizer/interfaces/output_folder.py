@@ -17,7 +17,7 @@ def made_folder(folder: Path) -> Path:
     Raises:
         ConfigError: if it cannot be written, or holds a run or a model.
     """
-    from rm_optimizer.records.run_folder import OPTIONS_FILE, RESULT_FILE
+    from rm_optimizer.records.run_folder import require_no_run
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -27,8 +27,5 @@ def made_folder(folder: Path) -> Path:
         ) from error
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"--output must be a folder that can be written, got '{folder}' (read-only)")
-    if found := [name for name in (OPTIONS_FILE, RESULT_FILE, "config.json") if (folder / name).exists()]:
-        raise ConfigError(
-            f"--output must not be the folder of a run or a model, got '{folder}' (it holds {found[0]}); name another"
-        )
+    require_no_run(folder, "--output")
     return folder

@@ -5,13 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.records.file_lock import locked_if_possible
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.records.run_options import flat, options_of
 from rm_optimizer.schema.landscape import AnalyzeConfig
@@ -38,33 +35,6 @@ def results_folder(options: AnalyzeConfig) -> Path:
         )
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(other for other in numbered if _is_for(other, identity))
-
-
-@contextmanager
-def held(folder: Path) -> Iterator[None]:
-    """Hold the folder of an analysis for this process; a folder made for it is removed if nothing was written.
-
-    The folder itself is locked, so no file is left behind. If the file system has no locks, it logs a warning and
-    continues without one.
-
-    Raises:
-        ConfigError: if another process holds it.
-    """
-    is_new = not folder.exists()
-    folder.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        if not locked_if_possible(descriptor, folder, "analysis"):
-            raise ConfigError(
-                f"{folder} is in use: another process writes an analysis there; wait for it, stop it, or choose "
-                "another output_dir"
-            )
-        yield
-    finally:
-        if is_new:
-            with suppress(OSError):  # it holds results
-                folder.rmdir()
-        os.close(descriptor)
 
 
 def _is_for(folder: Path, identity: dict[str, Any]) -> bool:

@@ -55,6 +55,18 @@ def replacing_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(earlier, ignore_errors=True)
 
 
+def remove_left(folder: Path) -> None:
+    """Remove what killed processes left of `replacing` and `replacing_folder`; the caller holds the folder's lock.
+
+    The earlier folder of a name stays if the new one is missing.
+    """
+    for path in folder.glob(".*.*.*"):
+        name, process, ending = path.name[1:].rsplit(".", 2)
+        is_left = ending in ("tmp", "writing") or (ending == "earlier" and (folder / name).exists())
+        if process.isdigit() and int(process) != os.getpid() and is_left:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
 def _is_written_through(path: Path) -> bool:
     """True for a path that is neither a regular file nor a folder, or an open stream under a name of /dev."""
     if not path.exists():

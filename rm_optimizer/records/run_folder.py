@@ -236,3 +236,19 @@ def _shown(folder: Path) -> str:
     """The folder relative to the working directory if it is inside it, else as it is."""
     relative = os.path.relpath(folder)
     return str(folder) if relative.startswith("..") else relative
+
+
+def require_no_run(folder: Path, option: str) -> None:
+    """Refuse the folder of a run or a model for other results, which would replace its own.
+
+    Args:
+        folder: the folder, which may be missing.
+        option: name of the option or argument, for the message.
+
+    Raises:
+        ConfigError: naming the file that tells.
+    """
+    if found := [name for name in (OPTIONS_FILE, RESULT_FILE, "config.json") if (folder / name).exists()]:
+        raise ConfigError(
+            f"{option} must not be the folder of a run or a model, got '{folder}' (it holds {found[0]}); name another"
+        )

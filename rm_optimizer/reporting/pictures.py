@@ -75,9 +75,11 @@ def print_run(result: RunResult, console: Console | None = None) -> None:
     rows["training pairs"] = data.train_pairs
     rows["steps (best)"] = f"{result.steps:,} ({result.best_step:,})"
     rows["pairs a second"] = "n/a" if result.pairs_per_second is None else result.pairs_per_second
-    console.print(summary_table(f"{result.model}, {result.optimizer}, seed {result.seed}: {result.status}", rows))
+    console.print(summary_table(f"{result.model}, {result.optimizer}, seed {result.seed}: {result.ending}", rows))
     for column in result.metrics.groups:
         console.print(group_table(result.metrics, column))
+    for note in data.notes:
+        console.print(f"  note: {note}", markup=False, highlight=False, soft_wrap=True)
     if is_toy(result.config["model"]["path"], result.config["data"]["train"]):
         console.print(f"  warning: {TOY_WARNING % result.model}", markup=False, highlight=False, soft_wrap=True)
     _print_next(result, console)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, paired
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.score_file import CountedRewards
 from rm_optimizer.records.codec import JsonRecord, json_values
@@ -173,7 +173,7 @@ class RewardModelEnsemble(Scorer):
         return digest([digests, json_values(self.reference), self.aggregation.value, self.penalty])
 
     def member_rewards(
-        self, prompts: Sequence[Prompt], responses: Sequence[str]
+        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
     ) -> Float[np.ndarray, "members sequences"]:
         """Raw rewards of the responses by each member.
 
@@ -184,13 +184,10 @@ class RewardModelEnsemble(Scorer):
         return self._scored(prompts, responses)[0]
 
     def _scored(
-        self, prompts: Sequence[Prompt], responses: Sequence[str]
+        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
     ) -> tuple[Float[np.ndarray, "members sequences"], Bool[np.ndarray, "sides sequences"]]:
         """Raw rewards by each member, and a mask of prompts and responses that a member in this process has cut."""
-        if len(prompts) != len(responses):
-            raise ValueError(
-                f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
-            )
+        prompts, responses = paired(prompts, responses)
         rewards = np.zeros((len(self), len(responses)))
         is_cut = np.zeros((2, len(responses)), dtype=bool)
         for number, source in enumerate(self._models):
@@ -268,7 +265,9 @@ class RewardModelEnsemble(Scorer):
         """Rewards of one response."""
         return self.predict_batch([prompt], [response])[0]
 
-    def predict_batch(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[EnsemblePrediction]:
+    def predict_batch(
+        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
+    ) -> list[EnsemblePrediction]:
         """Rewards of the responses, in the order given.
 
         Raises:
@@ -278,7 +277,7 @@ class RewardModelEnsemble(Scorer):
         return self._predicted(self._standardized(self.member_rewards(prompts, responses)))
 
     def predict_counted(
-        self, prompts: Sequence[Prompt], responses: Sequence[str]
+        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
     ) -> tuple[list[EnsemblePrediction], CountedRewards]:
         """The results of `predict_batch` and of `score_counted`, with each member run only once.
 
@@ -297,9 +296,10 @@ class RewardModelEnsemble(Scorer):
         ]
 
     def predict_margins(
-        self, prompts: Sequence[Prompt], responses_a: Sequence[str], responses_b: Sequence[str]
+        self, prompts: Prompt | Sequence[Prompt], responses_a: str | Sequence[str], responses_b: str | Sequence[str]
     ) -> list[EnsembleMargin]:
         """Margins of pairs: reward of `responses_a` less that of `responses_b`, by each member on its own scale."""
+        (prompts, responses_a), (_, responses_b) = paired(prompts, responses_a), paired(prompts, responses_b)
         both = self.member_rewards([*prompts, *prompts], [*responses_a, *responses_b])
         margins = both[:, : len(prompts)] - both[:, len(prompts) :]
         if self.reference is not None:
@@ -310,7 +310,7 @@ class RewardModelEnsemble(Scorer):
             for mean, std, column in zip(means.tolist(), stds.tolist(), margins.T.tolist(), strict=True)
         ]
 
-    def detect_ood(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> OODDetection:
+    def detect_ood(self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> OODDetection:
         """Responses on which the members disagree more than on the reference responses.
 
         Raises:
@@ -321,7 +321,7 @@ class RewardModelEnsemble(Scorer):
         rewards = self._standardized(self.member_rewards(prompts, responses))
         return detection(rewards.std(axis=0, ddof=1), self.reference.threshold, self.reference.false_positive_rate)
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+    def score(self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> Float[Tensor, " sequences"]:
         """Combined rewards of the responses, float32 on the CPU, in the order given.
 
         Raises:
@@ -329,7 +329,7 @@ class RewardModelEnsemble(Scorer):
         """
         return torch.tensor(self.score_counted(prompts, responses).rewards, dtype=torch.float32)
 
-    def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
+    def score_counted(self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> CountedRewards:
         """The rewards of `score`, and counts of prompts and responses that a member in this process has cut.
 
         Raises:
@@ -338,7 +338,7 @@ class RewardModelEnsemble(Scorer):
         return self._counted(*self._standardized_and_cut(prompts, responses))
 
     def _standardized_and_cut(
-        self, prompts: Sequence[Prompt], responses: Sequence[str]
+        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
     ) -> tuple[Float[np.ndarray, "members sequences"], Bool[np.ndarray, "sides sequences"]]:
         """Rewards by each member for the aggregation, and a mask of prompts and responses that a member has cut."""
         if self.reference is None and self.aggregation != Aggregation.mean:

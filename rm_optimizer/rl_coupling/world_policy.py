@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, digest, prompt_id
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, digest, paired, prompt_id
 from rm_optimizer.core.pairs.synthetic import PreferenceWorld
 from rm_optimizer.errors import DataError
 
@@ -58,8 +58,9 @@ class WorldGold(Scorer):
         Raises:
             DataError: if a prompt is none of a synthetic world.
         """
+        rows = zip(*paired(prompts, responses), strict=True)
         try:
-            rewards = [self._world.gold(_text(prompt), text) for prompt, text in zip(prompts, responses, strict=True)]
+            rewards = [self._world.gold(_text(prompt), text) for prompt, text in rows]
         except ValueError as error:
             raise DataError(str(error)) from error
         return torch.tensor(rewards, dtype=torch.float32)

@@ -12,9 +12,20 @@ from rm_optimizer.errors import ConfigError
 INTERVAL = re.compile(r"([\[(])([^,]+), ([^,]+)([\])])")
 
 
-def within(interval: str, default: Any) -> Any:
-    """Field of `Options` whose number must lie in an interval, such as `[0, 1)` or `[0, 2**32)`."""
-    return field(default=default, metadata={"interval": interval})
+def within(interval: str, default: Any, *, needs: str = "") -> Any:
+    """Field of `Options` whose number must lie in an interval, such as `[0, 1)` or `[0, 2**32)`; `needs` as below."""
+    return field(default=default, metadata={"interval": interval, "needs": needs})
+
+
+def needing(needs: str, default: Any) -> Any:
+    """Field of `Options` that is read only under conditions on other options of its group.
+
+    Args:
+        needs: `name` (set or on), `!name` (null) or `name=value`; `,` joins conditions, `|` alternatives of one.
+        default: the value, or a function that makes it.
+    """
+    made = {"default_factory": default} if callable(default) else {"default": default}
+    return field(**made, metadata={"needs": needs})
 
 
 @dataclass(kw_only=True)

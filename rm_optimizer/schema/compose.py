@@ -10,7 +10,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.schema.implied import completed, refuse_unread_rates
+from rm_optimizer.schema.implied import completed, refuse_unread
 from rm_optimizer.schema.store import register
 
 PACKAGE = Path(__file__).resolve().parent.parent
@@ -64,7 +64,8 @@ def compose(overrides: Sequence[str] = (), name: str = "config") -> DictConfig:
             config = hydra_compose(config_name=name, overrides=completed(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, overrides)) from error
-    refuse_unread_rates(overrides, config)
+    if "training" in config:  # an analysis is also given what its run recorded
+        refuse_unread(overrides, config)
     require_switches(config, overrides)
     return config
 

@@ -10,7 +10,7 @@ from omegaconf import MISSING
 
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
-from rm_optimizer.schema.checks import Options, require, within
+from rm_optimizer.schema.checks import Options, needing, require, within
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.monitors import Mode, better_mode
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
@@ -60,11 +60,11 @@ class ModelConfig(Options, group="model"):
     """The preset's name, shown in results."""
     path: str | None = None
     """Hub id, folder, run folder or Lightning .ckpt; null builds `architecture` and trains a tokenizer."""
-    revision: str | None = None
+    revision: str | None = needing("path", None)
     """Hub revision (branch, tag or commit)."""
     architecture: dict[str, Any] = field(default_factory=dict)
     """`model_type` and configuration fields of the decoder to build when `path` is null."""
-    vocab_size: int = within("[300, inf)", 2048)
+    vocab_size: int = within("[300, inf)", 2048, needs="!path")
     """Vocabulary of the tokenizer trained when `path` is null."""
     max_length: int | None = within("[8, inf)", MISSING)
     """Tokens kept of prompt with response; null takes a model's recorded length, or its positions up to 1024."""
@@ -134,9 +134,9 @@ class EarlyStoppingConfig(Options, group="training.early_stopping"):
 
     enabled: bool = False
     """Stop early."""
-    patience: int = within("[1, inf)", 5)
+    patience: int = within("[1, inf)", 5, needs="enabled")
     """Evaluations without improvement before stopping."""
-    min_delta: float = within("[0, inf)", 0.0)
+    min_delta: float = within("[0, inf)", 0.0, needs="enabled")
     """Improvement that counts, in the metric's unit."""
 
 
@@ -146,7 +146,7 @@ class CalibrationConfig(Options, group="training.calibration"):
 
     enabled: bool = False
     """Log calibration error, temperature and a reliability diagram of evaluations to every logger."""
-    every: int = within("[1, inf)", 1)
+    every: int = within("[1, inf)", 1, needs="enabled")
     """Evaluations between two measurements; the first and the last are always measured."""
 
 
@@ -158,9 +158,9 @@ class HessianConfig(Options, group="training.hessian"):
     """Measure the Hessian's top eigenvalue and trace while training; setting `every` turns this on too."""
     every: int | None = within("[1, inf)", None)
     """Optimizer steps between measurements; null spaces them evenly, to a tenth of the time or less."""
-    num_pairs: int = within("[1, inf)", 32)
+    num_pairs: int = within("[1, inf)", 32, needs="enabled|every")
     """Training pairs that the loss is averaged over; drawn by the seed, the same at every measurement."""
-    num_products: int = within("[1, 2]", 2)
+    num_products: int = within("[1, 2]", 2, needs="enabled|every")
     """Hessian-vector products of a measurement, more if its residual is large; with 1 a new top one shows later."""
 
     @property
@@ -245,27 +245,28 @@ class HardwareConfig(Options, group="hardware"):
 
 
 @dataclass(kw_only=True)
-class LoggerConfig:
+class LoggerConfig(Options, group="logger"):
     """Loggers of the metrics in addition to `metrics.csv`, which is always written."""
 
     tensorboard: bool = True
     """TensorBoard event files in the run folder."""
     wandb: bool = False
     """Weights & Biases."""
-    wandb_mode: WandbMode = WandbMode.offline
+    wandb_mode: WandbMode = needing("wandb", WandbMode.offline)
     """Offline writes files that `wandb sync` uploads later."""
-    project: str = "rm-optimizer"
+    project: str = needing("wandb", "rm-optimizer")
     """W&B project."""
-    name: str | None = None
+    name: str | None = needing("wandb", None)
     """Name of the run in W&B; null takes the run folder's name."""
-    group: str | None = None
+    group: str | None = needing("wandb", None)
     """W&B group of the run, such as that of a study."""
-    tags: list[str] = field(default_factory=list)
+    tags: list[str] = needing("wandb", list)
     """W&B tags of the run, each of 1 to 64 characters: [baseline, seed0]."""
-    log_model: bool = True
+    log_model: bool = needing("wandb", True)
     """Log the exported model as a W&B artifact by reference; `wandb sync` uploads it from the run folder."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for tag in self.tags:
             require(1 <= len(tag) <= 64, "logger.tags", "hold tags of 1 to 64 characters, as W&B demands", repr(tag))
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from rm_optimizer.schema.checks import Options, require, within
+from rm_optimizer.schema.checks import Options, needing, require, within
 
 
 class OnBadRow(StrEnum):
@@ -100,7 +100,7 @@ class DataConfig(Options, group="data"):
     """A path, a `datasets` name, or a list; an item may be {path, weight, format, columns, …}. Null: synthetic."""
     val: Any = None
     """Validation pairs, in the same forms; null holds out `val_fraction` of the training prompts."""
-    val_fraction: float = within("(0, 1)", 0.1)
+    val_fraction: float = within("(0, 1)", 0.1, needs="train,!val")
     """Share of training prompts held out when `val` is null."""
     split_seed: int = within("[0, 2**32)", 0)
     """Seed of that split and of `max_pairs`."""
@@ -114,7 +114,7 @@ class DataConfig(Options, group="data"):
     """Pairs that a k-wise row gives; equal scores never make a pair."""
     on_bad_row: OnBadRow = OnBadRow.error
     """Stop at the first bad row, or drop bad rows, count them and list them."""
-    max_bad_share: float = within("[0, 1]", MAX_BAD_SHARE)
+    max_bad_share: float = within("[0, 1]", MAX_BAD_SHARE, needs="on_bad_row=drop")
     """Most rows that `on_bad_row=drop` may drop, as a share of a source's rows; more end the run with the reasons."""
     allow_prompt_overlap: bool = False
     """Permit prompts that are in both training and validation."""
@@ -128,19 +128,19 @@ class DataConfig(Options, group="data"):
     """Folder of tokenized data; null takes the user's cache folder."""
     streaming: Streaming = Streaming.off
     """`ray` streams `train` from Parquet and JSON Lines files larger than memory; `num_workers=0` takes all cores."""
-    streaming_store_mb: int = 256
+    streaming_store_mb: int = needing("streaming=ray", 256)
     """Memory of Ray's object store, in MB."""
     curriculum: str | None = None
     """Easy pairs first, by the pairs' margins (`margin`), those in a .jsonl file or by a saved model; null shuffles."""
-    curriculum_easy: float = within("[0, inf)", 0.7)
+    curriculum_easy: float = within("[0, inf)", 0.7, needs="curriculum")
     """Margin above which a pair is easy."""
-    curriculum_hard: float = within("[0, inf)", 0.2)
+    curriculum_hard: float = within("[0, inf)", 0.2, needs="curriculum")
     """Margin below which a pair is hard."""
-    curriculum_quantiles: bool = False
+    curriculum_quantiles: bool = needing("curriculum", False)
     """Both thresholds are shares of the pairs in place of margins."""
-    curriculum_covers: bool = True
+    curriculum_covers: bool = needing("curriculum", True)
     """Show every pair once in each epoch; false repeats pairs of a small bin and leaves out others."""
-    synthetic: SyntheticConfig = field(default_factory=SyntheticConfig)
+    synthetic: SyntheticConfig = needing("!train", SyntheticConfig)
     """The embedded world's size and noise."""
 
     def __post_init__(self) -> None:

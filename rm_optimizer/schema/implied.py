@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -27,17 +29,47 @@ def completed(overrides: Sequence[str]) -> list[str]:
     return [*overrides, "model=custom"]
 
 
-def refuse_unread_rates(overrides: Sequence[str], config: DictConfig) -> None:
-    """Refuse the learning rate of full fine-tuning with an adapter, and LoRA's without one, since it would not be used.
+def refuse_unread(overrides: Sequence[str], config: DictConfig) -> None:
+    """Refuse options that nothing will read: those whose field names a condition that the configuration does not meet.
+
+    Of the two learning rates of a model, an adapter reads one and full fine-tuning the other.
+
+    Args:
+        overrides: overrides that the user typed; values of presets may be unread.
+        config: the composed options of a run.
 
     Raises:
-        ConfigError: naming the option that is read.
+        ConfigError: naming the option and the one that it needs.
     """
     adapter = OmegaConf.select(config, "adapter.kind")
     unread, read = ("adamw_lr", "lora_lr") if has_adapter(config) else ("lora_lr", "adamw_lr")
     for line in overrides:
-        if line.lstrip("+").startswith(f"model.{unread}="):
+        option = line.lstrip("+").partition("=")[0]
+        if option == f"model.{unread}":
             raise ConfigError(
                 f"model.{unread} is not read with adapter={getattr(adapter, 'value', adapter)}; set model.{read}, "
                 "which the optimizer presets scale, or optimizer.lr"
             )
+        if not OmegaConf.select(config, option):
+            continue  # set to nothing
+        owner: Any = config
+        for name in option.split("."):
+            kind = OmegaConf.get_type(owner)
+            if not is_dataclass(kind):
+                break
+            needs = {item.name: item.metadata.get("needs", "") for item in fields(kind)}.get(name, "")
+            for need in filter(None, needs.split(",")):
+                _require_met(option, option.rpartition(f".{name}")[0], need, owner)
+            owner = OmegaConf.select(owner, name)
+
+
+def _require_met(option: str, group: str, need: str, owner: DictConfig) -> None:
+    """Raise unless one alternative of a field's condition is met by the options of its group."""
+    for each in need.lstrip("!").split("|"):
+        name, _, wanted = each.partition("=")
+        found = OmegaConf.select(owner, name)
+        if str(found) == wanted if wanted else bool(found) != need.startswith("!"):
+            return
+    asked = " or ".join(f"{group}.{each}" for each in need.lstrip("!").split("|"))
+    condition = f"while {asked} is null" if need.startswith("!") else f"with {asked}"
+    raise ConfigError(f"{option} has an effect only {condition}, got {group}.{name}={found}; leave {option} out")

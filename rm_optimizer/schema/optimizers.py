@@ -242,7 +242,7 @@ class ScheduleConfig(Options, group="schedule"):
     """Shape after warm-up."""
     warmup_steps: int | None = within("[0, inf)", None)
     """Steps below the peak; null takes `warmup_ratio`."""
-    warmup_ratio: float = within("[0, 1)", 0.0)
+    warmup_ratio: float = within("[0, 1)", 0.0, needs="!warmup_steps")
     """Share of all steps below the peak, rounded up."""
     min_lr_ratio: float = within("[0, 1]", 0.0)
     """Learning rate after the last step, relative to the peak."""
@@ -251,8 +251,6 @@ class ScheduleConfig(Options, group="schedule"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.warmup_steps is not None:
-            self._require_unset("warmup_ratio", "be 0 when schedule.warmup_steps is set")
         if self.name == ScheduleName.wsd:
             require(self.decay_ratio is not None, "schedule.decay_ratio", "be set with schedule.name=wsd", "null")
         elif self.name != MISSING:

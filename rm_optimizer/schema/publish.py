@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rm_optimizer.schema.checks import Options, require, within
+from rm_optimizer.schema.checks import Options, needing, require, within
 
 
 class RewardModelTrainingMode(StrEnum):
@@ -38,19 +38,19 @@ class PublishConfig(Options, group="publish"):
 
     url: str | None = None
     """Reward server, as http://127.0.0.1:8000; null sends nothing."""
-    every_n_steps: int = within("[1, inf)", 100)
+    every_n_steps: int = within("[1, inf)", 100, needs="url")
     """Optimizer steps between two versions; the last step is always sent."""
-    mode: RewardModelTrainingMode = RewardModelTrainingMode.full
+    mode: RewardModelTrainingMode = needing("url", RewardModelTrainingMode.full)
     """Tensors to send: full, head_only or lora; the server must serve such a model."""
-    transport: Transport = Transport.inline
+    transport: Transport = needing("url", Transport.inline)
     """inline; path below the server's weights root on this machine; gloo or nccl between machines."""
-    host: str = "127.0.0.1"
+    host: str = needing("url", "127.0.0.1")
     """Address of this machine that the server reaches, for gloo and nccl."""
-    api_key_env: str | None = None
+    api_key_env: str | None = needing("url", None)
     """Environment variable that holds the server's update key, else its API key."""
-    timeout_seconds: float = within("(0, inf)", 120.0)
+    timeout_seconds: float = within("(0, inf)", 120.0, needs="url")
     """Longest time, in seconds, until one version is served."""
-    on_failure: OnFailure = OnFailure.error
+    on_failure: OnFailure = needing("url", OnFailure.error)
     """End the run when the server refuses a version, or warn and continue."""
 
     def __post_init__(self) -> None:

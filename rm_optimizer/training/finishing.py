@@ -25,6 +25,7 @@ from rm_optimizer.training.callbacks.best import warn_of_unmeasured
 from rm_optimizer.training.callbacks.interrupt import stopped_after
 from rm_optimizer.training.divergence import require_finite
 from rm_optimizer.training.fitting import Fit
+from rm_optimizer.training.folder.model_card import write_card
 from rm_optimizer.training.folder.record import RUN_KEY
 from rm_optimizer.training.folder.result import DataSummary, RunResult
 from rm_optimizer.training.preparation import Run, list_skipped
@@ -67,6 +68,7 @@ def finish(run: Run, fit: Fit) -> RunResult:
         exported = _whole_model(model, best, trust_remote_code=config.model.trust_remote_code)
         seen = [run.run_dir / TRAINED_PAIRS_FILE]
         exported.save_pretrained(result.export, statistics=_statistics(rewards, config.loss.beta), beside=seen)
+        write_card(run.run_dir, result)
         result.save()
     return result
 

@@ -10,8 +10,10 @@ from pathlib import Path
 
 from rm_optimizer.core.pairs.dataset import TrainVal
 from rm_optimizer.core.pairs.orders import PairOrder
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.files import write_text
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.data import OWN_MARGINS
@@ -86,8 +88,11 @@ def prepare(config: TrainConfig, start: Start, given: TrainVal | None = None, or
     order = order_of(data, config, order)
     if start.before is not None:
         require_same_order(start.before, order)
+    if config.loss.margin_scale > 0 and data.train.pairs and all(pair.margin is None for pair in data.train.pairs):
+        raise ConfigError("loss.margin_scale has an effect only on pairs with a margin, and no training pair has one")
     require_monitored(config.training.monitor, data.val)
     notes = data.notes(uses_margins=config.loss.margin_scale > 0 or config.data.curriculum == OWN_MARGINS)
+    notes += seen_by_base(config.model.path, data.val.pairs)
     for note in notes:
         log.warning(note)
     model = trainable_model(config, data.train)
@@ -117,6 +122,23 @@ def prepare(config: TrainConfig, start: Start, given: TrainVal | None = None, or
     run.keep_trained_pairs()
     list_skipped([*datamodule.data.train.skipped, *datamodule.data.val.skipped], run_dir)
     return run
+
+
+def seen_by_base(base: str | None, val: Sequence[PreferencePair]) -> tuple[str, ...]:
+    """Sentence on validation pairs that the base model was trained on, by the record beside it; empty without any.
+
+    Args:
+        base: `model.path`.
+        val: the validation pairs.
+    """
+    recorded = None if base is None else TrainedPairs.recorded(base)
+    seen = None if recorded is None else recorded.count(val)
+    if seen is None or not seen.num_pairs_of_prompts:
+        return ()
+    return (
+        f"the base model {base} was trained on {seen.num_pairs} of the {len(val)} validation pairs and on the prompts "
+        f"of {seen.num_pairs_of_prompts}; their accuracy is too good. Give data.val pairs that it has not seen",
+    )
 
 
 def list_skipped(skipped: Sequence[SkippedRow], run_dir: Path) -> None:

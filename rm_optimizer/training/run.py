@@ -24,7 +24,6 @@ from rm_optimizer.training.callbacks.run_callback import require_callbacks
 from rm_optimizer.training.finishing import finish
 from rm_optimizer.training.fitting import fit
 from rm_optimizer.training.folder.lock import run_lock
-from rm_optimizer.training.folder.model_card import write_card
 from rm_optimizer.training.folder.record import write_record
 from rm_optimizer.training.folder.result import RunResult
 from rm_optimizer.training.folder.start import begin, ended_run, require_same_order, require_same_pairs
@@ -108,6 +107,5 @@ def _fitted_and_finished(
         except StopNow:
             raise Interrupted(stopped_at_once(run_dir)) from None
         if is_first_rank:
-            write_card(run_dir, result)
             log_outcome(loggers, result, log_model=options.log_model)
         return result

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fcntl
 import io
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,9 +22,11 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs, pair_fingerprints
 from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation import distinct_responses as response_scoring
 from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_model
+from rm_optimizer.records.file_lock import held
 from rm_optimizer.reporting.pictures import print_evaluation
 from tests.builders import narrow_reward_model
 
@@ -173,3 +177,20 @@ def test_groups_stay_within_their_source_and_rows_keep_their_own_id(model: Bradl
     row = json.loads((tmp_path / "pair_rewards.jsonl").read_text().splitlines()[1])
     assert (row["id"], row["source"], row["subset"], row["topic"]) == (1, "a", "y", 1)
     assert "mean over 2 sources" in printed(result)
+
+
+def test_an_evaluation_writes_into_no_run_and_no_folder_in_use(model: BradleyTerryRM, tmp_path: Path):
+    with held(tmp_path / "busy", "evaluation"):
+        assert evaluated(model, SHORT, tmp_path / "busy").metrics.num_pairs == len(SHORT)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "run.json").touch()
+    with pytest.raises(ConfigError, match=r"output_dir must not be the folder of a run or a model, .* run\.json"):
+        evaluated(model, SHORT, tmp_path / "run")
+    busy = tmp_path / "free"
+    busy.mkdir()
+    descriptor = os.open(busy, os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(ConfigError, match="free is in use: another process writes an evaluation there"):
+        evaluated(model, SHORT, busy)
+    os.close(descriptor)
+    assert not [*busy.iterdir()]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +13,8 @@ import pytest
 from rm_optimizer.analyze import analyze, completed
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import checked
-from rm_optimizer.records.analysis_folder import held, results_folder
+from rm_optimizer.records.analysis_folder import results_folder
+from rm_optimizer.records.file_lock import held
 from rm_optimizer.records.run_folder import RunIdentity
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
@@ -75,17 +78,20 @@ def test_a_folder_of_the_users_own_is_not_overwritten(run_dir: Path, tmp_path: P
 
 def test_two_analyses_at_once_do_not_share_a_folder(run_dir: Path, tmp_path: Path):
     folder = results_folder(composed(run_dir))
-    with held(folder):
-        with pytest.raises(ConfigError, match=r"hessian is in use: another process writes an analysis there; wait for"):
-            analyze(composed(run_dir, "seed=3"))
-        with held(tmp_path / "other"):
+    with held(folder, "analysis"):
+        with (
+            ThreadPoolExecutor() as other,
+            pytest.raises(ConfigError, match=r"hessian is in use: another process writes an analysis there; wait for"),
+        ):
+            other.submit(analyze, composed(run_dir, "seed=3")).result()
+        with held(tmp_path / "other", "analysis"):
             pass
     assert not folder.exists()
     assert not (tmp_path / "other").exists()
     folder.mkdir()
-    with held(folder):
+    with held(folder, "analysis"):
         (folder / "hessian.json").touch()
-    with held(folder):
+    with held(folder, "analysis"):
         pass
     assert folder.exists()
 
@@ -105,3 +111,14 @@ def test_pairs_that_are_gone_are_a_sentence(run_dir: Path, tmp_path: Path):
     ):
         composed(run_dir)
     assert composed(run_dir, "data.train=other.jsonl").data.train == "other.jsonl"
+
+
+def test_the_holder_of_a_folder_removes_what_killed_processes_left_and_nothing_else(tmp_path: Path):
+    for name in (".best.99999991.writing", ".old.99999991.earlier", ".gone.99999991.earlier", "old", ".cache"):
+        (tmp_path / name).mkdir()
+    kept = [".rows.csv.tmp", f".rows.csv.{os.getpid()}.tmp", "rows.csv"]
+    for name in (".rows.csv.99999991.tmp", *kept):
+        (tmp_path / name).touch()
+    with held(tmp_path, "analysis"), held(tmp_path, "analysis"):
+        found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"old", ".cache", ".gone.99999991.earlier", *kept}

@@ -27,12 +27,12 @@ def run_folder(tmp_path, monkeypatch) -> str:
     overrides = [
         'data.train=[{path: "it\'s here.csv", weight: 2}]',
         "data.columns={prompt: question}",
-        "data.synthetic.noise=2",
         "loss.beta=0.5",
         "seed=7",
         "output_dir=any",
     ]
     options = asdict(checked(overrides, TrainConfig, writable=False))
+    options["data"]["synthetic"]["noise"] = 2.0
     options["data"]["gone"] = "an option of an earlier version"
     monkeypatch.chdir(tmp_path)
     folder = Path("my run, really")

@@ -9,6 +9,7 @@ import pytest
 from omegaconf import MISSING, OmegaConf
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.optim.schedules import lr_factor
 from rm_optimizer.schema.checks import require_in
 from rm_optimizer.schema.compose import compose, typed
 from rm_optimizer.schema.config import TrainConfig
@@ -71,7 +72,6 @@ def test_values_out_of_range_are_refused(overrides, sentence):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"warmup_steps": 5, "warmup_ratio": 0.1}, "warmup_ratio must be 0 when schedule.warmup_steps is set, got 0.1"),
         ({"warmup_steps": -1}, "warmup_steps must be at least 0"),
         ({"warmup_ratio": 1.0}, "warmup_ratio must lie in"),
         ({"decay_ratio": 0.2}, "decay_ratio must be null with schedule.name=cosine, got 0.2"),
@@ -98,3 +98,10 @@ def test_brackets_say_whether_the_end_belongs(interval, inside, outside):
     require_in("option", inside, interval)
     with pytest.raises(ConfigError):
         require_in("option", outside, interval)
+
+
+def test_a_presets_ratio_of_warm_up_gives_way_to_steps_and_an_option_set_to_nothing_is_no_mistake():
+    for extra in ([], ["schedule.warmup_ratio=0"], ["logger.name=null", "data.curriculum_quantiles=false"]):
+        overrides = ["schedule.warmup_steps=10", *extra, "output_dir=unused"]
+        factor = lr_factor(typed(compose(overrides), TrainConfig).schedule, 100)
+        assert [factor(0), factor(9) < 1, factor(10)] == [1 / 11, True, 1]

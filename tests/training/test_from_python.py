@@ -4,24 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from rich.console import Console
 
 from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.recall import recalled
 from rm_optimizer.records.run_folder import RunFolder, read_rows
-from rm_optimizer.schema import TrainConfig
+from rm_optimizer.reporting.pictures import print_run
+from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.folder.result import RunStatus
+from rm_optimizer.training.preparation import seen_by_base
 from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 
 Build = Callable[..., TrainConfig]
@@ -168,3 +174,57 @@ def test_what_clashes_is_named(
     with pytest.raises(error, match=message):
         train_reward_model(small_config(tmp_path, *options), **{"data": DATA, **given})
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock" and path.name != ".lock"]
+
+
+def test_validation_pairs_that_the_base_was_trained_on_are_named(small_config: Build, tmp_path: Path):
+    base = train_reward_model(small_config(tmp_path / "base", *FEW), data=DATA)
+    overrides = [*FEW, "model=custom", f"model.path={base.export}", "model.max_length=96", "hardware=cpu"]
+    config = typed(compose([*overrides, f"output_dir={tmp_path / 'more'}", "logger.tensorboard=false"]), TrainConfig)
+    seen = TrainVal(some("Ask", 24), PreferenceDataset.from_pairs([*DATA.train.pairs[:5], *DATA.val.pairs[:7]]))
+    result = train_reward_model(config, data=seen)
+    (note,) = (note for note in result.data.notes if "base model" in note)
+    assert "was trained on 5 of the 12 validation pairs and on the prompts of 5" in note
+    console = Console(record=True, width=200)
+    print_run(result, console)
+    assert note in console.export_text()
+    assert seen_by_base(base.export, DATA.val.pairs) == ()
+
+
+def test_an_export_of_untrained_weights_is_called_one(small_config: Build, tmp_path: Path):
+    result = train_reward_model(small_config(tmp_path / "run", *FEW), data=DATA)
+    untrained = replace(result, best_step=0)
+    for each, expected in ((untrained, True), (replace(result, best_step=4), False)):
+        console = Console(record=True, width=300)
+        print_run(each, console)
+        assert ("no step improved val/nll" in console.export_text()) == expected
+
+
+def test_the_validation_loss_has_the_terms_of_the_training_loss(small_config: Build, tmp_path: Path):
+    pairs = [replace(pair, margin=0.3, label=0.8, weight=1.0 + i % 2) for i, pair in enumerate(DATA.val.pairs)]
+    data = TrainVal(
+        PreferenceDataset.from_pairs(replace(pair, margin=1.0) for pair in DATA.train.pairs),
+        PreferenceDataset.from_pairs(pairs),
+    )
+    options = ["loss.reward_l2=10", "loss.margin_scale=0.5", "loss.label_smoothing=0.1", "loss.beta=2"]
+    result = train_reward_model(small_config(tmp_path / "run", *FEW, *options), data=data)
+    rows = [row for row in RunFolder(Path(result.run_dir)).metrics() if row.get("eval_loss")]
+    rewards = (
+        BradleyTerryRM.from_pretrained(result.export)
+        .score([*(p.prompt for p in pairs)] * 2, [*(p.chosen for p in pairs), *(p.rejected for p in pairs)])
+        .double()
+    )
+    chosen, rejected = rewards[: len(pairs)], rewards[len(pairs) :]
+    logit = 2 * (chosen - rejected - 0.5 * 0.3)
+    label = 0.8 * 0.9 + 0.2 * 0.1
+    loss = -label * torch.nn.functional.logsigmoid(logit) - (1 - label) * torch.nn.functional.logsigmoid(-logit)
+    weight = torch.tensor([pair.weight for pair in pairs], dtype=torch.float64)
+    loss = loss + 5 * (chosen**2 + rejected**2)
+    expected = float((weight * loss).sum() / weight.sum())
+    at_best = next(row for row in rows if int(row["step"]) == result.best_step)
+    assert float(at_best["eval_loss"]) == pytest.approx(expected, rel=1e-5)
+    assert float(at_best["eval_nll"]) != pytest.approx(expected, rel=1e-2)
+
+
+def test_a_factor_on_margins_that_no_pair_has_is_refused(small_config: Build, tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"loss\.margin_scale has an effect only on pairs with a margin"):
+        train_reward_model(small_config(tmp_path / "run", *FEW, "loss.margin_scale=1"), data=DATA)

@@ -24,7 +24,7 @@ from rm_optimizer.core.classifier.window import check_window, default_max_length
 from rm_optimizer.core.model.input_form import settle_input
 from rm_optimizer.core.model.losses import bradley_terry_loss, split_rewards
 from rm_optimizer.core.model.passes import SequenceScorer
-from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt
+from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt, paired
 from rm_optimizer.core.storage.certificate import ParityCertificate, require_parity
 from rm_optimizer.core.storage.checkpoint import describe_model
 from rm_optimizer.core.storage.export import save_export
@@ -260,7 +260,7 @@ class BradleyTerryRM(BaseRewardModel):
         return bradley_terry_loss(chosen, rejected, **loss_options)
 
     def tokenize(
-        self, prompts: Sequence[Prompt], responses: Sequence[str]
+        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
     ) -> dict[str, Int[Tensor, "sequences tokens"]]:
         """`input_ids` and `attention_mask` of the conversations, padded on the right.
 
@@ -272,15 +272,15 @@ class BradleyTerryRM(BaseRewardModel):
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
     def score(
-        self, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int = 16384
+        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str], *, token_budget: int = 16384
     ) -> Float[Tensor, " sequences"]:
         """Rewards of the responses on the CPU, in the order given. A reward does not depend on the other responses.
 
         If the model allows it, a prompt with several responses is computed once.
 
         Args:
-            prompts: text or messages.
-            responses: one for each prompt.
+            prompts: text or messages, one for each response; a single one is that of every response.
+            responses: the responses; a text is a single one.
             token_budget: tokens, padding included, of one forward pass.
 
         Raises:
@@ -288,17 +288,13 @@ class BradleyTerryRM(BaseRewardModel):
         """
         return self.score_encoded(self.encode(prompts, responses), token_budget=token_budget)
 
-    def encode(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Encoding]:
+    def encode(self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> list[Encoding]:
         """Token ids of the conversations, with the numbers of cut tokens.
 
         Raises:
             ValueError: if there are not as many prompts as responses.
         """
-        if len(prompts) != len(responses):
-            raise ValueError(
-                f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
-            )
-        return self.renderer.encode_batch(prompts, responses)
+        return self.renderer.encode_batch(*paired(prompts, responses))
 
     def score_encoded(self, encodings: Sequence[Encoding], *, token_budget: int = 16384) -> Float[Tensor, " sequences"]:
         """`score` of conversations that `encode` has encoded.

@@ -144,6 +144,30 @@ class Scorer(Protocol):
         return split_groups(self.score(*flat_groups(prompts, responses_of_each)), responses_of_each)
 
 
+def paired(prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> tuple[list[Prompt], list[str]]:
+    """Prompts and responses one for one; a single prompt is that of every response.
+
+    Args:
+        prompts: one prompt for each response, or a single one, as text or messages.
+        responses: the responses, or the text of a single one.
+
+    Raises:
+        ValueError: if there are not as many prompts as responses, or several prompts have a single text for response.
+
+    Example:
+        >>> paired("Explain chess", ["Start with pawns.", "No."])
+        (['Explain chess', 'Explain chess'], ['Start with pawns.', 'No.'])
+    """
+    texts = [responses] if isinstance(responses, str) else list(responses)
+    is_single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Message | Mapping))
+    each: list[Any] = [prompts] * len(texts) if is_single else list(prompts)
+    if not is_single and isinstance(responses, str):
+        raise ValueError(f"expected a list of responses beside a list of prompts, got the text {responses[:40]!r}")
+    if len(each) != len(texts):
+        raise ValueError(f"expected one response for each prompt, got {len(each)} prompts and {len(texts)} responses")
+    return each, texts
+
+
 def flat_groups(
     prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
 ) -> tuple[list[Prompt], list[str]]:
@@ -152,6 +176,8 @@ def flat_groups(
     Raises:
         ValueError: if there are not as many groups of responses as prompts.
     """
+    if isinstance(prompts, str) or any(isinstance(texts, str) for texts in responses_of_each):
+        raise ValueError("expected a list of prompts and a list of responses for each, got a text in place of a list")
     if len(prompts) != len(responses_of_each):
         raise ValueError(
             f"expected a group of responses for each prompt, got {len(prompts)} prompts and "

@@ -46,37 +46,39 @@ def evaluate(
     Prints a table, and writes JSON and plots. Repeat a stopped command to continue it.
     """
     from rm_optimizer.evaluation.saved_model import evaluate_model
+    from rm_optimizer.records.file_lock import held
     from rm_optimizer.records.progress import progress
     from rm_optimizer.reporting.pictures import draw_evaluation
 
     data = pair_options.load(sources)
     _require_columns(data, by)
     folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
-    try:
-        model = saved.load()
-        with progress("evaluating", "responses") as show:
-            evaluation = evaluate_model(
-                model,
-                data,
-                checkpoint=saved.checkpoint,
-                output_dir=folder,
-                partial_dir=output or RESULTS,
-                token_budget=token_budget,
-                num_bootstrap=bootstrap,
-                seed=seed,
-                by=by,
-                on_progress=show,
-            )
-    except (RMOptimizerError, KeyboardInterrupt) as error:
-        with suppress(OSError):
-            folder.rmdir()  # only where it is still empty
-        if isinstance(error, KeyboardInterrupt):
-            raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
-        raise
-    draw_evaluation(folder, evaluation.metrics)
-    _print(saved.checkpoint, sources, evaluation, folder)
-    _report_votes(folder, data, model.beta, bootstrap, seed)
-    print(f"metrics, rewards and plots: {folder}")
+    with held(folder, "evaluation"):
+        try:
+            model = saved.load()
+            with progress("evaluating", "responses") as show:
+                evaluation = evaluate_model(
+                    model,
+                    data,
+                    checkpoint=saved.checkpoint,
+                    output_dir=folder,
+                    partial_dir=output or RESULTS,
+                    token_budget=token_budget,
+                    num_bootstrap=bootstrap,
+                    seed=seed,
+                    by=by,
+                    on_progress=show,
+                )
+        except (RMOptimizerError, KeyboardInterrupt) as error:
+            with suppress(OSError):
+                folder.rmdir()  # only where it is still empty
+            if isinstance(error, KeyboardInterrupt):
+                raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
+            raise
+        draw_evaluation(folder, evaluation.metrics)
+        _print(saved.checkpoint, sources, evaluation, folder)
+        _report_votes(folder, data, model.beta, bootstrap, seed)
+        print(f"metrics, rewards and plots: {folder}")
 
 
 def _print(checkpoint: str, sources: Sequence[str], evaluation: Evaluation, folder: Path) -> None:

@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, paired
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.errors import MissingExtra
 from rm_optimizer.rl_coupling.rlhf.generation import TrainedPolicy
@@ -36,7 +36,8 @@ class _StrippedScorer(Scorer):
         self._scorer = scorer
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
-        return finite_rewards(self._scorer, prompts, [text.strip() for text in responses])
+        each, texts = paired(prompts, responses)
+        return finite_rewards(self._scorer, each, [text.strip() for text in texts])
 
 
 class _AtCheckpoint(TrainerCallback):  # type: ignore[misc]

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rm_optimizer.core.pairs.pair import Prompt, flat_groups, split_groups
+from rm_optimizer.core.pairs.pair import Prompt, flat_groups, paired, split_groups
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import WrongVersion
 from rm_optimizer.serving.client.connection import Connection, PickledByArguments
@@ -127,10 +127,7 @@ class AsyncRewardClient(ClientArguments):
         return scored
 
     async def _score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> ScoredBatch:
-        if len(prompts) != len(responses):
-            raise ValueError(
-                f"expected one response for each prompt, got {len(prompts)} prompts and {len(responses)} responses"
-            )
+        prompts, responses = paired(prompts, responses)
         identity = await self.connect()
         deadline = Deadline(self.url, self.timeout_seconds)
         rows: list[Any] = list(zip(prompts, responses, strict=True))

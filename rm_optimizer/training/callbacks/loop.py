@@ -13,16 +13,19 @@ from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
+import torch
 from numpy.typing import NDArray
 from pytorch_lightning.callbacks import RichProgressBar
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.core.model.losses import configured_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
 from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.records.disk import writing
 from rm_optimizer.records.run_folder import RunFolder
-from rm_optimizer.schema import TrainingConfig
+from rm_optimizer.schema import LossConfig, TrainingConfig
 from rm_optimizer.schema.monitors import monitored_group
 from rm_optimizer.training.callbacks.best import BestSoFar
 from rm_optimizer.training.callbacks.evaluation_plan import EvaluationPlan
@@ -181,7 +184,7 @@ class Evaluation(pl.Callback):
         require_finite(rewards, self.datamodule.data.val, self.run_dir, step)
         metrics = self.metrics(rewards, num_bootstrap=0, seed=0)
         values = {f"val/{name}": value for name, value in metrics.flat().items()}
-        values["val/loss"] = values["val/nll"]
+        values["val/loss"] = _validation_loss(rewards, self.datamodule.data.val, pl_module.loss_config, metrics)
         for logger in trainer.loggers:
             logger.log_metrics({"epoch": step / self.datamodule.steps_per_epoch, **values}, step=step)
         pl_module.validation_metrics = values
@@ -313,3 +316,18 @@ class Checkpoints(pl.Callback):
             pl_module.last_checkpoint = save_checkpoint(trainer, path)
         if trainer.is_global_zero:
             prune(self.run_dir, self.keep)
+
+
+def _validation_loss(
+    rewards: PairRewards, val: PreferenceDataset, config: LossConfig, metrics: PairwiseMetrics
+) -> float:
+    """Training loss, with all its terms, of the validation pairs; without additions it is the NLL."""
+    if config == LossConfig(beta=config.beta):
+        return metrics.nll.value
+    pairs = [val.pairs[index] for index in rewards.pair_index]
+    margin = torch.tensor([pair.margin or 0.0 for pair in pairs], dtype=torch.float64)
+    label = torch.tensor([pair.label for pair in pairs], dtype=torch.float64)
+    weight = torch.tensor([pair.weight for pair in pairs], dtype=torch.float64)
+    chosen, rejected = torch.from_numpy(rewards.chosen), torch.from_numpy(rewards.rejected)
+    losses = configured_pair_losses(chosen, rejected, config, margin=margin, label=label)
+    return float((weight * losses).sum() / weight.sum())

@@ -11,6 +11,7 @@ from typing import TextIO
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.disk import writing
 from rm_optimizer.records.file_lock import UNSUPPORTED, locked_if_possible, sign
+from rm_optimizer.records.files import remove_left
 
 LOCK_FILE = ".lock"
 """File in the run folder; it stays there, and only a living process holds its lock."""
@@ -40,6 +41,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     with file:
         _lock(file, run_dir)
         sign(file)
+        remove_left(run_dir)
         try:
             yield
         finally:

@@ -216,7 +216,7 @@ def _training(run_dir: Path, result: RunResult) -> str:
         "pairs": f"{data.train_pairs} ({', '.join(_data_names(config['data']['train'])) or unnamed})",
         "optimizer": f"{result.optimizer}, learning rate {optimizer['lr']:g}, schedule {config['schedule']['name']}",
         "batch": f"{config['batching']['batch_size']} pairs",
-        "steps": f"{result.steps}; exported: step {result.best_step}, best {result.monitor}",
+        "steps": f"{result.steps}; exported: step {result.best_step}, best {result.monitor}; {result.ending}",
         "adapter": config["adapter"]["kind"],
         "trainable parameters": str(result.parameters),
         "precision": config["hardware"]["precision"],

@@ -119,6 +119,12 @@ class RunResult(JsonRecord, indent=2):
         """Negative log-likelihood on validation, the objective that a sweep minimizes."""
         return self.metrics.nll.value
 
+    @property
+    def ending(self) -> str:
+        """Status in words; it says so if the exported weights are those from before training."""
+        untrained = f"; no step improved {self.monitor}, so the export holds the weights from before training"
+        return self.status.value + (untrained if self.best_step == 0 < self.steps else "")
+
     def entries(self) -> dict[str, Any]:
         """The fields; those of the metrics include their derived numbers."""
         return super().entries() | {"metrics": self.metrics.entries()}

@@ -300,3 +300,17 @@ def test_a_model_without_sdpa_gets_eager(spoken: pytest.LogCaptureFixture, monke
 def test_an_unknown_attention_is_refused():
     with pytest.raises(ConfigError, match="did you mean 'sdpa'"):
         choose_attention(LlamaConfig(), "spda", torch.float32)
+
+
+def test_a_text_is_one_response_and_never_its_letters():
+    model = tiny_reward_model("llama")
+    expected = model.score(["hello"], ["world"])
+    assert torch.equal(model.score("hello", "world"), expected)
+    assert torch.equal(model.score("hello", ["world", "no"]), model.score(["hello", "hello"], ["world", "no"]))
+    turns = (Message("user", "hello"),)
+    assert torch.equal(model.score(turns, "world"), model.score([turns], ["world"]))  # type: ignore[arg-type]
+    assert model.tokenize("hello", "world")["input_ids"].shape[0] == 1
+    with pytest.raises(ValueError, match="expected a list of responses beside a list of prompts, got the text 'xy'"):
+        model.score(["a", "b"], "xy")
+    with pytest.raises(ValueError, match="a text in place of a list"):
+        model.score_groups(["a", "b"], ["x", "y"])
