@@ -83,8 +83,9 @@ class GramSpectrum:
         return cluster_bootstrap(pairs_of_cluster, of_counts, num_bootstrap=num_bootstrap, seed=seed, kind="basic")
 
     def values_of(self, pairs: Int[np.ndarray, " pairs"]) -> Float[np.ndarray, " rows"]:
-        """Eigenvalues of the matrix of some of the pairs, descending."""
-        return np.asarray(np.linalg.eigvalsh(self._part(pairs)[0])[::-1])
+        """Eigenvalues of the matrix of some of the pairs, descending; one 0 if their losses are flat."""
+        values = np.linalg.eigvalsh(self._part(pairs)[0])[::-1]
+        return np.asarray(values if len(values) else np.zeros(1))
 
     def rank_of(self, pairs: Int[np.ndarray, " pairs"]) -> int:
         """Number of eigenvalues above 0 of the matrix of some of the pairs."""
@@ -98,7 +99,7 @@ class GramSpectrum:
         matrix, rows = self._part(fitted)
         values, vectors = np.linalg.eigh(matrix)
         values, vectors = values[::-1][:num_values], vectors[:, ::-1][:, :num_values]
-        usable = values > _ZERO * max(float(values[0]), np.finfo(np.float64).tiny)
+        usable = values > _ZERO * max(values.max(initial=0.0), np.finfo(np.float64).tiny)
         share = self.pair_weights / self.pair_weights.sum()
         scale = np.sqrt(1.0 / share[fitted].sum())
         along = np.zeros((len(self.gram), num_values))
@@ -219,6 +220,8 @@ class CurvatureRows:
                 parts = map(self.support.part, chosen, gradient)
                 block[len(pair_of_row)] = torch.cat([part.reshape(-1) for part in parts])[inner]
                 pair_of_row.append(pair.number)
+        if not pair_of_row:  # the losses of all pairs are flat, and a row of zeros stands for them
+            block[:1], pair_of_row = 0, [0]
         self.pair_of_row = pair_of_row
         self.num_passes += 1
         return block[: len(pair_of_row)]
