@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ from rm_optimizer.errors import DataStalled, DiskError, Interrupted, RMOptimizer
 
 CLOSED_OUTPUT = 141
 """Exit code if the reader of standard output has closed it: 128 + SIGPIPE, as in shells."""
+_OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EBADF)
+"""Error numbers of a standard output that cannot be written; a refused connection, say, has another."""
 RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID")
 
 
@@ -60,7 +63,8 @@ def rank() -> int:
 
 def _system_refusal(error: Exception) -> int | None:
     """Report that a file or standard output cannot be written, and return the exit code; None for a bug."""
-    refused = _output_refusal() if isinstance(error, OSError) and error.filename is None else None
+    is_asked = isinstance(error, OSError) and error.filename is None and error.errno in _OF_OUTPUT
+    refused = _output_refusal() if is_asked else None
     if isinstance(refused, BrokenPipeError):
         return _output_closed()
     if refused is not None:

@@ -60,11 +60,18 @@ def test_a_failure_that_a_user_can_mend_is_one_sentence(error, code, sentence, c
     assert capfd.readouterr().err == sentence
 
 
-@pytest.mark.parametrize("bug", [ZeroDivisionError(), OSError(errno.ENOENT, "no such file", "gone"), BrokenPipeError()])
-def test_a_bug_rises_as_it_is(bug):
+BUGS = [
+    *(ZeroDivisionError(), OSError(errno.ENOENT, "no such file", "gone"), BrokenPipeError()),
+    ConnectionRefusedError(errno.ECONNREFUSED, "refused"),
+]
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_a_bug_rises_as_it_is_and_writes_nothing(bug, capfd):
     with pytest.raises(type(bug)) as caught, one_exit():
         raise bug
     assert caught.value is bug
+    assert capfd.readouterr().out == ""
 
 
 def test_another_exit_code_is_kept():

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -28,7 +31,8 @@ _log = logging.getLogger("rm_optimizer")
 def hub_obstacle(name: str, kind: Kind, revision: str | None = None) -> str | None:
     """Reason why a name cannot be loaded from the hub, in words; None if its libraries may try.
 
-    If the hub cannot be reached and the name is in the cache, the process continues offline and logs this.
+    If the hub cannot be reached and the name is in the cache, this is logged and its libraries go offline, until the
+    end of the block of `restored_hub` around the call and the load.
 
     Args:
         name: hub id, such as `owner/name`.
@@ -66,6 +70,19 @@ def hub_obstacle(name: str, kind: Kind, revision: str | None = None) -> str | No
 
             datasets.config.HF_HUB_OFFLINE = True
     return None
+
+
+@contextmanager
+def restored_hub() -> Iterator[None]:
+    """Restore the offline switches of the hub's libraries after the block, in which `hub_obstacle` may set them."""
+    datasets = sys.modules.get("datasets")
+    before = constants.HF_HUB_OFFLINE, datasets and datasets.config.HF_HUB_OFFLINE
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before[0]
+        if (datasets := sys.modules.get("datasets")) is not None:
+            datasets.config.HF_HUB_OFFLINE = before[0] if before[1] is None else before[1]
 
 
 def _is_cached(name: str, kind: Kind) -> bool:

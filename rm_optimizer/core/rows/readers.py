@@ -300,15 +300,16 @@ def _saved_folder(path: Path) -> Iterator[tuple[int, Row]]:
 def _hub(location: str) -> Iterator[tuple[int, Row]]:
     import datasets
 
-    from rm_optimizer.core.rows.hub import hub_obstacle
+    from rm_optimizer.core.rows.hub import hub_obstacle, restored_hub
 
     found = _HUB_NAME.fullmatch(location)
     assert found is not None, location
     name, config, split = found["name"], found["config"] or None, found["split"] or None
-    if (obstacle := hub_obstacle(name, "dataset")) is not None:
-        raise DataError(f"{location}: neither a file here nor a data set the hub gives: {obstacle}")
     try:
-        loaded = datasets.load_dataset(name, config, split=split)
+        with restored_hub():
+            if (obstacle := hub_obstacle(name, "dataset")) is not None:
+                raise DataError(f"{location}: neither a file here nor a data set the hub gives: {obstacle}")
+            loaded = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataError(f"{location}: neither a file here nor a data set the hub gives: {reason}") from error

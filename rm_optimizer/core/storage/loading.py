@@ -29,6 +29,7 @@ from rm_optimizer.core.classifier.adapters import attach
 from rm_optimizer.core.classifier.building import LoadOptions, build, build_arguments, finished, reason_of
 from rm_optimizer.core.classifier.head import head_name, require_trained_head
 from rm_optimizer.core.classifier.quantization import quantization_arguments
+from rm_optimizer.core.rows.hub import restored_hub
 from rm_optimizer.core.storage.adapter_files import (
     StoredAdapter,
     described_config,
@@ -105,7 +106,8 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
             and `options.new_head` is false.
         ConfigError: if an option is unknown, or the architecture's rewards depend on their batch.
     """
-    loaded = _load(source, options)
+    with restored_hub():
+        loaded = _load(source, options)
     if not options.new_head:
         require_trained_head(loaded.model, loaded.drawn, source)
     return loaded

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from rm_optimizer.core.rows.hub import hub_obstacle
+from rm_optimizer.core.rows.hub import hub_obstacle, restored_hub
 from rm_optimizer.core.storage.export_record import read_record
 from rm_optimizer.core.storage.torn_files import damage
 from rm_optimizer.errors import CheckpointError, no_trained_head
@@ -34,7 +34,8 @@ def refuse_by_files(source: str) -> None:
     Raises:
         CheckpointError: if there is no model, a file is torn, or no weight can be that of a reward head.
     """
-    found = find_source(source)
+    with restored_hub():
+        found = find_source(source)
     if found.kind is SourceKind.CHECKPOINT:
         require_archive(Path(found.location))
     elif found.kind is SourceKind.FOLDER:

@@ -84,16 +84,17 @@ def _print_agreement(datasets: Mapping[str, PreferenceDataset]) -> None:
 def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer
 
-    from rm_optimizer.core.rows.hub import hub_obstacle
+    from rm_optimizer.core.rows.hub import hub_obstacle, restored_hub
     from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 
     if source is None:
         pairs = (pair for data in datasets for pair in data.pairs)
         return train_tokenizer(rendered_texts(pairs), TINY_VOCABULARY)
-    if not Path(source).expanduser().exists() and (obstacle := hub_obstacle(source, "model")):
-        raise CheckpointError(f"no tokenizer at '{source}': {obstacle}")
     try:
-        loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+        with restored_hub():
+            if not Path(source).expanduser().exists() and (obstacle := hub_obstacle(source, "model")):
+                raise CheckpointError(f"no tokenizer at '{source}': {obstacle}")
+            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no tokenizer at '{source}': give a hub id or a folder with tokenizer files") from error
     return loaded

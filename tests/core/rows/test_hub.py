@@ -13,6 +13,7 @@ from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNot
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.rows.hub import hub_obstacle
 from rm_optimizer.core.rows.readers import read_rows
+from rm_optimizer.core.storage.model_files import refuse_by_files
 from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.interfaces.commands.data_check import data_check
 from rm_optimizer.interfaces.pairs import PairOptions
@@ -81,6 +82,11 @@ def test_without_a_connection_a_cached_name_goes_on_offline(tmp_path: Path, capl
     assert hub_obstacle("owner/name", "model") is None
     assert constants.HF_HUB_OFFLINE
     assert "owner/name is taken from the cache" in caplog.text
+    constants.HF_HUB_OFFLINE = False
+    with pytest.raises(CheckpointError):
+        BradleyTerryRM.from_pretrained("owner/name")
+    refuse_by_files("owner/name")
+    assert not constants.HF_HUB_OFFLINE, "a hiccup of the network lasts for one load"
 
 
 def test_a_gated_model_says_where_to_ask_and_a_mirror_without_answers_is_let_pass(answer: Any):
