@@ -84,6 +84,12 @@ class EngineDescription:
     identity: Mapping[str, Any] = field(default_factory=dict)
     export: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def identifying(self) -> tuple[object, ...]:
+        """Properties that a checkpoint has on every load; others that do not change a reward may be measured anew."""
+        sizes = self.vocab_size, self.max_length, self.pad_token_id
+        return self.version, self.architecture, self.dtype, *sizes, dict(self.identity)
+
 
 @dataclass(frozen=True)
 class StagedWeights:

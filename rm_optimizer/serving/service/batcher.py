@@ -67,7 +67,7 @@ class Batcher:
 
     Args:
         engine: engine that scores the batches.
-        max_queued_tokens: most tokens that wait or are being scored.
+        max_queued_tokens: most tokens of one request, and most that wait or are being scored before a new one.
         metrics: counters of the server.
     """
 
@@ -76,13 +76,14 @@ class Batcher:
         self.max_queued_tokens = max_queued_tokens
         self.metrics = metrics
         self.queued_tokens = 0
+        self._sizes = list[int]()
         self._heap: list[_Unit] = []
         self._starts: dict[tuple[int, ...], list[_Unit]] = defaultdict(list)
         self._numbers = itertools.count()
         self._place = 0.0
         self._abandoned = 0
         self._work = asyncio.Event()
-        self._tokens_per_second = 1000.0
+        self._tokens_per_second = math.inf  # unknown until the first batch is computed
         self._runners: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -110,6 +111,7 @@ class Batcher:
         count = len(sequences)
         answer: asyncio.Future[ScoredBatch] = asyncio.get_running_loop().create_future()
         request = _Request(sequences, answer, [math.nan] * count, [None] * count)
+        self._sizes.append(tokens)
         self.queued_tokens += tokens
         self.metrics.queued_tokens.set(self.queued_tokens)
         try:
@@ -117,6 +119,7 @@ class Batcher:
             return await answer
         finally:
             answer.cancel()  # no effect once it is answered
+            self._sizes.remove(tokens)
             self.queued_tokens -= tokens
             self.metrics.queued_tokens.set(self.queued_tokens)
             self._sweep(request)
@@ -133,7 +136,9 @@ class Batcher:
             self._abandoned = 0
 
     def require_room(self, tokens: int = 1) -> None:
-        """Refuse a request of that many tokens; one token stands for an unknown number.
+        """Refuse a request of that many tokens, or of at least that many if their number is unknown.
+
+        Only the tokens that the fair queue computes before it count, so that large requests do not shut out small ones.
 
         Raises:
             TooLarge: if the request alone exceeds the queue.
@@ -144,10 +149,11 @@ class Batcher:
                 f"the request holds {tokens} tokens, more than the {self.max_queued_tokens} the server ever accepts at "
                 "once; split it"
             )
-        if self.queued_tokens + tokens > self.max_queued_tokens:
-            wait = math.ceil(self.queued_tokens / self._tokens_per_second / 2)
+        if (ahead := size_ahead(self._sizes, tokens)) >= self.max_queued_tokens:
+            wait = math.ceil(ahead / self._tokens_per_second / 2)
             raise Overloaded(
-                f"{self.queued_tokens} tokens wait, and {self.max_queued_tokens} are the most", min(60, max(1, wait))
+                f"{ahead} tokens wait to be computed before this request, and {self.max_queued_tokens} are the most",
+                min(60, max(1, wait)),
             )
 
     @property
@@ -232,7 +238,9 @@ class Batcher:
                 _fail(unit.request, error)
             return
         tokens = sum(unit.tokens for unit in batch)
-        self._tokens_per_second += 0.2 * (tokens / max(1e-6, time.perf_counter() - started) - self._tokens_per_second)
+        speed = tokens / max(1e-6, time.perf_counter() - started)
+        known = speed if math.isinf(self._tokens_per_second) else self._tokens_per_second
+        self._tokens_per_second = known + 0.2 * (speed - known)
         self.metrics.observe_batch(len(sequences), tokens, sum(map(len, sequences)))
         self._deliver(batch, scored)
 
@@ -257,6 +265,11 @@ class Batcher:
             _fail(request, EngineUnavailable("new weights came faster than the request could be answered; try again"))
         else:
             self._enqueue(request, stale)
+
+
+def size_ahead(sizes: Sequence[int], own: int) -> int:
+    """Size of the work that fair queuing does before a new request: of each open one at most the new one's size."""
+    return sum(min(size, own) for size in sizes)
 
 
 def _abandon(batch: list[_Unit]) -> None:

@@ -15,14 +15,16 @@ from rm_optimizer.serving.engine import Engine, ScoredBatch
 from rm_optimizer.serving.options import DEFAULT_QUEUED_TOKENS
 from rm_optimizer.serving.protocol import MAX_ITEMS, InfoResponse, ModelCard, ModelList, RenderingInfo, VersionResponse
 from rm_optimizer.serving.service.api_errors import NonFiniteScore, NotReady, Overloaded, UnknownModel
-from rm_optimizer.serving.service.batcher import Batcher
+from rm_optimizer.serving.service.batcher import Batcher, size_ahead
 from rm_optimizer.serving.service.inputs import InputReader, TokenSequence
 from rm_optimizer.serving.service.metrics import ServerMetrics
 from rm_optimizer.serving.service.parity import ParityReport, check_parity
 from rm_optimizer.serving.service.probe_check import probe_sequences
 
 MAX_WAITING_CHARACTERS = 16 * 2**20
-"""Most characters that wait for tokenization: some seconds' work."""
+"""Most characters that wait for tokenization before a new request: some seconds' work."""
+MOST_CHARACTERS_A_TOKEN = 16
+"""Characters that count as one token before a text is tokenized; most texts have more tokens."""
 _log = logging.getLogger("rm_optimizer")
 T = TypeVar("T")
 
@@ -45,7 +47,7 @@ class RewardService:
         self._reader: InputReader | None = None
         self._broken_revision: int | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="rm-tokenizer")
-        self._waiting_characters = 0
+        self._waiting_characters = list[int]()
         self._created = int(time.time())
         self._has_truncated = False
         self._sound_revision: int | None = None
@@ -126,14 +128,14 @@ class RewardService:
         Raises:
             Overloaded: if the engine's queue is full, or too much text waits.
         """
-        self.batcher.require_room()
-        if self._waiting_characters and self._waiting_characters + num_characters > MAX_WAITING_CHARACTERS:
-            raise Overloaded(f"{self._waiting_characters} characters wait to be tokenized, which is the most")
-        self._waiting_characters += num_characters
+        self.batcher.require_room(min(1 + num_characters // MOST_CHARACTERS_A_TOKEN, self.batcher.max_queued_tokens))
+        if (ahead := size_ahead(self._waiting_characters, num_characters)) >= MAX_WAITING_CHARACTERS:
+            raise Overloaded(f"{ahead} characters wait to be tokenized before this request, which is the most")
+        self._waiting_characters.append(num_characters)
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize)
         finally:
-            self._waiting_characters -= num_characters
+            self._waiting_characters.remove(num_characters)
 
     def count_truncated(self, count: int) -> None:
         """Count sequences that were cut, and warn of the first."""

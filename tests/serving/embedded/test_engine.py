@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import time
 
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rm_optimizer.errors import CheckpointError, EngineUnavailable, WeightsRefused
+from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, WeightsRefused
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.embedded.engine import TransformersEngine
 from rm_optimizer.serving.embedded.worker import WorkerOptions
@@ -131,3 +132,27 @@ def test_a_checkpoint_that_is_not_there_is_told_in_one_sentence(tmp_path):
 
     with pytest.raises(CheckpointError, match="no model at"):
         asyncio.run(scenario())
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("forked_workers")
+@pytest.mark.parametrize("change", ["weights", "max_length"])
+def test_a_checkpoint_replaced_while_it_is_served_ends_the_engine_at_the_next_restart(tmp_path, change):
+    exported("llama", tmp_path / "model")
+
+    async def scenario():
+        engine = TransformersEngine(WorkerOptions(str(tmp_path / "model"), threads=1, token_budget=256), LIMITS)
+        await engine.start()
+        try:
+            shutil.rmtree(tmp_path / "model")
+            exported("llama", tmp_path / "model", **({"seed": 1} if change == "weights" else {"max_length": 60}))
+            os.kill(forked_by(engine._link.process.pid), signal.SIGKILL)
+            while engine.failure is None:
+                await asyncio.sleep(0.01)
+            with pytest.raises(EngineFailed, match="replaced while it was served, so start the server again"):
+                await engine.score(SEQUENCES)
+            assert not engine.is_up
+        finally:
+            await engine.stop()
+
+    asyncio.run(scenario())
