@@ -18,6 +18,16 @@ _HALF = (torch.float16, torch.bfloat16)
 _OTHER_TASKS = ("ForTokenClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForQuestionAnswering")
 """Classes whose head `transformers` would load as a sequence classifier's, since it has the same name and shape."""
 
+_OTHER_HEADS = {
+    "v_head.summary": "TRL's value head",
+    "v_head": "a value head",
+    "value_head.": "a value head",
+    "score.": "a head of several layers",
+    "regression_head": "UltraRM's regression head",
+    "score_head": "Beaver's score head",
+}
+"""Forms of reward heads that a sequence classifier does not have, by the start of their weights' names."""
+
 
 class RewardHead(nn.Linear):
     """A linear layer with one output that computes in float32 or better, outside autocast.
@@ -89,20 +99,32 @@ def require_trainable_head(model: PreTrainedModel) -> None:
         )
 
 
-def require_trained_head(model: PreTrainedModel, drawn: Collection[str], source: object) -> None:
+def require_trained_head(
+    model: PreTrainedModel, drawn: Collection[str], source: object, unread: Collection[str] = ()
+) -> None:
     """Refuse to score with a model whose rewards would be those of a random projection.
 
     Args:
         model: model after loading.
         drawn: names of its weights that the source lacks.
         source: path or name of the model, for the message.
+        unread: names of the stored weights that the model has no place for.
 
     Raises:
-        CheckpointError: if weights were drawn at random, or those of the head were trained for another task.
+        CheckpointError: if the head has another form, weights were drawn at random, or those of the head were trained
+            for another task.
     """
     task = next((task for name in model.config.architectures or () for task in _OTHER_TASKS if task in name), None)
+    form = next((_OTHER_HEADS[start] for start in _OTHER_HEADS for name in unread if name.startswith(start)), None)
+    if drawn and form:
+        raise CheckpointError(
+            f"{source} has a trained reward head in another form: {form}, stored as {', '.join(sorted(unread)[:3])}, "
+            f"where {', '.join(sorted(drawn)[:3])} was expected; convert it to a classifier with one label, or "
+            f"train a new head from it with rm-opt train model.path={source}"
+        )
     if drawn:
-        lacks = f"its weights lack {', '.join(sorted(drawn)[:3])}, which would be random"
+        instead = f"; it stores {', '.join(sorted(unread)[:3])}, which the classifier does not have" if unread else ""
+        lacks = f"its weights lack {', '.join(sorted(drawn)[:3])}, which would be random{instead}"
     elif task is not None:
         lacks = f"it was saved as {model.config.architectures[0]}, whose output is no reward of a whole response"
     else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -49,6 +50,12 @@ if TYPE_CHECKING:
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
 
+_HARMLESS = re.compile(
+    r"(rotary_emb\.inv_freq|position_ids|token_type_ids|(attn|attention)\.(masked_)?bias)$|(^|\.)pooler\."
+    r"|^(lm_head|embed_out|cls|generator_lm_head|generator_predictions|discriminator_predictions|lm_predictions"
+    r"|mask_predictions|vocab_\w+|predictions|sop_classifier)\."
+)
+"""Stored weights that have no part in a reward: buffers made from the configuration, and heads of pretraining."""
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -62,6 +69,7 @@ class LoadedModel:
         is_head_fresh: True if the source had no head, so that the model's has its random initialization.
         record: its `export.json`; empty for other people's models, and for `.ckpt` files but for `identity`.
         drawn: names of the weights that the source lacks, so that they are at their random start.
+        unread: names of the stored weights that the classifier has no place for.
     """
 
     model: PreTrainedModel
@@ -69,6 +77,7 @@ class LoadedModel:
     is_head_fresh: bool
     record: Mapping[str, Any] = field(default_factory=dict)
     drawn: frozenset[str] = frozenset()
+    unread: frozenset[str] = frozenset()
 
     @property
     def identity(self) -> Mapping[str, Any]:
@@ -109,7 +118,7 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
     with restored_hub():
         loaded = _load(source, options)
     if not options.new_head:
-        require_trained_head(loaded.model, loaded.drawn, source)
+        require_trained_head(loaded.model, loaded.drawn, source, loaded.unread)
     return loaded
 
 
@@ -158,12 +167,16 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
         file = cached_file(source.location, CONFIG_NAME, revision=options.revision)
         model.config._commit_hash = extract_commit_hash(file, None)
     missing = set(report["missing_keys"])
-    _require_backbone(model, missing)
+    unread = {name for name in report["unexpected_keys"] if not _HARMLESS.search(name)}
+    if source.kind is SourceKind.FOLDER:
+        unread |= {file.name for file in folder.glob("value_head.*")}
+    is_fresh = f"{head_name(model)}.weight" in missing
+    _require_backbone(model, missing, unread)
+    _refuse_unread(model, unread, is_fresh=is_fresh)
     if missing and options.new_head:
         _log.info("%s lacks %s: drawn from seed %d", source.location, ", ".join(sorted(missing)), options.seed)
     require_exported_weights(folder, record)
-    is_fresh = f"{head_name(model)}.weight" in missing
-    return LoadedModel(finished(model, options), tokenizer, is_fresh, record, frozenset(missing))
+    return LoadedModel(finished(model, options), tokenizer, is_fresh, record, frozenset(missing), frozenset(unread))
 
 
 @contextmanager
@@ -211,13 +224,27 @@ def _from_checkpoint(path: Path, options: LoadOptions) -> LoadedModel:
     return LoadedModel(model, tokenizer, False, {"identity": payload["export"]})
 
 
-def _require_backbone(model: PreTrainedModel, missing: set[str]) -> None:
+def _require_backbone(model: PreTrainedModel, missing: set[str], unread: set[str]) -> None:
     backbone = f"{model.base_model_prefix}."
     lost = sorted(name for name in missing if name.startswith(backbone) and "pooler" not in name)
     if lost:
+        before = sorted({name[: name.index(lost[0])] for name in unread if name.endswith(lost[0])})
+        stored = f"; it is stored as {before[0]}{lost[0]}, so rename its weights without {before[0]}" if before else ""
         raise CheckpointError(
             f"{model.name_or_path} lacks {len(lost)} weights of the {type(model).__name__} backbone, "
-            f"among them {lost[0]}"
+            f"among them {lost[0]}{stored}"
+        )
+
+
+def _refuse_unread(model: PreTrainedModel, unread: set[str], *, is_fresh: bool) -> None:
+    """Refuse stored weights that would change the reward; a fresh head replaces any other, but not a layer."""
+    backbone, own = model.base_model_prefix, {name for name, _ in model.base_model.named_children()}
+    inside = {name for name in unread if name.removeprefix(f"{backbone}.").split(".")[0] in own}
+    if lost := sorted(inside if is_fresh else unread):
+        raise CheckpointError(
+            f"{model.name_or_path} stores {len(lost)} weights that {type(model).__name__} with its config.json does not"
+            f" read, among them {', '.join(lost[:3])}, so its rewards would not be those of the saved model; correct "
+            "config.json, or remove these weights if they have no part in the reward"
         )
 
 

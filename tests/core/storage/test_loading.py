@@ -6,10 +6,12 @@ import json
 import math
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload
@@ -282,3 +284,64 @@ def test_minilm_loads_starts_at_chance_and_reloads(tmp_path: Path):
     assert model.save_pretrained(tmp_path / "model").is_passed
     loaded = BradleyTerryRM.from_pretrained(tmp_path / "model")
     assert torch.equal(loaded.score(PROMPTS, RESPONSES), model.score(PROMPTS, RESPONSES))
+
+
+def stored(folder: Path, change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]]) -> Path:
+    """A trained llama reward model as other software has it, with its weights changed."""
+    reward_model("llama").save_pretrained(folder)
+    (folder / "export.json").unlink()
+    weights = load_file(folder / "model.safetensors")
+    save_file(change(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "score.bias",
+        "mean",
+        "v_head.weight",
+        "model.layers.7.mlp.up_proj.weight",
+        "model.layers.0.self_attn.q_proj.bias",
+    ],
+)
+def test_a_stored_weight_that_is_not_read_is_refused_by_name(name: str, tmp_path: Path):
+    folder = stored(tmp_path, lambda weights: weights | {name: torch.ones(1)})
+    with pytest.raises(CheckpointError, match=f"does not read, among them {name}"):
+        BradleyTerryRM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head.weight", "model.layers.0.self_attn.rotary_emb.inv_freq", "model.pooler.dense.bias"]
+)
+def test_a_stored_weight_without_a_part_in_rewards_is_passed_over(name: str, tmp_path: Path):
+    folder = stored(tmp_path, lambda weights: weights | {name: torch.ones(1)})
+    assert BradleyTerryRM.from_pretrained(folder).score(PROMPTS, RESPONSES).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["v_head.summary.weight", "value_head.weight", "score.2.weight", "regression_head.weight", "score_head.weight"],
+)
+def test_a_trained_head_of_another_form_is_called_that(name: str, tmp_path: Path):
+    folder = stored(
+        tmp_path, lambda weights: {name if key == "score.weight" else key: value for key, value in weights.items()}
+    )
+    with pytest.raises(CheckpointError, match=f"trained reward head in another form.*stored as {name}"):
+        BradleyTerryRM.from_pretrained(folder)
+    assert BradleyTerryRM.from_pretrained(folder, new_head=True)
+
+
+def test_a_layer_beyond_the_configuration_is_refused_in_a_base_too(tmp_path: Path):
+    base_folder("llama", tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    save_file(weights | {"layers.7.mlp.up_proj.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"layers\.7\.mlp"):
+        BradleyTerryRM.from_pretrained(tmp_path, new_head=True)
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
+def test_the_prefix_of_a_wrapper_is_named(prefix: str, tmp_path: Path):
+    folder = stored(tmp_path, lambda weights: {prefix + key: value for key, value in weights.items()})
+    with pytest.raises(CheckpointError, match=f"without {prefix}"):
+        BradleyTerryRM.from_pretrained(folder)
