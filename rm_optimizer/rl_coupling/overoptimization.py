@@ -81,9 +81,10 @@ class OveroptimizationCurve(JsonRecord, indent=2):
         fit: coefficients of the form.
         peak_distance: distance, at most that of the last point, at which the fitted gold gain is largest.
         peak_gain: fitted gold gain at this distance.
-        fall: measured gold gain at its highest point less the gain at the last point. One half of the prompts chooses
-            the point, and the other half measures the fall, so that the choice does not bias it.
-        turning_point: distance of the highest measured gold gain if the interval of `fall` lies above 0; None if no
+        fall: measured gold gain at its highest point less the gain at the last point, over all checkpoints or sizes,
+            the policy itself included. One half of the prompts chooses the point, and the other half measures the
+            fall, so that the choice does not bias it. It is 0 without an interval if the last point is chosen.
+        turning_point: distance of the chosen point if the interval of `fall` lies above 0; None if no
             over-optimization is shown.
         gamma: `integral |gold - proxy| / integral gold` of the fitted gains up to the last distance (Kim et al., 2025,
             https://arxiv.org/abs/2505.12763); NaN if the gold gain's integral is not positive.
@@ -107,12 +108,13 @@ class OveroptimizationCurve(JsonRecord, indent=2):
             last: description of the last point.
         """
         if self.turning_point is not None:
+            place = f"√KL = {self.turning_point:.2f}" if self.turning_point else "the start"
             return (
-                f"over-optimization: the gold reward is highest at √KL = {self.turning_point:.2f} and then falls by "
-                f"{self.fall} standard deviations"
+                f"over-optimization: the gold reward is highest at {place} and then falls by {self.fall} standard "
+                "deviations"
             )
-        if self.fall.value == 0:
-            return f"no fall of the gold reward is shown: it is highest at {last}"
+        if self.fall.low is None:
+            return f"no fall of the gold reward is shown: half of the prompts, which choose, rank {last} highest"
         return f"no fall of the gold reward is shown: its highest less its last is {self.fall} standard deviations"
 
     @classmethod
@@ -164,7 +166,9 @@ class OveroptimizationCurve(JsonRecord, indent=2):
         """The curve of a run of reinforcement learning.
 
         Args:
-            divergence: divergence of each checkpoint from the first, in nats, ascending from 0.
+            divergence: divergence of each checkpoint from the first, in nats, in the order of training, from 0. Points
+                and fit leave out a checkpoint nearer to the first than an earlier one: sorted by distance it would
+                precede the earlier one, so that growth between them would look like a fall.
             proxy: mean proxy reward of each checkpoint's responses to each prompt.
             gold: mean gold reward of the same responses.
             scales: standard deviations of proxy and gold within prompts under the first checkpoint.
@@ -172,23 +176,21 @@ class OveroptimizationCurve(JsonRecord, indent=2):
             seed: seed of the resamples.
 
         Raises:
-            DataError: if a number is not finite, or the shapes or the order are wrong.
-            ConfigError: if there are too few checkpoints.
+            DataError: if a number is not finite, a shape is wrong, or the first divergence is not 0.
+            ConfigError: if there are too few checkpoints for the fit.
         """
         proxy, checked = require_rewards(proxy, gold)
         assert checked is not None, "gold rewards were given"
         nats = np.asarray(divergence, dtype=np.float64)
-        is_ascending = nats.shape == proxy.shape[1:] and nats[0] == 0 and bool((np.diff(nats) > 0).all())
-        if not is_ascending or not np.isfinite(nats).all():
+        if nats.shape != proxy.shape[1:] or nats[0] != 0 or not np.isfinite(nats).all():
             raise DataError(
-                f"expected a divergence for each of the {proxy.shape[1]} checkpoints, ascending from 0, got "
-                f"{list(divergence)}"
+                f"expected a divergence for each of the {proxy.shape[1]} checkpoints, from 0 on, got {list(divergence)}"
             )
         if not min(scales) > 0:
             raise ConfigError(f"scales must be positive, got {scales}")
         kinds = zip((proxy, checked), scales, strict=True)
         gains = np.stack([(kind[:, 1:] - kind[:, :1]) / scale for kind, scale in kinds])
-        return _curve(Optimization.rl, np.sqrt(nats[1:]).tolist(), gains, num_bootstrap, seed)
+        return _curve(Optimization.rl, np.sqrt(np.maximum(nats[1:], 0)).tolist(), gains, num_bootstrap, seed)
 
 
 def _within(rewards: Float[np.ndarray, "prompts samples"]) -> float:
@@ -203,11 +205,14 @@ def _within(rewards: Float[np.ndarray, "prompts samples"]) -> float:
 
 def _curve(
     optimization: Optimization,
-    distances: Sequence[float],
-    gains: Float[np.ndarray, "kinds prompts points"],
+    measured: Sequence[float],
+    all_gains: Float[np.ndarray, "kinds prompts measured"],
     num_bootstrap: int,
     seed: int,
 ) -> OveroptimizationCurve:
+    """The curve: points and fit of those farther than all before them, fall and turning point of all measured."""
+    farther = [place for place, each in enumerate(measured) if each > max([0.0, *measured[:place]])]
+    distances, gains = [measured[place] for place in farther], all_gains[:, :, farther]
     if len(distances) < 3:
         raise ConfigError(f"a form of two coefficients needs at least 3 points beyond the policy, got {len(distances)}")
     _, num_prompts, num_points = gains.shape
@@ -237,7 +242,7 @@ def _curve(
     left = gains[1].mean(axis=0) - basis @ np.array([alpha.value, beta.value])
     none = Estimate(0.0, 0.0, num_prompts, 0.0, 0.0)
     points = [OveroptimizationPoint(0.0, none, none), *map(OveroptimizationPoint, distances, proxy, gold)]
-    fall = _fall(gains[1], seed)
+    highest, fall = _fall(np.pad(all_gains[1], ((0, 0), (1, 0))), seed)
     has_fallen = fall.low is not None and fall.low > 0
     return OveroptimizationCurve(
         optimization,
@@ -246,7 +251,7 @@ def _curve(
         peak,
         height,
         fall,
-        distances[int(gains[1].mean(axis=0).argmax())] if has_fallen else None,
+        [0.0, *measured][highest] if has_fallen else None,
         gamma,
         num_prompts,
     )
@@ -279,10 +284,15 @@ def _peak(coefficients: Float[np.ndarray, "*resamples 2"], last: float, optimiza
     return np.where(beta > 0, np.clip(inner, 0.0, last), np.where(end > 0, last, 0.0))
 
 
-def _fall(gold: Float[np.ndarray, "prompts points"], seed: int) -> Estimate:
-    """Highest gain less the last gain; one half of the prompts chooses the highest point, the other half measures."""
+def _fall(gold: Float[np.ndarray, "prompts points"], seed: int) -> tuple[int, Estimate]:
+    """Highest point by one half of the prompts, and its gain less the last one's by the other half.
+
+    The last point less itself is 0 for every prompt, which is no measurement: there is no interval then.
+    """
     if len(gold) < 2:
-        return Estimate(math.nan, None, len(gold))
-    choosing, measured = halves(len(gold), seed)
+        return 0, Estimate(math.nan, None, len(gold))
+    choosing, measuring = halves(len(gold), seed)
     highest = int(gold[choosing].mean(axis=0).argmax())
-    return student_mean(gold[measured, highest] - gold[measured, -1])
+    if highest == gold.shape[1] - 1:
+        return highest, Estimate(0.0, None, len(measuring))
+    return highest, student_mean(gold[measuring, highest] - gold[measuring, -1])

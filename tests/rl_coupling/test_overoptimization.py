@@ -70,6 +70,39 @@ def test_a_flat_gold_reward_is_not_said_to_fall_more_often_than_stated():
     assert np.mean(found) < 0.025 + 3 * math.sqrt(0.025 * 0.975 / 200)
 
 
+@pytest.mark.parametrize(
+    "means", [(0, -2, -2, -2, -2, -2, -2), (0, -3, -2.5, -2, -1.5, -1, -1), (0, -1, -2, -3, -4, -5, -6)]
+)
+def test_a_gold_reward_that_is_highest_at_the_start_has_fallen_from_there(means):
+    gold = np.array(means) + np.random.default_rng(0).normal(0, 0.1, size=(128, 7))
+    curve = OveroptimizationCurve.of_checkpoints(NATS, checkpoints(2.0, 0.3, 0.1, 128), gold, num_bootstrap=20)
+    assert curve.turning_point == 0.0
+    assert curve.fall.value == pytest.approx(-means[-1], abs=0.1)
+    assert "highest at the start and then falls" in curve.verdict("the last checkpoint")
+
+
+def test_selection_against_the_gold_reward_falls_from_one_response():
+    proxy = np.random.default_rng(0).normal(size=(64, 64))
+    curve = OveroptimizationCurve.of_best_of_n(proxy, -proxy, num_bootstrap=20)
+    assert curve.turning_point == 0.0
+    assert curve.fall.value == pytest.approx(2.38, abs=0.15)
+
+
+@pytest.mark.parametrize("fall", [0.05, 0.1, 0.2])
+def test_a_fall_has_an_interval_only_where_it_was_measured_and_it_holds_the_truth(fall):
+    rng = np.random.default_rng(0)
+    means = np.array([0, 0.5, 1, 1, 1, 1, 1 - fall])
+    found = [
+        OveroptimizationCurve.of_checkpoints(
+            NATS, *(means + rng.normal(0, 1, size=(2, 256, 7))), num_bootstrap=2, seed=seed
+        ).fall
+        for seed in range(200)
+    ]
+    assert all(each.low is None or each.low < each.high for each in found)
+    held = [each.low <= fall <= each.high for each in found if each.low is not None]
+    assert np.mean(held) > 0.95 - 3 * math.sqrt(0.95 * 0.05 / len(held))
+
+
 def test_a_rising_gold_reward_has_its_peak_at_the_end():
     curve = OveroptimizationCurve.of_checkpoints(NATS, checkpoints(2.0, 0.1, 0.1), checkpoints(1.0, -0.1, 0.1))
     assert curve.peak_distance.value == D[-1]
@@ -96,7 +129,7 @@ def test_best_of_n_does_not_depend_on_zero_and_unit_of_a_reward():
     ("call", "error", "says"),
     [
         (lambda c: c.of_checkpoints(NATS[:-1], *np.ones((2, 3, 7))), DataError, "a divergence for each of the 7"),
-        (lambda c: c.of_checkpoints(NATS[::-1], *np.ones((2, 3, 7))), DataError, "ascending from 0"),
+        (lambda c: c.of_checkpoints(NATS[::-1], *np.ones((2, 3, 7))), DataError, "from 0 on"),
         (lambda c: c.of_checkpoints([0.0, 1.0, 2.0], *np.ones((2, 3, 3))), ConfigError, "at least 3 points"),
         (
             lambda c: c.of_checkpoints(NATS, *np.ones((2, 3, 7)), scales=(0.0, 1.0)),

@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
@@ -209,6 +210,20 @@ def test_a_policy_that_comes_nearer_again_shows_no_fall():
     curve = curve_of(checkpoints, num_bootstrap=20, seed=0)
     assert [point.distance for point in curve.points] == [0.0, 1.0, 2.0, 3.0]
     assert curve.turning_point is None
+
+
+def test_a_fall_near_a_divergence_reached_before_is_shown():
+    noise = np.random.default_rng(0).normal(0, 0.1, size=(7, 64))
+    steps = zip((0, 1, 2, 3, 2.99, 2.98, 2.9), (0, 1, 2, 3, 1, 0, -2), noise, strict=True)
+    checkpoints = [
+        MeasuredCheckpoint(step, (nats,) * 64, own, own, None, (5.0,) * 64, (1.0, 1.0), "")
+        for step, (nats, gold, error) in enumerate(steps)
+        for own in [tuple(gold + error)]
+    ]
+    curve = curve_of(checkpoints, num_bootstrap=20, seed=0)
+    assert len(curve.points) == 4
+    assert curve.turning_point == pytest.approx(3**0.5)
+    assert curve.fall.value == pytest.approx(5.0, abs=0.1)
 
 
 @pytest.mark.parametrize("template", [None, "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[a]"])

@@ -99,7 +99,9 @@ def _report(result: RLHFResult, folder: Path) -> None:
         save_figure(plot_overoptimization(result.curve), folder / "overoptimization.png")
         print(result.curve.verdict("the last checkpoint"))
         if nearer := len(result.checkpoints) - len(result.curve.points):
-            print(f"checkpoints left out of the curve, nearer to the start than one before them: {nearer}")
+            print(
+                f"checkpoints left out of the fit (not of the fall), nearer to the start than an earlier one: {nearer}"
+            )
     if result.stop_reason == "disagreement":
         print(f"stopped: the reward models disagree too much; the policy is that of step {result.step}")
     print(f"policy after {result.step} steps: {result.policy}")

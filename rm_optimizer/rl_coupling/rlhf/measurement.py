@@ -222,23 +222,12 @@ def largest_gain(checkpoints: Sequence[MeasuredCheckpoint], seed: int) -> tuple[
 def curve_of(
     checkpoints: Sequence[MeasuredCheckpoint], *, num_bootstrap: int, seed: int
 ) -> OveroptimizationCurve | None:
-    """Over-optimization curve of the checkpoints; None without gold or with too few.
-
-    A checkpoint nearer to the start than an earlier one is left out. Sorted by distance it would precede the earlier
-    one, so that growth of the gold reward between them would look like a fall.
-    """
-    first = checkpoints[0]
-    moved: list[MeasuredCheckpoint] = []
-    farthest = 0.0
-    for each in checkpoints:
-        if (divergence := float(np.mean(each.divergence))) > farthest:
-            moved.append(each)
-            farthest = divergence
-    if first.gold is None or len(moved) + 1 < FEWEST_CHECKPOINTS or not min(first.scales) > 0:
+    """Over-optimization curve of the checkpoints; None without gold or with too few for its fit."""
+    first, nats = checkpoints[0], [0.0, *(float(np.mean(each.divergence)) for each in checkpoints[1:])]
+    num_records = len(set(np.maximum.accumulate(nats)))
+    if first.gold is None or num_records < FEWEST_CHECKPOINTS or not min(first.scales) > 0:
         return None
-    kept = [first, *moved]
-    nats = [0.0, *(float(np.mean(each.divergence)) for each in moved)]
-    proxy, gold = (np.array([getattr(each, name) for each in kept]).T for name in ("proxy", "gold"))
+    proxy, gold = (np.array([getattr(each, name) for each in checkpoints]).T for name in ("proxy", "gold"))
     return OveroptimizationCurve.of_checkpoints(
         nats, proxy, gold, scales=first.scales, num_bootstrap=num_bootstrap, seed=seed
     )
