@@ -39,17 +39,24 @@ def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: i
 
     Args:
         first: the reference, such as an earlier step of a run.
-        second: spectrum of the same matrix over the same parameters.
+        second: spectrum of the same matrix over the same parameters, of the same loss and pairs at other weights.
         top_k: number of eigenvalues to compare at each end; None takes as many as both spectra have.
 
     Raises:
-        ConfigError: if they are of different matrices or parameters, or do not both have the k largest eigenvalues.
+        ConfigError: if they are of different matrices, parameters, losses or pairs, or do not both have the k largest
+            eigenvalues.
     """
     kinds = [(spectrum.matrix, spectrum.params, spectrum.num_parameters) for spectrum in (first, second)]
     if kinds[0] != kinds[1]:
         raise ConfigError(
             f"spectra to compare must be of the same matrix and parameters, got {kinds[0]} and {kinds[1]}"
         )
+    for what, one, other in (
+        ("loss options", first.loss_options, second.loss_options),
+        ("pairs", first.pairs_digest, second.pairs_digest),
+    ):
+        if one and other and one != other:
+            raise ConfigError(f"spectra to compare must be of the same {what}, got {one} and {other}; measure one anew")
     available = min(first.num_top, second.num_top)
     count = available if top_k is None else top_k
     if not 1 <= count <= available:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,11 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.draws import FEWEST, Prompts
 from rm_optimizer.landscape.estimates.cross_fitting import FEW_PROMPTS, num_prompts
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator
+from rm_optimizer.landscape.operators.identity import pairs_digest
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.parameters import TRAINABLE
 from rm_optimizer.landscape.pairs_input import PairSource, clusters_of, fixed_batches
@@ -167,6 +170,9 @@ class HessianAnalyzer:
             wall_seconds=wall_seconds,
             dtype=str(objective.dtype).removeprefix("torch."),
             seed=self.seed,
+            loss_options=json.dumps(vars(objective.loss), sort_keys=True),
+            pairs_digest=pairs_digest(objective.batches) if self.group is None else "",
+            weights_digest=weights_digest(self.model),
             status=SpectrumStatus.interrupted if found.is_interrupted else SpectrumStatus.complete,
             eigenvectors=pairs.vectors,
         )

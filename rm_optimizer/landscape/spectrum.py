@@ -65,6 +65,9 @@ class HessianSpectrum(JsonRecord, indent=2):
         status: end of the computation.
         by_pair: shares of groups of pairs and of single pairs in the top eigenvalue; None if they are not known.
         source: checkpoint, step and pairs, in words.
+        loss_options: options of the loss, as JSON; empty if they are not known, like the next two.
+        pairs_digest: digest of the pairs, where one process has all of them.
+        weights_digest: digest of the weights.
         pair_curvatures: curvature of each pair along the first eigenvectors, if it was measured; not part of the JSON
             text.
         eigenvectors: one row for each eigenvalue, if they were kept; not part of the JSON text.
@@ -99,6 +102,9 @@ class HessianSpectrum(JsonRecord, indent=2):
     status: SpectrumStatus = SpectrumStatus.complete
     by_pair: CurvatureByPair | None = None
     source: str = ""
+    loss_options: str = ""
+    pairs_digest: str = ""
+    weights_digest: str = ""
     not_cross_fitted: str = ""
     pair_curvatures: PairCurvatures | None = field(default=None, compare=False, repr=False, metadata=NOT_STORED)
     eigenvectors: Float[Tensor, "vectors parameters"] | None = field(

@@ -20,7 +20,7 @@ from rm_optimizer.landscape import (
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.solvers.overlooked import CHECK_PRODUCTS
 from rm_optimizer.landscape.spectrum import SpectrumStatus
-from tests.landscape.worlds import EVERYTHING, INNER, dense, micro_batches, pairs, reward_model
+from tests.landscape.worlds import EVERYTHING, INNER, PLAIN, dense, micro_batches, pairs, reward_model
 
 FIVE = pairs()[:5]
 BOTH = SpectrumOptions(tolerance=1e-6, product="kept_graph")
@@ -194,3 +194,15 @@ def test_every_quantity_has_a_value_or_a_reason():
     for name, quantity in summarize(top).items():
         assert (quantity.value is None) != (quantity.reason is None), name
     assert summarize(top)["entropy_rank"].value is None
+
+
+def test_spectra_of_another_loss_or_other_pairs_are_not_compared():
+    first = analyzer("bert").compute_spectrum(FIVE, top_k=2, options=BOTH)
+    for other, what in (
+        (analyzer("bert", loss=PLAIN).compute_spectrum(FIVE, top_k=2, options=BOTH), "loss options"),
+        (analyzer("bert").compute_spectrum(FIVE[:4], top_k=2, options=BOTH), "pairs"),
+    ):
+        assert other.weights_digest == first.weights_digest
+        for one in (first, HessianSpectrum.from_json(first.to_json())):
+            with pytest.raises(ConfigError, match=f"spectra to compare must be of the same {what}, got "):
+                compare_spectra(one, other)
