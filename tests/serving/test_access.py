@@ -21,6 +21,8 @@ from rm_optimizer.serving.weights.weight_routes import weight_router
 from tests.serving.engines import FakeEngine, client_of, served_without_reader
 from tests.serving.running import app_running
 
+JSON = {"content-type": "application/json"}
+
 
 def application(**options: object):
     routers = [weight_router(WeightReceiver(RewardService(FakeEngine(), model_name="rm")))]
@@ -66,6 +68,63 @@ def test_probes_of_an_orchestrator_need_no_key():
 )  # fmt: skip
 def test_a_server_of_this_machine_answers_to_its_own_names_alone(host, status):
     assert statuses(application(local_only=True), ("GET", "/health", {"host": host})) == [status]
+
+
+@pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/metrics", "/version", "/rm/info", "/docs"])
+def test_head_answers_as_get_does_and_without_a_body(path):
+    with app_running(application(local_only=True)) as url:
+        get, head = httpx.get(url + path), httpx.head(url + path)
+        with connected(url) as probe:
+            probe.sendall(f"HEAD {path} HTTP/1.0\r\n\r\n".encode())
+            old = b"".join(iter(lambda: probe.recv(65536), b""))
+    assert (head.status_code, head.content) == (get.status_code, b"")
+    assert old.split()[1] == str(get.status_code).encode()
+    assert old.endswith(b"\r\n\r\n")
+
+
+def test_a_request_with_two_lengths_ends_its_connection():
+    lengths = b"Content-Length: 3\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    request = b"POST /classify HTTP/1.1\r\nHost: localhost\r\n" + lengths
+    with app_running(application()) as url, connected(url) as sender:
+        sender.sendall(request + b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        sender.settimeout(10)
+        answer = b"".join(iter(lambda: sender.recv(65536), b""))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "head", "body", "text"),
+    [("/classify", {}, b'{"input": "x"}', "content-type: application/json, got None"),
+     ("/classify", {"content-type": "text/plain"}, b'{"input": "x"}', "content-type: application/json, got text/plain"),
+     ("/classify", {"content-type": "application/x-www-form-urlencoded"}, b"input=x", "content-type: application/json"),
+     ("/rm/weights/commit", {}, b"{}", "content-type: application/json"),
+     ("/classify", {"content-encoding": "gzip"} | JSON, b"\x1f\x8b\x08", "content-encoding gzip"),
+     ("/classify", JSON, b'{"input": "\xff"}', "can't decode byte 0xff"),
+     ("/classify", JSON, b"9" * 5000, "4300 digits"),
+     ("/classify", JSON, b'{"use_activation": false, "use_activation": true}', "got 'use_activation' 2 times"),
+     ("/rm/weights/commit", JSON, b'{"batch_id": "a", "batch_id": "b"}', "got 'batch_id' 2 times"),
+     ("/rm/score", JSON, b'{"items": [{"prompt": "a", "prompt": "b", "responses": []}]}', "got 'prompt' 2 times"),
+     ("/rm/score", JSON, b'{"prompt": "a", "responses": ["b"]}', 'takes {"items"')],
+)  # fmt: skip
+def test_a_body_that_is_not_what_the_server_reads_is_told_what_it_expects(path, head, body, text):
+    async def main() -> httpx.Response:
+        async with client_of(application()) as client:
+            return await client.post(path, content=body, headers=head)
+
+    answer = asyncio.run(main())
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "InvalidRequest")
+    assert text in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", ["/score", "/v1/score", "/v1/embeddings", "/predict", "/pooling", "/rerank", "/rm"])
+def test_a_route_of_another_server_names_the_routes_of_this_one(path):
+    async def main() -> str:
+        async with client_of(application()) as client:
+            return (await client.post(path, content=b"{}")).json()["error"]["message"]
+
+    message = asyncio.run(main())
+    assert all(route in message for route in ("/classify", "/rm/score", "/get_reward", "/docs", f"POST {path}"))
 
 
 def test_every_refusal_has_our_form_and_is_counted():

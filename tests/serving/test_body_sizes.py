@@ -7,11 +7,13 @@ import itertools
 import json
 import resource
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from rm_optimizer.schema.publish import RewardModelTrainingMode
+from rm_optimizer.serving.http.admission import _too_complex
 from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.receiver import WeightReceiver
@@ -103,6 +105,23 @@ PLACES: dict[str, list[Any]] = {
 
 FULL_SIZE = {"/classify": {"input": HERE}, "/rm/score": {"items": HERE}, "/get_reward": {"query": HERE},
              "/rm/weights/begin": BEGIN | {"tensors": HERE}}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "body",
+    [b"[" * 70_000 + b'"' * 7_000_000, b"[" * 70_000 + b'\\"' * 3_500_000, b'["' + b"\\" * 7_000_000 + b"[" * 70_000,
+     b"{" + b",".join(b'"k%d":1' % number for number in range(600_000)) + b"}", b"[" + b"1.5," * 2_000_000 + b"1]",
+     b"[" + b'"",' * 2_600_000 + b'""]', b"[" + b"1," * 4_000_000 + b"1]", b'["' + b",:[{" * 2_000_000 + b'"]'],
+)  # fmt: skip
+def test_a_large_body_is_counted_in_little_time(body):
+    started = time.process_time()
+    refusal = _too_complex(body)
+    assert time.process_time() - started < 0.2
+    started = time.process_time()
+    if refusal is None:
+        with suppress(ValueError):
+            json.loads(body)
+    assert time.process_time() - started < 0.2
 
 
 def peak_bytes() -> int:

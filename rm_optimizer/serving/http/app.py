@@ -104,7 +104,7 @@ def _client_left(request: Request, error: Exception) -> Response:
 
 @dataclass(eq=False)
 class RequestMetrics:
-    """Middleware that counts requests by route and status, and measures their durations.
+    """Middleware that counts requests by route and status, and measures their durations; HEAD is handled as GET.
 
     Args:
         app: application behind this middleware.
@@ -119,6 +119,8 @@ class RequestMetrics:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":  # uvicorn keeps its own scope, by which it omits the body
+            scope = scope | {"method": "GET"}
         status, started = 500, time.perf_counter()
 
         async def noting(message: Message) -> None:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from fastapi import FastAPI, Request
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from rm_optimizer.errors import EngineFailed, EngineUnavailable
@@ -21,7 +27,37 @@ from rm_optimizer.serving.service.api_errors import (
 _KINDS = {400: "InvalidRequest", 404: "NotFound", 405: "MethodNotAllowed"}
 _HINTS = dict.fromkeys(
     ("activation", "softmax", "normalize"), "unknown field; use_activation: false asks for raw rewards"
+) | dict.fromkeys(
+    ("prompt", "responses"), 'unknown field here; POST /rm/score takes {"items": [{"prompt": …, "responses": […]}]}'
 )
+_ROUTES = "POST /classify, /rm/score or /get_reward for rewards, GET /ready, /rm/info or /metrics; GET /docs lists all"
+
+
+class JsonRoute(APIRoute):
+    """Route whose JSON bodies have each key once; Python's parser would keep the last of two values."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Handler that reads such bodies."""
+        handle = super().get_route_handler()
+
+        async def read_strictly(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return read_strictly
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return json.loads(await self.body(), object_pairs_hook=_distinct)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (key, count), *_ = Counter(key for key, _ in pairs).most_common(1)
+        name = key[:64].encode("utf-8", "replace").decode()
+        raise InvalidRequest(f"expected each key of an object once, got {name!r} {count} times", name)
+    return found
 
 
 def error_answer(error: ApiError) -> JSONResponse:
@@ -59,6 +95,11 @@ def _invalid(request: Request, error: Exception) -> JSONResponse:
     context = first.get("ctx", {})
     if first["type"] == "json_invalid":
         return error_answer(InvalidRequest(f"the body is not JSON: {context.get('error', 'cannot be read')}"))
+    kind = request.headers.get("content-type")
+    if first["loc"] == ("body",) and "json" not in (kind or ""):
+        return error_answer(
+            InvalidRequest(f"expected a body with the header content-type: application/json, got {kind}")
+        )
     places = [place for place in first["loc"][1:] if _is_place(place)]
     if first["type"] == "unknown_field":
         places.append(context["field"])
@@ -76,8 +117,15 @@ def _is_place(place: object) -> bool:
 
 def _http(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
-    kind = _KINDS.get(error.status_code, "HttpError")
-    body = error_body(str(error.detail), kind, error.status_code)
+    kind, detail, cause = _KINDS.get(error.status_code, "HttpError"), str(error.detail), error.__cause__
+    if isinstance(cause, ApiError):
+        return error_answer(cause)
+    if error.status_code == 404:
+        detail = f"expected {_ROUTES}; got {request.method} {request.url.path[:64]}"
+    elif cause is not None:
+        encoding = request.headers.get("content-encoding")
+        detail = f"expected JSON in UTF-8, got content-encoding {encoding}" if encoding else f"the body: {cause}"
+    body = error_body(detail, kind, error.status_code)
     return JSONResponse(body.model_dump(), error.status_code, headers=error.headers)
 
 

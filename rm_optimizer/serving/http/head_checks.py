@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hmac
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -26,6 +26,12 @@ UPDATE_PATHS = "/rm/weights"
 """Prefix of the paths of weight updates, which may have a key of their own."""
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 _PORT = re.compile(r":\d+\Z")
+
+
+class AmbiguousLength(InvalidRequest):
+    """A proxy may read another end of the body than this server, so the connection ends."""
+
+    headers: Mapping[str, str] = {"connection": "close"}
 
 
 Check: TypeAlias = Callable[[Scope], ApiError | None]
@@ -79,7 +85,7 @@ def bearer_check(api_key: str | None, update_key: str | None = None) -> Check:
 
 def local_host_check(scope: Scope) -> ApiError | None:
     """Check against DNS rebinding: the `Host` of a request must be this machine."""
-    host = Headers(scope=scope).get("host", "")
+    host = Headers(scope=scope).get("host", "" if scope.get("http_version") != "1.0" else "localhost")  # no browser's
     if scope["type"] != "http" or _PORT.sub("", host).lower() in LOCAL_HOSTS:
         return None
     return InvalidRequest(
@@ -88,9 +94,13 @@ def local_host_check(scope: Scope) -> ApiError | None:
 
 
 def header_size_check(scope: Scope) -> ApiError | None:
-    """Check of the headers' size; the protocol limits only those that come in several pieces."""
+    """Check of the headers' size, of which the protocol limits only several pieces, and for one length of the body."""
     if scope["type"] != "http":
         return None
+    if {"content-length", "transfer-encoding"} <= set(
+        Headers(scope=scope).keys()
+    ):  # h11 takes what follows for a request
+        return AmbiguousLength("expected either content-length or transfer-encoding, got both")
     target = scope.get("raw_path") or scope["path"].encode()
     line = len(scope["method"]) + len(target) + len(scope["query_string"]) + len(" ? HTTP/1.1\r\n")
     size = line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")

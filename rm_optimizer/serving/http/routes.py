@@ -13,7 +13,7 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from rm_optimizer.serving.engine import ScoredBatch
-from rm_optimizer.serving.http.error_answers import error_responses
+from rm_optimizer.serving.http.error_answers import JsonRoute, error_responses
 from rm_optimizer.serving.protocol import (
     REVISION_HEADER,
     VERSION_HEADER,
@@ -34,7 +34,7 @@ from rm_optimizer.serving.service.api_errors import NotReady
 from rm_optimizer.serving.service.inputs import TokenSequence, num_characters, refuse_cuts
 from rm_optimizer.serving.service.service import RewardService
 
-router = APIRouter()
+router = APIRouter(route_class=JsonRoute)
 _SCORING = error_responses(400, 401, 404, 408, 413, 500, 503)
 _READING = error_responses(401, 503)
 T = TypeVar("T")

@@ -9,7 +9,7 @@ from fastapi import APIRouter, FastAPI, Path, Request, Response
 from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.engine import Engine
 from rm_optimizer.serving.http.app import create_app
-from rm_optimizer.serving.http.error_answers import error_responses
+from rm_optimizer.serving.http.error_answers import JsonRoute, error_responses
 from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.protocol import REVISION_HEADER, VERSION_HEADER
 from rm_optimizer.serving.service.service import RewardService
@@ -60,7 +60,7 @@ def weight_router(receiver: WeightReceiver) -> APIRouter:
     Args:
         receiver: receiver of the updates, to close when the application ends.
     """
-    router = APIRouter(prefix="/rm/weights", tags=["weights"])
+    router = APIRouter(prefix="/rm/weights", tags=["weights"], route_class=JsonRoute)
 
     @router.post("/begin", responses=_FAILURES)
     async def begin(body: Begin) -> Ready:
