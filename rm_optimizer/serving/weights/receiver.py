@@ -42,6 +42,8 @@ from rm_optimizer.serving.weights.weight_file import check_names, check_weight_f
 KEPT_OUTCOMES = 128
 """Ended updates whose outcome is kept."""
 MAX_TIMEOUT_SECONDS = 3600.0
+LEASE_SECONDS = 20.0
+"""Seconds without a message or a byte from its sender after which an update gives way to another one."""
 MAX_RETRY_SECONDS = 5
 """Longest `Retry-After` while another update is in progress, in seconds; that update may end early."""
 SWAP_GRACE_SECONDS = 15.0
@@ -79,13 +81,14 @@ class UnknownUpdate(ApiError):
 
 @dataclass(eq=False)
 class _Update:
-    """Update in progress."""
+    """Update in progress; it keeps others out until `lease`."""
 
     begin: Begin
     incoming: Incoming
     started: float
     deadline: float
     standing: asyncio.Task[None]
+    lease: float
     watchdog: asyncio.TimerHandle | None = None
     committing: asyncio.Task[Outcome] | None = None
 
@@ -155,8 +158,14 @@ class WeightReceiver:
         if not isinstance(update.incoming, FromBody) or update.committing is not None:
             reason = f"its transport is {update.begin.transport.value}, or it is committed"
             raise UpdateRefused(f"update {batch_id} accepts no body, since {reason}")
+
+        async def renewing() -> AsyncIterator[bytes]:
+            async for chunk in chunks:
+                update.lease = self._now() + LEASE_SECONDS
+                yield chunk
+
         try:
-            size = await update.incoming.receive(chunks)
+            size = await update.incoming.receive(renewing())
         except (WeightsRefused, OSError) as error:
             raise UpdateRefused(str(error)) from error
         return Received(batch_id=batch_id, bytes=size)
@@ -209,18 +218,20 @@ class WeightReceiver:
         )
 
     async def _make_room(self, begin: Begin) -> None:
-        """Refuse a second update; a sender that restarts its own, for example after a lost connection, replaces it."""
+        """Refuse a second update, unless the first one's sender began it again or shows no sign of life."""
         done, active = self._outcomes.get(begin.batch_id), self._active
         if done is not None and done.status is OutcomeStatus.committed:
             raise UpdateConflict(f"update {begin.batch_id} was committed already; choose another batch_id")
-        if active is not None and (active.begin.batch_id != begin.batch_id or active.committing is not None):
+        is_own = active is not None and active.begin.batch_id == begin.batch_id
+        if active is not None and (active.committing is not None or not (is_own or active.lease < self._now())):
             left = math.ceil(max(1.0, active.deadline - self._now()))
             raise UpdateConflict(
                 f"update {active.begin.batch_id} is in progress and ends within {left} s; try again then",
                 retry_after_seconds=min(left, MAX_RETRY_SECONDS),
             )
         if active is not None:
-            await self._give_up(active, "its sender began it again")
+            silence = f"its sender was silent for {LEASE_SECONDS:.0f} s, and another update began"
+            await self._give_up(active, "its sender began it again" if is_own else silence)
             await self._make_room(begin)  # another update may have begun meanwhile
         self._outcomes.pop(begin.batch_id, None)
 
@@ -268,7 +279,10 @@ class WeightReceiver:
         loop = asyncio.get_running_loop()
         way_in = incoming(begin, root=self.root, spool=self._spool)
         standing = asyncio.ensure_future(way_in.wait_ready())
-        update = self._active = _Update(begin, way_in, time.monotonic(), loop.time() + begin.timeout_seconds, standing)
+        deadline = loop.time() + begin.timeout_seconds
+        is_watched = begin.transport in DEFAULT_TRANSPORTS  # the bytes of a process group do not pass here
+        lease = min(deadline, loop.time() + LEASE_SECONDS) if is_watched else deadline
+        update = self._active = _Update(begin, way_in, time.monotonic(), deadline, standing, lease)
         update.watchdog = loop.call_later(begin.timeout_seconds, self._expire, update)
         return update
 

@@ -224,6 +224,40 @@ def test_a_second_update_is_a_conflict_until_the_first_has_ended(server):
     assert send(server, "abort", {"batch_id": second["batch_id"]}).status_code == 200
 
 
+@pytest.mark.parametrize("transport", [Transport.inline, Transport.path])
+def test_an_update_whose_sender_died_gives_way_to_its_successor(server, monkeypatch, transport):
+    monkeypatch.setattr(receiver, "LEASE_SECONDS", 0.5)
+    path = server.root / "successor.safetensors"
+    path.touch()
+    dead = announcement(tensors_of(server), transport=transport, path=path.name)
+    successor = announcement(tensors_of(server), transport=Transport.inline)
+    assert send(server, "begin", dead).status_code == 200
+    assert refused(send(server, "begin", successor), 409)
+    time.sleep(0.6)
+    assert send(server, "begin", successor).status_code == 200
+    assert "silent for" in refused(send(server, "commit", {"batch_id": dead["batch_id"]}))
+    assert send(server, "abort", {"batch_id": successor["batch_id"]}).status_code == 200
+
+
+def test_an_upload_that_goes_on_keeps_others_out(server, monkeypatch):
+    monkeypatch.setattr(receiver, "LEASE_SECONDS", 0.5)
+    tensors = tensors_of(server)
+    slow, other = (announcement(tensors, transport=Transport.inline) for _ in range(2))
+    body, answers = save(tensors), []
+
+    def pieces():
+        for place in range(6):
+            yield body[place : place + 1]
+            time.sleep(0.2)
+            answers.append(send(server, "begin", other).status_code)
+        yield body[6:]
+
+    assert send(server, "begin", slow).status_code == 200
+    httpx.put(f"{server.url}/rm/weights/upload/{slow['batch_id']}", content=pieces())
+    assert answers == [409] * 6
+    assert send(server, "abort", {"batch_id": slow["batch_id"]}).status_code == 200
+
+
 def test_of_many_updates_at_once_one_is_taken(server):
     begins = [announcement(tensors_of(server), transport=Transport.inline) for _ in range(8)]
     statuses: list[int] = []
