@@ -18,7 +18,7 @@ from rm_optimizer.doctor import label_signal
 from rm_optimizer.doctor import model as doctor_model
 from rm_optimizer.doctor import rewards as doctor_rewards
 from rm_optimizer.doctor import text as doctor_text
-from rm_optimizer.doctor.diagnosis import Check, Diagnosis, skipped
+from rm_optimizer.doctor.diagnosis import Check, Diagnosis, Status, skipped
 from rm_optimizer.doctor.probe_conversations import padded_rewards, probe_ids, running
 from rm_optimizer.errors import DataError
 
@@ -27,6 +27,10 @@ Stage = tuple[str, Callable[[], Iterable[Check]]]
 
 _LEARNED = ("label_agreement", "beats_length", "reward_length")
 _NEEDS_REWARDS = (*_LEARNED, "prompt_only", "label_signal", "label_shuffle")
+_NEEDS_WEIGHTS = (
+    *("head_init", "head_dtype", "head_trainable", "padding", "plain_forward", "batch", "prefix_sharing", "dropout"),
+    *("attention_kernel", "save_reload", "reward_spread", *_NEEDS_REWARDS),
+)
 _NEEDS_DATA = (
     *("split_leakage", "unseen_pairs", "labels", "margins", "repeated_pairs", "contradictions", "truncation_rate"),
     *("response_truncation", "identical_pairs", "longer_wins", *_NEEDS_REWARDS),
@@ -74,6 +78,9 @@ def diagnose(
     for done, (what, checks_of) in enumerate(stages):
         on_stage(what, done, len(stages))
         checks.extend(checks_of())
+    if checks[0].status is Status.fail:
+        reason = "the weights are not finite, see finite_weights"
+        checks = [skipped(each.name, each.expected, reason) if each.name in _NEEDS_WEIGHTS else each for each in checks]
     return Diagnosis(
         model=f"{type(model.model).__name__} {model.model.name_or_path}".strip(),
         seed=seed,
@@ -108,6 +115,7 @@ class _Examination:
         """The checks that need no pairs."""
         model, probe = self.model, self.probe
         return [
+            ("weights", lambda: [doctor_head.finite_weights(model)]),
             ("tokens and template", self._text),
             ("head", self._head),
             ("padding", lambda: [doctor_model.padding(model, probe), doctor_model.plain_forward(model, probe)]),

@@ -1,4 +1,4 @@
-"""Checks of the final layer: its initialization, precision, gradient, number of outputs and activation."""
+"""Checks of the weights, and of the final layer: initialization, precision, gradient, outputs and activation."""
 
 from __future__ import annotations
 
@@ -24,6 +24,20 @@ def is_head_fresh(model: BradleyTerryRM) -> bool:
     initialize_head(again, int(drawn_from[1]))
     rounding = torch.finfo(model.model.dtype).eps
     return torch.allclose(model.reward_head.weight.float().cpu(), again.weight, rtol=rounding, atol=0)
+
+
+def finite_weights(model: BradleyTerryRM) -> Check:
+    """No weight is NaN or infinite."""
+    broken = [
+        name
+        for name, weight in model.model.named_parameters()
+        if weight.is_floating_point() and not weight.detach().float().isfinite().all()
+    ]
+    bad = (
+        f"values that are not finite in {', '.join(broken[:3])}; every reward may be wrong, so give another checkpoint"
+    )
+    unit = "weights with values that are not finite"
+    return judged("finite_weights", not broken, len(broken), unit, "0", "all weights are finite", bad)
 
 
 def head_init(model: BradleyTerryRM) -> Check:

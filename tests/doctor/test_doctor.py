@@ -32,11 +32,12 @@ from rm_optimizer.doctor import text as doctor_text
 from rm_optimizer.doctor.diagnosis import Diagnosis, Status
 from rm_optimizer.doctor.doctor import _Examination, diagnose
 from rm_optimizer.doctor.probe_conversations import probe_ids
-from rm_optimizer.errors import DataError
+from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.interfaces.commands.doctor import doctor
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel
 from rm_optimizer.reporting.doctor_table import print_diagnosis
+from rm_optimizer.serving.client.reward_function import trl_reward
 from tests.builders import (
     FAMILIES,
     fresh_reward_model,
@@ -255,7 +256,10 @@ def test_a_head_that_rounds_is_found(model, monkeypatch):
 def test_rewards_that_are_not_finite_fail_and_the_verdict_is_still_json(model, data):
     torch.nn.init.constant_(model.reward_head.weight, math.nan)
     diagnosis = diagnose(model, data, seed=0, max_pairs=20)
-    assert {"head_init", "reward_spread", "padding"} <= failed(diagnosis)
+    assert failed(diagnosis) == {"finite_weights"}
+    assert {"head_init", "reward_spread", "padding", "label_agreement"} <= set(diagnosis.names(Status.skipped))
+    with pytest.raises(CheckpointError, match="expected finite rewards, got nan for 1 of 1"):
+        trl_reward(model)(["Why?"], ["Because."])
     assert "NaN" not in diagnosis.to_json()
     assert Diagnosis.from_json(diagnosis.to_json()) == diagnosis
 

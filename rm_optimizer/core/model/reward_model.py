@@ -35,6 +35,7 @@ from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, num_em
 from rm_optimizer.core.tokens.plan import pad_sequences, stacked
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree
 from rm_optimizer.core.tokens.written_template import TemplateWriter
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.codec import from_values, json_values
 
 
@@ -183,6 +184,11 @@ class BradleyTerryRM(BaseRewardModel):
     def _wrapped(
         cls, loaded: LoadedModel, max_length: int, seed: int, render_fn: RenderFn | None, gradient_checkpointing: bool
     ) -> BradleyTerryRM:
+        if gradient_checkpointing and not loaded.model.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"expected a model that can recompute activations, got {type(loaded.model).__name__}, for which "
+                "transformers has no gradient checkpointing; set model.gradient_checkpointing=false"
+            )
         if gradient_checkpointing:
             loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         head_seed = seed if loaded.is_head_fresh else None

@@ -202,7 +202,9 @@ def adapter_tensors(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     Raises:
         CheckpointError: if a tensor is missing or unknown.
     """
-    stored, names = load_file(folder / WEIGHTS_FILE), _file_names(model)
+    binary, names = folder / "adapter_model.bin", _file_names(model)
+    is_binary = binary.is_file() and not (folder / WEIGHTS_FILE).is_file()
+    stored = torch.load(binary, "cpu", weights_only=True) if is_binary else load_file(folder / WEIGHTS_FILE)
     wrong = sorted(stored.keys() ^ set(names.values()))
     if wrong:
         examples = f"{len(wrong)} tensors, such as {wrong[0]}"

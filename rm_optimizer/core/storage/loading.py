@@ -119,6 +119,11 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
         loaded = _load(source, options)
     if not options.new_head:
         require_trained_head(loaded.model, loaded.drawn, source, loaded.unread)
+        factors = [value for name, value in loaded.model.named_parameters() if ".lora_B." in name]
+        if not loaded.model.get_submodule(head_name(loaded.model)).weight.any():
+            _log.warning("%s has a reward head of zeros, so every response gets the same reward; train it", source)
+        if factors and not any(value.any() for value in factors):
+            _log.warning("%s has an adapter that was not trained: all its lora_B are zero", source)
     return loaded
 
 
@@ -127,7 +132,8 @@ def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:
     adapter = StoredAdapter.read(folder)
     base = _base_of(adapter.config, adapter.base, options)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(adapter.folder)
+        has_tokenizer = (adapter.folder / "tokenizer_config.json").is_file()  # plain peft saves none
+        tokenizer = AutoTokenizer.from_pretrained(adapter.folder) if has_tokenizer else base.tokenizer
         drawn = base.drawn - adapter.load_into(base.model)
     except _LOAD_ERRORS as error:
         reason = damage(adapter.folder) or reason_of(error)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rm_optimizer.core.pairs.pair import Scorer
 from rm_optimizer.core.rows.messages import Prompt, as_messages, read_messages, read_prompt
+from rm_optimizer.errors import CheckpointError
 
 
 def trl_reward(scorer: Scorer, name: str = "reward") -> Callable[..., list[float]]:
@@ -17,6 +19,7 @@ def trl_reward(scorer: Scorer, name: str = "reward") -> Callable[..., list[float
         name: name of the function in TRL's log.
 
     Raises:
+        CheckpointError: by the function, if a reward is NaN or infinite.
         ValueError: by the function, if a completion is not text and does not end with the assistant's message.
 
     Example:
@@ -37,6 +40,11 @@ class _RewardFunction:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **ignored: Any) -> list[float]:
         rewards: list[float] = self._scorer.score(*conversations(prompts, completions)).tolist()
+        if broken := [reward for reward in rewards if not math.isfinite(reward)]:
+            raise CheckpointError(
+                f"{self.__name__}: expected finite rewards, got {broken[0]} for {len(broken)} of {len(rewards)} "
+                "completions: the model's weights are broken, or overflow in their type; give another checkpoint"
+            )
         return rewards
 
 

@@ -426,6 +426,12 @@ def test_an_adapter_made_by_peft_alone_loads(tmp_path: Path):
         theirs.eval().config.pad_token_id = model.pad_choice.token_id
         logits = theirs(**model.tokenize(PROMPTS, RESPONSES)).logits[:, 0]
     torch.testing.assert_close(model.score(PROMPTS, RESPONSES), logits, rtol=1e-5, atol=1e-5)
+    (tmp_path / "adapter" / "tokenizer_config.json").unlink()
+    stored = adapter_files.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    torch.save(stored, tmp_path / "adapter" / "adapter_model.bin")
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    older = BradleyTerryRM.from_pretrained(tmp_path / "adapter")
+    assert torch.equal(older.score(PROMPTS, RESPONSES), model.score(PROMPTS, RESPONSES))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -345,3 +345,17 @@ def test_the_prefix_of_a_wrapper_is_named(prefix: str, tmp_path: Path):
     folder = stored(tmp_path, lambda weights: {prefix + key: value for key, value in weights.items()})
     with pytest.raises(CheckpointError, match=f"without {prefix}"):
         BradleyTerryRM.from_pretrained(folder)
+
+
+def test_a_head_of_zeros_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    folder = stored(tmp_path, lambda weights: weights | {"score.weight": torch.zeros_like(weights["score.weight"])})
+    BradleyTerryRM.from_pretrained(folder)
+    assert "reward head of zeros" in caplog.text
+
+
+def test_gradient_checkpointing_of_a_family_without_it_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    base_folder("llama", tmp_path)
+    monkeypatch.setattr("transformers.PreTrainedModel.supports_gradient_checkpointing", False)
+    monkeypatch.setattr("transformers.LlamaPreTrainedModel.supports_gradient_checkpointing", False)
+    with pytest.raises(ConfigError, match="has no gradient checkpointing; set"):
+        BradleyTerryRM.from_pretrained(tmp_path, new_head=True, gradient_checkpointing=True)
