@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import Prompt, as_messages, digest, prompt_id
@@ -15,6 +23,8 @@ from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, MissingExtra
 from rm_optimizer.records.randomness import keeping_random_state
+
+_log = logging.getLogger("rm_optimizer")
 
 
 class TransformersPolicy:
@@ -164,7 +174,7 @@ def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Collecti
 
 
 def load_language_model(source: str | Path) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    """Load the tokenizer and model of a policy, and require all weights of a language model.
+    """Load the tokenizer and model of a policy, without the sampling settings of its files, and require all weights.
 
     Raises:
         CheckpointError: if there is no such model, or it has no language head.
@@ -181,6 +191,12 @@ def load_language_model(source: str | Path) -> tuple[PreTrainedTokenizerBase, Pr
         raise CheckpointError(f"{source} cannot be loaded as a policy: {reason}") from error
     if missing := sorted(report["missing_keys"]):
         raise CheckpointError(f"{source} lacks weights of a language model, among them {missing[0]}; give another")
+    # generate() and TRL fill what their caller leaves open from this file, so that only its tokens are kept
+    shipped = {name: each for name, each in model.generation_config.to_diff_dict().items() if name[0] != "_"}
+    tokens = {name: shipped.pop(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in shipped}
+    model.generation_config = GenerationConfig(**tokens)
+    if dropped := sorted(shipped.keys() - {"transformers_version"}):
+        _log.warning("%s: generation_config.json is not used for sampling: %s", source, ", ".join(dropped))
     return tokenizer, model
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -19,6 +19,7 @@ from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted, RewardServerUnavailable
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+from rm_optimizer.rl_coupling.language_policies import TransformersPolicy
 from rm_optimizer.rl_coupling.rlhf import optimization
 from rm_optimizer.rl_coupling.rlhf.generation import TrainedPolicy
 from rm_optimizer.rl_coupling.rlhf.measurement import Judges, MeasuredCheckpoint, curve_of
@@ -232,6 +233,14 @@ def test_a_policy_without_pad_token_pads_with_its_end(tmp_path, template):
     tokenizer.pad_token = None
     folder = save_policy(tmp_path, tokenizer)
     assert run(folder, tmp_path / "run", config=replace(CONFIG, steps=1)).step == 1
+
+
+def test_sampling_settings_of_the_models_files_are_dropped_and_named(tmp_path, caplog):
+    folder = save_policy(tmp_path, decoder_tokenizer())
+    GenerationConfig(do_sample=True, repetition_penalty=1.3, min_p=0.3, no_repeat_ngram_size=2).save_pretrained(folder)
+    for kept in (TrainedPolicy(folder, max_new_tokens=4, temperature=1.0), TransformersPolicy(folder)):
+        assert kept.model.generation_config.to_diff_dict().keys() <= {"eos_token_id", "top_k", "transformers_version"}
+        assert "min_p, no_repeat_ngram_size, repetition_penalty" in caplog.text
 
 
 def test_bad_prompts_are_refused(policy, tmp_path):
