@@ -22,6 +22,7 @@ from rm_optimizer.core.metrics.intervals import (
     cluster_bootstrap,
     cluster_totals,
     crossed_mean,
+    inside,
     with_honest_width,
 )
 
@@ -78,8 +79,8 @@ class PairedScores:
         """Mean of the effects of seeds in a score, as a last axis of one."""
         return np.asarray(self.effects(totals, score).mean(axis=-1, keepdims=True))
 
-    def prompt_error(self, score: Score) -> float:
-        """Standard error of the mean that prompts cause for every seed.
+    def prompt_errors(self, score: Score) -> tuple[float, float]:
+        """Standard errors of the mean that prompts cause for every seed, and that they cause for the given models.
 
         The jackknife's variance of a mean over S seeds contains the prompts' own variance, and a part 1 / S of the
         variance that each pair of a prompt and a seed adds. The variance between seeds contains that part too, so it is
@@ -88,14 +89,14 @@ class PairedScores:
         """
         num_seeds = len(self.better)
         if num_seeds < 2 or len(self.sums) < 2:
-            return 0.0
+            return 0.0, 0.0
         jackknife = [
             estimate.standard_error or 0.0
             for statistic in (self.mean_effect, self.effects)
             for estimate in cluster_bootstrap(self.sums, partial(statistic, score=score), num_bootstrap=0, seed=0)
         ]
         b, own = jackknife[0] ** 2, float(np.mean(np.square(jackknife[1:])))
-        return math.sqrt(max(num_seeds * b - own, 0.0) / (num_seeds - 1))
+        return math.sqrt(max(num_seeds * b - own, 0.0) / (num_seeds - 1)), jackknife[0]
 
     def crossed(self, score: Score, offset: Float[np.ndarray, " seeds"] | float = 0.0) -> StudentMean:
         """Mean effect, with an error over seeds and prompts; see `crossed_mean`.
@@ -104,7 +105,8 @@ class PairedScores:
             score: compared metric.
             offset: added to each seed's effect, and known exactly given the seed.
         """
-        return crossed_mean(self.per_seed(score) + offset, self.prompt_error(score), len(self.sums))
+        of_all, of_these = self.prompt_errors(score)
+        return crossed_mean(self.per_seed(score) + offset, of_all, len(self.sums), least_error=of_these)
 
 
 def paired_effect(
@@ -135,13 +137,13 @@ def paired_effect(
         num_bootstrap: resamples of prompts for the interval of one seed; 0 gives it none.
     """
     scores = PairedScores(better, worse, prompts, label, weight)
+    bounds = None if score == "nll" or offset is not None else (0.0 if worse is None else -1.0, 1.0)
     if len(better) > 1 or not num_bootstrap:
-        return scores.crossed(score, 0.0 if offset is None else offset).estimate
+        return inside(scores.crossed(score, 0.0 if offset is None else offset).estimate, bounds)
     if worse is not None and np.array_equal(better, worse):
         return Estimate(0.0, 0.0, len(scores.sums), 0.0, 0.0)
     mean = partial(scores.mean_effect, score=score)
     estimate = cluster_bootstrap(scores.sums, mean, num_bootstrap=num_bootstrap, seed=0)[0]
-    bounds = None if score == "nll" else (0.0 if worse is None else -1.0, 1.0)
     return with_honest_width(estimate, scores.sums[:, -1], bounds=bounds)
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
+from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 from scipy.stats import t as student_t
 
@@ -24,7 +25,11 @@ Statistic = Callable[[np.ndarray], np.ndarray]
 
 BootstrapInterval = Literal["bca", "basic"]
 
+FEWEST_RESAMPLED = 40
+"""Clusters below which a bootstrap covers less than it states (about 0.89 at eight and 0.92 at twenty)."""
 _RESAMPLED_CLUSTERS_AT_ONCE = 4_000_000
+_MATCHED = 0.99
+"""Quantile at which the degrees of freedom of a mean over seeds and prompts are found."""
 _TAILS = np.array([(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
 
 
@@ -124,26 +129,41 @@ def student_mean(samples: Float[np.ndarray, " samples"], *, bias: float = 0.0) -
     return StudentMean(value, error, count - 1, count).estimate
 
 
-def crossed_mean(per_seed: Float[np.ndarray, " seeds"], prompt_error: float, num_prompts: int) -> StudentMean:
+def crossed_mean(
+    per_seed: Float[np.ndarray, " seeds"], prompt_error: float, num_prompts: int, *, least_error: float = 0.0
+) -> StudentMean:
     """Mean over seeds, with an error from the variances of the mean that seeds and prompts cause.
 
-    Three seeds are too few to resample. Degrees of freedom are `(a + b)^2 / (a^2 / (seeds - 1) + b^2 / (prompts - 1))`
-    with `a` the variance that seeds cause and `b` that prompts cause (Satterthwaite, 1946, doi:10.2307/3002019). One
-    seed has no variance and gets no error.
+    Two or three seeds are too few to resample, and too few for Satterthwaite's degrees of freedom, which jump to those
+    of the prompts whenever the seeds agree by chance. The half width is `sqrt(t_s^2 a + t_p^2 b)`, with `a` the
+    variance that seeds cause, `b` that prompts cause, and `t` Student's quantiles of `seeds - 1` and `prompts - 1`
+    degrees of freedom (Graybill & Wang, 1980, doi:10.1080/01621459.1980.10477565). It is never below `t_p` times the
+    error of these models over prompts. The degrees of freedom are those that give this half width at 98 %, so that the
+    tests of up to four arms by Holm's rule hold their level too. One seed has no variance and gets no error.
 
     Args:
         per_seed: value of each seed.
         prompt_error: standard error of the mean that prompts cause, whatever the seed; 0 where they cause none.
         num_prompts: prompts behind it.
+        least_error: standard error of the mean over prompts for the given models.
     """
     value, num_seeds = float(per_seed.mean()), len(per_seed)
     if num_seeds < 2:
         return StudentMean(value, math.nan, 0.0, num_prompts)
     a, b = float(per_seed.var(ddof=1)) / num_seeds, prompt_error**2
-    others = b**2 / (num_prompts - 1) if num_prompts > 1 else 0.0
-    spread = a**2 / (num_seeds - 1) + others
-    freedom = (a + b) ** 2 / spread if spread else float(num_seeds - 1)
-    return StudentMean(value, math.sqrt(a + b), freedom, num_prompts)
+    error = math.sqrt(max(a + b, least_error**2))
+    if num_prompts < 2 or not error:
+        return StudentMean(value, error, float(num_seeds - 1), num_prompts)
+    few, many = sorted((num_seeds - 1.0, num_prompts - 1.0))
+    of_seeds, of_prompts = (float(student_t.ppf(_MATCHED, count - 1)) for count in (num_seeds, num_prompts))
+    half = math.sqrt(max(of_seeds**2 * a + of_prompts**2 * b, (of_prompts * least_error) ** 2))
+
+    def excess(freedom: float) -> float:
+        return float(student_t.ppf(_MATCHED, freedom)) * error - half
+
+    if excess(few) <= 0 or excess(many) >= 0:
+        return StudentMean(value, error, few if excess(few) <= 0 else many, num_prompts)
+    return StudentMean(value, error, float(brentq(excess, few, many)), num_prompts)
 
 
 def with_student_interval(estimate: Estimate) -> Estimate:
@@ -154,10 +174,17 @@ def with_student_interval(estimate: Estimate) -> Estimate:
     return StudentMean(estimate.value, estimate.standard_error, freedom, estimate.num_samples).estimate
 
 
+def inside(estimate: Estimate, bounds: tuple[float, float] | None) -> Estimate:
+    """The estimate with its interval cut to the values that the statistic can take; None leaves it as it is."""
+    if bounds is None or estimate.low is None or estimate.high is None:
+        return estimate
+    return replace(estimate, low=max(estimate.low, bounds[0]), high=min(estimate.high, bounds[1]))
+
+
 def with_honest_width(
     estimate: Estimate, cluster_weight: Float[np.ndarray, " clusters"], *, bounds: tuple[float, float] | None
 ) -> Estimate:
-    """The estimate, with another interval if all clusters gave the same result.
+    """The estimate with its interval inside the bounds, and with another one if all clusters gave the same result.
 
     Resamples of equal results never differ, so neither bootstrap nor jackknife can estimate the error.
     A bounded statistic gets Wilson's interval, which is conservative for any variable within the bounds, over the
@@ -173,7 +200,7 @@ def with_honest_width(
         '0.500 [0.150, 0.850]'
     """
     if estimate.standard_error is None or estimate.standard_error > 1e-12 * max(1.0, abs(estimate.value)):
-        return estimate
+        return inside(estimate, bounds)
     bare = replace(estimate, standard_error=None, low=None, high=None, kind=None)
     if bounds is None or np.count_nonzero(cluster_weight) < 2:
         return bare
@@ -200,8 +227,9 @@ def cluster_bootstrap(
     "bca" is bias-corrected and accelerated (Efron, 1987, doi:10.1080/01621459.1987.10478410), its acceleration from
     the leave-one-cluster-out jackknife. "basic" is `[2 t - q_high, 2 t - q_low]` (Davison & Hinkley, 1997, Eq. 5.6),
     for statistics such as a calibration error, whose resamples are biased away from `t`; it is clipped at 0 and widened
-    to contain the estimate. With `num_bootstrap=0` the standard error is the jackknife's and there is no interval. With
-    fewer than two clusters there is neither.
+    to contain the estimate. Fewer than `FEWEST_RESAMPLED` clusters have too few different resamples: their interval is
+    Student's, with the jackknife's standard error and `clusters - 1` degrees of freedom. With `num_bootstrap=0` the
+    standard error is the jackknife's and there is no interval. With fewer than two clusters there is neither.
 
     Args:
         sums: share of each cluster in each total.
@@ -217,9 +245,10 @@ def cluster_bootstrap(
     num_clusters = sums.shape[0]
     if num_clusters < 2:
         return tuple(Estimate(float(value), None, num_clusters) for value in values)
-    if num_bootstrap == 0:
+    if num_bootstrap == 0 or num_clusters < FEWEST_RESAMPLED:
         jackknife = statistic(sums.sum(axis=0) - sums)
-        return tuple(_jackknife_estimate(*columns) for columns in zip(values, jackknife.T, strict=True))
+        found = [_jackknife_estimate(*columns) for columns in zip(values, jackknife.T, strict=True)]
+        return tuple(map(with_student_interval, found) if num_bootstrap else found)
     replicates = statistic(_resampled_totals(sums, num_bootstrap, seed)).T
     if kind == "basic":
         return tuple(_basic_estimate(*columns, num_clusters) for columns in zip(values, replicates, strict=True))

@@ -8,8 +8,15 @@ import numpy as np
 import pytest
 from scipy.stats import t as student
 
+from rm_optimizer.core.metrics.effects import paired_effect
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap, crossed_mean, student_mean, wilson_interval
+from rm_optimizer.core.metrics.intervals import (
+    FEWEST_RESAMPLED,
+    cluster_bootstrap,
+    crossed_mean,
+    student_mean,
+    wilson_interval,
+)
 
 SEEDS, PROMPTS = 3, 60
 
@@ -60,7 +67,7 @@ def test_matches_scipys_bca_interval():
 
 
 def test_same_seed_same_interval_in_any_chunking(monkeypatch: pytest.MonkeyPatch):
-    sums = with_counts(np.random.default_rng(0).normal(size=30))
+    sums = with_counts(np.random.default_rng(0).normal(size=60))
     first = cluster_bootstrap(sums, mean, num_bootstrap=200, seed=7)
     assert cluster_bootstrap(sums, mean, num_bootstrap=200, seed=7) == first
     assert cluster_bootstrap(sums, mean, num_bootstrap=200, seed=8) != first
@@ -99,7 +106,8 @@ def test_resamples_without_what_is_counted_are_left_out():
         with np.errstate(invalid="ignore"):
             return totals[..., :1] / totals[..., 1:]
 
-    sums = np.array([[1.0, 2.0], [0.0, 0.0], [0.0, 0.0]])
+    sums = np.zeros((FEWEST_RESAMPLED, 2))
+    sums[0] = 1.0, 2.0
     (estimate,) = cluster_bootstrap(sums, share, num_bootstrap=300, seed=0)
     assert (estimate.value, estimate.low, estimate.high) == (0.5, 0.5, 0.5)
 
@@ -134,3 +142,32 @@ def test_intervals_hold_the_truth_at_least_as_often_as_they_say(seed_std, prompt
         estimate = crossed_mean(table.mean(axis=1), prompt_error, PROMPTS).estimate
         held += estimate.low <= truth <= estimate.high
     assert held / repetitions > 0.95 - 3 * math.sqrt(0.95 * 0.05 / repetitions)
+
+
+@pytest.mark.parametrize("num_clusters", [2, 3, 5, 8, 19])
+def test_intervals_of_few_clusters_hold_the_truth(num_clusters):
+    rng, held, repetitions = np.random.default_rng(num_clusters), 0, 500
+    for _ in range(repetitions):
+        shares = rng.normal(0.3, 0.7, (num_clusters, 1)) + rng.normal(0, 1, (num_clusters, 12))
+        sums = np.stack([shares.sum(axis=1), np.full(num_clusters, 12.0)], axis=1)
+        (found,) = cluster_bootstrap(sums, mean, num_bootstrap=100, seed=0)
+        held += found.low <= 0.3 <= found.high
+    assert held / repetitions > 0.95 - 3 * math.sqrt(0.95 * 0.05 / repetitions)
+
+
+@pytest.mark.parametrize("num_seeds", [2, 3])
+def test_two_equal_seeds_give_no_narrower_interval_than_prompts_alone(num_seeds):
+    rng = np.random.default_rng(0)
+    margins = np.tile(rng.normal(0.5, 1, 60), (num_seeds, 1)) + rng.normal(0, 0.5, (num_seeds, 60))
+    margins -= margins.mean(axis=1, keepdims=True) - 0.5
+    prompts = [f"{i}" for i in range(60)]
+    over_seeds = paired_effect(margins, None, prompts, "nll")
+    alone = student_mean(np.logaddexp(0, -margins).mean(axis=0))
+    assert over_seeds.high - over_seeds.low >= alone.high - alone.low - 1e-12
+
+
+def test_an_interval_over_seeds_stays_inside_the_scores_range():
+    margins = np.array([[3.0] * 9 + [-3.0], [-3.0] * 9 + [3.0]])
+    for score in ("accuracy", "brier", "ece"):
+        found = paired_effect(margins, None, [f"{i}" for i in range(10)], score)
+        assert 0 <= found.low <= found.high <= 1
