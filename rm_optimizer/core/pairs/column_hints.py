@@ -63,11 +63,35 @@ def _hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, spelling:
     known = _known_names(names, rows)
     if known and detect_format([row for _, row in renamed(enumerate(rows), known)]):
         return f"did you mean {spelling.columns({**_given(columns), **known})}?"
-    if "prompt" in names and any(_are_responses(row) for row in rows):
+    scores = [name for name in names if name not in known.values() and _is_number(rows, name)]
+    if "prompt" in names and any(isinstance(row.get("response"), str) for row in rows) and scores:
+        return f"name the column that scores each response, such as {spelling.columns({'score': scores[0]})}"
+    if names_of_sides := _preferred_hint(rows, names, columns, spelling):
+        return names_of_sides
+    only_responses = not any(_WINNER_NAMES.search(name) for name in names)
+    if "prompt" in names and only_responses and any(_are_responses(row) for row in rows):
         return "these are responses to score, not comparisons: rm-opt score CHECKPOINT IN OUT takes them"
     return (
         _numbered_hint(rows, names, columns, spelling) or _nested_hint(rows, names, spelling) or _plain_hint(spelling)
     )
+
+
+def _is_number(rows: Sequence[Row], name: str) -> bool:
+    """True if a column holds numbers of more than one value."""
+    values = [row[name] for row in rows if not is_empty(row.get(name))]
+    return len(set(map(str, values))) > 1 and all(isinstance(value, int | float) for value in values)
+
+
+def _preferred_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, spelling: Spelling) -> str | None:
+    """The winner form for a column whose values are the names of the two columns of responses."""
+    for name in names:
+        sides = [value for value in _values(rows, name) if value in names and value != name]
+        if len(sides) == 2:
+            mapping = _given(columns) | {"response_a": sides[0], "response_b": sides[1], "winner": name}
+            others = [value for value in _values(rows, name) if value not in sides]
+            option = spelling.option("winner", ",".join([*sides, *others[:1]]))
+            return f"{name} names the better of {sides[0]} and {sides[1]}: {spelling.columns(mapping)} {option}"
+    return None
 
 
 def _are_responses(row: Row) -> bool:
@@ -104,10 +128,15 @@ def _numbered_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, 
         return None
     prompt = {} if "prompt" in names else {"prompt": _known_names(names, rows).get("prompt", "PROMPT")}
     told = [name for name in names if _WINNER_NAMES.search(name) and _values(rows, name)]
-    winner = told[0] if told else "WHICH_IS_BETTER"
+    winner = told[0] if len(told) == 1 else "winner" if told else "WHICH_IS_BETTER"
     mapping = _given(columns) | prompt | {"response_a": sides[0], "response_b": sides[1], "winner": winner}
     if all(isinstance(row.get(sides[0]), list) for row in rows):
         mapping.pop("prompt", None)
+    if len(told) > 1:
+        return (
+            f"{sides[0]} and {sides[1]} are two responses, and {', '.join(told)} tell only together which is better; "
+            f"write one column winner of them, then give {spelling.columns(mapping)} {_winner_option(spelling)}"
+        )
     holds = f"; {winner} holds {', '.join(_values(rows, winner))}" if told else ""
     return (
         f"{sides[0]} and {sides[1]} are two responses of which another column names the better one: "

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.rows.columns import read_number
 from rm_optimizer.core.rows.messages import (
     LAST_TURN,
@@ -28,8 +27,12 @@ from rm_optimizer.core.rows.messages import (
     shown_kind,
 )
 from rm_optimizer.core.rows.readers import Report, Row
+from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS, UNREAD_COLUMNS
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.data import KwiseRule
+
+PER_RESPONSE = "(per response)"
+"""Name of the values of each response in a gathered row, which no column of a file has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +233,7 @@ def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
         raise ValueError("responses and scores must be lists of the same length")
     for response in responses:
         _text({"each of responses": response}, "each of responses")
-    per_response: Mapping[str, Sequence[Any]] = row.get("per_response") or {}
+    per_response: Mapping[str, Sequence[Any]] = row.get(PER_RESPONSE) or {}
     pairs = [pair for pair in kwise_pairs(values, rule) if responses[pair[0]] != responses[pair[1]]]
     return [
         Comparison(prompt, responses[i], responses[j], values[i] - values[j], _both_sides(per_response, i, j))
@@ -258,21 +261,24 @@ def _both_sides(per_response: Mapping[str, Sequence[Any]], better: int, worse: i
 def gather_responses(rows: Iterable[tuple[int, Row]], report: Report) -> Iterator[tuple[int, Row]]:
     """K-wise rows of a table with one response and score a row: rows of one prompt become one, at the first's number.
 
-    Columns that differ within a prompt go to `per_response`, so that each pair can tell both values.
+    A prompt is all that the model reads before the response, so columns of context decide beside `prompt` which rows
+    belong together. Other columns that differ within a prompt go to `PER_RESPONSE`, so that each pair can tell both
+    values.
 
     Args:
         rows: numbered rows with `prompt`, `response` and `score`.
         report: function called for rows without a usable response or score; the others of their prompt still count.
     """
-    groups: dict[str, list[tuple[int, Row]]] = {}
+    groups: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
+    context = sorted({*CONTEXT_COLUMNS, *UNREAD_COLUMNS})
     for number, row in rows:
         try:
             entry = {**row, "response": _text(row, "response"), "score": read_number("score", row.get("score"))}
-            prompt = row["prompt"] if isinstance(row.get("prompt"), str) else digest(row.get("prompt"))
         except ValueError as error:
             report(number, str(error))
             continue
-        groups.setdefault(prompt, []).append((number, entry))
+        whole = tuple("" if is_empty(row.get(name)) else repr(row[name]) for name in ("prompt", *context))
+        groups.setdefault(whole, []).append((number, entry))
     for members in groups.values():
         yield members[0][0], _gathered([row for _, row in members])
 
@@ -284,7 +290,7 @@ def _gathered(rows: Sequence[Row]) -> Row:
         "prompt": rows[0].get("prompt"),
         "responses": [row["response"] for row in rows],
         "scores": [row["score"] for row in rows],
-        "per_response": {name: [row.get(name) for row in rows] for name in differing},
+        PER_RESPONSE: {name: [row.get(name) for row in rows] for name in differing},
     }
 
 
@@ -381,7 +387,7 @@ FORMATS: Mapping[str, RowFormat] = MappingProxyType(
                     frozenset({"prompt", "responses", "ranks"}),
                     frozenset({"prompt", "response", "score"}),
                 ),
-                frozenset({"prompt", "responses", "scores", "ranks", "per_response"}),
+                frozenset({"prompt", "responses", "scores", "ranks", PER_RESPONSE}),
                 _fits_kwise,
                 _compare_kwise,
                 makes_groups=True,

@@ -13,6 +13,7 @@ from rm_optimizer.core.rows.columns import first_renamed, renamed
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS
 from rm_optimizer.core.rows.unread_columns import unread_note
+from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
 
 FIRST_ROWS = 50
@@ -66,8 +67,28 @@ def format_of(
         raise no_format(source.path, ours, source.columns, forms, spelling)
     if form.name == "winner" and source.winner is None:
         raise winner_untold(source.path, ours, source.columns, spelling)
+    _require_read(source, form, spelling)
     require_readable(source.path, ours, source.columns, spelling)
     has_one_response = form.name == "kwise" and "responses" not in first[0][1] and "responses" not in source.columns
     read = form.columns | {"response", "score", *OPTIONAL_COLUMNS} | CONTEXT_COLUMNS
     note = unread_note(named or source.path, ours, read, spelling)
     return SourceFormat(chain(numbered, others), form, has_one_response, () if note is None else (note,))
+
+
+def _require_read(source: DataSource, form: RowFormat, spelling: Spelling) -> None:
+    """Refuse a mapping or values of a winner column that the rows' format does not read.
+
+    Raises:
+        DataError: naming the option and the format.
+    """
+    of_formats = {name for each in FORMATS.values() for name in each.columns} | {"response", "score"}
+    read = form.columns | ({"response", "score"} if form.name == "kwise" else set())
+    unread = {ours: theirs for ours, theirs in source.columns.items() if theirs and ours in of_formats - read}
+    options = [spelling.columns(unread)] if unread else []
+    if source.winner is not None and form.name != "winner":
+        options.append(spelling.option("winner", str(source.winner)))
+    if options:
+        raise DataError(
+            f"{source.path}: {' and '.join(options)} would have no effect, since the rows are read by format "
+            f"{form.name} ({form.expects}); leave it out, or name the format that reads it with {spelling.option('format', 'NAME')}"
+        )

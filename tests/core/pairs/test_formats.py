@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rm_optimizer.core.pairs.formats import (
     FORMATS,
+    PER_RESPONSE,
     Comparison,
     detect_format,
     gather_responses,
@@ -202,7 +203,7 @@ def test_kwise_margins_are_score_gaps_and_equal_texts_make_no_pair():
         "prompt": "Hi",
         "responses": ["a", "b", "a"],
         "scores": [3, 1, 0],
-        "per_response": {"model": ["x", "y", "z"]},
+        PER_RESPONSE: {"model": ["x", "y", "z"]},
     }
     comparisons = compare("kwise", row)
     assert [(c.chosen, c.rejected, c.margin) for c in comparisons] == [("a", "b", 2.0), ("b", "a", 1.0)]
@@ -237,4 +238,4 @@ def test_one_response_a_row_gathers_to_the_same_as_lists():
     assert gathered[1]["responses"] == ["No.", "Hello!"]
     assert gathered[1]["scores"] == [0.0, 1.0]
     assert gathered[1]["subset"] == "s"
-    assert gathered[1]["per_response"] == {"model": ["x", "y"]}
+    assert gathered[1][PER_RESPONSE] == {"model": ["x", "y"]}

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.pairs.source_pairs import SourcePairs, load_source, mixed
 from rm_optimizer.core.pairs.sources import DataSource, parse_sources
 from rm_optimizer.core.rows.bad_rows import SkippedRow
@@ -223,3 +223,74 @@ def test_a_mixture_depends_on_its_seed_alone():
     assert mixed(sources, seed=1) == mixed(sources, seed=1)
     assert mixed(sources, seed=1) != mixed(sources, seed=2)
     assert mixed(sources, seed=1)[:20] == mixed(sources[:1], seed=1)
+
+
+def test_responses_to_other_inputs_and_under_other_system_turns_are_not_compared(tmp_path: Path):
+    rows = [
+        {"instruction": "Summarize.", "input": text, "system": system, "response": response, "score": score}
+        for text in ("one", "two")
+        for system in ("Be kind.", "")
+        for response, score in (("good", 2), ("bad", 1))
+    ]
+    found = load(write(tmp_path / "r.jsonl", *rows), columns={"prompt": "instruction"})
+    assert len(found.pairs) == 4
+    assert {(pair.chosen, pair.rejected) for pair in found.pairs} == {("good", "bad")}
+    prompts = {tuple(message.content for message in as_messages(pair.prompt)) for pair in found.pairs}
+    assert prompts == {(*turn, f"Summarize.\n{text}") for text in ("one", "two") for turn in ((), ("Be kind.",))}
+    with pytest.raises(DataError, match="context is not read and would be lost"):
+        load(
+            write(
+                tmp_path / "c.jsonl", *({"prompt": "p", "context": "c", "response": f"{i}", "score": i} for i in (1, 2))
+            )
+        )
+
+
+@pytest.mark.parametrize("value", [[1], {"a": [1]}, {"a": 5}, "x"])
+def test_a_users_column_of_any_name_is_metadata(value: object, tmp_path: Path):
+    row = {"prompt": "p", "responses": ["a", "b"], "scores": [1, 2], "per_response": value}
+    (pair,) = load(write(tmp_path / "k.jsonl", row)).pairs
+    assert pair.metadata["per_response"] == value
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (
+            {"columns": {"responses": "all", "scores": "rm"}},
+            "columns.*responses.*would have no effect.*format explicit",
+        ),
+        ({"columns": {"response": "all"}}, "would have no effect.*format explicit"),
+        ({"winner": ["a", "b"]}, "winner.*would have no effect"),
+    ],
+)
+def test_a_mapping_that_the_rows_format_does_not_read_is_refused(options: dict[str, Any], says: str, tmp_path: Path):
+    row = {"prompt": "p", "chosen": "a", "rejected": "b", "all": ["x", "y"], "rm": [1, 2]}
+    with pytest.raises(DataError, match=says):
+        load(write(tmp_path / "p.jsonl", row), **options)
+
+
+@pytest.mark.parametrize(
+    ("row", "says", "never"),
+    [
+        (
+            {"response_a": "x", "response_b": "y", "winner_model_a": 1, "winner_model_b": 0, "winner_tie": 0},
+            "winner_model_a, winner_model_b, winner_tie tell only together which is better",
+            "winner: winner_model_a",
+        ),
+        (
+            {"left": "x", "right": "y", "preferred": "left"},
+            "preferred names the better of left and right: .*response_a: left.*winner: preferred",
+            "chosen: left",
+        ),
+        ({"response": "x", "helpfulness": 3}, "scores each response, such as .*score: helpfulness", "rm-opt score"),
+        ({"responses": ["x", "y"], "choice": 1}, "name", "rm-opt score"),
+    ],
+)
+def test_no_hint_changes_a_meaning(row: dict[str, Any], says: str, never: str, tmp_path: Path):
+    other = dict(row)
+    for name, value in (("preferred", "right"), ("helpfulness", 1), ("winner_model_a", 0), ("winner_tie", 1)):
+        if name in other:
+            other[name] = value
+    with pytest.raises(DataError, match=says) as refused:
+        load(write(tmp_path / "h.jsonl", {"prompt": "p"} | row, {"prompt": "q"} | other))
+    assert never not in str(refused.value)
