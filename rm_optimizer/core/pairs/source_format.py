@@ -90,5 +90,6 @@ def _require_read(source: DataSource, form: RowFormat, spelling: Spelling) -> No
     if options:
         raise DataError(
             f"{source.path}: {' and '.join(options)} would have no effect, since the rows are read by format "
-            f"{form.name} ({form.expects}); leave it out, or name the format that reads it with {spelling.option('format', 'NAME')}"
+            f"{form.name} ({form.expects}); leave it out, or name the format "
+            f"that reads it with {spelling.option('format', 'NAME')}"
         )

@@ -120,7 +120,7 @@ class RequestMetrics:
             await self.app(scope, receive, send)
             return
         if scope["method"] == "HEAD":  # uvicorn keeps its own scope, by which it omits the body
-            scope = scope | {"method": "GET"}
+            scope = {**scope, "method": "GET"}
         status, started = 500, time.perf_counter()
 
         async def noting(message: Message) -> None:
