@@ -67,29 +67,34 @@ def format_of(
         raise no_format(source.path, ours, source.columns, forms, spelling)
     if form.name == "winner" and source.winner is None:
         raise winner_untold(source.path, ours, source.columns, spelling)
-    _require_read(source, form, spelling)
+    unread = _unread(source, form, spelling)
     require_readable(source.path, ours, source.columns, spelling)
     has_one_response = form.name == "kwise" and "responses" not in first[0][1] and "responses" not in source.columns
     read = form.columns | {"response", "score", *OPTIONAL_COLUMNS} | CONTEXT_COLUMNS
     note = unread_note(named or source.path, ours, read, spelling)
-    return SourceFormat(chain(numbered, others), form, has_one_response, () if note is None else (note,))
+    notes = tuple(each for each in (unread, note) if each is not None)
+    return SourceFormat(chain(numbered, others), form, has_one_response, notes)
 
 
-def _require_read(source: DataSource, form: RowFormat, spelling: Spelling) -> None:
-    """Refuse a mapping or values of a winner column that the rows' format does not read.
+def _unread(source: DataSource, form: RowFormat, spelling: Spelling) -> str | None:
+    """Sentence on a mapping or values of a winner column that the rows' format does not read; None if it reads all.
 
     Raises:
-        DataError: naming the option and the format.
+        DataError: with that sentence, if the options are the source's own and not those of all sources.
     """
     of_formats = {name for each in FORMATS.values() for name in each.columns} | {"response", "score"}
     read = form.columns | ({"response", "score"} if form.name == "kwise" else set())
     unread = {ours: theirs for ours, theirs in source.columns.items() if theirs and ours in of_formats - read}
-    options = [spelling.columns(unread)] if unread else []
+    options = {"columns": spelling.columns(unread)} if unread else {}
     if source.winner is not None and form.name != "winner":
-        options.append(spelling.option("winner", str(source.winner)))
-    if options:
-        raise DataError(
-            f"{source.path}: {' and '.join(options)} would have no effect, since the rows are read by format "
-            f"{form.name} ({form.expects}); leave it out, or name the format "
-            f"that reads it with {spelling.option('format', 'NAME')}"
-        )
+        options["winner"] = spelling.option("winner", str(source.winner))
+    if not options:
+        return None
+    text = (
+        f"{source.path}: {' and '.join(options.values())} has no effect here, since the rows are read by format "
+        f"{form.name} ({form.expects}); leave it out, or name the format that reads it with "
+        f"{spelling.option('format', 'NAME')}"
+    )
+    if options.keys() <= source.inherited:
+        return text
+    raise DataError(text)

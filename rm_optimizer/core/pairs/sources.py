@@ -31,6 +31,7 @@ class DataSource:
         columns: column mapping, our name to the file's or to a path such as `answer.text`; None leaves the column out.
         winner: values of the `winner` column that name the better response, as `parse_winner` reads them.
         label: the preference probability of rows that carry none, 0.5 for a file of ties.
+        inherited: names of the options that are those of all sources.
 
     Raises:
         ConfigError: if an option is unknown or out of its range.
@@ -42,6 +43,7 @@ class DataSource:
     columns: Columns = field(default_factory=dict)
     winner: Any = None
     label: float = 1.0
+    inherited: frozenset[str] = field(default=frozenset(), compare=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
@@ -107,14 +109,14 @@ def parse_sources(
 
 def _parse_source(item: object, defaults: Mapping[str, Any]) -> DataSource:
     options: Mapping[str, Any] = item if isinstance(item, Mapping) else {"path": item}
-    known = DataSource.__dataclass_fields__
+    known = [name for name in DataSource.__dataclass_fields__ if name != "inherited"]
     for name in options:
         if name not in known:
             raise ConfigError(did_you_mean("option of a data source", str(name), known))
     path = options.get("path")
     if not isinstance(path, str | Path) or not str(path):
         raise ConfigError(f"a data source must be a path, a data-set name or {{path: …}}, got {item!r}")
-    values = {**defaults, **options, "path": str(path)}
+    values = {**defaults, **options, "path": str(path), "inherited": frozenset(defaults.keys() - options.keys())}
     for name in ("weight", "label"):
         if name in values:
             try:

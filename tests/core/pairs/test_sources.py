@@ -257,10 +257,10 @@ def test_a_users_column_of_any_name_is_metadata(value: object, tmp_path: Path):
     [
         (
             {"columns": {"responses": "all", "scores": "rm"}},
-            "columns.*responses.*would have no effect.*format explicit",
+            "columns.*responses.*has no effect.*format explicit",
         ),
-        ({"columns": {"response": "all"}}, "would have no effect.*format explicit"),
-        ({"winner": ["a", "b"]}, "winner.*would have no effect"),
+        ({"columns": {"response": "all"}}, "has no effect.*format explicit"),
+        ({"winner": ["a", "b"]}, "winner.*has no effect"),
     ],
 )
 def test_a_mapping_that_the_rows_format_does_not_read_is_refused(options: dict[str, Any], says: str, tmp_path: Path):
@@ -294,3 +294,12 @@ def test_no_hint_changes_a_meaning(row: dict[str, Any], says: str, never: str, t
     with pytest.raises(DataError, match=says) as refused:
         load(write(tmp_path / "h.jsonl", {"prompt": "p"} | row, {"prompt": "q"} | other))
     assert never not in str(refused.value)
+
+
+def test_values_of_a_winner_column_may_be_shared_with_sources_of_another_format(tmp_path: Path):
+    won = write(tmp_path / "w.jsonl", {"prompt": "p", "response_a": "x", "response_b": "y", "winner": "a"})
+    plain = write(tmp_path / "p.jsonl", ROW)
+    first, second = parse_sources([won, plain], format="auto", columns={}, winner=["a", "b"])
+    found = [load_source(each, kwise_rule=KwiseRule.all, on_bad_row=OnBadRow.error) for each in (first, second)]
+    assert found[0].notes == ()
+    assert "has no effect here, since the rows are read by format explicit" in found[1].notes[0]
