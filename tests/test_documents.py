@@ -52,7 +52,8 @@ class Run:
     slow: bool = False
 
 
-FEW = "training.max_steps=4 training.progress=false data.synthetic.num_train=64 data.synthetic.num_val=32"
+STEPS = "training.max_steps=4 training.progress=false"
+FEW = f"{STEPS} data.synthetic.num_train=64 data.synthetic.num_val=32"
 PARQUET = (
     "python -c 'import pandas; "
     'rows = pandas.read_json("pairs.jsonl", lines=True).sort_values("prompt"); '
@@ -117,7 +118,7 @@ WAYS: dict[str, Run] = {
     # without a hub the presets that download one are composed, and the embedded one is trained
     "rm-opt train model=minilm data.train=pairs.jsonl hydra.run.dir=outputs/run": Run(
         f"rm-opt train model=minilm data.train=pairs.jsonl --cfg job && "
-        f"rm-opt train data.train=pairs.jsonl {FEW} hydra.run.dir=outputs/run",
+        f"rm-opt train data.train=pairs.jsonl {STEPS} hydra.run.dir=outputs/run",
         prints="sentence-transformers/all-MiniLM-L6-v2",
         slow=True,
     ),
