@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rm_optimizer.core.pairs.formats import RowFormat, detect_format
-from rm_optimizer.core.rows.columns import Columns, renamed
+from rm_optimizer.core.rows.columns import Columns, read_number, renamed
 from rm_optimizer.core.rows.messages import is_empty, is_message
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.core.rows.row_context import unread_column
@@ -33,9 +33,13 @@ _OTHER_NAMES = {
     "ranks": ("rank", "ranking"),
 }  # fmt: skip
 """Column names of other data sets, by the equivalent names here."""
-_SIDES = re.compile(r"(?P<stem>.+?)[ _-]?(?P<side>1|2|0|[abjkwlAB])", re.ASCII)
-_PAIRS_OF_SIDES = (("1", "2"), ("0", "1"), ("a", "b"), ("A", "B"), ("j", "k"))
-_WINNER_NAMES = re.compile(r"winner|label|prefer|choice|better|chosen|vote|verdict|overall", re.IGNORECASE)
+_MARK = re.compile(r"(?<!\d)(\d+|[A-Za-z])(?![^\W_])", re.ASCII)
+_SIDES = ({"1", "2"}, {"0", "1"}, {"a", "b"}, {"A", "B"}, {"j", "k"})
+_WINNER_NAMES = re.compile(
+    r"winner|label|prefer|choice|better|chosen|(?<![a-z])votes?(?![a-z])|verdict|overall|annotator|(?<![a-z])wins?$",
+    re.IGNORECASE,
+)
+_SCORE_NAMES = re.compile(r"score|rating|reward|grade|quality|helpful|overall", re.IGNORECASE)
 _FEW_VALUES = 8
 _SYSTEMATIC = 0.1
 """Share of the first rows from which labels out of range are a column of another meaning, not mistakes."""
@@ -55,31 +59,52 @@ def no_format(
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
     looked_for = "; or ".join(f"{form.expects} ({form.name})" for form in forms)
-    hint = _hint(rows, names, columns, spelling)
-    return DataError(f"{path}: expected {looked_for}; got columns {', '.join(names)}; {hint}")
+    if form := detect_format(rows):
+        hint = f"the rows fit the format {form.name}; name it, or leave {spelling.option('format', 'NAME')} out"
+    else:
+        hint = _unusable(rows) or _hint(rows, names, columns, spelling)
+    return DataError(f"{path}: {hint}; got columns {', '.join(names)}; expected {looked_for}")
+
+
+def _unusable(rows: Sequence[Row]) -> str | None:
+    """Columns of the right names with values that no format reads."""
+    wrong = []
+    for name in ("prompt", "chosen", "rejected"):
+        if not all(name in row for row in rows):
+            return None
+        kinds = {"empty" if is_empty(row[name]) else type(row[name]).__name__ for row in rows}
+        if not kinds & {"str", "list", "dict"}:
+            wrong.append(f"{name} is {' or '.join(sorted(kinds))}")
+    told = f"{' and '.join(wrong)} in each of the first {len(rows)} rows" if wrong else None
+    return told and f"{told}, where text or messages are expected; repair these values"
 
 
 def _hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, spelling: Spelling) -> str:
-    known = _known_names(names, rows)
-    if known and detect_format([row for _, row in renamed(enumerate(rows), known)]):
-        return f"did you mean {spelling.columns({**_given(columns), **known})}?"
-    scores = [name for name in names if name not in known.values() and _is_number(rows, name)]
-    if "prompt" in names and any(isinstance(row.get("response"), str) for row in rows) and scores:
-        return f"name the column that scores each response, such as {spelling.columns({'score': scores[0]})}"
     if names_of_sides := _preferred_hint(rows, names, columns, spelling):
         return names_of_sides
-    only_responses = not any(_WINNER_NAMES.search(name) for name in names)
-    if "prompt" in names and only_responses and any(_are_responses(row) for row in rows):
+    known = _known_names(names, rows)
+    if known and (form := detect_format([row for _, row in renamed(enumerate(rows), known)])):
+        read = {ours: theirs for ours, theirs in known.items() if ours in form.columns}
+        return f"did you mean {spelling.columns({**_given(columns), **read})}?"
+    if "prompt" in names and any(isinstance(row.get("response"), str) for row in rows):
+        numbers = [name for name in names if len(set(_numbers(rows, name))) > 1]
+        if scores := [name for name in numbers if _SCORE_NAMES.search(name)] or numbers:
+            example = spelling.columns({"score": scores[0] if _SCORE_NAMES.search(scores[0]) else "…"})
+            return f"name the column that scores each response (one of {', '.join(scores)}), such as {example}"
+    if hint := _numbered_hint(rows, names, columns, spelling):
+        return hint
+    has_responses = any(isinstance(row.get("response"), str) or _are_texts(row.get("responses")) for row in rows)
+    if has_responses and "prompt" in names and not any(map(_WINNER_NAMES.search, names)):
         return "these are responses to score, not comparisons: rm-opt score CHECKPOINT IN OUT takes them"
-    return (
-        _numbered_hint(rows, names, columns, spelling) or _nested_hint(rows, names, spelling) or _plain_hint(spelling)
-    )
+    return _nested_hint(rows, names, spelling) or _plain_hint(spelling)
 
 
-def _is_number(rows: Sequence[Row], name: str) -> bool:
-    """True if a column holds numbers of more than one value."""
-    values = [row[name] for row in rows if not is_empty(row.get(name))]
-    return len(set(map(str, values))) > 1 and all(isinstance(value, int | float) for value in values)
+def _numbers(rows: Sequence[Row], name: str) -> list[float]:
+    """The values of a column of numbers, which may be text as in CSV; none for any other column."""
+    try:
+        return [read_number(name, row[name]) for row in rows if not is_empty(row.get(name))]
+    except ValueError:
+        return []
 
 
 def _preferred_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, spelling: Spelling) -> str | None:
@@ -88,17 +113,17 @@ def _preferred_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns,
         sides = [value for value in _values(rows, name) if value in names and value != name]
         if len(sides) == 2:
             mapping = _given(columns) | {"response_a": sides[0], "response_b": sides[1], "winner": name}
-            others = [value for value in _values(rows, name) if value not in sides]
-            option = spelling.option("winner", ",".join([*sides, *others[:1]]))
-            return f"{name} names the better of {sides[0]} and {sides[1]}: {spelling.columns(mapping)} {option}"
+            option = spelling.option(
+                "winner", ",".join(sides) if spelling == Spelling.flags else f"[{','.join(sides)}]"
+            )
+            others = ", ".join(value for value in _values(rows, name) if value not in sides)
+            tie = f"; {name} also holds {others}: add the value of a tie as a third" if others else ""
+            return f"{name} names the better of {sides[0]} and {sides[1]}: {spelling.columns(mapping)} {option}{tie}"
     return None
 
 
-def _are_responses(row: Row) -> bool:
-    several = row.get("responses")
-    return isinstance(row.get("response"), str) or (
-        isinstance(several, list) and all(isinstance(item, str) for item in several)
-    )
+def _are_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _plain_hint(spelling: Spelling) -> str:
@@ -122,44 +147,62 @@ def _known_names(names: Sequence[str], rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _numbered_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, spelling: Spelling) -> str | None:
-    """The winner form for two numbered columns of text, such as `response_1` and `response_2`."""
-    sides = _numbered_pair(rows, names)
-    if sides is None:
+    """The winner form for two columns of text, such as `response_1` and `response_2`, or for a list of two texts.
+
+    One column that names the better one is proposed. Several columns, and numbers of each side, are only described,
+    since none of them alone means the same.
+    """
+    families, known = _families(names), _known_names(names, rows)
+    numbers = [stem for stem, family in families.items() if all(_numbers(rows, name) for name in family)]
+    texts = [
+        family
+        for stem, family in families.items()
+        if stem not in numbers and all(any(isinstance(row.get(name), str | list) for row in rows) for name in family)
+    ]
+    sides = max(texts, key=lambda family: sum(len(str(row.get(family[0]))) for row in rows), default=[])
+    told = [name for name in names if _WINNER_NAMES.search(name) and _values(rows, name) and name not in sides]
+    alone = [name for name in told if not name.startswith(tuple(stem[0].split("_")[0] for stem in numbers if stem[0]))]
+    listed = known.get("responses", "responses")
+    if not sides and len(alone) == 1 and all(_are_texts(row.get(listed)) and len(row[listed]) == 2 for row in rows):
+        sides = [f"{listed}.0", f"{listed}.1"]
+    if len(sides) > 2:
+        return (
+            f"{', '.join(sides)} are {len(sides)} responses of a row; write them as one list in a column responses and "
+            "their scores as one in a column scores, or write pairs as chosen and rejected"
+        )
+    if not sides:
         return None
-    prompt = {} if "prompt" in names else {"prompt": _known_names(names, rows).get("prompt", "PROMPT")}
-    told = [name for name in names if _WINNER_NAMES.search(name) and _values(rows, name)]
-    winner = told[0] if len(told) == 1 else "winner" if told else "WHICH_IS_BETTER"
+    prompt = {} if "prompt" in names else {"prompt": known.get("prompt", "PROMPT")}
+    winner = alone[0] if len(alone) == 1 else "winner" if told or numbers else "WHICH_IS_BETTER"
     mapping = _given(columns) | prompt | {"response_a": sides[0], "response_b": sides[1], "winner": winner}
     if all(isinstance(row.get(sides[0]), list) for row in rows):
         mapping.pop("prompt", None)
-    if len(told) > 1:
+    typed = f"{spelling.columns(mapping)} {_winner_option(spelling)}"
+    if len(alone) != 1 and (told or numbers):
+        each = ", ".join(dict.fromkeys([*(name for stem in numbers for name in families[stem]), *told]))
         return (
-            f"{sides[0]} and {sides[1]} are two responses, and {', '.join(told)} tell only together which is better; "
-            f"write one column winner of them, then give {spelling.columns(mapping)} {_winner_option(spelling)}"
+            f"{sides[0]} and {sides[1]} are two responses of which no column alone names the better; if {each} tell "
+            "it together (one-hot winners, votes, a score for each side), write the better one as chosen and the other "
+            f"as rejected, or write one column winner, which {typed} reads"
         )
     holds = f"; {winner} holds {', '.join(_values(rows, winner))}" if told else ""
     return (
-        f"{sides[0]} and {sides[1]} are two responses of which another column names the better one: "
-        f"{spelling.columns(mapping)} {_winner_option(spelling)}, with the values that say so for the first, the "
-        f"second and, if there are any, ties{holds}"
+        f"{sides[0]} and {sides[1]} are two responses of which another column names the better one: {typed}, with the "
+        f"values that say so for the first, the second and, if there are any, ties{holds}"
     )
 
 
-def _numbered_pair(rows: Sequence[Row], names: Sequence[str]) -> tuple[str, str] | None:
-    texts = [name for name in names if any(isinstance(row.get(name), str | list) for row in rows)]
-    by_stem: dict[str, dict[str, str]] = {}
-    for name in texts:
-        found = _SIDES.fullmatch(name)
-        if found:
-            by_stem.setdefault(found["stem"], {})[found["side"]] = name
-    pairs = [
-        (sides[a], sides[b]) for sides in by_stem.values() for a, b in _PAIRS_OF_SIDES if a in sides and b in sides
-    ]
-    return max(pairs, key=lambda pair: _total_length(rows, pair[0]), default=None)
-
-
-def _total_length(rows: Sequence[Row], name: str) -> float:
-    return sum(len(str(row.get(name))) for row in rows)
+def _families(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+    """Names that differ by the mark of a side alone, such as `answer_a` and `answer_b`, by the text that they share."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for name in names:
+        for mark in _MARK.finditer(name):
+            found.setdefault((name[: mark.start()], name[mark.end() :]), {})[mark[0]] = name
+    return {
+        shared: [name for _, name in sorted(marked.items(), key=lambda item: (len(item[0]), item[0]))]
+        for shared, marked in found.items()
+        if any(sides <= marked.keys() for sides in _SIDES)
+    }
 
 
 def _values(rows: Sequence[Row], name: str) -> list[str]:
@@ -169,18 +212,23 @@ def _values(rows: Sequence[Row], name: str) -> list[str]:
 
 
 def _nested_hint(rows: Sequence[Row], names: Sequence[str], spelling: Spelling) -> str | None:
-    """Paths into columns that hold objects."""
-    parts: dict[str, list[str]] = {}
+    """Paths into columns that hold objects; the longest texts in columns of our names are an example."""
+    listed, example = [], {}
     for name in names:
         value: Any = next((row[name] for row in rows if not is_empty(row.get(name))), None)
         inner = value[0] if isinstance(value, list) and value else value
         if isinstance(inner, Mapping) and not is_message(inner):
-            parts[name] = [f"{name}.{part}" for part in inner]
-    if not parts:
-        return None
-    listed = "; ".join(f"{name} holds {', '.join(paths[:8])}" for name, paths in parts.items())
-    example = spelling.columns({"chosen": next(iter(parts.values()))[0]})
-    return f"{listed}: map the parts that are prompt, chosen and rejected, or responses and scores, such as {example}"
+            if all(str(part).isdigit() for part in inner):
+                return "the file lists its values by column; write it by row, in pandas with orient='records'"
+            listed.append(f"{name} holds {', '.join(f'{name}.{part}' for part in list(inner)[:8])}")
+            texts = [part for part, text in inner.items() if isinstance(text, str)]
+            if name in ("prompt", "chosen", "rejected") and texts:
+                example[name] = f"{name}.{max(texts, key=lambda part: len(inner[part]))}"
+    such = f", such as {spelling.columns(example)}" if example else f" with {spelling.columns({'OURS': 'PATH'})}"
+    parts = "; ".join(listed)
+    return (
+        f"{parts}: map the parts that are prompt, chosen and rejected, or responses and scores{such}" if parts else None
+    )
 
 
 def winner_untold(path: str, rows: Sequence[Row], columns: Columns, spelling: Spelling) -> DataError:

@@ -82,14 +82,31 @@ def test_columns_that_fit_no_format_say_how_to_map_them(form: str, tmp_path: Pat
     with pytest.raises(DataError) as caught:
         load(path, format=form)
     message = str(caught.value)
+    proposal = "did you mean data.columns={prompt: Question, chosen: better, rejected: Rejected}?"
+    assert message.startswith(f"{path}: {proposal}; got columns Question, better, Rejected; expected ")
     assert "prompt, chosen and rejected texts (explicit)" in message
-    assert "got columns Question, better, Rejected" in message
-    assert message.endswith("did you mean data.columns={prompt: Question, chosen: better, rejected: Rejected}?")
 
 
 def test_a_format_asked_for_wants_its_columns(tmp_path: Path):
-    with pytest.raises(DataError, match=r"expected prompt, responses and scores lists, .*; got columns prompt"):
+    asked = r"the rows fit the format explicit; .*; got columns prompt.*; expected prompt, responses and scores lists"
+    with pytest.raises(DataError, match=asked):
         load(write(tmp_path / "a.jsonl", ROW), format="kwise")
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rejected": None}, "rejected is empty in each of the first 5 rows"),
+        ({"chosen": 4}, "chosen is int in each of the first 5 rows"),
+        ({"prompt": 7, "chosen": None}, "prompt is int and chosen is empty in each of the first 5 rows"),
+    ],
+)
+def test_right_columns_with_values_that_cannot_be_read_are_called_that(
+    change: dict[str, Any], says: str, tmp_path: Path
+):
+    with pytest.raises(DataError, match=says) as refused:
+        load(write(tmp_path / "a.jsonl", *[ROW | change] * 5))
+    assert "name yours" not in str(refused.value)
 
 
 BAD_ROWS = [
@@ -269,31 +286,85 @@ def test_a_mapping_that_the_rows_format_does_not_read_is_refused(options: dict[s
         load(write(tmp_path / "p.jsonl", row), **options)
 
 
+SIDES = {"response_a": "x", "response_b": "y"}
+
+
 @pytest.mark.parametrize(
-    ("row", "says", "never"),
+    ("rows", "says", "never"),
     [
         (
-            {"response_a": "x", "response_b": "y", "winner_model_a": 1, "winner_model_b": 0, "winner_tie": 0},
-            "winner_model_a, winner_model_b, winner_tie tell only together which is better",
-            "winner: winner_model_a",
+            [SIDES | {"winner_model_a": i, "winner_model_b": 0, "winner_tie": 1 - i} for i in (0, 1)],
+            "if winner_model_a, winner_model_b, winner_tie tell it together .one-hot winners",
+            "winner: winner_",
         ),
         (
-            {"left": "x", "right": "y", "preferred": "left"},
-            "preferred names the better of left and right: .*response_a: left.*winner: preferred",
+            [SIDES | {"winner_model_a": f"{i}", "winner_model_b": f"{1 - i}"} for i in (0, 1)],
+            "if winner_model_a, winner_model_b tell it together",
+            "winner: winner_",
+        ),
+        ([SIDES | {"score_a": 1, "score_b": 2}], "if score_a, score_b tell it together", "WHICH_IS_BETTER"),
+        ([SIDES | {"rating_a": 1.5, "rating_b": 2}], "if rating_a, rating_b tell it together", "WHICH_IS_BETTER"),
+        ([SIDES | {"votes_a": 1, "votes_b": 4}], "if votes_a, votes_b tell it together", "winner: votes"),
+        ([SIDES | {"model_a_votes": 1, "model_b_votes": 4}], "if model_a_votes, model_b_votes", "winner: model"),
+        ([SIDES | {"a_wins": True, "b_wins": False}], "if a_wins, b_wins tell it together", "winner: a_wins"),
+        ([SIDES | {"annotator1": 1, "annotator2": 2}], "if annotator1, annotator2 tell it together", "winner: ann"),
+        ([SIDES | {"preference": 1, "verdict": 2}], "if preference, verdict tell it together", "winner: pref"),
+        (
+            [{"response_0": "x", "response_1": "y", "score_0": 1, "score_1": 2}],
+            "if score_0, score_1 tell it together",
+            "WHICH_IS_BETTER",
+        ),
+        (
+            [SIDES | {"score_a": 1, "score_b": 2, "upvote_ratio": 0.9, "labels": 1}],
+            "winner: labels}.*labels holds 1",
+            "upvote",
+        ),
+        (
+            [{"left": "x", "right": "y", "preferred": side} for side in ("left", "right", "skip")],
+            r"preferred names the better of left and right: .*response_a: left.*winner: preferred} data.winner=\[left,"
+            "right\\]; preferred also holds skip",
             "chosen: left",
         ),
-        ({"response": "x", "helpfulness": 3}, "scores each response, such as .*score: helpfulness", "rm-opt score"),
-        ({"responses": ["x", "y"], "choice": 1}, "name", "rm-opt score"),
+        (
+            [{"positive": "x", "negative": "y", "better": side} for side in ("positive", "negative")],
+            "better names the better of negative and positive",
+            "chosen: positive",
+        ),
+        (
+            [{"response": "x", "id": i, "helpfulness": 3 - i} for i in (0, 1)],
+            "scores each response .*score: helpfulness",
+            "rm-opt score",
+        ),
+        ([{"response": "x", "turn": i} for i in (0, 1)], "one of turn.*score: …", "score: turn"),
+        (
+            [{"responses": ["x", "y"], "choice": i} for i in (0, 1)],
+            "response_a: responses.0, response_b: responses.1, winner: choice}.*choice holds 0, 1",
+            "rm-opt score",
+        ),
+        (
+            [{f"response_{i}": "x" for i in range(1, 12)} | {"scores": [True] * 11}],
+            "response_10, response_11 are 11 responses of a row",
+            "response_b: response_2",
+        ),
+        ([{"completions": [{"annotations": "x", "response": "y"}]}], "with data.columns={OURS: PATH}", "such as"),
+        (
+            [{"prompt": {"message_id": "17", "text": "a longer text"}, "labels": {"quality": 1}}],
+            "such as data.columns={prompt: prompt.text}",
+            "message_id}",
+        ),
+        ([{"chosen": {"0": "a", "1": "b"}, "rejected": {"0": "c", "1": "d"}}], "orient='records'", "chosen.0"),
+        (
+            [{"input": "q", "chosen": "a", "rejected": "b", "generations": ["a", "b"]}],
+            "did you mean data.columns={prompt: input}",
+            "responses: generations",
+        ),
     ],
 )
-def test_no_hint_changes_a_meaning(row: dict[str, Any], says: str, never: str, tmp_path: Path):
-    other = dict(row)
-    for name, value in (("preferred", "right"), ("helpfulness", 1), ("winner_model_a", 0), ("winner_tie", 1)):
-        if name in other:
-            other[name] = value
+def test_no_hint_changes_a_meaning(rows: list[dict[str, Any]], says: str, never: str, tmp_path: Path):
+    prompt = {} if "input" in rows[0] else {"prompt": "p"}
     with pytest.raises(DataError, match=says) as refused:
-        load(write(tmp_path / "h.jsonl", {"prompt": "p"} | row, {"prompt": "q"} | other))
-    assert never not in str(refused.value)
+        load(write(tmp_path / "h.jsonl", *(prompt | row for row in rows)))
+    assert never not in str(refused.value).partition("; got columns")[0]
 
 
 def test_values_of_a_winner_column_may_be_shared_with_sources_of_another_format(tmp_path: Path):
