@@ -18,6 +18,7 @@ from rm_optimizer.core.pairs.sources import parse_sources
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import PairRows, SkippedRow
 from rm_optimizer.core.rows.columns import Columns
+from rm_optimizer.core.rows.unread_columns import contrary_notes
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
 
@@ -125,11 +126,15 @@ class PreferenceDataset(Sequence[PreferencePair]):
             raise DataError(
                 f"no pair is left of {', '.join(item.path for item in sources)}: raise the sources' weights"
             )
-        notes = tuple(note for _, result in loaded for note in result.notes)
+        notes = [note for _, result in loaded for note in result.notes]
+        for item, result in loaded:
+            sides = (item.columns.get("chosen") or "chosen", item.columns.get("rejected") or "rejected")
+            unread = [(pair.metadata, pair.label) for pair in result.pairs]
+            notes += contrary_notes(item.path, sides, unread)
         if spelling == Spelling.python:
             for note in notes:
                 _log.warning(note)
-        return cls(pairs, skipped, mixed_rows(loaded, seed), notes, tuple(item.path for item in sources))
+        return cls(pairs, skipped, mixed_rows(loaded, seed), tuple(notes), tuple(item.path for item in sources))
 
     def __len__(self) -> int:
         return len(self.pairs)

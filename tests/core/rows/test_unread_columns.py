@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,13 @@ METADATA: dict[str, Any] = {
     "label_kind": "votes of a crowd",
     "annotators": ["ann", "ben"],
     "score_chosen": 3.5,
+    "score_rejected": 1,
+    "rank_chosen": 1,
+    "rank_rejected": "2",
+    "length_chosen": 3,
+    "length_rejected": 9,
+    "winner": "chosen",
+    "annotator": "rejected by none",
     "answered_by": "gpt and a person",
     "title": "How to boil the egg {} in water",
     "question": "Why is it so, in case {}?",
@@ -90,3 +98,73 @@ def test_a_run_notes_it_once_for_both_splits_of_a_file(tmp_path: Path, caplog: p
     assert "persona, document look like content" in note
     assert note.endswith("data.columns={persona: null, document: null}")
     assert not caplog.messages
+
+
+UNREAD: dict[str, tuple[dict[str, Any], dict[str, str | None], str]] = {
+    # unread columns of each of four pairs, mapping, what is said
+    "scores": (
+        {"score_chosen": 0.3, "score_rejected": 2.4},
+        {},
+        "score_chosen beside score_rejected .* in 4 of 4 pairs",
+    ),
+    "ratings": (
+        {"chosen_rating": "1", "rejected_rating": "4"},
+        {},
+        "chosen_rating beside rejected_rating .* in 4 of 4",
+    ),
+    "scores-behind": ({"chosen_score": [1, 2, 3, None], "rejected_score": 2}, {}, "chosen_score .* in 1 of 2 pairs"),
+    "dashes": ({"chosen-rating": 1, "rejected-rating": 4}, {}, "chosen-rating beside rejected-rating"),
+    "ranks": ({"chosen_rank": 2, "rejected_rank": 1}, {}, "chosen_rank beside rejected_rank .* in 4 of 4"),
+    "labels": ({"label": 0, "reward_chosen": 2, "reward_rejected": 1}, {}, "reward_chosen beside .* in 4 of 4"),
+    "one-hot": (
+        {"winner_model_a": [1, 0, 0, 1], "winner_model_b": [0, 1, 0, 0]},
+        {"chosen": "response_a", "rejected": "response_b"},
+        "winner_model_a beside winner_model_b .* in 1 of 3 pairs",
+    ),
+    "sides": (
+        {"score_1": [1, 2, 3, 4], "score_2": 3},
+        {"chosen": "answer1", "rejected": "answer2"},
+        "score_1 beside score_2 .* in 2 of 3 pairs",
+    ),
+    "names": (
+        {"side": ["left", "right", "right", "left"]},
+        {"chosen": "left", "rejected": "right"},
+        "side prefers the other response in 2 of 4 pairs and is not read: are the columns swapped, or is it the winner",
+    ),
+    "letters": (
+        {"preference": ["A", "B", "tie", "A"]},
+        {"chosen": "response_a", "rejected": "response_b"},
+        "preference prefers the other response in 1 of 3 pairs",
+    ),
+    "words": (
+        {"winner": ["model_a", "model_b", "tie", "model_b"]},
+        {"chosen": "response_a", "rejected": "response_b"},
+        "winner prefers the other response in 2 of 3 pairs",
+    ),
+    "own-values": (
+        {"verdict": ["yes", "no", "yes", "no"]},
+        {"chosen": "left", "rejected": "right"},
+        "verdict, which holds no, yes, may name the better of left and right and is not read",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNREAD)
+def test_a_second_account_of_the_preference_is_counted_and_said(name: str, tmp_path: Path):
+    unread, columns, says = UNREAD[name]
+    own = {"prompt": "p", columns.get("chosen") or "chosen": "a", columns.get("rejected") or "rejected": "b"}
+    rows = [own | {key: each[i] if isinstance(each, list) else each for key, each in unread.items()} for i in range(4)]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (note,) = PreferenceDataset.load(str(path), columns=columns).notes
+    assert re.match(f"{re.escape(str(path))}: {says}", note)
+
+
+def test_an_account_that_agrees_or_is_left_out_is_not_said(tmp_path: Path):
+    rows = [{"prompt": "p", "left": "a", "right": "b", "preferred": "left", "tone": side} for side in ("calm", "loud")]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert PreferenceDataset.load(str(path), columns={"chosen": "left", "rejected": "right"}).notes == ()
+    swapped: dict[str, str | None] = {"chosen": "right", "rejected": "left"}
+    assert "2 of 2 pairs" in PreferenceDataset.load(str(path), columns=swapped).notes[0]
+    assert PreferenceDataset.load(str(path), columns=swapped | {"preferred": None}).notes == ()
