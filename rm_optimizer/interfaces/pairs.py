@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import glob
 import logging
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow, Spelling
 
 if TYPE_CHECKING:
@@ -54,28 +53,30 @@ class PairOptions:
                 raise ConfigError(did_you_mean(flag, value, known))
 
     def load(self, source: str | Sequence[str]) -> PreferenceDataset:
-        """Read one source, or several as one data set.
-
-        A source is an argument of `PreferenceDataset.load`, a pattern such as `sets/*.parquet`, or a folder of files.
-        Files of a folder are one source, named after the folder. Files with equal names are named by their paths.
+        """Read one source, or several as one data set, each an argument of `PreferenceDataset.load`.
 
         Raises:
-            ConfigError: if a flag's value is unknown.
-            DataError: if the source cannot be used, or a pattern or folder names no file.
+            ConfigError: if a flag's value is unknown, or a file is named twice.
+            DataError: if the source cannot be used.
         """
         from rm_optimizer.core.pairs.dataset import PreferenceDataset
+        from rm_optimizer.core.rows.readers import source_files
 
         self._require_known()
-        found = [item for name in ([source] if isinstance(source, str) else source) for item in _sources(name)]
-        _require_once(file for _, _, own in found for file in own)
-        shared = Counter(label for label, _, _ in found)
-        parts = []
-        for label, path, own in found:
-            for file in own:
-                part = self._part(file, path if shared[label] > 1 else label)
-                notes = tuple(note.replace(file, path, 1) for note in part.notes)  # one note for all files of a folder
-                parts.append(replace(part, notes=notes))
-        data = PreferenceDataset.joined(parts)
+        sources = [source] if isinstance(source, str) else source
+        named = Counter(file for name in sources for part in source_files(name) for file in part.files)
+        if twice := [file for file, count in named.items() if count > 1]:
+            raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")
+        data = PreferenceDataset.load(
+            [{"path": name, "label": self.label} for name in sources],
+            format=self.format,
+            columns=self.column_mapping(),
+            winner=self.winner,
+            kwise_rule=self.kwise_rule,
+            on_bad_row=self.on_bad_row,
+            max_bad_share=self.max_bad_share,
+            spelling=Spelling.flags,
+        )
         for note in data.notes:
             _log.warning(note)
         return data
@@ -88,33 +89,9 @@ class PairOptions:
         """
         if len(set(sources)) < len(sources):
             raise ConfigError(f"{named} must name each source once, got {', '.join(sources)}")
-        names = [Path(source).name for source in sources]
+        names = [Path(source).name or source for source in sources]
         keys = names if len(set(names)) == len(names) else sources
         return dict(zip(keys, map(self.load, sources), strict=True))
-
-    def _part(self, file: str, label: str) -> PreferenceDataset:
-        """The pairs of one file; pairs without a source get `label`."""
-        from rm_optimizer.core.pairs.dataset import PreferenceDataset
-        from rm_optimizer.core.rows.readers import source_name
-
-        part = PreferenceDataset.load(
-            {"path": file, "label": self.label},
-            format=self.format,
-            columns=self.column_mapping(),
-            winner=self.winner,
-            kwise_rule=self.kwise_rule,
-            on_bad_row=self.on_bad_row,
-            max_bad_share=self.max_bad_share,
-            spelling=Spelling.flags,
-        )
-        name = source_name(file)
-        if label == name:
-            return part
-        pairs = (
-            replace(pair, metadata={**pair.metadata, "source": label}) if pair.metadata.get("source") == name else pair
-            for pair in part.pairs
-        )
-        return replace(part, pairs=tuple(pairs))
 
     def column_mapping(self) -> dict[str, str | None] | None:
         """Mapping `{ours: theirs}`, or None if no column is mapped; `OURS=null` leaves a column out.
@@ -127,26 +104,3 @@ class PairOptions:
             if not (ours and equals and theirs):
                 raise ConfigError(f"--columns takes OURS=THEIRS, such as prompt=question, got '{ours}{equals}{theirs}'")
         return {ours: None if theirs == "null" else theirs for ours, _, theirs in items} or None
-
-
-def _sources(source: str) -> list[tuple[str, str, list[str]]]:
-    """Short name, path and files of each part of a source: a file, a hub name, a folder of files or a pattern."""
-    from rm_optimizer.core.rows.readers import data_files, is_saved_folder, source_name
-
-    path = Path(source).expanduser()
-    if path.is_dir() and not is_saved_folder(path):
-        if not (files := data_files(path)):
-            raise DataError(f"{source}: the folder holds no Parquet, JSON Lines, JSON or CSV file")
-        return [(path.resolve().name, source, [str(file) for file in files])]
-    if not path.exists() and glob.has_magic(source):
-        matches = sorted(glob.glob(str(path), recursive=True))
-        if not matches:
-            raise DataError(f"{source}: no file matches this pattern")
-        return [item for match in matches for item in _sources(match)]
-    return [(source_name(source), source, [source])]
-
-
-def _require_once(files: Iterable[str]) -> None:
-    """Refuse a file that is named twice."""
-    if twice := [file for file, count in Counter(files).items() if count > 1]:
-        raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")

@@ -5,19 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Protocol, overload
 
 from rm_optimizer.core.pairs.conversations import continued, conversation_groups, prompt_keys
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, prompt_id
-from rm_optimizer.core.pairs.source_pairs import load_source, mixed, mixed_rows
-from rm_optimizer.core.pairs.sources import parse_sources
+from rm_optimizer.core.pairs.source_pairs import SourcePairs, load_source, mixed, mixed_rows
+from rm_optimizer.core.pairs.sources import DataSource, parse_sources
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import PairRows, SkippedRow
 from rm_optimizer.core.rows.columns import Columns
+from rm_optimizer.core.rows.readers import source_files
 from rm_optimizer.core.rows.unread_columns import contrary_notes
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
@@ -100,8 +102,9 @@ class PreferenceDataset(Sequence[PreferencePair]):
         """Read pairs from files or data sets, mixed by weight.
 
         Args:
-            source: a path, a folder written by `datasets`, a hub name (`owner/name` or `owner/name:config:split`), a
-                mapping `{path, weight, format, columns, winner, label}`, or a list of these.
+            source: a path, a folder of files or written by `datasets`, a pattern, a hub name (`owner/name` or
+                `owner/name:config:split`), a mapping `{path, weight, format, columns, winner, label}`, or a list of
+                these. Files of a folder are one source with its name; files of equal names are named by their paths.
             format: row format, as the option `data.format` takes it, of sources that do not name their own.
             columns: column mapping, our name to the file's, of sources that do not bring their own; None as the file's
                 name leaves the column out.
@@ -119,18 +122,29 @@ class PreferenceDataset(Sequence[PreferencePair]):
         rule, policy = KwiseRule(kwise_rule), OnBadRow(on_bad_row)
         sources = parse_sources(source, format=format, columns=columns, winner=winner)
         options: dict[str, Any] = {"max_bad_share": max_bad_share, "spelling": spelling}
-        loaded = [(item, load_source(item, kwise_rule=rule, on_bad_row=policy, **options)) for item in sources]
+        parts = [(item, part) for item in sources for part in source_files(item.path)]
+        num_named = Counter(name for name, _ in {(part.name, part.path) for _, part in parts})
+        loaded: list[tuple[DataSource, SourcePairs]] = []
+        notes: list[str] = []
+        for item, part in parts:
+            name = part.path if num_named[part.name] > 1 else part.name
+            files = [replace(item, path=file) for file in part.files]
+            found = [(file, load_source(file, kwise_rule=rule, on_bad_row=policy, **options)) for file in files]
+            notes += [note.replace(file.path, part.path, 1) for file, result in found for note in result.notes]
+            unread = [(pair.metadata, pair.label) for _, result in found for pair in result.pairs]
+            sides = (item.columns.get("chosen") or "chosen", item.columns.get("rejected") or "rejected")
+            notes += contrary_notes(part.path, sides, unread)
+            if part.left_out:
+                others = f"{', '.join(part.left_out[:5])}{', …' if len(part.left_out) > 5 else ''}"
+                notes.append(f"{part.path}: {len(files)} files are read, {len(part.left_out)} are left out: {others}")
+            loaded += [(file, result.called(name, file.name)) for file, result in found]
         skipped = tuple(row for _, result in loaded for row in result.skipped)
         pairs = mixed(loaded, seed)
         if not pairs:
             raise DataError(
                 f"no pair is left of {', '.join(item.path for item in sources)}: raise the sources' weights"
             )
-        notes = [note for _, result in loaded for note in result.notes]
-        for item, result in loaded:
-            sides = (item.columns.get("chosen") or "chosen", item.columns.get("rejected") or "rejected")
-            unread = [(pair.metadata, pair.label) for pair in result.pairs]
-            notes += contrary_notes(item.path, sides, unread)
+        notes = list(dict.fromkeys(notes))
         if spelling == Spelling.python:
             for note in notes:
                 _log.warning(note)

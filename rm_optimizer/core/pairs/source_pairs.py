@@ -36,6 +36,16 @@ class SourcePairs:
     rows: PairRows = field(default_factory=PairRows)
     notes: tuple[str, ...] = ()
 
+    def called(self, name: str, old: str) -> SourcePairs:
+        """The pairs with another name of their source, where no column names it."""
+        if name == old:
+            return self
+        pairs = tuple(
+            replace(pair, metadata={**pair.metadata, "source": name}) if pair.metadata["source"] == old else pair
+            for pair in self.pairs
+        )
+        return replace(self, pairs=pairs)
+
 
 def load_source(
     source: DataSource,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import csv
 import difflib
+import glob
 import gzip
 import io
 import json
@@ -15,7 +16,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -28,6 +29,7 @@ Report: TypeAlias = Callable[[int, str], None]
 """Function of the number of a bad row and the reason."""
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?::(?P<config>[^:]*))?(?::(?P<split>.*))?")
+_HIDDEN = re.compile(r"[._]").match
 _ROWS_AT_ONCE = 4096
 _LONGEST_FIELD = 2**31 - 1
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -100,7 +102,8 @@ def _file_reader(path: Path) -> Callable[[Path, Report], Iterator[tuple[int, Row
     suffix = _suffix(path)
     if suffix not in _READERS or (suffix == ".parquet" and path.name.lower().endswith(".gz")):
         shown = "".join(path.suffixes[-2:]) if path.name.endswith(".gz") else path.suffix
-        raise DataError(f"{path}: {did_you_mean('kind of file', shown, [*_READERS, *_GZIPPED])}")
+        remedy = f"; {_REMEDIES[suffix]}" if suffix in _REMEDIES else ""
+        raise DataError(f"{path}: {did_you_mean('kind of file', shown, [*_READERS, *_GZIPPED])}{remedy}")
     if not path.is_file():
         raise DataError(
             f"{path}: expected a file, got a pipe or device, which cannot be read twice; write it to a file"
@@ -119,7 +122,10 @@ def guarded(path: Path, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, 
     try:
         yield from rows
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: the file is not UTF-8 text ({error.reason} at byte {error.start})") from error
+        raise DataError(
+            f"{path}: the file is not UTF-8 text ({error.reason} at byte {error.start}); convert it from its encoding, "
+            "such as latin1 or utf-16: iconv -f latin1 -t utf-8 OLD > NEW"
+        ) from error
     except (pa.ArrowException, OSError, EOFError, zlib.error, ValueError, OverflowError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DataError(f"{path}: the file cannot be read: {reason}") from error
@@ -267,16 +273,62 @@ _READERS: dict[str, Callable[[Path, Report], Iterator[tuple[int, Row]]]] = {
 _GZIPPED = (".jsonl.gz", ".json.gz", ".csv.gz")
 
 
-def is_saved_folder(folder: Path) -> bool:
-    """True if `datasets` has written the folder."""
-    return any((folder / name).exists() for name in ("dataset_dict.json", "state.json"))
+_REMEDIES = (
+    {
+        ".tsv": "write it as CSV, in pandas with read_csv(…, sep='\\t')",
+        ".ndjson": "name it .jsonl",
+        ".xlsx": "save it as CSV",
+    }
+    | dict.fromkeys((".pkl", ".pickle", ".arrow", ".feather"), "write it with to_parquet")
+    | dict.fromkeys((".zst", ".bz2", ".xz", ".zip"), "unpack it")
+)
+"""Remedies for kinds of data files that are not read."""
 
 
-def data_files(folder: Path) -> list[Path]:
-    """The data files of a folder and those below it, all of one kind: Parquet before JSON Lines, JSON and CSV."""
-    files = [path for path in sorted(folder.rglob("*")) if path.is_file() and not path.name.startswith((".", "_"))]
-    of_kind = ([path for path in files if _suffix(path) == suffix] for suffix in _READERS)
-    return next((found for found in of_kind if found), [])
+class NamedFiles(NamedTuple):
+    """The files of a source, or of each match of a pattern.
+
+    Args:
+        name: short name of their pairs' source.
+        path: the source as it was named.
+        files: paths of files, or a hub name.
+        left_out: files of data in a folder that are not read.
+    """
+
+    name: str
+    path: str
+    files: list[str]
+    left_out: list[str]
+
+
+def source_files(source: str) -> list[NamedFiles]:
+    """The files of a source: a file, a hub name, a folder of files or a pattern such as `sets/*.parquet`.
+
+    Of a folder and those below it the files of one kind are read: Parquet before JSON Lines, JSON and CSV.
+
+    Raises:
+        DataError: if a folder holds no file of pairs or a model, or nothing matches the pattern.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir() and not any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
+        if any((path / name).exists() for name in ("config.json", "adapter_config.json", "run.json")):
+            raise DataError(
+                f"{source}: expected pairs, got the folder of a model or run; name a file of pairs (a command takes "
+                "the model first: rm-opt evaluate MODEL --data PAIRS)"
+            )
+        shown = [file for file in sorted(path.rglob("*")) if not any(map(_HIDDEN, file.relative_to(path).parts))]
+        kinds = {kind: [str(file) for file in shown if _suffix(file) == kind] for kind in (*_READERS, *_REMEDIES)}
+        files = next((kinds[kind] for kind in _READERS if kinds[kind]), [])
+        if not files:
+            raise DataError(f"{source}: the folder holds no Parquet, JSON Lines, JSON or CSV file")
+        left_out = [file for found in kinds.values() for file in found if found is not files]
+        return [NamedFiles(path.resolve().name, source, files, left_out)]
+    if not path.exists() and glob.has_magic(source):
+        matches = sorted(glob.glob(str(path), recursive=True))
+        if not matches:
+            raise DataError(f"{source}: no file matches this pattern")
+        return [part for match in matches for part in source_files(match)]
+    return [NamedFiles(source_name(source), source, [source], [])]
 
 
 def _saved_folder(path: Path) -> Iterator[tuple[int, Row]]:

@@ -5,7 +5,6 @@ A block's rows keep their numbers in the file, so that the name of a bad row doe
 
 from __future__ import annotations
 
-import glob
 import io
 import itertools
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ import pyarrow.parquet as pq
 from rm_optimizer.core.pairs.formats import RowFormat
 from rm_optimizer.core.pairs.source_format import FIRST_ROWS, format_of
 from rm_optimizer.core.pairs.sources import DataSource
-from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, read_rows
+from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, read_rows, source_files
 from rm_optimizer.errors import ConfigError, DataError
 
 BLOCK_BYTES = 2**21
@@ -145,10 +144,7 @@ def _expanded(source: DataSource) -> Iterator[DataSource]:
             f"the weight of streamed source {source.path} must be a whole number, got {source.weight:g}; a fraction "
             "needs the whole source in memory"
         )
-    path = str(Path(source.path).expanduser())
-    found = sorted(glob.glob(path)) if glob.has_magic(path) and not Path(path).exists() else [path]
-    if not found:
-        raise DataError(f"{source.path}: no file matches the pattern")
+    found = [file for part in source_files(source.path) for file in part.files]
     for name in found:
         if Path(name).suffix.lower() not in _ENDINGS or Path(name).is_dir():
             raise DataError(f"{name}: streaming reads .parquet and .jsonl files; convert it, or set data.streaming=off")

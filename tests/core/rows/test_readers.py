@@ -12,10 +12,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
 from rm_optimizer.core.rows.readers import is_hub_name, read_rows, row_unit, source_name
 from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import DataError
+from rm_optimizer.interfaces.pairs import PairOptions
+from rm_optimizer.schema import DataConfig
 
 ROWS = [{"prompt": "Hi", "chosen": 'Hello,\n"you"', "rejected": "ß"}, {"prompt": "Bye", "chosen": "b", "rejected": "c"}]
 
@@ -302,3 +304,67 @@ def test_an_object_that_holds_the_rows_as_data_is_read(tmp_path: Path):
     rows = [{"prompt": "Hi", "chosen": "a", "rejected": "b"}]
     (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": rows}))
     assert len(PreferenceDataset.load(tmp_path / "a.json")) == 1
+
+
+def test_a_folder_and_a_pattern_are_the_same_pairs_for_training_and_for_commands(tmp_path: Path):
+    for name in ("a.jsonl", "below/b.jsonl", ".hidden/c.jsonl", "_d.jsonl"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        WRITERS["a.jsonl"](tmp_path / name, ROWS)
+    for source in (str(tmp_path), str(tmp_path / "**/*.jsonl")):
+        config = DataConfig(train=source, val=source, allow_prompt_overlap=True)
+        trained, checked = load_training_data(config).train, PairOptions().load(source)
+        assert trained.pairs == checked.pairs
+        assert trained.notes == checked.notes == ()
+    assert {pair.metadata["source"] for pair in PreferenceDataset.load(str(tmp_path))} == {tmp_path.name}
+
+
+def test_what_a_folder_leaves_out_is_said(tmp_path: Path):
+    for name in ("a.parquet", "b.jsonl", "c.csv"):
+        {"a.parquet": WRITERS["a.parquet"], "b.jsonl": write_lines, "c.csv": write_csv}[name](tmp_path / name, ROWS)
+    (tmp_path / "d.tsv").write_text("x")
+    (tmp_path / "README.md").write_text("x")
+    data = PreferenceDataset.load(str(tmp_path))
+    others = ", ".join(str(tmp_path / name) for name in ("b.jsonl", "c.csv", "d.tsv"))
+    assert data.notes == (f"{tmp_path}: 1 files are read, 3 are left out: {others}",)
+    assert len(data) == len(ROWS)
+
+
+@pytest.mark.parametrize("options", [{"train": "{}"}, {"train": "a.jsonl", "val": "{}"}])
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("empty", "the folder holds no Parquet, JSON Lines, JSON or CSV file"),
+        ("*.parquet", "no file matches this pattern"),
+        ("model", "expected pairs, got the folder of a model or run; name a file of pairs"),
+        ("run", "expected pairs, got the folder of a model or run"),
+    ],
+)
+def test_what_a_command_refuses_training_refuses(
+    source: str, says: str, options: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for name in ("empty/x.md", "model/config.json", "run/run.json"):
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text("{}")
+    WRITERS["a.jsonl"](tmp_path / "a.jsonl", ROWS)
+    with pytest.raises(DataError, match=says):
+        PairOptions().load(source)
+    with pytest.raises(DataError, match=says):
+        load_training_data(DataConfig(**{key: value.format(source) for key, value in options.items()}))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("a.tsv", "write it as CSV"), ("a.pkl", "to_parquet"), ("a.ndjson", "name it .jsonl"), ("a.jsonl.zst", "unpack")],
+)
+def test_another_kind_of_file_is_told_what_to_do(name: str, says: str, tmp_path: Path):
+    (tmp_path / name).write_text("x")
+    with pytest.raises(DataError, match=f"unknown kind of file .*{says}"):
+        rows_of(tmp_path / name)
+
+
+@pytest.mark.parametrize("encoding", ["latin1", "utf-16"])
+def test_another_encoding_is_told_how_to_convert_it(encoding: str, tmp_path: Path):
+    (tmp_path / "a.csv").write_bytes("prompt,chosen,rejected\nä,ö,ü\n".encode(encoding))
+    with pytest.raises(DataError, match=r"not UTF-8 text .*; convert it .*iconv"):
+        rows_of(tmp_path / "a.csv")

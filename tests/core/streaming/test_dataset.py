@@ -366,7 +366,7 @@ def test_a_stream_without_a_pair_ends_in_a_sentence(tmp_path: Path, renderer: Co
 @pytest.mark.parametrize(
     ("source", "problem"),
     [
-        ("nothing-*.jsonl", "no file matches the pattern"),
+        ("nothing-*.jsonl", "no file matches this pattern"),
         ("pairs.csv", r"streaming reads \.parquet and \.jsonl files"),
         ("missing.jsonl", "no such file"),
     ],
