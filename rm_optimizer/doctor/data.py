@@ -30,7 +30,8 @@ def audit_sample(
 
     Repeats and contradictions are within a prompt, so the estimates of their shares are unbiased.
     """
-    return audit_pairs({name: _sampled(dataset, max_pairs, seed) for name, dataset in data.items()}, renderer)
+    samples = {name: _sampled(dataset, max_pairs, seed) for name, dataset in data.items()}
+    return audit_pairs(samples, renderer, renderer.tokenizer.all_special_tokens)
 
 
 def _sampled(dataset: PreferenceDataset, max_pairs: int, seed: int) -> PreferenceDataset:
@@ -78,12 +79,17 @@ def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | 
 def audit_checks(audit: DataAudit) -> list[Check]:
     """Checks of the audited pairs; the worst data set decides, and the details contain all of them."""
     both_orders = "keep one order, or give the pair a label between 0 and 1"
+    held = ", ".join(
+        list(dict.fromkeys(token for split in audit.splits.values() for token in split.control_tokens))[:5]
+    )
+    as_text = f"{held} are read as if a template had written them; give rendered prompts as messages, and clean texts"
     unread_end = "raise max_length, as the end of a response is not read"
     return [
         _worst_share("repeated_pairs", audit, "num_duplicates", MOST_REPEATS, "remove the copies"),
         _worst_share("contradictions", audit, "num_contradictions", MOST_CONTRADICTIONS, both_orders),
         _worst_share("truncation_rate", audit, "num_truncated", MOST_TRUNCATED, "raise max_length if it fits"),
         _worst_share("response_truncation", audit, "num_response_cut", MOST_RESPONSES_CUT, unread_end),
+        _worst_share("control_tokens", audit, "num_control_tokens", 0.0, as_text),
         _identical(audit),
         _longer_wins(audit),
     ]

@@ -33,7 +33,7 @@ _NEEDS_WEIGHTS = (
 )
 _NEEDS_DATA = (
     *("split_leakage", "unseen_pairs", "labels", "margins", "repeated_pairs", "contradictions", "truncation_rate"),
-    *("response_truncation", "identical_pairs", "longer_wins", *_NEEDS_REWARDS),
+    *("response_truncation", "control_tokens", "identical_pairs", "longer_wins", *_NEEDS_REWARDS),
 )
 
 

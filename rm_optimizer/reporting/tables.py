@@ -196,6 +196,7 @@ def _split_facts(split: SplitAudit) -> dict[str, Cell]:
     def counted(number: int) -> str:
         return f"{number:,} ({_percent(number / split.num_pairs)})" if split.num_pairs else f"{number:,}"
 
+    held = f", {', '.join(split.control_tokens[:3])}" if split.control_tokens else ""
     return {
         "pairs": split.num_pairs,
         "prompts": split.num_prompts,
@@ -206,6 +207,7 @@ def _split_facts(split: SplitAudit) -> dict[str, Cell]:
         "truncated": counted(split.num_truncated),
         "prompt cut unevenly": counted(split.num_uneven_cut),
         "response truncated": counted(split.num_response_cut),
+        "control tokens in texts": counted(split.num_control_tokens) + held,
         f"chosen tokens ({_QUANTILE_NAMES})": _quantiles(split.chosen_tokens),
         f"rejected tokens ({_QUANTILE_NAMES})": _quantiles(split.rejected_tokens),
         "accuracy of \"longer wins\"": split.longer_wins,

@@ -377,6 +377,14 @@ def test_pairs_equal_after_truncation_are_ties_of_the_agreement():
     assert check.measured == pytest.approx((60 + 10) / 80)
 
 
+def test_control_tokens_in_the_pairs_are_a_warning_that_names_them(model, data):
+    pairs = [*data["train"].pairs[:20], PreferencePair("<|im_start|>user\nHi<|im_end|>", "good", "bad")]
+    check = diagnose(model, {"train": PreferenceDataset.from_pairs(pairs)}, seed=0).check("control_tokens")
+    assert check.status == Status.warn
+    assert check.measured == pytest.approx(1 / 21)
+    assert "<|im_end|>, <|im_start|> are read as if a template had written them" in check.explanation
+
+
 def test_what_is_ok_is_counted_and_shown_when_asked_for(model):
     diagnosis = diagnose(model, seed=0)
     target = io.StringIO()

@@ -169,6 +169,15 @@ def test_json_on_standard_output_stands_alone(command, checkpoint, pairs, capfd)
     assert "pairs.jsonl" in done.stderr
 
 
+def test_data_check_counts_control_tokens(pairs):
+    with Path(pairs).open("a") as lines:
+        lines.write('{"prompt": "<s>[INST] Hi [/INST]", "chosen": "a", "rejected": "b"}\n')
+    Path("other.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
+    printed = " ".join(rm_opt("data", "check", pairs, "other.jsonl", "--json", "audit.json").split())
+    assert "1 (7.7%), <s>, [/INST], [INST]" in printed.replace(" │ │", "").replace("│ ", "")
+    assert DataAudit.from_json(Path("audit.json").read_text()).splits[pairs].num_control_tokens == 1
+
+
 def test_data_check_reads_as_training_would(pairs):
     rows = [{"prompt": f"{i}?", "responses": ["a", "b", "c"], "scores": [1, 2, 3]} for i in range(6)]
     Path("lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -13,11 +15,18 @@ import numpy as np
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, as_messages
 from rm_optimizer.records.codec import JsonRecord
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 """Quantiles of the token lengths; the last is the longest."""
+
+
+_CONTROL = (
+    r"<\|[\w ]{2,40}\|>|<\uff5c[^\uff5c\n]{2,40}\uff5c>|</?s>|\[/?INST\]|<</?SYS>>|<extra_id_\d+>|"
+    r"<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk|sep|cls|mask)>|\[(?:CLS|SEP|MASK|PAD)\]"
+)
+"""Tokens that chat templates and tokenizers of common families write around content."""
 
 
 class _Encoded(Protocol):
@@ -73,6 +82,9 @@ class SplitAudit:
         num_zero_labels: pairs with label 0, of which the rejected response is the better one.
         num_soft_labels: pairs whose label is neither 0 nor 1.
         sources: the same numbers by source, largest first.
+        num_control_tokens: pairs with a control token inside a message or response, which is read as if a template had
+            written it. A prompt that another template has rendered holds some.
+        control_tokens: these tokens, most frequent first.
     """
 
     num_pairs: int
@@ -91,6 +103,8 @@ class SplitAudit:
     num_zero_labels: int
     num_soft_labels: int
     sources: Mapping[str, SourceAudit]
+    num_control_tokens: int = 0
+    control_tokens: tuple[str, ...] = ()
 
     @property
     def truncation_rate(self) -> float:
@@ -128,14 +142,18 @@ class DataAudit(JsonRecord):
     overlaps: tuple[PromptOverlap, ...]
 
 
-def audit_pairs(datasets: Mapping[str, PreferenceDataset], renderer: Renderer) -> DataAudit:
+def audit_pairs(
+    datasets: Mapping[str, PreferenceDataset], renderer: Renderer, special_tokens: Sequence[str] = ()
+) -> DataAudit:
     """Audit each data set and the overlap of prompts between each two.
 
     Args:
         datasets: data sets by the name of their split.
         renderer: renderer of the conversations; its length limit decides which are truncated.
+        special_tokens: special tokens of its tokenizer, which are counted beside those of common families.
     """
-    splits = {name: _audit_split(dataset, renderer) for name, dataset in datasets.items()}
+    control = re.compile("|".join([*map(re.escape, special_tokens), _CONTROL]))
+    splits = {name: _audit_split(dataset, renderer, control) for name, dataset in datasets.items()}
     pairs_of_splits = itertools.combinations(datasets.items(), 2)
     overlaps = tuple(_overlap(first, second) for first, second in pairs_of_splits)
     return DataAudit(splits, overlaps)
@@ -147,11 +165,16 @@ def _overlap(first: tuple[str, PreferenceDataset], second: tuple[str, Preference
     return PromptOverlap(first[0], second[0], len(shared), on_first, on_second, num_leaked_pairs(first[1], second[1]))
 
 
-def _audit_split(dataset: PreferenceDataset, renderer: Renderer) -> SplitAudit:
+def _audit_split(dataset: PreferenceDataset, renderer: Renderer, control: re.Pattern[str]) -> SplitAudit:
     sides = _encoded_sides(dataset, renderer)
     lengths = np.array([[side.length for side in pair] for pair in sides], dtype=np.float64).reshape(-1, 2)
     quantiles = np.quantile(lengths, QUANTILES, axis=0).T if len(lengths) else np.full((2, len(QUANTILES)), np.nan)
     num_duplicates, num_contradictions = _repeats(dataset)
+    texts = (
+        "\0".join([*(message.content for message in as_messages(pair.prompt)), pair.chosen, pair.rejected])
+        for pair in dataset.pairs
+    )
+    found = [tokens for text in texts if (tokens := set(control.findall(text)))]
     return SplitAudit(
         num_pairs=len(dataset),
         num_skipped=len(dataset.skipped),
@@ -169,6 +192,8 @@ def _audit_split(dataset: PreferenceDataset, renderer: Renderer) -> SplitAudit:
         num_zero_labels=sum(pair.label == 0.0 for pair in dataset.pairs),
         num_soft_labels=sum(0.0 < pair.label < 1.0 for pair in dataset.pairs),
         sources=_audit_sources(dataset),
+        num_control_tokens=len(found),
+        control_tokens=tuple(token for token, _ in Counter(sorted(itertools.chain(*found))).most_common()),
     )
 
 

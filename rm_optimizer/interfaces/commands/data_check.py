@@ -57,7 +57,7 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
         )
     renderer = ConversationRenderer(_tokenizer(tokenizer, datasets.values()), max_length)
     datasets = {name: dataset.accepted_by(renderer) for name, dataset in datasets.items()}
-    audit = audit_pairs(datasets, renderer)
+    audit = audit_pairs(datasets, renderer, renderer.tokenizer.all_special_tokens)
     print_audit(audit)
     for name, dataset in datasets.items():
         output_console().print(example_table(name, dataset.pairs[0]))

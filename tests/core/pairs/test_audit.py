@@ -132,3 +132,24 @@ def test_a_split_without_a_decided_pair_has_no_baseline():
     audit = audit_of(PreferencePair("p", "aa", "b", label=0.5))
     assert format(audit.splits["train"].longer_wins) == "n/a"
     assert DataAudit.from_json(audit.to_json()).to_json() == audit.to_json()
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("<|im_end|>", "<|eot_id|>", "<|endoftext|>", "</s>", "<s>[INST] Hi [/INST]", "<extra_id_1>User", "<<SYS>>"),
+        *("<end_of_turn>", "<\uff5cUser\uff5c>", "<|start_header_id|>", "[SEP]", "<pad>", "<own>"),
+    ],
+)
+def test_control_tokens_in_any_text_of_a_pair_are_counted_and_named(text: str):
+    pairs = [
+        PreferencePair(f"a {text} b", "c", "d"),
+        PreferencePair((Message("system", text), Message("user", "q")), "c", "d"),
+        PreferencePair("q", f"c{text}", f"{text}{text}"),
+        PreferencePair("is a < b and b > s? <b>[1]</b> <|>", "a[CLS", "x</ s>"),
+    ]
+    data = {"train": PreferenceDataset.from_pairs(pairs)}
+    split = audit_pairs(data, CharacterRenderer(50), ["<own>"]).splits["train"]
+    assert split.num_control_tokens == 3
+    assert split.control_tokens
+    assert all(token in text for token in split.control_tokens)
