@@ -70,6 +70,7 @@ def test_evaluate_reads_patterns_and_folders_and_names_equal_files_by_their_path
     [
         (["--data", "pairs.jsonl", "--by", "sorce"], "unknown --by column 'sorce'; did you mean 'source'?"),
         (["--data", "*.parquet"], r"*.parquet: no file matches this pattern"),
+        (["--data", "model"], "model: expected pairs, got the folder of a model or run; name a file of pairs"),
         (["--data", "empty"], "empty: the folder holds no Parquet, JSON Lines, JSON or CSV file"),
         (["--data", "pairs.jsonl", "--data", "pairs.jsonl"], "--data must name each file once, got 'pairs.jsonl'"),
         (["--data", "pairs.jsonl", "--kwise-rule", "best"], "unknown --kwise-rule 'best'"),
@@ -83,6 +84,8 @@ def test_evaluate_reads_patterns_and_folders_and_names_equal_files_by_their_path
 def test_a_mistake_in_an_evaluation_is_one_sentence_and_leaves_nothing(checkpoint, pairs, arguments, sentence):
     Path("empty").mkdir()
     Path("run").mkdir()
+    Path("model").mkdir()
+    Path("model/config.json").touch()
     Path("run/options.json").touch()
     result = CliRunner().invoke(app, ["evaluate", checkpoint, *arguments])
     assert result.exit_code == 2
@@ -193,6 +196,14 @@ def test_data_check_lists_the_rows_it_dropped(pairs):
         lines.write('{"prompt": "p", "chosen": "same", "rejected": "same"}\n')
     printed = rm_opt("data", "check", pairs, "--on-bad-row", "drop")
     assert f"dropped {pairs}, line {len(PAIRS) + 1}: " in printed
+
+
+def test_data_check_prints_one_line_for_all_groups_of_equal_scores(pairs):
+    rows = [{"prompt": f"{i}", "responses": ["a", "b"], "scores": [i % 2, 0]} for i in range(20)]
+    Path(pairs).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    dropped = [line for line in rm_opt("data", "check", pairs).splitlines() if line.startswith("dropped")]
+    cause = "no pair: no two responses that differ in text and score"
+    assert dropped == [f"dropped {pairs}, line 1: {cause}; and 9 more rows of this cause"]
 
 
 def test_data_check_takes_the_tokenizer_that_is_named(checkpoint, pairs):

@@ -47,6 +47,7 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
     """Print the audit of the splits, and return it."""
     from rm_optimizer.core.pairs.audit import audit_pairs
     from rm_optimizer.core.pairs.dataset import label_note
+    from rm_optimizer.core.rows.bad_rows import cause_of
     from rm_optimizer.core.tokens.chat import ConversationRenderer
     from rm_optimizer.reporting.tables import example_table, output_console, print_audit
 
@@ -63,8 +64,10 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
         output_console().print(example_table(name, dataset.pairs[0]))
         if (note := label_note(dataset.pairs)) is not None:
             print(f"{name}: {note}")
-        for row in dataset.skipped:
-            print(f"dropped {row}")
+        for cause in dict.fromkeys(cause_of(row.reason) for row in dataset.skipped):
+            rows = [row for row in dataset.skipped if cause_of(row.reason) == cause]
+            rest = f"; and {len(rows) - 1:,} more rows of this cause" if len(rows) > 1 else ""
+            print(f"dropped {rows[0]}{rest}")
     _print_agreement(datasets)
     return audit
 
