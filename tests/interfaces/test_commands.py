@@ -176,9 +176,10 @@ def test_data_check_counts_control_tokens(pairs):
     with Path(pairs).open("a") as lines:
         lines.write('{"prompt": "<s>[INST] Hi [/INST]", "chosen": "a", "rejected": "b"}\n')
     Path("other.jsonl").write_text('{"prompt": "p", "chosen": "a", "rejected": "b"}\n')
-    printed = " ".join(rm_opt("data", "check", pairs, "other.jsonl", "--json", "audit.json").split())
-    assert "1 (7.7%), <s>, [/INST], [INST]" in printed.replace(" │ │", "").replace("│ ", "")
-    assert DataAudit.from_json(Path("audit.json").read_text()).splits[pairs].num_control_tokens == 1
+    assert "control tokens" in rm_opt("data", "check", pairs, "other.jsonl", "--json", "audit.json")
+    splits = DataAudit.from_json(Path("audit.json").read_text()).splits
+    assert (splits[pairs].num_control_tokens, splits["other.jsonl"].num_control_tokens) == (1, 0)
+    assert sorted(splits[pairs].control_tokens) == ["<s>", "[/INST]", "[INST]"]
 
 
 def test_data_check_reads_as_training_would(pairs):
@@ -203,7 +204,7 @@ def test_data_check_prints_one_line_for_all_groups_of_equal_scores(pairs):
     Path(pairs).write_text("".join(json.dumps(row) + "\n" for row in rows))
     dropped = [line for line in rm_opt("data", "check", pairs).splitlines() if line.startswith("dropped")]
     cause = "no pair: no two responses that differ in text and score"
-    assert dropped == [f"dropped {pairs}, line 1: {cause}; and 9 more rows of this cause"]
+    assert dropped == [f"dropped {pairs}, line 1: {cause}; rows of this cause: 10"]
 
 
 def test_data_check_takes_the_tokenizer_that_is_named(checkpoint, pairs):

@@ -43,7 +43,7 @@ def test_a_command_names_or_drops_it(command: str, checkpoint: str, tmp_path: Pa
     assert "pairs.jsonl, line 5: the tokenizer's chat template prints nothing" in said
     assert "--on-bad-row drop" in said
     whole = CliRunner().invoke(app, [*arguments, "--on-bad-row", "drop"])
-    dropped = "line 8: " if command == "data check" else "rows that give no pair: 2"
+    dropped = "rows of this cause: 2" if command == "data check" else "rows that give no pair: 2"
     assert dropped in whole.stdout
     strict = CliRunner().invoke(app, [*arguments, "--on-bad-row", "drop", "--max-bad-share", "0.05"])
     assert "2 of 20 rows are bad, more than the 5%" in " ".join((strict.stderr + str(strict.exception)).split())

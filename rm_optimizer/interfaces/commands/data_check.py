@@ -66,7 +66,7 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
             print(f"{name}: {note}")
         for cause in dict.fromkeys(cause_of(row.reason) for row in dataset.skipped):
             rows = [row for row in dataset.skipped if cause_of(row.reason) == cause]
-            rest = f"; and {len(rows) - 1:,} more rows of this cause" if len(rows) > 1 else ""
+            rest = f"; rows of this cause: {len(rows):,}" if len(rows) > 1 else ""
             print(f"dropped {rows[0]}{rest}")
     _print_agreement(datasets)
     return audit
