@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -151,6 +151,12 @@ def tiny_model(
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.3) if parameter.ndim > 1 else None
     return model.eval()
+
+
+def beside_world(options: Sequence[str], overrides: Sequence[str]) -> list[str]:
+    """Both, without options of the synthetic world where the overrides name pairs of their own: these are refused."""
+    own = any(line.startswith("data.train=") for line in overrides)
+    return [*(line for line in options if not own or not line.startswith("data.synthetic")), *overrides]
 
 
 def tiny_reward_model(

@@ -63,8 +63,7 @@ def checked(
                 _require_no_sweep(config, overrides)
             built = _finished(config, kind, writable, job)
             require_switches(config, overrides)
-            if "training" in config:  # an analysis is also given what its run recorded
-                refuse_unread(overrides, config)
+            refuse_unread(overrides, config)
             return built
     finally:
         HydraConfig.instance().cfg = None

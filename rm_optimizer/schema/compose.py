@@ -64,8 +64,7 @@ def compose(overrides: Sequence[str] = (), name: str = "config") -> DictConfig:
             config = hydra_compose(config_name=name, overrides=completed(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(explain(error, overrides)) from error
-    if "training" in config:  # an analysis is also given what its run recorded
-        refuse_unread(overrides, config)
+    refuse_unread(overrides, config)
     require_switches(config, overrides)
     return config
 

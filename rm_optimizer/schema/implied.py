@@ -32,15 +32,18 @@ def completed(overrides: Sequence[str]) -> list[str]:
 def refuse_unread(overrides: Sequence[str], config: DictConfig) -> None:
     """Refuse options that nothing will read: those whose field names a condition that the configuration does not meet.
 
-    Of the two learning rates of a model, an adapter reads one and full fine-tuning the other.
+    Of the two learning rates of a model, an adapter reads one and full fine-tuning the other. An analysis is not
+    checked, since its overrides also hold all that its run recorded.
 
     Args:
         overrides: overrides that the user typed; values of presets may be unread.
-        config: the composed options of a run.
+        config: the composed options.
 
     Raises:
         ConfigError: naming the option and the one that it needs.
     """
+    if "training" not in config:
+        return
     adapter = OmegaConf.select(config, "adapter.kind")
     unread, read = ("adamw_lr", "lora_lr") if has_adapter(config) else ("lora_lr", "adamw_lr")
     for line in overrides:

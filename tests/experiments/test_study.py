@@ -21,6 +21,7 @@ from rm_optimizer.interfaces.cli import app
 from rm_optimizer.records.run_options import options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.store import OPTIMIZERS
+from tests.builders import beside_world
 from tests.logged import wandb_records
 from tests.training.conftest import SMALL
 
@@ -244,8 +245,7 @@ def test_a_trial_is_named_by_its_pairs_and_refuses_others_under_the_same_path(tm
         path.write_text("".join(lines))
 
     def planned(path: Path):
-        small = [line for line in SMALL if not line.startswith("data.synthetic")]
-        given = [*small, f"data.train={path}", "output_dir=unused"]
+        given = beside_world(SMALL, [f"data.train={path}", "output_dir=unused"])
         return training_trial("one", typed(compose(given), TrainConfig))
 
     trial = planned(first)

@@ -32,6 +32,7 @@ from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.publishing import PublishWeights, run_name
 from rm_optimizer.training.data.run_data import load_data
 from rm_optimizer.training.folder.record import RunRecord
+from tests.builders import beside_world
 from tests.serving.running import serve_process
 
 SMALL = [
@@ -48,9 +49,7 @@ PARITY = 1e-4
 
 
 def options(output_dir: Path, *overrides: str) -> TrainConfig:
-    own = any(line.startswith("data.train=") for line in overrides)  # then the world's options have no effect
-    small = [line for line in SMALL if not own or not line.startswith("data.synthetic")]
-    return typed(compose([*small, f"output_dir={output_dir}", *overrides]), TrainConfig)
+    return typed(compose(beside_world(SMALL, [f"output_dir={output_dir}", *overrides])), TrainConfig)
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ import pytest
 
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training import RunResult, train_reward_model
+from tests.builders import beside_world
 
 SMALL = [
     "hardware=cpu",
@@ -38,9 +39,7 @@ def small_overrides() -> list[str]:
 @pytest.fixture(scope="session")
 def small_config() -> Callable[..., TrainConfig]:
     def build(output_dir: Path, *overrides: str) -> TrainConfig:
-        own = any(line.startswith("data.train=") for line in overrides)  # then the world's options have no effect
-        small = [line for line in SMALL if not own or not line.startswith("data.synthetic")]
-        return typed(compose([*small, f"output_dir={output_dir}", *overrides]), TrainConfig)
+        return typed(compose(beside_world(SMALL, [f"output_dir={output_dir}", *overrides])), TrainConfig)
 
     return build
 

@@ -5,22 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, overload
+from typing import Protocol, overload
 
 from rm_optimizer.core.pairs.conversations import continued, conversation_groups, prompt_keys
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, prompt_id
-from rm_optimizer.core.pairs.source_pairs import SourcePairs, load_source, mixed, mixed_rows
-from rm_optimizer.core.pairs.sources import DataSource, parse_sources
+from rm_optimizer.core.pairs.source_pairs import load_sources, mixed, mixed_rows
+from rm_optimizer.core.pairs.sources import parse_sources
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import PairRows, SkippedRow
 from rm_optimizer.core.rows.columns import Columns
-from rm_optimizer.core.rows.readers import source_files
-from rm_optimizer.core.rows.unread_columns import contrary_notes
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
 
@@ -121,34 +118,19 @@ class PreferenceDataset(Sequence[PreferencePair]):
         """
         rule, policy = KwiseRule(kwise_rule), OnBadRow(on_bad_row)
         sources = parse_sources(source, format=format, columns=columns, winner=winner)
-        options: dict[str, Any] = {"max_bad_share": max_bad_share, "spelling": spelling}
-        parts = [(item, part) for item in sources for part in source_files(item.path)]
-        num_named = Counter(name for name, _ in {(part.name, part.path) for _, part in parts})
-        loaded: list[tuple[DataSource, SourcePairs]] = []
-        notes: list[str] = []
-        for item, part in parts:
-            name = part.path if num_named[part.name] > 1 else part.name
-            files = [replace(item, path=file) for file in part.files]
-            found = [(file, load_source(file, kwise_rule=rule, on_bad_row=policy, **options)) for file in files]
-            notes += [note.replace(file.path, part.path, 1) for file, result in found for note in result.notes]
-            unread = [(pair.metadata, pair.label) for _, result in found for pair in result.pairs]
-            sides = (item.columns.get("chosen") or "chosen", item.columns.get("rejected") or "rejected")
-            notes += contrary_notes(part.path, sides, unread)
-            if part.left_out:
-                others = f"{', '.join(part.left_out[:5])}{', …' if len(part.left_out) > 5 else ''}"
-                notes.append(f"{part.path}: {len(files)} files are read, {len(part.left_out)} are left out: {others}")
-            loaded += [(file, result.called(name, file.name)) for file, result in found]
+        loaded, notes = load_sources(
+            sources, kwise_rule=rule, on_bad_row=policy, max_bad_share=max_bad_share, spelling=spelling
+        )
         skipped = tuple(row for _, result in loaded for row in result.skipped)
         pairs = mixed(loaded, seed)
         if not pairs:
             raise DataError(
                 f"no pair is left of {', '.join(item.path for item in sources)}: raise the sources' weights"
             )
-        notes = list(dict.fromkeys(notes))
         if spelling == Spelling.python:
             for note in notes:
                 _log.warning(note)
-        return cls(pairs, skipped, mixed_rows(loaded, seed), tuple(notes), tuple(item.path for item in sources))
+        return cls(pairs, skipped, mixed_rows(loaded, seed), notes, tuple(item.path for item in sources))
 
     def __len__(self) -> int:
         return len(self.pairs)

@@ -396,3 +396,7 @@ FORMATS: Mapping[str, RowFormat] = MappingProxyType(
     }
 )
 """The row formats by name, in the order in which they are tried."""
+READ_COLUMNS = frozenset({name for form in FORMATS.values() for name in form.columns} - {PER_RESPONSE}) | {
+    *("response", "score"),
+}
+"""Columns that any format reads, those of a table with one response a row included."""

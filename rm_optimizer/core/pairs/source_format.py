@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from rm_optimizer.core.pairs.column_hints import no_format, require_readable, winner_untold
-from rm_optimizer.core.pairs.formats import FORMATS, RowFormat, detect_format
+from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat, detect_format
 from rm_optimizer.core.pairs.sources import OPTIONAL_COLUMNS, DataSource
 from rm_optimizer.core.rows.columns import first_renamed, renamed
 from rm_optimizer.core.rows.readers import Row
@@ -82,9 +82,8 @@ def _unread(source: DataSource, form: RowFormat, spelling: Spelling) -> str | No
     Raises:
         DataError: with that sentence, if the options are the source's own and not those of all sources.
     """
-    of_formats = {name for each in FORMATS.values() for name in each.columns} | {"response", "score"}
     read = form.columns | ({"response", "score"} if form.name == "kwise" else set())
-    unread = {ours: theirs for ours, theirs in source.columns.items() if theirs and ours in of_formats - read}
+    unread = {ours: theirs for ours, theirs in source.columns.items() if theirs and ours in READ_COLUMNS - read}
     options = {"columns": spelling.columns(unread)} if unread else {}
     if source.winner is not None and form.name != "winner":
         options["winner"] = spelling.option("winner", str(source.winner))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +18,8 @@ from rm_optimizer.core.pairs.row_pairs import numbered_pairs
 from rm_optimizer.core.pairs.source_format import FIRST_ROWS, format_of
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import PairRows, RowTally, SkippedRow
-from rm_optimizer.core.rows.readers import read_rows
+from rm_optimizer.core.rows.readers import read_rows, source_files
+from rm_optimizer.core.rows.unread_columns import contrary_notes
 from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
 
 
@@ -82,6 +85,39 @@ def load_source(
         raise tally.nothing_left()
     kept = PairRows.of_source(tally, [number for number, _ in found])
     return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), kept, form.notes)
+
+
+def load_sources(
+    sources: Sequence[DataSource], **options: Any
+) -> tuple[list[tuple[DataSource, SourcePairs]], tuple[str, ...]]:
+    """Each file of the sources with its pairs, and sentences on what is not read, each once.
+
+    Files of a folder have its name as their source; files of equal names have their paths.
+
+    Args:
+        sources: sources to read, with their options.
+        options: further arguments of `load_source`.
+
+    Raises:
+        DataError: as `load_source` and `source_files` raise it.
+    """
+    parts = [(item, part) for item in sources for part in source_files(item.path)]
+    num_named = Counter(name for name, _ in {(part.name, part.path) for _, part in parts})
+    loaded: list[tuple[DataSource, SourcePairs]] = []
+    notes: list[str] = []
+    for item, part in parts:
+        name = part.path if num_named[part.name] > 1 else part.name
+        files = [replace(item, path=file) for file in part.files]
+        found = [(file, load_source(file, **options)) for file in files]
+        notes += [note.replace(file.path, part.path, 1) for file, result in found for note in result.notes]
+        unread = [(pair.metadata, pair.label) for _, result in found for pair in result.pairs]
+        sides = (item.columns.get("chosen") or "chosen", item.columns.get("rejected") or "rejected")
+        notes += contrary_notes(part.path, sides, unread)
+        if part.left_out:
+            others = f"{', '.join(part.left_out[:5])}{', …' if len(part.left_out) > 5 else ''}"
+            notes.append(f"{part.path}: {len(files)} files are read, {len(part.left_out)} are left out: {others}")
+        loaded += [(file, result.called(name, file.name)) for file, result in found]
+    return loaded, tuple(dict.fromkeys(notes))
 
 
 def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[PreferencePair, ...]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rm_optimizer.core.pairs.formats import FORMATS, PER_RESPONSE, RowFormat, row_format
+from rm_optimizer.core.pairs.formats import READ_COLUMNS, RowFormat, row_format
 from rm_optimizer.core.rows.columns import Columns, read_number
 from rm_optimizer.core.rows.readers import source_name
 from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS
@@ -51,12 +51,7 @@ class DataSource:
         if not 0 <= self.label <= 1:
             raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {self.label}")
         _ = self.named_format, self.winner_values
-        ours = {name for form in FORMATS.values() for name in form.columns} - {PER_RESPONSE} | {
-            "response",
-            "score",
-            *OPTIONAL_COLUMNS,
-            *CONTEXT_COLUMNS,
-        }
+        ours = {*READ_COLUMNS, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
         for name, theirs in self.columns.items():
             if name == "scores" and str(theirs).rpartition(".")[2].lower() in ("rank", "ranks", "ranking"):
                 raise ConfigError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 
     from rm_optimizer.core.pairs.audit import DataAudit
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.core.rows.bad_rows import SkippedRow
 
 TINY_VOCABULARY = 2048
 """Vocabulary size of the tokenizer that is trained if none is named; the same as for `model=tiny`."""
@@ -64,8 +66,10 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
         output_console().print(example_table(name, dataset.pairs[0]))
         if (note := label_note(dataset.pairs)) is not None:
             print(f"{name}: {note}")
-        for cause in dict.fromkeys(cause_of(row.reason) for row in dataset.skipped):
-            rows = [row for row in dataset.skipped if cause_of(row.reason) == cause]
+        by_cause: defaultdict[str, list[SkippedRow]] = defaultdict(list)
+        for row in dataset.skipped:
+            by_cause[cause_of(row.reason)].append(row)
+        for rows in by_cause.values():
             rest = f"; rows of this cause: {len(rows):,}" if len(rows) > 1 else ""
             print(f"dropped {rows[0]}{rest}")
     _print_agreement(datasets)

@@ -97,9 +97,8 @@ def header_size_check(scope: Scope) -> ApiError | None:
     """Check of the headers' size, of which the protocol limits only several pieces, and for one length of the body."""
     if scope["type"] != "http":
         return None
-    if {"content-length", "transfer-encoding"} <= set(
-        Headers(scope=scope).keys()
-    ):  # h11 takes what follows for a request
+    names = set(Headers(scope=scope).keys())
+    if {"content-length", "transfer-encoding"} <= names:  # h11 takes what follows for a request
         return AmbiguousLength("expected either content-length or transfer-encoding, got both")
     target = scope.get("raw_path") or scope["path"].encode()
     line = len(scope["method"]) + len(target) + len(scope["query_string"]) + len(" ? HTTP/1.1\r\n")
