@@ -10,10 +10,9 @@ import numpy as np
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
-from rm_optimizer.core.pairs.pair import Prompt, digest
+from rm_optimizer.core.pairs.pair import Prompt, digest, require_finite
 from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
 from rm_optimizer.evaluation.pair_rewards import PairRewards
-from rm_optimizer.evaluation.score_file import require_finite
 from rm_optimizer.records.ledger import Ledger, open_ledger
 
 CHUNK_RESPONSES = 256

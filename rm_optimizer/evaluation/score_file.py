@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -17,36 +16,17 @@ from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, require_finite
 from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.rows.response_files import FileKind, ResponseRow, file_kind, read_responses
 from rm_optimizer.core.rows.reward_column import write_with_rewards
 from rm_optimizer.core.tokens.chat import Encoding
-from rm_optimizer.errors import CheckpointError, DataError
+from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 
 Reward: TypeAlias = float | list[float]
 """A row's reward: a number, or a list if the row has a list of responses."""
-
-
-def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None:
-    """Refuse rewards that are NaN or infinite; called before rewards are printed or written.
-
-    Args:
-        rewards: rewards of one model, in any order.
-        name: function of an index that returns the reward's name for the message, such as `response 3`.
-
-    Raises:
-        CheckpointError: if there are such rewards, with their number and the first one.
-    """
-    broken = [index for index, reward in enumerate(rewards) if not math.isfinite(reward)]
-    if broken:
-        first = broken[0]
-        raise CheckpointError(
-            f"{len(broken)} of {len(rewards)} rewards are not finite, the first is {rewards[first]} for {name(first)}: "
-            "the model's weights are broken, or overflow in the type it computes in; give another checkpoint"
-        )
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, paired
-from rm_optimizer.errors import CheckpointError, ConfigError, DataError, did_you_mean
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, paired, require_finite
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.score_file import CountedRewards
 from rm_optimizer.records.codec import JsonRecord, json_values
 from rm_optimizer.rl_coupling.ensemble_members import SavedMembers
@@ -197,12 +197,9 @@ class RewardModelEnsemble(Scorer):
             else:
                 found = source.score(prompts, responses)
             rewards[number] = found.double().numpy()
-            broken = np.flatnonzero(~np.isfinite(rewards[number]))
-            if len(broken):
-                raise CheckpointError(
-                    f"member {number + 1} of the ensemble ({self._name(number)}) gives response {broken[0] + 1} the "
-                    f"reward {rewards[number, broken[0]]}; leave the member out or give another checkpoint"
-                )
+            who = f"member {number + 1} of the ensemble ({self._name(number)})"
+            names = [f"response {index + 1} by {who}" for index in range(len(responses))]
+            require_finite(found.tolist(), names.__getitem__)
         with self._lock:
             self._saved.release()
         return rewards, is_cut

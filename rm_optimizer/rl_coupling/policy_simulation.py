@@ -15,11 +15,11 @@ from jaxtyping import Float
 
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, flat_groups, prompt_id
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, flat_groups, prompt_id, require_finite
 from rm_optimizer.core.rows.messages import read_prompt
 from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.evaluation.score_file import ScoredFile, require_finite, require_new, score_counted, summed_counts
+from rm_optimizer.evaluation.score_file import ScoredFile, require_new, score_counted, summed_counts
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble

@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from rm_optimizer.core.pairs.pair import Message, Prompt, Scorer
+from rm_optimizer.core.pairs.pair import Message, Prompt, Scorer, require_finite
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation.score_file import require_finite
 from rm_optimizer.rl_coupling.rollouts import Rollout, metadata_of
 from rm_optimizer.serving.client.async_client import AsyncRewardClient
 

@@ -37,6 +37,7 @@ from rm_optimizer.interfaces.commands.doctor import doctor
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel
 from rm_optimizer.reporting.doctor_table import print_diagnosis
+from rm_optimizer.rl_coupling import openrlhf_reward_func
 from rm_optimizer.serving.client.reward_function import trl_reward
 from tests.builders import (
     FAMILIES,
@@ -258,8 +259,11 @@ def test_rewards_that_are_not_finite_fail_and_the_verdict_is_still_json(model, d
     diagnosis = diagnose(model, data, seed=0, max_pairs=20)
     assert failed(diagnosis) == {"finite_weights"}
     assert {"head_init", "reward_spread", "padding", "label_agreement"} <= set(diagnosis.names(Status.skipped))
-    with pytest.raises(CheckpointError, match="expected finite rewards, got nan for 1 of 1"):
-        trl_reward(model)(["Why?"], ["Because."])
+    said = "1 of 1 rewards are not finite, the first is nan for"
+    asked = (model.score, trl_reward(model), lambda p, r: openrlhf_reward_func(model)([f"{p} {r}"], p, p))
+    for score in (*asked, lambda p, r: model.score_groups(p, [r])):
+        with pytest.raises(CheckpointError, match=said):
+            score(["Why?"], ["Because."])
     assert "NaN" not in diagnosis.to_json()
     assert Diagnosis.from_json(diagnosis.to_json()) == diagnosis
 

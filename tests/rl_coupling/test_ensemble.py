@@ -137,7 +137,7 @@ def test_wrong_input_is_refused():
     ensemble = fitted()
     with pytest.raises(ValueError, match="2 prompts and 1 responses"):
         ensemble.predict_batch(["p", "q"], ["a"])
-    with pytest.raises(CheckpointError, match=r"member 1 of the ensemble \(Linear\) gives response 2 the reward nan"):
+    with pytest.raises(CheckpointError, match=r"nan for response 2 by member 1 of the ensemble \(Linear\)"):
         ensemble.score(["p", "p"], ["a", "nan"])
     with pytest.raises(DataError, match="needs at least 38 reference responses"):
         ensemble.fit_reference(PROMPTS[:20], TEXTS[:20])

@@ -24,7 +24,7 @@ from rm_optimizer.core.classifier.window import check_window, default_max_length
 from rm_optimizer.core.model.input_form import settle_input
 from rm_optimizer.core.model.losses import bradley_terry_loss, split_rewards
 from rm_optimizer.core.model.passes import SequenceScorer
-from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt, paired
+from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt, paired, require_finite
 from rm_optimizer.core.storage.certificate import ParityCertificate, require_parity
 from rm_optimizer.core.storage.checkpoint import describe_model
 from rm_optimizer.core.storage.export import save_export
@@ -290,9 +290,12 @@ class BradleyTerryRM(BaseRewardModel):
             token_budget: tokens, padding included, of one forward pass.
 
         Raises:
+            CheckpointError: if a reward is not finite.
             ValueError: if there are not as many prompts as responses.
         """
-        return self.score_encoded(self.encode(prompts, responses), token_budget=token_budget)
+        rewards = self.score_encoded(self.encode(prompts, responses), token_budget=token_budget)
+        require_finite(rewards.tolist(), lambda index: f"response {index + 1}")
+        return rewards
 
     def encode(self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> list[Encoding]:
         """Token ids of the conversations, with the numbers of cut tokens.
@@ -303,7 +306,7 @@ class BradleyTerryRM(BaseRewardModel):
         return self.renderer.encode_batch(*paired(prompts, responses))
 
     def score_encoded(self, encodings: Sequence[Encoding], *, token_budget: int = 16384) -> Float[Tensor, " sequences"]:
-        """`score` of conversations that `encode` has encoded.
+        """`score` of conversations that `encode` has encoded; a reward may be NaN, see `require_finite`.
 
         Args:
             encodings: token ids as `encode` returns them.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -18,6 +19,7 @@ from rm_optimizer.core.rows.messages import Message as Message
 from rm_optimizer.core.rows.messages import Prompt as Prompt
 from rm_optimizer.core.rows.messages import as_messages as as_messages
 from rm_optimizer.core.rows.messages import require_characters, require_response
+from rm_optimizer.errors import CheckpointError
 
 
 def digest(value: Any) -> str:
@@ -142,6 +144,25 @@ class Scorer(Protocol):
             ValueError: if there are not as many groups of responses as prompts.
         """
         return split_groups(self.score(*flat_groups(prompts, responses_of_each)), responses_of_each)
+
+
+def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None:
+    """Refuse rewards that are NaN or infinite; called before rewards are returned, printed or written.
+
+    Args:
+        rewards: rewards of one model, in any order.
+        name: function of an index that returns the reward's name for the message, such as `response 3`.
+
+    Raises:
+        CheckpointError: if there are such rewards, with their number and the first one.
+    """
+    broken = [index for index, reward in enumerate(rewards) if not math.isfinite(reward)]
+    if broken:
+        first = broken[0]
+        raise CheckpointError(
+            f"{len(broken)} of {len(rewards)} rewards are not finite, the first is {rewards[first]} for {name(first)}: "
+            "the model's weights are broken, or overflow in the type it computes in; give another checkpoint"
+        )
 
 
 def paired(prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> tuple[list[Prompt], list[str]]:

@@ -14,10 +14,9 @@ from numpy.typing import NDArray
 from rm_optimizer.core.model.features import scored_features
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, require_finite
 from rm_optimizer.data_efficiency.acquisition.ray_blocks import on_ray
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.evaluation.score_file import require_finite
 from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 

@@ -128,7 +128,7 @@ def _score_by_ensemble(members: RewardModelEnsemble, checkpoint: str, source: Pa
 
 def _print_scores(saved: SavedModel, prompt: str, responses: Sequence[str], token_budget: int) -> None:
     """Print one reward on each line, in the order of the responses; truncation is reported on standard error."""
-    from rm_optimizer.evaluation.score_file import require_finite
+    from rm_optimizer.core.pairs.pair import require_finite
 
     model = saved.load()
     counted = LocalScorer(model, token_budget).score_counted([prompt] * len(responses), responses)

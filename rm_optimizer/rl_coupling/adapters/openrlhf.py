@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import require_finite
 from rm_optimizer.serving.service.rendered_texts import RenderedTexts
 
 RewardFunc = Callable[[Sequence[str], Sequence[str], Sequence[Any]], dict[str, Any]]
@@ -28,6 +29,7 @@ def openrlhf_reward_func(model: BradleyTerryRM) -> RewardFunc:
         model: the reward model, on its device.
 
     Raises:
+        CheckpointError: by the function, if a reward is not finite.
         ValueError: by the function, if a query holds no text.
     """
     restorer, lock = RenderedTexts(model.renderer), Lock()
@@ -39,6 +41,7 @@ def openrlhf_reward_func(model: BradleyTerryRM) -> RewardFunc:
         with lock:
             encodings = model.renderer.encode_rendered(texts, model.max_length)
             rewards: Tensor = model.score_encoded(encodings).float()
+        require_finite(rewards.tolist(), lambda index: f"queries[{index}]")
         return {"rewards": rewards, "scores": rewards, "extra_logs": {"rm_reward": rewards}}
 
     return reward_func

@@ -15,8 +15,7 @@ from torch import Tensor
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer
-from rm_optimizer.evaluation.score_file import require_finite
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, require_finite
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.out_of_distribution import halves

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rm_optimizer.core.pairs.pair import Scorer
+from rm_optimizer.core.pairs.pair import Scorer, require_finite
 from rm_optimizer.core.rows.messages import Prompt, as_messages, read_messages, read_prompt
-from rm_optimizer.errors import CheckpointError
 
 
 def trl_reward(scorer: Scorer, name: str = "reward") -> Callable[..., list[float]]:
@@ -40,11 +38,7 @@ class _RewardFunction:
 
     def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **ignored: Any) -> list[float]:
         rewards: list[float] = self._scorer.score(*conversations(prompts, completions)).tolist()
-        if broken := [reward for reward in rewards if not math.isfinite(reward)]:
-            raise CheckpointError(
-                f"{self.__name__}: expected finite rewards, got {broken[0]} for {len(broken)} of {len(rewards)} "
-                "completions: the model's weights are broken, or overflow in their type; give another checkpoint"
-            )
+        require_finite(rewards, lambda index: f"completion {index + 1}")
         return rewards
 
 
