@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import socket
 import time
@@ -202,6 +203,35 @@ def test_idle_connections_at_the_limit_give_way_and_those_that_are_answered_stay
         assert idle[0].recv(65536) == b""
         assert busy.recv(65536).startswith(b"HTTP/1.1 200 ")
         for connection in (busy, *idle):
+            connection.close()
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/metrics"])
+def test_half_sent_bodies_at_the_limit_give_way_to_probes_and_requests_but_a_fast_upload_stays(path):
+    app, limited = served_without_reader(FakeEngine()), BoundedHeaders.limited(4, ServerMetrics())
+    limited.least_idle_seconds = 0.2
+    body = json.dumps({"input": [1] * 60_000}).encode()
+    head = b"POST /classify HTTP/1.1\r\nHost: server\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n"
+    with app_running(app, limited) as url:
+        uploading, *stopped = [connected(url) for _ in range(4)]
+        for connection in (uploading, *stopped):
+            connection.sendall(head % len(body) + body[:5])
+        for number in range(6):
+            uploading.sendall(body[5 + 25_000 * number : 5 + 25_000 * (number + 1)])  # 0.2 s of the least rate
+            stopped[number % 2].sendall(b" ")
+            time.sleep(0.1)
+            if number >= 3:
+                answer = httpx.get(f"{url}{path}")
+                assert answer.status_code == (503 if path == "/ready" else 200)
+                assert "connections are open" not in answer.text
+        assert httpx.post(f"{url}/classify", json={"input": [1]}).json()["error"]["type"] == "NotReady"
+        told = b"".join(iter(lambda: stopped[0].recv(65536), b""))
+        assert told.startswith(b"HTTP/1.1 503 ")
+        assert b"4 connections are open; send the whole body at once" in told
+        uploading.sendall(body[5 + 150_000 :])
+        answer = b"".join(iter(lambda: uploading.recv(1), b"}"))
+        assert b'"type":"NotReady"' in answer
+        for connection in (uploading, *stopped):
             connection.close()
 
 

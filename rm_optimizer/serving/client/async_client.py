@@ -107,7 +107,12 @@ class AsyncRewardClient(ClientArguments):
         return first - second
 
     async def score_versioned(
-        self, prompts: Sequence[Prompt], responses: Sequence[str], *, expect_version: str | None = None
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        *,
+        expect_version: str | None = None,
+        expect_revision: int | None = None,
     ) -> ScoredBatch:
         """Rewards as `score` returns them, with the version of the weights that computed them.
 
@@ -116,14 +121,19 @@ class AsyncRewardClient(ClientArguments):
         Args:
             prompts: text or messages.
             responses: one for each prompt.
-            expect_version: version that must answer; None accepts any.
+            expect_version: version that must answer; None accepts any. A restarted server may give its name to others.
+            expect_revision: serial number that must answer, `ScoredBatch.revision`; None accepts any. It is unique.
 
         Raises:
-            WrongVersion: if another version answered, for example after a restart of the server.
+            WrongVersion: if other weights answered, for example after a restart of the server.
         """
         scored = await self._score(prompts, responses)
-        if expect_version not in (None, scored.version):
-            raise WrongVersion(f"expected rewards of weights {expect_version} from {self.url}, got {scored.version}")
+        for name, expected, got in (
+            ("weights", expect_version, scored.version),
+            ("revision", expect_revision, scored.revision),
+        ):
+            if expected not in (None, got):
+                raise WrongVersion(f"expected rewards of {name} {expected} from {self.url}, got {got}")
         return scored
 
     async def _score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> ScoredBatch:

@@ -59,10 +59,16 @@ class RewardClient(ClientArguments, Scorer):
         return self._run(lambda client: client.score_pair(prompt, response_a, response_b))
 
     def score_versioned(
-        self, prompts: Sequence[Prompt], responses: Sequence[str], *, expect_version: str | None = None
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        *,
+        expect_version: str | None = None,
+        expect_revision: int | None = None,
     ) -> ScoredBatch:
         """Rewards and the version that computed them; see `AsyncRewardClient.score_versioned`."""
-        return self._run(lambda client: client.score_versioned(prompts, responses, expect_version=expect_version))
+        expected = {"expect_version": expect_version, "expect_revision": expect_revision}
+        return self._run(lambda client: client.score_versioned(prompts, responses, **expected))  # type: ignore[arg-type]
 
     def close(self) -> None:
         """Close the session; a second call does nothing, and a later request opens another session."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rm_optimizer.serving.http.connections import ConnectionLimits
 from rm_optimizer.serving.http.error_answers import error_answer
 from rm_optimizer.serving.service.api_errors import ApiError, Overloaded, TooLarge
+from rm_optimizer.serving.service.fair_share import CLIENT, FairShare
 
-MAX_OPEN_REQUESTS = 1024
-"""POST requests open at once; health and metrics are not counted."""
-MAX_OPEN_BYTES = 256 * 2**20
-"""Bytes of the bodies of all open requests."""
+MAX_OPEN_BYTES = 64 * 2**20
+"""Bytes of the bodies of open requests before a new one; requests of falling sizes hold some times as many."""
 MAX_BODY_BYTES = 8 * 2**20
 """Bytes of one body."""
 MAX_CONTAINERS = 2**16
@@ -35,32 +35,30 @@ class AdmissionControl:
     def __init__(self, app: ASGIApp, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         self.app = app
         self.max_body_bytes = max_body_bytes
-        self.open_requests = 0
-        self.open_bytes = 0
+        self.requests = FairShare(ConnectionLimits.of_process().open // 2)  # the other half answers probes and refusals
+        self.bytes = FairShare(MAX_OPEN_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on, or answer 413 or 503."""
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
+        CLIENT.set((scope.get("client") or [""])[0])
         chunks = list[bytes]()  # counted as they arrive, also those of a body that never ends
         try:
             refusal = await self._refusal(scope, receive, chunks)
             if refusal is not None:
                 await error_answer(refusal)(scope, receive, send)
                 return
-            self.open_requests += 1
-            try:
+            with self.requests.holding(1):
                 await self.app(scope, _replayed(chunks[0], receive), send)
-            finally:
-                self.open_requests -= 1
         finally:
-            self.open_bytes -= sum(map(len, chunks))
+            self.bytes.release(id(chunks))
 
     async def _refusal(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> ApiError | None:
         """Read the body into one chunk, or return the reason to refuse it; a request opens once it is read."""
-        if self.open_requests >= MAX_OPEN_REQUESTS:
-            return Overloaded(f"{self.open_requests} requests are open, which is the most")
+        if count := self.requests.excess(1):
+            return Overloaded(f"{count} requests are open, which is the most")
         announced = Headers(scope=scope).get("content-length", "0")
         if announced.isdigit() and int(announced) > self.max_body_bytes:
             return self._too_large()
@@ -69,11 +67,11 @@ class AdmissionControl:
             message = await receive()
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
-            self.open_bytes += len(chunks[-1])
+            self.bytes.hold(id(chunks), size)
             if size > self.max_body_bytes:
                 return self._too_large()
-            if self.open_bytes > MAX_OPEN_BYTES:
-                return Overloaded(f"the bodies of open requests hold {self.open_bytes} bytes")
+            if open_bytes := self.bytes.excess(size):
+                return Overloaded(f"the bodies of open requests hold {open_bytes} bytes")
             if not message.get("more_body", False):
                 chunks[:] = [b"".join(chunks)]
                 return _too_complex(chunks[0])

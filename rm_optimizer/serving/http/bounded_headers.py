@@ -10,6 +10,7 @@ import asyncio
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
+from rm_optimizer.serving.http.body_timeout import LEAST_BYTES_PER_SECOND
 from rm_optimizer.serving.http.connections import MAX_CONNECTIONS
 from rm_optimizer.serving.http.error_answers import error_answer
 from rm_optimizer.serving.service.api_errors import (
@@ -39,7 +40,7 @@ class BoundedHeaders(HttpProtocol):
     seconds = 20.0
     """Seconds to the last header, from the connection or from the first byte of a later request on it."""
     least_idle_seconds = 1.0
-    """Seconds without a byte after which an idle connection gives way to a new one."""
+    """Seconds that a client may owe its next bytes before its connection gives way to a new one."""
     max_connections = MAX_CONNECTIONS
     metrics: ServerMetrics | None = None
 
@@ -53,7 +54,7 @@ class BoundedHeaders(HttpProtocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._last = self.cycle  # the request before the one whose headers are counted
         self._num_bytes = 0
-        self._last_byte = self.loop.time()
+        self._owing_since = self.loop.time()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Wait for the first request's headers, unless too many connections are open and none of them is idle."""
@@ -70,7 +71,10 @@ class BoundedHeaders(HttpProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Let uvicorn parse the bytes; those of incomplete headers are counted against the limits."""
-        last, self._last_byte = self.cycle, self.loop.time()
+        last, now = self.cycle, self.loop.time()
+        if self._deadline is None and (last is None or last.response_complete):  # the first byte of a request
+            self._owing_since = now
+        self._owing_since = min(now, self._owing_since + len(data) / LEAST_BYTES_PER_SECOND)
         if last is not self._last:
             self._last, self._num_bytes = last, 0
         if last is None or not last.more_body:  # the rest of a body that was answered early does not count
@@ -88,17 +92,26 @@ class BoundedHeaders(HttpProtocol):
         self._refuse(HeadersTooLarge() if self._num_bytes > MAX_HEADER_BYTES else InvalidRequest(msg))
 
     def _replace_idle(self) -> bool:
-        """Close the connection that was idle longest, as nginx does; False if none is idle."""
+        """Close the connection whose client has owed bytes longest, as nginx does; False if none owes any.
+
+        A client owes a request, or the rest of one, whose bytes come at `LEAST_BYTES_PER_SECOND` or faster.
+        """
         waiting = [other for other in self.connections if isinstance(other, BoundedHeaders) and other._is_waiting]
-        oldest = min(waiting, key=lambda other: other._last_byte, default=self)
-        if self.loop.time() - oldest._last_byte < self.least_idle_seconds:
+        oldest = min(waiting, key=lambda other: other._owing_since, default=self)
+        if self.loop.time() - oldest._owing_since < self.least_idle_seconds:
             return False
-        oldest.transport.close()
+        if oldest.cycle is None or oldest.cycle.response_complete:
+            oldest.transport.close()
+        else:
+            oldest._refuse(Overloaded(f"{self.max_connections} connections are open; send the whole body at once"))
         return True
 
     @property
     def _is_waiting(self) -> bool:
-        return (self.cycle is None or self.cycle.response_complete) and not self.transport.is_closing()
+        if self.transport.is_closing():
+            return False
+        is_idle = self.cycle is None or self.cycle.response_complete
+        return is_idle or (self.cycle.more_body and not self.flow.read_paused)
 
     def _begin_wait(self) -> None:
         if self._deadline is None:

@@ -17,6 +17,7 @@ from rm_optimizer.core.tokens.common_starts import LEAST_SHARED, common_starts
 from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.engine import Engine, ScoredBatch
 from rm_optimizer.serving.service.api_errors import Overloaded, TooLarge
+from rm_optimizer.serving.service.fair_share import FairShare
 from rm_optimizer.serving.service.metrics import ServerMetrics
 
 LEAST_BATCH_TOKENS = 1024
@@ -75,8 +76,7 @@ class Batcher:
         self.engine = engine
         self.max_queued_tokens = max_queued_tokens
         self.metrics = metrics
-        self.queued_tokens = 0
-        self._sizes = list[int]()
+        self._share = FairShare(max_queued_tokens)
         self._heap: list[_Unit] = []
         self._starts: dict[tuple[int, ...], list[_Unit]] = defaultdict(list)
         self._numbers = itertools.count()
@@ -111,18 +111,20 @@ class Batcher:
         count = len(sequences)
         answer: asyncio.Future[ScoredBatch] = asyncio.get_running_loop().create_future()
         request = _Request(sequences, answer, [math.nan] * count, [None] * count)
-        self._sizes.append(tokens)
-        self.queued_tokens += tokens
-        self.metrics.queued_tokens.set(self.queued_tokens)
         try:
-            self._enqueue(request, range(count))
-            return await answer
+            with self._share.holding(tokens):
+                self.metrics.queued_tokens.set(self.queued_tokens)
+                self._enqueue(request, range(count))
+                return await answer
         finally:
             answer.cancel()  # no effect once it is answered
-            self._sizes.remove(tokens)
-            self.queued_tokens -= tokens
             self.metrics.queued_tokens.set(self.queued_tokens)
             self._sweep(request)
+
+    @property
+    def queued_tokens(self) -> int:
+        """Tokens of the requests that are accepted and not answered."""
+        return self._share.total
 
     def _sweep(self, request: _Request) -> None:
         """Remove the units of disconnected clients once they are most of the queue."""
@@ -138,7 +140,7 @@ class Batcher:
     def require_room(self, tokens: int = 1) -> None:
         """Refuse a request of that many tokens, or of at least that many if their number is unknown.
 
-        Only the tokens that the fair queue computes before it count, so that large requests do not shut out small ones.
+        Only its fair share counts, so that neither large requests nor another client's many requests shut it out.
 
         Raises:
             TooLarge: if the request alone exceeds the queue.
@@ -149,7 +151,7 @@ class Batcher:
                 f"the request holds {tokens} tokens, more than the {self.max_queued_tokens} the server ever accepts at "
                 "once; split it"
             )
-        if (ahead := size_ahead(self._sizes, tokens)) >= self.max_queued_tokens:
+        if ahead := self._share.excess(tokens):
             wait = math.ceil(ahead / self._tokens_per_second / 2)
             raise Overloaded(
                 f"{ahead} tokens wait to be computed before this request, and {self.max_queued_tokens} are the most",
@@ -265,11 +267,6 @@ class Batcher:
             _fail(request, EngineUnavailable("new weights came faster than the request could be answered; try again"))
         else:
             self._enqueue(request, stale)
-
-
-def size_ahead(sizes: Sequence[int], own: int) -> int:
-    """Size of the work that fair queuing does before a new request: of each open one at most the new one's size."""
-    return sum(min(size, own) for size in sizes)
 
 
 def _abandon(batch: list[_Unit]) -> None:

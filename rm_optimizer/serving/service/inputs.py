@@ -175,7 +175,9 @@ class InputReader:
         self, prompts: Sequence[Prompt], responses: Sequence[str], names: Sequence[str]
     ) -> list[TokenSequence]:
         self._check_texts(responses, names)
-        sizes = [_num_characters(prompt) + len(text) for prompt, text in zip(prompts, responses, strict=True)]
+        different = {id(prompt): prompt for prompt in prompts}  # responses of one item have the same prompt
+        before = {place: _num_characters(prompt) for place, prompt in different.items()}
+        sizes = [before[id(prompt)] + len(text) for prompt, text in zip(prompts, responses, strict=True)]
         for size, name in zip(sizes, names, strict=True):
             self._check_size(size, name)
 
@@ -265,13 +267,11 @@ def is_encodable(text: str) -> bool:
 
 
 def num_characters(body: ClassifyRequest | ScoreRequest | OpenRLHFRequest) -> int:
-    """Number of characters of a request to tokenize."""
+    """Number of characters that a request holds. Tokenization ends once it has more tokens than a request may have."""
     if isinstance(body, OpenRLHFRequest):
         return sum(map(len, body.query))
     if isinstance(body, ScoreRequest):
-        return sum(
-            _num_characters(item.prompt) * len(item.responses) + sum(map(len, item.responses)) for item in body.items
-        )
+        return sum(_num_characters(item.prompt) + sum(map(len, item.responses)) for item in body.items)
     if body.messages is not None:
         return _num_characters(body.messages)
     return len(body.input) if isinstance(body.input, str) else sum(map(len, body.input or ()))  # type: ignore[arg-type]

@@ -15,7 +15,8 @@ from rm_optimizer.serving.engine import Engine, ScoredBatch
 from rm_optimizer.serving.options import DEFAULT_QUEUED_TOKENS
 from rm_optimizer.serving.protocol import MAX_ITEMS, InfoResponse, ModelCard, ModelList, RenderingInfo, VersionResponse
 from rm_optimizer.serving.service.api_errors import NonFiniteScore, NotReady, Overloaded, UnknownModel
-from rm_optimizer.serving.service.batcher import Batcher, size_ahead
+from rm_optimizer.serving.service.batcher import Batcher
+from rm_optimizer.serving.service.fair_share import FairShare
 from rm_optimizer.serving.service.inputs import InputReader, TokenSequence
 from rm_optimizer.serving.service.metrics import ServerMetrics
 from rm_optimizer.serving.service.parity import ParityReport, check_parity
@@ -47,7 +48,7 @@ class RewardService:
         self._reader: InputReader | None = None
         self._broken_revision: int | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="rm-tokenizer")
-        self._waiting_characters = list[int]()
+        self._characters = FairShare(MAX_WAITING_CHARACTERS)
         self._created = int(time.time())
         self._has_truncated = False
         self._sound_revision: int | None = None
@@ -129,13 +130,10 @@ class RewardService:
             Overloaded: if the engine's queue is full, or too much text waits.
         """
         self.batcher.require_room(min(1 + num_characters // MOST_CHARACTERS_A_TOKEN, self.batcher.max_queued_tokens))
-        if (ahead := size_ahead(self._waiting_characters, num_characters)) >= MAX_WAITING_CHARACTERS:
+        if ahead := self._characters.excess(num_characters):
             raise Overloaded(f"{ahead} characters wait to be tokenized before this request, which is the most")
-        self._waiting_characters.append(num_characters)
-        try:
+        with self._characters.holding(num_characters):
             return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize)
-        finally:
-            self._waiting_characters.remove(num_characters)
 
     def count_truncated(self, count: int) -> None:
         """Count sequences that were cut, and warn of the first."""

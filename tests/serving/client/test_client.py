@@ -405,6 +405,11 @@ def test_a_client_scores_as_the_model_it_is_served(tmp_path):
             with RewardClient(server.url, renderer=renderer, api_key="secret") as client:
                 assert torch.allclose(client.score(prompts, responses), expected, atol=1e-4, rtol=0)
                 assert client.version == server.engine.version
+                scored = client.score_versioned(prompts, responses)
+                assert client.score_versioned(prompts, responses, expect_revision=scored.revision) == scored
+                server.engine.worker.revision += 1  # another server's weights of the same name
+                with pytest.raises(WrongVersion, match=f"of revision {scored.revision} from .*, got"):
+                    client.score_versioned(prompts, responses, expect_revision=scored.revision)
                 copy = pickle.loads(pickle.dumps(client))
                 assert torch.allclose(copy.score(prompts, responses), expected, atol=1e-4, rtol=0)
                 copy.close()

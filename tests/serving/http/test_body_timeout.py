@@ -160,4 +160,4 @@ def test_every_byte_earns_time_and_none_is_held_after_the_end():
     for parts, expected in ((earned, 200), ([(0.0, b"x"), *earned[1:]], 408), ([(1.5, b"x" * 1000)], 408)):
         statuses, admission = scripted(parts, 1.0)
         assert statuses == [expected]
-        assert (admission.open_bytes, admission.open_requests) == (0, 0)
+        assert (admission.bytes.total, admission.requests.total) == (0, 0)
