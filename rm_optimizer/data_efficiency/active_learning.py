@@ -12,13 +12,14 @@ import numpy as np
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
-from rm_optimizer.data_efficiency.acquisition.functions import AcquisitionFunction, RandomSampling
-from rm_optimizer.data_efficiency.acquisition.pool import Pool, read_pool
+from rm_optimizer.data_efficiency.acquisition.functions import RandomSampling
+from rm_optimizer.data_efficiency.acquisition.pool import read_pool
 from rm_optimizer.data_efficiency.acquisition.rules import acquisition_function
 from rm_optimizer.data_efficiency.labeling.questions import (
     Answers,
     Question,
     answered_chance,
+    asked_once,
     merged_answers,
     questions_of,
 )
@@ -62,12 +63,13 @@ class ActiveLearner:
 
     Args:
         folder: folder of the state.
-        pool: unlabeled pairs; their labels are not read.
-        rule: name of the acquisition function; the first questions are drawn at random if `ask` gets no model.
+        pool: unlabeled pairs; their labels are not read, and a pair that repeats another, in either order, is asked
+            once.
+        rule: name of the acquisition function; without a model `ask` draws at random if the rule reads one.
         seed: seed of draws, ties and the order of responses.
 
     Raises:
-        DataError: if the pool is empty or holds a pair twice.
+        DataError: if the pool is empty.
         ConfigError: if there is no such rule.
     """
 
@@ -75,12 +77,14 @@ class ActiveLearner:
         self, folder: Path | str, pool: Sequence[PreferencePair], *, rule: str = "boundary_optimal", seed: int = 0
     ) -> None:
         self._folder, self._seed = Path(folder), seed
-        self._pool = PreferenceDataset.from_pairs(pool)
+        if not pool:
+            raise DataError("a pool needs at least one pair, got none")
+        self._pool = PreferenceDataset.from_pairs([*asked_once(pool).values()])
+        self.num_pairs = len(self._pool)
         self._rule = acquisition_function(rule)
         questions = questions_of(self._pool, np.arange(len(self._pool)), seed=seed)
         self._questions = {question.pair_id: question for question in questions}
         self._places = {question.pair_id: place for place, question in enumerate(questions)}
-        _require_different(questions)
         self._identity = digest([sorted(self._questions), rule, seed])
 
     def ask(self, k: int, model: BradleyTerryRM | RewardModelEnsemble | None = None) -> list[Question]:
@@ -130,10 +134,10 @@ class ActiveLearner:
             return self._answers(state, num_batches)
 
     @property
-    def num_asked(self) -> int:
-        """Number of calls of `ask` that chose new questions."""
+    def batch_sizes(self) -> list[int]:
+        """Number of new questions of each call of `ask` that chose some."""
         with self._state() as (state, _):
-            return len(state.batches)
+            return [len(batch) for batch in state.batches]
 
     @contextmanager
     def _state(self) -> Iterator[tuple[_State, Ledger]]:
@@ -155,12 +159,8 @@ class ActiveLearner:
         num = min(k, int((~is_known).sum()))
         if not num:
             return []
-        if model is None:
-            nothing = np.zeros(len(self._pool))
-            rule: AcquisitionFunction = RandomSampling()
-            pool = Pool(nothing[None], nothing, is_known)
-        else:
-            rule, pool = self._rule, read_pool(self._pool, model, is_labeled=is_known)
+        rule = RandomSampling() if model is None and self._rule.reads_model else self._rule
+        pool = read_pool(self._pool, model, is_labeled=is_known)
         ids = [*self._questions]
         return [ids[place] for place in rule.select(pool, num, seed=self._seed + len(state.batches)).tolist()]
 
@@ -169,7 +169,7 @@ class ActiveLearner:
 
     def _answers(self, state: _State, num_batches: int | None = None) -> Answers:
         asked = [key for batch in state.batches[:num_batches] for key in batch]
-        return merged_answers((self._questions[key], state.answers[key]) for key in asked if key in state.answers)
+        return merged_answers((self._questions[key], state.answers.get(key, [])) for key in asked)
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,8 @@ def run_active_loop(
         The rounds, first to last; fewer than `n_rounds` if the pool, the budget or the patience is used up before.
 
     Raises:
-        ConfigError: if an option is out of range, the rule compares several models, or another loop is in the folder.
+        ConfigError: if an option is out of range, the rule compares several models, or a loop of other options is or
+            runs in the folder.
         DataError: if `label_fn` gives no mapping of answers, or no question was answered by the end of a round; the
             same call then asks that round's questions again.
     """
@@ -234,11 +235,17 @@ def run_active_loop(
     rounds: list[LearningRound] = []
     with run_lock(folder):
         while len(rounds) < n_rounds and not _is_over(rounds, budget, patience):
-            if learner.num_asked == len(rounds):
-                left = k if budget is None else min(k, budget - (rounds[-1].num_labels if rounds else 0))
+            left = k if budget is None else min(k, budget - (rounds[-1].num_labels if rounds else 0))
+            sizes = learner.batch_sizes
+            if len(sizes) == len(rounds):
                 model = BradleyTerryRM.from_pretrained(rounds[-1].result.export) if rounds else None
                 if not learner.ask(left, model):
                     break
+            elif sizes[len(rounds)] != (size := min(left, learner.num_pairs - sum(sizes[: len(rounds)]))):
+                raise ConfigError(
+                    f"round {len(rounds) + 1} of the loop in {folder} asked {sizes[len(rounds)]} questions, and with "
+                    f"k={k} and budget={budget} it would ask {size}; give the k and budget of then, or another folder"
+                )
             pairs = _answered(learner, label_fn, len(rounds) + 1)
             data = TrainVal(PreferenceDataset.from_pairs(pairs), val, "pairs of the caller")
             result = train_reward_model(_options_of_round(config, rounds, warm), data=data)
@@ -286,13 +293,3 @@ def _is_over(rounds: Sequence[LearningRound], budget: int | None, patience: int 
 def _keep(state: _State, chances: Mapping[str, float | None]) -> None:
     for key, chance in chances.items():
         state.answers.setdefault(key, []).append(chance)
-
-
-def _require_different(questions: Sequence[Question]) -> None:
-    if not questions:
-        raise DataError("a pool needs at least one pair, got none")
-    seen: set[str] = set()
-    for number, question in enumerate(questions, start=1):
-        if question.pair_id in seen:
-            raise DataError(f"pair {number} of the pool stands in it twice, in this or the other order; leave one out")
-        seen.add(question.pair_id)

@@ -8,6 +8,10 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, get_type_hints
 
+from typer import Context
+
+from rm_optimizer.errors import ConfigError
+
 
 def with_field_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     """Replace each parameter of a command that is a dataclass by one option for each field.
@@ -44,3 +48,21 @@ def _parameters(kind: Any) -> list[Parameter]:
         default = Parameter.empty if default is MISSING else default
         found.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]))
     return found
+
+
+def refuse_unread(context: Context, when: str, *names: str) -> None:
+    """Refuse options that the user typed and nothing reads.
+
+    Args:
+        context: the command line.
+        when: condition under which the options are not read, such as `with --completions`.
+        names: parameters of the command.
+
+    Raises:
+        ConfigError: naming the first such option.
+    """
+    flags = {item.name: item.opts[0] for item in context.command.params}
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise ConfigError(f"{flags[name]} has no effect {when}; leave it out")

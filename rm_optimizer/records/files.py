@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import shutil
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -123,14 +124,26 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
     Args:
         path: the file.
-        rows: values by column; the columns are in the order of their first appearance.
+        rows: values by column; the columns are in the order of their first appearance. A text that a spreadsheet would
+            run as a formula gets an apostrophe in front, which `unquoted_formula` removes.
     """
     columns = dict.fromkeys(name for row in rows for name in row)
     with replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="") as file:
         table = csv_table(file, [*columns])
         table.writeheader()
-        table.writerows(rows)
+        for row in rows:
+            is_formula = {name: isinstance(cell, str) and _FORMULA.match(cell) for name, cell in row.items()}
+            table.writerow({name: f"'{cell}" if is_formula[name] else cell for name, cell in row.items()})
     return path
+
+
+_FORMULA = re.compile(r"(?![+-][\d.]+(?:e[+-]?\d+)?\Z)'*[=+\-@\t\r]")
+"""Beginning of a text, other than a number, that a spreadsheet runs as a formula, or that an apostrophe protects."""
+
+
+def unquoted_formula(cell: str) -> str:
+    """A text cell as it was before `write_csv` put an apostrophe in front."""
+    return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell
 
 
 def csv_table(file: IO[str], columns: Sequence[str]) -> csv.DictWriter[str]:

@@ -32,14 +32,14 @@ def test_quantiles_put_the_same_share_into_each_bin_whatever_the_unit():
     ("epoch", "expected"), [(0, [0.5, 0.4, 0.1]), (2, [0.5, 0.4, 0.1]), (3, [0.2, 0.6, 0.2]), (9, [0.1, 0.5, 0.4])]
 )
 def test_shares_follow_the_progress_of_ten_epochs(epoch, expected):
-    sampler = CurriculumSampler(MARGINS, num_epochs=10, num_samples=1000)
+    sampler = CurriculumSampler(MARGINS, num_epochs=10, num_samples=1000, covers=False)
     positions = sampler.positions(epoch)
     assert len(positions) == 1000
     assert shares(sampler, positions) == pytest.approx(expected)
 
 
 def test_shares_follow_the_progress_within_one_epoch():
-    sampler = CurriculumSampler(MARGINS, num_samples=1000)
+    sampler = CurriculumSampler(MARGINS, num_samples=1000, covers=False)
     positions = sampler.positions(0)
     assert shares(sampler, positions[:300]) == pytest.approx([0.5, 0.4, 0.1])
     assert shares(sampler, positions[-300:]) == pytest.approx([0.1, 0.5, 0.4])
@@ -47,7 +47,7 @@ def test_shares_follow_the_progress_within_one_epoch():
 
 @pytest.mark.parametrize("epoch", [0, 3])
 def test_an_epoch_that_covers_is_a_permutation_with_easy_pairs_first(epoch):
-    sampler = CurriculumSampler(MARGINS, num_epochs=4, covers=True)
+    sampler = CurriculumSampler(MARGINS, num_epochs=4)
     positions = sampler.positions(epoch)
     assert sorted(positions) == list(range(1001))
     if epoch == 0:
@@ -64,12 +64,12 @@ def test_the_seed_and_the_epoch_decide_and_nothing_else():
 
 
 def test_a_missing_bin_leaves_its_share_to_the_others():
-    sampler = CurriculumSampler([0.9] * 50 + [0.1] * 50, num_samples=600, segments=1)
+    sampler = CurriculumSampler([0.9] * 50 + [0.1] * 50, num_samples=600, segments=1, covers=False)
     assert shares(sampler, sampler.positions(0)) == pytest.approx([5 / 6, 0, 1 / 6])
 
 
 def test_no_pair_comes_twice_before_all_of_its_bin():
-    sampler = CurriculumSampler(MARGINS, num_samples=1000)
+    sampler = CurriculumSampler(MARGINS, num_samples=1000, covers=False)
     counts = np.bincount(sampler.positions(0), minlength=1001)
     for members in sampler.bins:
         assert np.ptp(counts[members]) <= 1
@@ -100,7 +100,7 @@ def test_progress_past_the_end_stays_in_the_last_stage():
         ([0.1], {"easy_above": 0.1, "hard_below": 0.2}, ConfigError),
         ([0.1], {"easy_above": 1.5, "quantiles": True}, ConfigError),
         ([0.1], {"num_epochs": 0}, ConfigError),
-        ([0.1, 0.2], {"covers": True, "num_samples": 1}, ConfigError),
+        ([0.1, 0.2], {"num_samples": 1}, ConfigError),
     ],
 )
 def test_what_makes_no_curriculum_is_refused(margins, options, error):

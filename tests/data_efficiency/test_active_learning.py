@@ -26,7 +26,7 @@ def test_open_questions_are_asked_again_and_answered_ones_never(tmp_path):
     assert [question.rank for question in first] == [1, 2, 3, 4]
     assert learner(tmp_path).ask(7) == first
     found = learner(tmp_path).tell({first[0].pair_id: "A", first[1].pair_id: "skip", first[2].pair_id: 0.25})
-    assert (len(found.pairs), found.num_skipped) == (2, 1)
+    assert (len(found.pairs), found.num_skipped, found.num_open) == (2, 1, 1)
     assert found.pairs[0].chosen == first[0].response_a
     assert found.pairs[1].label == 0.75
     assert [question.pair_id for question in learner(tmp_path).ask(7)] == [first[3].pair_id]
@@ -95,13 +95,17 @@ def test_a_folder_belongs_to_its_pool_and_its_rule(tmp_path):
             other.ask(1)
 
 
-@pytest.mark.parametrize(
-    ("pool", "message"),
-    [([], "at least one pair"), ([POOL[0], PreferencePair("ask 0", "no 0", "yes 0")], "pair 2 of the pool stands")],
-)
-def test_pools_without_questions_are_refused(tmp_path, pool, message):
-    with pytest.raises(DataError, match=message):
-        learner(tmp_path, pool=pool)
+def test_a_pair_that_the_pool_holds_twice_is_asked_once_and_no_pair_is_refused(tmp_path):
+    asked = learner(tmp_path, pool=[*POOL[:2], PreferencePair("ask 0", "no 0", "yes 0")]).ask(3)
+    assert sorted(question.prompt for question in asked) == ["ask 0", "ask 1"]
+    with pytest.raises(DataError, match="at least one pair"):
+        learner(tmp_path, pool=[])
+
+
+def test_a_rule_that_reads_no_model_chooses_the_first_questions_itself(tmp_path):
+    pool = [PreferencePair(f"ask {n}", "y" * (1 + 100 * (n % 2)), "n", label=0.5) for n in range(20)]
+    asked = learner(tmp_path, "length_stratified", pool=pool).ask(10)
+    assert sum(len(question.response_a) + len(question.response_b) > 50 for question in asked) == 5
 
 
 def small(folder) -> TrainConfig:
@@ -122,8 +126,8 @@ def test_rounds_train_on_all_answers_and_go_on_after_a_kill(tmp_path, monkeypatc
             for question in questions[:-1]
         }
 
-    def run(folder, rounds: int = 2):
-        return run_active_loop(world.train, label, rounds, config=small(folder), val=val, k=8)
+    def run(folder, rounds: int = 2, k: int = 8):
+        return run_active_loop(world.train, label, rounds, config=small(folder), val=val, k=k)
 
     whole = run(tmp_path / "whole")
     assert [found.num_labels for found in whole] == [7, 14]
@@ -143,6 +147,8 @@ def test_rounds_train_on_all_answers_and_go_on_after_a_kill(tmp_path, monkeypatc
     assert calls == []
     assert [found.result.metrics.nll.value for found in again] == [found.result.metrics.nll.value for found in whole]
     assert np.isfinite(again[-1].result.metrics.nll.value)
+    with pytest.raises(ConfigError, match=r"round 1 of the loop .* asked 8 questions, and with k=4 .* would ask 4"):
+        run(tmp_path / "killed", k=4)
     assert len(run(tmp_path / "killed", rounds=9)) == 3  # the pool ends
     assert calls == [8]
 

@@ -211,9 +211,10 @@ def run(*arguments: object):
 
 @pytest.mark.parametrize("rule", [DEFAULT_RULE, "random"])
 def test_selected_questions_are_answered_imported_and_left_out_of_the_next_choice(pool, tmp_path, rule):
-    options = ("--model", pool / "model", "--k", 10, "--rule", rule)
+    by_model = () if rule == "random" else ("--model", pool / "model", "--cache", tmp_path / "cache")
+    options = (*by_model, "--k", 10, "--rule", rule)
     ask = tmp_path / "ask.csv"
-    result = run("select", pool / "pool.jsonl", *options, "--out", ask, "--cache", tmp_path / "cache")
+    result = run("select", pool / "pool.jsonl", *options, "--out", ask)
     assert result.exit_code == 0, result.output
     assert "10 of 30 unlabeled pairs" in result.stdout
     empty = run("label-import", ask, "--out", tmp_path / "none.jsonl")
@@ -224,6 +225,7 @@ def test_selected_questions_are_answered_imported_and_left_out_of_the_next_choic
     labeled = PreferenceDataset.load(tmp_path / "labels.jsonl")
     assert len(labeled) == 10
     again = tmp_path / "more.jsonl"
+    options = (*by_model[:2], "--k", 10, "--rule", rule)
     result = run("select", pool / "pool.jsonl", *options, "--out", again, "--labeled", tmp_path / "labels.jsonl")
     assert "10 of 20 unlabeled pairs" in result.stdout, result.output
     asked = {json.loads(line)["prompt"] for line in again.read_text().splitlines()}
@@ -244,7 +246,7 @@ def test_a_pool_whose_pairs_are_all_labeled_is_said_to_be(pool, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--k", 31, "--out", "x.csv"), "--k must be at most 30"),
+        (("--k", 3, "--out", "x.csv", "--rule", "random"), "--model has no effect with --rule random"),
         (("--k", 3, "--out", "x.txt"), "--out must end in .csv, .jsonl, .json"),
         (("--k", 3, "--out", "x.csv", "--rule", "bald"), "rule 'bald' needs an ensemble"),
         (("--k", 3, "--out", "x.csv", "--rule", "badges"), "did you mean 'badge'"),
@@ -252,9 +254,9 @@ def test_a_pool_whose_pairs_are_all_labeled_is_said_to_be(pool, tmp_path):
         (("--k", 3, "--out", "x.labels.jsonl"), "--out must not end in .labels.jsonl"),
         (
             ("--k", 3, "--out", "x.csv", "--model", "ensemble", "--cache", "c"),
-            "--cache keeps the features of one model",
+            "--cache has no effect with an ensemble",
         ),
-        (("--k", 3, "--out", "x.csv", "--model", "ensemble", "--ray-workers", 2), "--ray-workers compute the features"),
+        (("--k", 3, "--out", "x.csv", "--model", "ensemble", "--ray-workers", 0), "--ray-workers has no effect with"),
     ],
 )
 def test_what_cannot_be_chosen_is_one_sentence_and_leaves_nothing(pool, tmp_path, monkeypatch, options, message):
@@ -264,6 +266,27 @@ def test_what_cannot_be_chosen_is_one_sentence_and_leaves_nothing(pool, tmp_path
     assert result.exit_code == 2, result.output
     assert message in result.stderr
     assert not list(tmp_path.iterdir())
+
+
+def test_texts_that_begin_as_formulas_are_protected_in_a_spreadsheet_and_read_back(tmp_path):
+    texts = ("=1+1", "+1 (of 2)", "-x", "@home", "\tx", "'-quoted", "'tis", "-1.5e3", "plain")
+    pairs = [PreferencePair(text, text, f"other {text}") for text in texts]
+    path = tmp_path / "ask.csv"
+    write_questions(questions_of(pairs, np.arange(len(pairs)), seed=0), path)
+    with path.open(newline="", encoding="utf-8") as file:
+        cells = [row["prompt"] for row in csv.DictReader(file)]
+    assert cells == ["'=1+1", "'+1 (of 2)", "'-x", "'@home", "'\tx", "''-quoted", "'tis", "-1.5e3", "plain"]
+    assert [question.prompt for question, _ in read_questions(path)] == list(texts)
+
+
+def test_labels_of_zeros_and_ones_alone_are_said_to_be_probabilities_of_a(tmp_path, caplog):
+    path = tmp_path / "ask.csv"
+    for labels, is_said in ((["1", "0", "1"], True), (["1", "B", ""], False)):
+        write_questions(questions(), path)
+        answered(path, labels)
+        caplog.clear()
+        read_answers(path)
+        assert ("1 is A, 0 is B" in caplog.text) == is_said
 
 
 def test_a_pair_that_the_pool_holds_twice_is_one_question(pool, tmp_path):
@@ -276,8 +299,10 @@ def test_a_pair_that_the_pool_holds_twice_is_one_question(pool, tmp_path):
     assert result.exit_code == 0, result.output
     assert "3 pairs of the pool repeat another one" in result.stdout
     assert len({json.loads(line)["pair_id"] for line in ask.read_text().splitlines()}) == 6
-    result = run("select", twice, "--model", pool / "model", "--k", 7, "--out", tmp_path / "more.csv")
-    assert "--k must be at most 6" in result.stderr
+    result = run("select", twice, "--rule", "length_stratified", "--k", 7, "--out", tmp_path / "more.csv")
+    assert "6 of 6 unlabeled pairs by rule length_stratified" in result.stdout
+    result = run("select", twice, "--k", 6, "--out", tmp_path / "none.csv")
+    assert "--rule boundary_optimal reads a model: add --model, or take --rule random" in result.stderr
 
 
 @pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:200])])

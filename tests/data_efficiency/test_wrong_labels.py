@@ -104,8 +104,9 @@ def test_dynamics_have_their_closed_forms():
     assert found.confidence == pytest.approx([0.8, 0.4, 0.5])
     assert found.variability == pytest.approx([0.1, 0.2, 0.0])
     assert found.correctness == pytest.approx([1.0, 0.5, 0.5])
-    with pytest.raises(DataError, match="finite probability"):
-        Cartography(np.array([[np.nan]]))
+    for chances in ([[np.nan]], [[2.8]]):
+        with pytest.raises(DataError, match=r"a probability in \[0, 1\] of every pair"):
+            Cartography(np.array(chances))
 
 
 def test_no_label_is_suspected_where_the_model_expects_the_noise():

@@ -55,7 +55,7 @@ class CurriculumSampler(Sampler[int]):
         quantiles: bool = False,
         num_epochs: float = 1,
         num_samples: int | None = None,
-        covers: bool = False,
+        covers: bool = True,
         segments: int = 10,
         seed: int = 0,
     ) -> None:

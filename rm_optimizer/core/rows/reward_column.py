@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import io
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +21,7 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 def write_with_rewards(source: Path, target: IO[bytes], kind: FileKind, rewards: Iterable[Any]) -> None:
-    """Copy a file with the column `reward` added.
+    """Copy a file with the column `reward` added; its own cells stay as they are, also those a spreadsheet would run.
 
     Args:
         source: the file that was scored.
@@ -35,26 +34,18 @@ def write_with_rewards(source: Path, target: IO[bytes], kind: FileKind, rewards:
         return
     rows = ({**row, REWARD: reward} for (_, row), reward in zip(stored_rows(source), rewards, strict=True))
     text = io.TextIOWrapper(target, encoding="utf-8", newline="")
-    (_write_csv if kind is FileKind.csv else _write_jsonl)(text, rows)
+    if kind is FileKind.csv:
+        first = next(rows)
+        table = csv_table(text, [*first])
+        table.writeheader()
+        table.writerows(chain([first], rows))
+    else:
+        for row in rows:
+            line = json.dumps(row, ensure_ascii=False, default=str)
+            # Half of a surrogate pair in a column that is not scored can be written as an escape only.
+            text.write((json.dumps(row, default=str) if _SURROGATE.search(line) else line) + "\n")
+    text.flush()
     text.detach()
-
-
-def _write_jsonl(text: io.TextIOWrapper, rows: Iterable[dict[str, Any]]) -> None:
-    for row in rows:
-        line = json.dumps(row, ensure_ascii=False, default=str)
-        # Half of a surrogate pair in a column that is not scored can be written as an escape only.
-        text.write((json.dumps(row, default=str) if _SURROGATE.search(line) else line) + "\n")
-    text.flush()
-
-
-def _write_csv(text: io.TextIOWrapper, rows: Iterable[dict[str, Any]]) -> None:
-    writer: csv.DictWriter[str] | None = None
-    for row in rows:
-        if writer is None:
-            writer = csv_table(text, list(row))
-            writer.writeheader()
-        writer.writerow(row)
-    text.flush()
 
 
 def _write_parquet(source: Path, target: IO[bytes], rewards: Iterator[Any]) -> None:

@@ -32,6 +32,8 @@ class AcquisitionFunction(ABC):
     name: ClassVar[str]
     compares_members: ClassVar[bool] = False
     """True if the rule needs several models."""
+    reads_model: ClassVar[bool] = True
+    """False if the rule chooses without a model."""
 
     def score(
         self, pairs: Sequence[PreferencePair], model_or_ensemble: BradleyTerryRM | RewardModelEnsemble
@@ -116,6 +118,7 @@ class RandomSampling(AcquisitionFunction):
     """Pairs at random, the baseline that every other rule must beat."""
 
     name = "random"
+    reads_model = False
 
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
         """Zero for every pair."""
@@ -133,6 +136,7 @@ class LengthStratified(AcquisitionFunction):
     """
 
     name = "length_stratified"
+    reads_model = False
 
     def __init__(self, num_strata: int = 10) -> None:
         if num_strata < 1:

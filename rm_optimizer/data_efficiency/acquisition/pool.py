@@ -101,7 +101,7 @@ def blocks(rows: np.ndarray, size: int = 16_384) -> Iterator[tuple[int, np.ndarr
 
 def read_pool(
     pairs: Sequence[PreferencePair],
-    model: BradleyTerryRM | RewardModelEnsemble,
+    model: BradleyTerryRM | RewardModelEnsemble | None,
     *,
     is_labeled: Bool[np.ndarray, " pairs"] | None = None,
     folder: Path | None = None,
@@ -113,7 +113,7 @@ def read_pool(
 
     Args:
         pairs: the pairs; their labels are not read.
-        model: a reward model, or an ensemble of them.
+        model: a reward model, or an ensemble of them; None sets all margins to 0, for rules that read no model.
         is_labeled: True for pairs whose label is known; None for none.
         folder: folder for computed values, which are memory-mapped; repeating a stopped call continues from them. None
             keeps the values in memory.
@@ -130,6 +130,8 @@ def read_pool(
         raise DataError("a pool needs at least one pair, got none")
     lengths = np.array([len(pair.chosen) - len(pair.rejected) for pair in pairs], dtype=float)
     known = np.zeros(len(pairs), dtype=bool) if is_labeled is None else is_labeled
+    if model is None:
+        return Pool(np.zeros((1, len(pairs))), lengths, known)
     if isinstance(model, RewardModelEnsemble):
         predictions = model.predict_margins(*_sides(pairs))
         margins = np.array([found.individual_margins for found in predictions]).T

@@ -30,13 +30,18 @@ class Cartography:
 
     Args:
         chances: probability of each pair's own label after each epoch, or by each model.
+
+    Raises:
+        DataError: if one is no probability.
     """
 
     chances: Float[np.ndarray, "epochs pairs"]
 
     def __post_init__(self) -> None:
-        if not np.isfinite(self.chances).all():
-            raise DataError("training dynamics need a finite probability of every pair in every epoch")
+        if not ((self.chances >= 0) & (self.chances <= 1)).all():
+            raise DataError(
+                "training dynamics need a probability in [0, 1] of every pair (column) in every epoch (row)"
+            )
 
     @property
     def confidence(self) -> Float[np.ndarray, " pairs"]:

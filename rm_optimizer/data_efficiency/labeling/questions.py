@@ -8,6 +8,7 @@ from the exports of Argilla (`records.to_list(flatten=True)`) and Label Studio (
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,8 +25,10 @@ from rm_optimizer.core.rows.messages import as_messages, read_prompt
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.data_efficiency.labeling.exports import exported_answers
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.records.files import write_csv, write_json_lines, write_text
+from rm_optimizer.records.files import unquoted_formula, write_csv, write_json_lines, write_text
 from rm_optimizer.records.ledger import read_ledger
+
+_log = logging.getLogger("rm_optimizer")
 
 SUFFIXES = (".csv", ".jsonl", ".json")
 """Suffixes of files of questions: CSV, JSON Lines, and tasks of Label Studio."""
@@ -85,6 +88,14 @@ class Answers:
 def question_id(prompt: Prompt, responses: Iterable[str]) -> str:
     """Identity of a question, the same for either order of the responses."""
     return digest([[message.to_dict() for message in as_messages(prompt)], sorted(responses)])
+
+
+def asked_once(pairs: Iterable[PreferencePair]) -> dict[str, PreferencePair]:
+    """Pairs by the identity of their question; of pairs that repeat one another, in either order, the first."""
+    found: dict[str, PreferencePair] = {}
+    for pair in pairs:
+        found.setdefault(question_id(pair.prompt, (pair.chosen, pair.rejected)), pair)
+    return found
 
 
 def questions_of(pairs: Sequence[PreferencePair], positions: NDArray[np.int64], *, seed: int) -> list[Question]:
@@ -155,10 +166,15 @@ def read_questions(path: Path) -> list[tuple[Question, list[float | None]]]:
     Raises:
         DataError: if the file cannot be read, an answer is not valid, or a question's texts were changed.
     """
-    found = [_answered(row, f"{path}, {row_unit(path)} {number}") for number, row in renamed(_rows(path), {})]
-    if not found:
+    rows = [*renamed(_rows(path), {})]
+    if not rows:
         raise DataError(f"{path}: there are no questions")
-    return found
+    if {str(one).strip() for _, row in rows for one in _given(row)} in ({"0", "1"}, {"0"}, {"1"}):
+        _log.warning(
+            f"{path}: every label is 0 or 1, which is read as the probability of A: 1 is A, 0 is B. If they mean "
+            "something else, write A and B"
+        )
+    return [_answered(row, f"{path}, {row_unit(path)} {number}") for number, row in rows]
 
 
 def standing_rows(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -226,16 +242,21 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
     missing = [name for name in ("prompt", "response_a", "response_b") if not row.get(name)]
     if missing:
         raise DataError(f"{where}: expected the columns of rm-opt select, but {missing[0]} is missing")
-    prompt = read_prompt(row["prompt"])
-    sides = (str(row["response_a"]), str(row["response_b"]))
-    key = question_id(prompt, sides)
-    if not _is_identity(row.get("pair_id"), key):
-        raise DataError(f"{where}: pair_id is not that of its texts; leave prompt and responses as they were asked")
+    for read in (lambda cell: cell, unquoted_formula):  # texts of JSON and older files have no apostrophe to remove
+        prompt = read_prompt(read(row["prompt"]))
+        sides = (read(str(row["response_a"])), read(str(row["response_b"])))
+        key = question_id(prompt, sides)
+        if _is_identity(row.get("pair_id"), key):
+            return Question(key, prompt, *sides, 0), [answered_chance(one, where) for one in _given(row)]
+    raise DataError(f"{where}: pair_id is not that of its texts; leave prompt and responses as they were asked")
+
+
+def _given(row: Mapping[str, Any]) -> list[Any]:
+    """The row's answers as they are written."""
     answers = row.get(_ANSWER)
-    given = [
+    return [
         one for one in (answers if isinstance(answers, list) else [answers]) if one is not None and str(one).strip()
     ]
-    return Question(key, prompt, *sides, 0), [answered_chance(one, where) for one in given]
 
 
 def _is_identity(cell: object, key: str) -> bool:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError, Interrupted
+from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.pairs import PairOptions
 
 if TYPE_CHECKING:
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
 
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
-    from rm_optimizer.core.pairs.pair import PreferencePair
     from rm_optimizer.data_efficiency.acquisition.pool import Pool
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
@@ -24,15 +24,16 @@ DEFAULT_RULE = "boundary_optimal"
 
 
 def select(
+    context: Context,
     source: PairOptions,
     pool: Annotated[str, Argument(help="Unlabeled pairs: columns prompt, response_a and response_b; or any pairs.")],
-    model: Annotated[
-        str, Option("--model", help="Saved reward model to improve by the labels, or an ensemble's folder.")
-    ],
-    k: Annotated[int, Option("--k", min=1, help="Number of pairs to choose.")],
+    k: Annotated[int, Option("--k", min=1, help="Number of pairs to choose; all if the pool has fewer.")],
     out: Annotated[
         Path, Option("--out", help="File for the questions: .csv, .jsonl (also for Argilla) or .json (Label Studio).")
     ],
+    model: Annotated[
+        str | None, Option("--model", help="Saved reward model to improve by the labels, or an ensemble's folder.")
+    ] = None,
     rule: Annotated[str, Option("--rule", help="Acquisition function that chooses the pairs.")] = DEFAULT_RULE,
     labeled: Annotated[list[str], Option("--labeled", help="Pairs that already have labels; may be repeated.")] = [],  # noqa: B006
     subsample: Annotated[int | None, Option("--subsample", min=1, help="Choose from this many random pairs.")] = None,
@@ -55,19 +56,25 @@ def select(
     from rm_optimizer.data_efficiency.acquisition.rules import acquisition_function
     from rm_optimizer.data_efficiency.labeling.questions import questions_of, require_question_file, write_questions
     from rm_optimizer.evaluation.score_file import require_new
+    from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE
 
     acquire = acquisition_function(rule)
+    if not acquire.reads_model:
+        refuse_unread(context, f"with --rule {rule}, which reads no model", "model", "cache", "workers", "max_length")
+    elif model is None:
+        raise ConfigError(f"--rule {rule} reads a model: add --model, or take --rule random or length_stratified")
+    elif (Path(model) / ENSEMBLE_FILE).is_file():
+        refuse_unread(context, "with an ensemble, whose members have features of their own", "cache", "workers")
     require_question_file(out, "--out")
     require_new(out)
     pairs, is_labeled = _pool(source, pool, labeled, subsample, seed)
     if not (left := int((~is_labeled).sum())):
         raise ConfigError(f"--labeled names all {len(is_labeled):,} pairs of {pool}, so there is none to choose from")
-    if k > left:
-        raise ConfigError(f"--k must be at most {left:,}, the unlabeled pairs to choose from, got {k:,}")
-    found = acquire.select(_read(pairs, is_labeled, _scorer(model, max_length), cache, workers), k, seed=seed)
+    scorer = None if model is None else _scorer(model, max_length)
+    found = acquire.select(_read(pairs, is_labeled, scorer, cache, workers), min(k, left), seed=seed)
     questions = questions_of(pairs, found, seed=seed)
     write_questions(questions, out)
-    print(f"{k:,} of {left:,} unlabeled pairs by rule {rule}: {out}")
+    print(f"{len(found):,} of {left:,} unlabeled pairs by rule {rule}: {out}")
     print(f"rm-opt label {out} asks them here; rm-opt label-import {out} --out FILE reads the answers")
 
 
@@ -107,16 +114,14 @@ def _pool(
 
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.pairs.orders import random_positions
-    from rm_optimizer.data_efficiency.labeling.questions import question_id
+    from rm_optimizer.data_efficiency.labeling.questions import asked_once
 
     pairs = _unlabeled(source, pool)
-    asked: dict[str, PreferencePair] = {}
     known = [] if not labeled else [*source.load(labeled)]
-    for pair in pairs:
-        asked.setdefault(question_id(pair.prompt, (pair.chosen, pair.rejected)), pair)
+    asked = asked_once(pairs)
     if num_repeats := len(pairs) - len(asked):
         print(f"{num_repeats:,} pairs of the pool repeat another one, in this or the other order, and are asked once")
-    ids = {question_id(pair.prompt, (pair.chosen, pair.rejected)) for pair in known}
+    ids = asked_once(known).keys()
     left = [pair for key, pair in asked.items() if key not in ids]
     if subsample is not None and subsample < len(left):
         print(f"choosing among {subsample:,} random pairs of {len(left):,}")
@@ -136,27 +141,16 @@ def _unlabeled(source: PairOptions, pool: str) -> PreferenceDataset:
     return source.load(pool)
 
 
-def _refuse_features(cache: Path | None, workers: int) -> None:
-    """Refuse options about features, which an ensemble has not."""
-    if cache is not None:
-        raise ConfigError("--cache keeps the features of one model, and an ensemble has none; leave it out")
-    if workers:
-        raise ConfigError("--ray-workers compute the features of one model, and an ensemble has none; leave it out")
-
-
 def _read(
     pairs: PreferenceDataset,
     is_labeled: np.ndarray,
-    scorer: BradleyTerryRM | RewardModelEnsemble,
+    scorer: BradleyTerryRM | RewardModelEnsemble | None,
     cache: Path | None,
     workers: int,
 ) -> Pool:
     from rm_optimizer.data_efficiency.acquisition.pool import read_pool
     from rm_optimizer.records.progress import progress
-    from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
-    if isinstance(scorer, RewardModelEnsemble):
-        _refuse_features(cache, workers)
     try:
         with progress("reading the pool", "pairs") as show:
             options: dict[str, Any] = {"is_labeled": is_labeled, "folder": cache, "ray_workers": workers}
