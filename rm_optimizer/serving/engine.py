@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
+from rm_optimizer.errors import CheckpointError
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.update_protocol import TensorSpec, WeightProbe
 
@@ -84,11 +85,26 @@ class EngineDescription:
     identity: Mapping[str, Any] = field(default_factory=dict)
     export: Mapping[str, Any] = field(default_factory=dict)
 
-    @property
-    def identifying(self) -> tuple[object, ...]:
-        """Properties that a checkpoint has on every load; others that do not change a reward may be measured anew."""
-        sizes = self.vocab_size, self.max_length, self.pad_token_id
-        return self.version, self.architecture, self.dtype, *sizes, dict(self.identity)
+    def require_same(self, loaded: EngineDescription, checkpoint: str | Path) -> None:
+        """Refuse another checkpoint than the first load found, since a revision names its weights.
+
+        Args:
+            loaded: description of a later load.
+            checkpoint: the checkpoint, for the message.
+
+        Raises:
+            CheckpointError: if the checkpoint was replaced.
+        """
+
+        def identity(description: EngineDescription) -> tuple[object, ...]:  # what changes a reward; sizes are measured
+            sizes = description.vocab_size, description.max_length, description.pad_token_id
+            return description.version, description.architecture, description.dtype, *sizes, dict(description.identity)
+
+        if identity(loaded) != identity(self):
+            raise CheckpointError(
+                f"expected {checkpoint} to hold weights {self.version} with their template, as at the start, got "
+                f"weights {loaded.version}; the checkpoint was replaced while it was served, so start the server again"
+            )
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+from argparse import Namespace
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,11 +21,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from starlette.datastructures import State
 
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.export import save_adapter
-from rm_optimizer.errors import EngineUnavailable, MissingExtra, RMOptimizerError, WeightsRefused
+from rm_optimizer.errors import CheckpointError, EngineUnavailable, MissingExtra, RMOptimizerError, WeightsRefused
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.publish import RewardModelTrainingMode
@@ -30,9 +35,9 @@ from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.service.metrics import ServerMetrics
 from rm_optimizer.serving.update_protocol import TensorSpec
-from rm_optimizer.serving.vllm.folder import prepare_model, suits_vllm
+from rm_optimizer.serving.vllm.folder import prepare_model, require_unchanged, suits_vllm
 from rm_optimizer.serving.vllm.launch import Supervisor, command, environment
-from rm_optimizer.serving.vllm.plugin import RewardApplication
+from rm_optimizer.serving.vllm.plugin import RewardApplication, RewardEndpoint
 from rm_optimizer.serving.vllm.pooling import Pooling
 from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
 from rm_optimizer.serving.vllm.settings import RESTARTS_VARIABLE, SETTINGS_VARIABLE, VllmSettings
@@ -394,7 +399,9 @@ class FakeClient:
         return [None, self.answers[method]]
 
 
-def committing(tmp_path: Path, client: FakeClient) -> tuple[ReloadSwap, Pooling, list[int], BaseException | None]:
+def committing(
+    tmp_path: Path, client: FakeClient, verify: Callable[[], None] = lambda: None
+) -> tuple[ReloadSwap, Pooling, list[int], BaseException | None]:
     """A commit over the client: what serves after it, the SIGTERMs sent, and what it raised."""
     signals: list[int] = []
 
@@ -404,7 +411,8 @@ def committing(tmp_path: Path, client: FakeClient) -> tuple[ReloadSwap, Pooling,
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, signals.append, signal.SIGTERM)
         pooling = Pooling(client)
-        swap = ReloadSwap(pooling, ReadWriteLock(), WeightHistory(tmp_path), checkpoint=tmp_path, version="v0")
+        folders = {"checkpoint": tmp_path, "version": "v0", "verify": verify}
+        swap = ReloadSwap(pooling, ReadWriteLock(), WeightHistory(tmp_path), **folders)
         [raised] = await asyncio.gather(
             swap.commit(staged(tmp_path, "v1", {"a": torch.ones(1)}), check), return_exceptions=True
         )
@@ -438,6 +446,45 @@ def test_an_engine_whose_weights_are_unknown_answers_nobody_and_ends(tmp_path):
     assert (swap.serving.version, pooling.is_up, signals) == ("v0", False, [signal.SIGTERM])
     with pytest.raises(EngineUnavailable):
         asyncio.run(pooling.rewards([[1, 2]], None))
+
+
+REPLACED = "replaced while it was served, so start the server again"
+
+
+def test_an_update_is_not_taken_back_to_a_checkpoint_that_was_replaced(tmp_path):
+    exported("llama", tmp_path / "export")
+    model = prepare_model(str(tmp_path / "export"), tmp_path, "float32")
+    shutil.rmtree(tmp_path / "export")
+    exported("llama", tmp_path / "export", seed=1)
+    client = FakeClient({"rm_commit": "no such parameter", "rm_restore": None})
+    _swap, pooling, signals, raised = committing(tmp_path, client, partial(require_unchanged, model))
+    assert isinstance(raised, CheckpointError)
+    assert REPLACED in str(raised)
+    assert (pooling.is_up, signals) == (False, [signal.SIGTERM])
+
+
+@pytest.mark.parametrize("change", ["nothing", "weights", "max_length", "removed"])
+def test_a_server_that_is_started_again_loads_the_same_checkpoint_or_ends_for_good(tmp_path, monkeypatch, change):
+    exported("llama", tmp_path / "export")
+    options = options_for(tmp_path / "export")
+    model = prepare_model(options.checkpoint, tmp_path, options.dtype)
+    settings = VllmSettings(work=tmp_path / "work", model=model, options=options)
+    monkeypatch.setenv(SETTINGS_VARIABLE, str(settings.write()))
+    monkeypatch.setattr("rm_optimizer.serving.vllm.plugin.show_server_log", lambda: None)
+    settings.started_file.touch()
+    if change != "nothing":
+        shutil.rmtree(tmp_path / "export")
+    if change in ("weights", "max_length"):
+        exported("llama", tmp_path / "export", **({"seed": 1} if change == "weights" else {"max_length": 60}))
+    client = FakeClient({})
+    client.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))  # type: ignore[attr-defined]
+    if change == "nothing":  # it goes on to score the certificate's conversations, which needs vLLM
+        with pytest.raises(EngineUnavailable):
+            asyncio.run(RewardEndpoint().init_state(client, State(), Namespace()))
+    else:
+        with pytest.raises(CheckpointError, match="no model at" if change == "removed" else REPLACED):
+            asyncio.run(RewardEndpoint().init_state(client, State(), Namespace()))
+    assert settings.started_file.exists() == (change == "nothing")  # without it, the supervisor starts no other
 
 
 def test_an_engine_that_stands_still_ends_its_server(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
+from rm_optimizer.errors import EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.embedded.frames import Frame, frame_rewards, sequences_frame
 from rm_optimizer.serving.embedded.worker import WorkerOptions
 from rm_optimizer.serving.embedded.worker_link import DEFAULT_LIMITS, WorkerDied, WorkerLimits, WorkerLink
@@ -136,7 +136,8 @@ class TransformersEngine(UpdatableEngine):
         self._link = WorkerLink(self.options, self._history.committed, self.limits)
         try:
             description = await self._link.up()
-            self._require_same(description)
+            if self._description is not None:
+                self._description.require_same(description, self.options.checkpoint)
         except (RMOptimizerError, asyncio.CancelledError):
             await self._link.close()
             raise
@@ -144,19 +145,6 @@ class TransformersEngine(UpdatableEngine):
             self._description = description
             self.options = replace(self.options, token_budget=description.token_budget)  # a restart need not measure
         self._up.set()
-
-    def _require_same(self, loaded: EngineDescription) -> None:
-        """Refuse another checkpoint than the first worker loaded, since a revision names its weights.
-
-        Raises:
-            CheckpointError: if the checkpoint was replaced.
-        """
-        if self._description is not None and loaded.identifying != self._description.identifying:
-            raise CheckpointError(
-                f"expected {self.options.checkpoint} to hold weights {self._description.version} with their template, "
-                f"as at the start, got weights {loaded.version}; the checkpoint was replaced while it was served, so "
-                "start the server again"
-            )
 
     async def _watch(self) -> None:
         """Start a new worker after each death, up to the restart limit."""

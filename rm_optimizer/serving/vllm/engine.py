@@ -12,6 +12,7 @@ from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.service.probe_check import check_rewards, probe_sequences
 from rm_optimizer.serving.update_protocol import WeightProbe
+from rm_optimizer.serving.vllm.folder import require_unchanged
 from rm_optimizer.serving.vllm.pooling import Pooling
 from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
 from rm_optimizer.serving.vllm.settings import VllmSettings
@@ -47,7 +48,14 @@ class VllmEngine(UpdatableEngine):
     def _make_swap(self, settings: VllmSettings) -> Swap:
         version, model = self.description.version, settings.model
         if model.adapter is None:
-            return ReloadSwap(self._pooling, self._lock, self._history, checkpoint=model.folder, version=version)
+            return ReloadSwap(
+                self._pooling,
+                self._lock,
+                self._history,
+                checkpoint=model.folder,
+                version=version,
+                verify=partial(require_unchanged, model),
+            )
         folder = settings.adapters_folder
         return AdapterSwap(self._pooling, self._history, adapter=model.adapter, folder=folder, version=version)
 
@@ -67,7 +75,11 @@ class VllmEngine(UpdatableEngine):
         return not self._is_stopped and self._pooling.is_up
 
     async def start(self) -> None:
-        """Serve the checkpoint's own weights, which vLLM has loaded."""
+        """Serve the checkpoint's own weights, which vLLM has loaded.
+
+        Raises:
+            CheckpointError: if they are not those of the server's first start.
+        """
         await self._swap.start()
         self._watcher = asyncio.create_task(self._pooling.watch(), name="rm-vllm-watch")
 

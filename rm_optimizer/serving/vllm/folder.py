@@ -77,6 +77,17 @@ def prepare_model(checkpoint: str, work: Path, dtype: str) -> VllmModel:
     return _with_adapter(reward_model, work, dtype, record)
 
 
+def require_unchanged(model: VllmModel) -> None:
+    """Compare the files that vLLM loads with those that were prepared.
+
+    Raises:
+        CheckpointError: if the folder was replaced, damaged or removed.
+    """
+    if _export_of_ours(str(model.folder)) is None:
+        raise CheckpointError(f"expected the export that is served in {model.folder}; it was replaced or removed")
+    model.description.require_same(_from_files(model.folder, model.description.dtype).description, model.folder)
+
+
 def _export_of_ours(checkpoint: str) -> Path | None:
     """Folder of the checkpoint, if `rm-opt export` wrote it."""
     source = resolve_source(checkpoint)

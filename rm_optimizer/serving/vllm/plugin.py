@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.errors import CheckpointError, RMOptimizerError
 from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
 from rm_optimizer.serving.http.connections import ConnectionLimits, report_lack_of_files_once
 from rm_optimizer.serving.http.error_answers import error_answer
@@ -61,15 +61,20 @@ class RewardEndpoint:
         """Compare the loaded model with its certificate, and restore its earlier updates.
 
         Raises:
-            RMOptimizerError: if conversations would be rendered differently, or an update cannot be loaded again.
+            RMOptimizerError: if the checkpoint was replaced, conversations would be rendered differently, or an update
+                cannot be loaded again.
         """
         settings = VllmSettings.read()
         engine = VllmEngine(engine_client, settings)
         show_server_log()
         state.reward_app, receiver = create_server(engine, settings.options)
         service = receiver.service
-        await service.start()
-        await engine.restore()
+        try:
+            await service.start()
+            await engine.restore()
+        except CheckpointError:
+            settings.started_file.unlink(missing_ok=True)  # no further server can answer, so the supervisor ends too
+            raise
         if service.obstacle is not None:
             raise RMOptimizerError(f"{settings.model.folder} cannot be served: {service.obstacle}")
         settings.started_file.touch()

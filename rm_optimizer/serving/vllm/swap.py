@@ -99,14 +99,27 @@ class ReloadSwap(Swap):
         history: updates that are served.
         checkpoint: folder of the served model.
         version: version of its weights.
+        verify: function that raises `CheckpointError` if the folder is not the one that this version names.
     """
 
     def __init__(
-        self, pooling: Pooling, lock: ReadWriteLock, history: WeightHistory, *, checkpoint: Path, version: str
+        self,
+        pooling: Pooling,
+        lock: ReadWriteLock,
+        history: WeightHistory,
+        *,
+        checkpoint: Path,
+        version: str,
+        verify: Callable[[], None],
     ) -> None:
         super().__init__(Serving(version, new_revision()), pooling, history)
         self._lock = lock
         self._checkpoint = sorted(str(file) for file in checkpoint.glob("*.safetensors"))
+        self._verify = verify
+
+    async def start(self) -> None:
+        """Verify the files that vLLM has loaded."""
+        await asyncio.to_thread(self._verify)
 
     async def restore(self) -> None:
         """Load the checkpoint with the updates on top."""
@@ -149,6 +162,7 @@ class ReloadSwap(Swap):
 
     async def _restore(self) -> None:
         await self._in_pause("rm_restore", [*self._checkpoint, *self._history.files])
+        await asyncio.to_thread(self._verify)
 
     async def _in_pause(self, method: str, *arguments: list[str]) -> str | None:
         """Call the workers while nothing is computed, with a clear prefix cache."""
