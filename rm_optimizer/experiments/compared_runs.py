@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -47,11 +47,15 @@ class ComparedRun:
         """Inverse temperature of the run's probabilities."""
         return self.result.metrics.beta
 
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return self.result.seed
+
     @cached_property
     def options(self) -> dict[str, Any]:
-        """The options that can change the result, without the seed, by dotted name, and the training fingerprint."""
-        found = {name: value for name, value in flat(self.result.config) if not is_among(name, _FREE)}
-        return found | {_FINGERPRINT: self.result.data.train_fingerprint[:12]}
+        """The options that distinguish arms, by dotted name."""
+        return _of_arms(self.result.config, self.result.data.train_fingerprint)
 
     @cached_property
     def by_key(self) -> dict[PairKey, PairReward]:
@@ -89,20 +93,54 @@ class ComparedRun:
 
 
 @dataclass(frozen=True)
+class DivergedRun:
+    """A run whose numbers stopped being finite, so that it has no scores.
+
+    Args:
+        name: as for `ComparedRun`.
+        folder: its folder.
+        error: sentence on the step and the pairs.
+    """
+
+    name: str
+    folder: RunFolder
+    error: str
+
+    @property
+    def seed(self) -> int:
+        """Seed of the run."""
+        return int(self.folder.options["seed"])
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """The options that distinguish arms, by dotted name."""
+        identity = self.folder.identity
+        return _of_arms(self.folder.options, "" if identity is None else identity.train_fingerprint)
+
+
+def _of_arms(config: Mapping[str, Any], train_fingerprint: str) -> dict[str, Any]:
+    """The options that can change the result, without the seed, and the training fingerprint."""
+    found = {name: value for name, value in flat(config) if not is_among(name, _FREE)}
+    return found | {_FINGERPRINT: train_fingerprint[:12]}
+
+
+@dataclass(frozen=True)
 class FoundRuns:
     """The runs that a command line names.
 
     Args:
         runs: the finished runs, in order.
+        diverged: the diverged runs, in order.
         left_out: one sentence for each unfinished run in a folder of runs.
     """
 
     runs: tuple[ComparedRun, ...]
-    left_out: tuple[str, ...]
+    diverged: tuple[DivergedRun, ...] = ()
+    left_out: tuple[str, ...] = ()
 
 
-def _finished(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Folders of finished runs, and sentences on the unfinished runs in folders of runs.
+def _ended(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
+    """Folders of finished and diverged runs, and sentences on the unfinished runs in folders of runs.
 
     Raises:
         ConfigError: if a path holds no run, or is the folder of an unfinished run.
@@ -111,7 +149,7 @@ def _finished(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     left_out: list[str] = []
     for path in paths:
         for folder, is_named in _run_folders(path):
-            if (folder / RESULT_FILE).is_file():
+            if (folder / RESULT_FILE).is_file() or RunFolder(folder).divergence is not None:
                 folders.append(folder)
             elif is_named:
                 raise ConfigError(
@@ -124,7 +162,7 @@ def _finished(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def read_runs(paths: Sequence[Path]) -> FoundRuns:
-    """Read the runs in these folders; of a folder of runs, such as a sweep's, the finished ones are read.
+    """Read the runs in these folders; of a folder of runs, such as a sweep's, those that finished or diverged.
 
     Args:
         paths: run folders, their `best/` folders, or folders of runs.
@@ -133,16 +171,20 @@ def read_runs(paths: Sequence[Path]) -> FoundRuns:
         ConfigError: if a path holds no run, a run is named twice or has not finished, or there are fewer than two runs.
         DataError: if a file of a run is missing or damaged.
     """
-    folders, left_out = _finished(paths)
+    folders, left_out = _ended(paths)
     twice = [path for path, count in Counter(folder.resolve() for folder in folders).items() if count > 1]
     if twice:
         raise ConfigError(f"each run must be named once, but {twice[0]} is named twice; leave one of them out")
-    if len(folders) < 2:
+    read = [*map(_read, _names(folders), folders)]
+    runs = tuple(run for run in read if isinstance(run, ComparedRun))
+    diverged = tuple(run for run in read if isinstance(run, DivergedRun))
+    if len(runs) < 2:
+        others = "".join(f"; {line}" for line in [*(f"{run.folder.path} diverged" for run in diverged), *left_out])
         raise ConfigError(
-            f"a comparison needs two finished runs or more, got {len(folders)}; name run folders, or a folder of runs "
-            "such as that of a sweep"
+            f"a comparison needs two finished runs or more, got {len(runs)}; name run folders, or a folder of runs "
+            f"such as that of a sweep{others}"
         )
-    return FoundRuns(tuple(map(_read, _names(folders), folders)), tuple(left_out))
+    return FoundRuns(runs, diverged, tuple(left_out))
 
 
 def common_pairs(runs: Sequence[ComparedRun]) -> list[PairKey]:
@@ -205,8 +247,10 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return ["/".join(each[shared:]) for each in parts]
 
 
-def _read(name: str, path: Path) -> ComparedRun:
+def _read(name: str, path: Path) -> ComparedRun | DivergedRun:
     folder = RunFolder(path)
+    if (error := folder.divergence) is not None and not (path / RESULT_FILE).is_file():
+        return DivergedRun(name, folder, error)
     result = RunResult.read(path)
     if result is None:
         raise DataError(

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from rm_optimizer.core.metrics.effects import SCORES, Score, paired_effect
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
-from rm_optimizer.experiments.compared_runs import ComparedRun, FoundRuns, PairKey, common_pairs
+from rm_optimizer.experiments.compared_runs import ComparedRun, DivergedRun, FoundRuns, PairKey, common_pairs
 from rm_optimizer.records.codec import JsonRecord, json_values
 
 COSTS = ("steps", "best_step", "wall_seconds", "pairs_per_second", "parameters")
@@ -47,6 +47,25 @@ class RunScores:
     scores: dict[str, Estimate]
     collapse: str | None
     costs: dict[str, float | None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergedScores:
+    """A run of a comparison that diverged, so that it is in no mean.
+
+    Args:
+        name: path of its folder, relative to the common folder of all runs.
+        folder: its folder.
+        arm: name of its arm.
+        seed: its seed.
+        error: sentence on the step and the pairs.
+    """
+
+    name: str
+    folder: str
+    arm: str
+    seed: int
+    error: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,8 +122,9 @@ class RunComparison(JsonRecord, indent=2):
         baseline: name of the arm that the others are compared with.
         num_pairs: number of the validation pairs that all runs share.
         num_prompts: number of prompts of these pairs.
-        runs: each run, arm by arm.
-        arms: each arm, the baseline first.
+        runs: each finished run, arm by arm.
+        diverged: each diverged run, arm by arm.
+        arms: each arm with a finished run, the baseline first.
         differences: differences of each other arm in each of `SCORES`.
         notes: sentences that are needed to interpret the numbers.
     """
@@ -116,6 +136,7 @@ class RunComparison(JsonRecord, indent=2):
     arms: tuple[ArmScores, ...]
     differences: tuple[ArmDifference, ...]
     notes: tuple[str, ...]
+    diverged: tuple[DivergedScores, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
         """The numbers as rows of one table, with one score in a row; its `level` is `run`, `arm` or `difference`."""
@@ -124,6 +145,9 @@ class RunComparison(JsonRecord, indent=2):
             about = {"level": "run", "arm": run.arm, "run": run.name, "seed": run.seed, "num_seeds": 1}
             found += [about | {"score": name} | _cells(estimate) for name, estimate in run.scores.items()]
             found += [about | {"score": name, "value": value} for name, value in run.costs.items()]
+        for lost in self.diverged:
+            about = {"level": "run", "arm": lost.arm, "run": lost.name, "seed": lost.seed, "num_seeds": 1}
+            found.append(about | {"score": "diverged", "value": 1.0})
         for arm in self.arms:
             about = {"level": "arm", "arm": arm.name, "num_seeds": len(arm.seeds)}
             found += [
@@ -143,7 +167,7 @@ _COLUMNS = (
 
 
 def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunComparison:
-    """Compare runs on their common validation pairs; the first run's arm is the baseline.
+    """Compare runs on their common validation pairs; the first finished run's arm is the baseline.
 
     Args:
         found: two runs or more.
@@ -155,7 +179,8 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
     runs, pairs = found.runs, common_pairs(found.runs)
     prompts = [runs[0].by_key[key].prompt_id for key in pairs]
     metrics = {run.name: run.metrics(pairs, num_bootstrap=num_bootstrap) for run in runs}
-    arms = _named(_arms(runs))
+    everything = _named(_arms([*runs, *found.diverged]))
+    arms = {name: own for name, each in everything.items() if (own := _finished(each))}
     table = _Table(pairs, prompts, num_bootstrap)
     names = {run.name: name for name, members in arms.items() for run in members}
     baseline = next(iter(arms))
@@ -176,7 +201,17 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
             for name, both in paired.items()
             for score in SCORES
         ),
-        notes=(*found.left_out, *_notes(runs, len(pairs), arms, paired, metrics)),
+        diverged=tuple(
+            DivergedScores(name=run.name, folder=str(run.folder.path), arm=name, seed=run.seed, error=run.error)
+            for name, each in everything.items()
+            for run in each
+            if isinstance(run, DivergedRun)
+        ),
+        notes=(
+            *found.left_out,
+            *(f"{run.name} diverged and is in no mean: {run.error}" for run in found.diverged),
+            *_notes(runs, len(pairs), arms, paired, metrics),
+        ),
     )
 
 
@@ -208,20 +243,24 @@ class _Table:
         )
 
 
-def _arms(runs: Sequence[ComparedRun]) -> list[list[ComparedRun]]:
+def _finished(runs: Sequence[ComparedRun | DivergedRun]) -> list[ComparedRun]:
+    return [run for run in runs if isinstance(run, ComparedRun)]
+
+
+def _arms(runs: Sequence[ComparedRun | DivergedRun]) -> list[list[ComparedRun | DivergedRun]]:
     """Runs grouped by equal options, in the order of their first runs; a repeated seed starts another arm."""
-    arms: list[list[ComparedRun]] = []
+    arms: list[list[ComparedRun | DivergedRun]] = []
     for run in runs:
         for arm in arms:
-            if arm[0].options == run.options and all(other.result.seed != run.result.seed for other in arm):
+            if arm[0].options == run.options and all(other.seed != run.seed for other in arm):
                 arm.append(run)
                 break
         else:
             arms.append([run])
-    return [sorted(arm, key=lambda run: run.result.seed) for arm in arms]
+    return [sorted(arm, key=lambda run: run.seed) for arm in arms]
 
 
-def _named(arms: Sequence[list[ComparedRun]]) -> dict[str, list[ComparedRun]]:
+def _named(arms: Sequence[list[ComparedRun | DivergedRun]]) -> dict[str, list[ComparedRun | DivergedRun]]:
     """Arms by name: the few options that distinguish them, with the first run's name if options do not."""
     chosen: list[str] = []
     groups = 1
@@ -259,8 +298,8 @@ def _shown(value: object) -> str:
 
 def _seed_pairs(baseline: Sequence[ComparedRun], arm: Sequence[ComparedRun]) -> list[tuple[ComparedRun, ComparedRun]]:
     """Pairs of runs of the same seed; without a common seed, in order, since independent draws may be paired."""
-    by_seed = {run.result.seed: run for run in baseline}
-    common = [(by_seed[run.result.seed], run) for run in arm if run.result.seed in by_seed]
+    by_seed = {run.seed: run for run in baseline}
+    common = [(by_seed[run.seed], run) for run in arm if run.seed in by_seed]
     return common or list(zip(baseline, arm, strict=False))
 
 
@@ -270,7 +309,7 @@ def _run_scores(run: ComparedRun, arm: str, metrics: PairwiseMetrics) -> RunScor
         name=run.name,
         folder=str(run.folder.path),
         arm=arm,
-        seed=run.result.seed,
+        seed=run.seed,
         num_pairs=len(run.rewards),
         scores=_scores(metrics),
         collapse=metrics.collapse.reason if metrics.collapse.collapsed else None,
@@ -295,7 +334,7 @@ def _arm_scores(
             for option in _differing([members[0].options for members in arms.values()])
         },
         runs=tuple(run.name for run in runs),
-        seeds=tuple(run.result.seed for run in runs),
+        seeds=tuple(run.seed for run in runs),
         scores=_scores(metrics[runs[0].name]) if one else {score: table.mean(runs, score) for score in SCORES},
         deviations={score: None if one else float(np.std(each, ddof=1)) for score, each in values.items()},
     )
@@ -328,7 +367,7 @@ def _notes_of_pairing(
 ) -> Iterator[str]:
     for name, both in paired.items():
         most = max(len(arms[name]), len(next(iter(arms.values()))))
-        if both[0][0].result.seed != both[0][1].result.seed:
+        if both[0][0].seed != both[0][1].seed:
             yield f"{name} shares no seed with the baseline; its runs are paired in order"
         if len(both) < most:
             yield f"{name} is compared over {len(both)} of {most} seeds, those that it and the baseline have"

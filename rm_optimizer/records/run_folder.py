@@ -22,6 +22,8 @@ IDENTITY_FILE = "identity.json"
 """The run's id, the absolute paths of its pairs and their fingerprints."""
 RESULT_FILE = "run.json"
 """The result of a finished run."""
+DIVERGED_FILE = "diverged.json"
+"""The error of a run whose numbers stopped being finite; a run that starts or continues removes it."""
 METRICS_FILE = "metrics.csv"
 """Metrics, one row for each optimizer step."""
 PAIR_REWARDS_FILE = "pair_rewards.jsonl"
@@ -134,6 +136,12 @@ class RunFolder:
         """Optimizer step of the best evaluation, whose weights the run exported; None before the run has ended."""
         step = _json(self.path / RESULT_FILE).get("best_step")
         return step if isinstance(step, int) else None
+
+    @property
+    def divergence(self) -> str | None:
+        """Error of a run that diverged; None for any other run."""
+        error = _json(self.path / DIVERGED_FILE).get("error")
+        return error if isinstance(error, str) else None
 
     def metrics(self, last_step: int | None = None) -> list[dict[str, str]]:
         """Rows of `metrics.csv`, see `read_rows`."""

@@ -119,6 +119,8 @@ def _score_table(comparison: RunComparison) -> Table:
         if len(runs) > 1:
             means = (f"{arm.scores[name]}, sd {arm.deviations[name]:.3f}" for name in SCORE_NAMES)
             table.add_row(Text(""), Text(f"mean of {len(runs)} seeds", "bold"), Text(""), *map(Text, means))
+    for lost in comparison.diverged:
+        table.add_row(Text(lost.arm), Text(lost.name), Text(str(lost.seed)), Text("diverged"))
     return table
 
 

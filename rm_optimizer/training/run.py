@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -14,9 +15,10 @@ from pytorch_lightning.callbacks import Callback
 
 from rm_optimizer.core.pairs.dataset import TrainVal
 from rm_optimizer.core.pairs.orders import PairOrder
-from rm_optimizer.errors import Interrupted
+from rm_optimizer.errors import Interrupted, TrainingDiverged
 from rm_optimizer.optim import check_compatible
-from rm_optimizer.records.run_folder import require_usable
+from rm_optimizer.records.files import write_text
+from rm_optimizer.records.run_folder import DIVERGED_FILE, require_usable
 from rm_optimizer.records.run_options import RunRequest
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training.callbacks.interrupt import StopNow, StopSignal, stopped_at_once
@@ -106,6 +108,9 @@ def _fitted_and_finished(
             result = finish(run, fit(run, stop, checkpoint, callbacks, loggers))
         except StopNow:
             raise Interrupted(stopped_at_once(run_dir)) from None
+        except TrainingDiverged as error:
+            write_text(run_dir / DIVERGED_FILE, json.dumps({"error": str(error)}) + "\n")
+            raise
         if is_first_rank:
             log_outcome(loggers, result, log_model=options.log_model)
         return result

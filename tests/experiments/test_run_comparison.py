@@ -9,10 +9,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.compared_runs import ComparedRun, common_pairs, read_runs
 from rm_optimizer.experiments.run_comparison import RunComparison, compare_runs
+from rm_optimizer.reporting.comparison import print_comparison
+from rm_optimizer.reporting.pages.folder_page import write_page
 
 
 def compared(root: Path, *names: str) -> RunComparison:
@@ -202,3 +205,36 @@ def test_an_unfinished_run_of_a_sweep_is_left_out_and_told(trained_runs, tmp_pat
     found = read_runs([tmp_path / "sweep"])
     assert [run.result.seed for run in found.runs] == [0, 1]
     assert found.left_out == (f"{tmp_path / 'sweep/10'} has not finished and is left out",)
+
+
+def diverged(run: Path) -> Path:
+    (run / "run.json").unlink()
+    (run / "diverged.json").write_text(json.dumps({"error": "the loss became nan at step 2"}))
+    return run
+
+
+def test_diverged_runs_stay_in_the_table_as_diverged_and_are_in_no_mean(trained_runs, tmp_path):
+    shutil.copytree(trained_runs / "muon", tmp_path / "sweep/muon")
+    shutil.copytree(trained_runs / "adamw", tmp_path / "sweep/adamw")
+    shutil.copytree(trained_runs / "fewer", tmp_path / "sweep/fewer")
+    for run in ("adamw/1", "fewer"):
+        diverged(tmp_path / "sweep" / run)
+    found = compare_runs(read_runs([tmp_path / "sweep"]), num_bootstrap=0)
+    assert found.arms[0].seeds == (0,)
+    assert [(run.name, run.seed) for run in found.diverged] == [("adamw/1", 1), ("fewer", 0)]
+    assert found.diverged[0].arm == found.arms[0].name
+    assert found.diverged[1].arm not in {arm.name for arm in found.arms}
+    assert "adamw/1 diverged and is in no mean: the loss became nan at step 2" in found.notes
+    assert [row["run"] for row in found.rows() if row["score"] == "diverged"] == ["adamw/1", "fewer"]
+    assert RunComparison.from_json(found.to_json()) == found
+    console = Console(record=True, width=200)
+    print_comparison(found, console)
+    assert console.export_text().count("diverged") == 4
+
+
+def test_a_diverged_run_is_never_told_to_be_finished(trained_runs, tmp_path):
+    shutil.copytree(trained_runs / "adamw/0", tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"needs two finished runs or more, got 1; .*; .*/run diverged$"):
+        read_runs([trained_runs / "adamw/0", diverged(tmp_path / "run")])
+    with pytest.raises(DataError, match="a run that diverged, so it has no page: the loss became nan at step 2"):
+        write_page(tmp_path / "run")

@@ -67,6 +67,8 @@ def test_runs_and_studies_are_listed_with_their_numbers(runs: Path):
     assert set(listed) == {NAMED, "sweep/first", "sweep/going", "study"}
     assert (listed[NAMED].accuracy.value, listed[NAMED].seed, listed[NAMED].state) == (0.7, 10, "finished")
     assert listed["sweep/going"].state == "no result, step 2"
+    (runs / "sweep/going/diverged.json").write_text('{"error": "the loss became nan"}')
+    assert next(entry for entry in Listing(runs).look() if entry.name == "sweep/going").state == "diverged, step 2"
     assert (listed["study"].is_run, listed["study"].state) == (False, "study of training, 0 of 1 trials")
 
 

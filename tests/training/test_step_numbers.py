@@ -18,7 +18,7 @@ from rm_optimizer import evaluate_checkpoint, train_reward_model
 from rm_optimizer.core.data_loader import load_training_data
 from rm_optimizer.errors import TrainingDiverged
 from rm_optimizer.optim import OPTIMIZERS, build_optimizer, build_schedule, set_train_mode
-from rm_optimizer.records.run_folder import read_rows
+from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig
 from rm_optimizer.training.folder.checkpoints import checkpoint_path, last_good_checkpoint
@@ -179,6 +179,9 @@ def test_a_checkpoint_of_the_weights_that_diverged_is_not_called_good(small_conf
     assert (tmp_path / "checkpoints" / "step-00000001.ckpt").exists()
     assert "the last good checkpoint is" in str(caught.value)
     assert "best.ckpt" in str(caught.value)
+    assert RunFolder(tmp_path).divergence == str(caught.value)
+    train_reward_model(small_config(tmp_path, "training.max_steps=1", "resume=restart"))
+    assert RunFolder(tmp_path).divergence is None
 
 
 def test_the_last_good_checkpoint_is_older_than_the_bad_step(tmp_path: Path):

@@ -14,7 +14,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.study.driver import TRIALS
 from rm_optimizer.experiments.study.plan import FROZEN_FILE, PLAN_FILE, StudyPlan, study_kind
 from rm_optimizer.experiments.study.trial import RESULT_FILE as TRIAL_RESULT
-from rm_optimizer.records.run_folder import METRICS_FILE, OPTIONS_FILE, RESULT_FILE, RunFolder
+from rm_optimizer.records.run_folder import DIVERGED_FILE, METRICS_FILE, OPTIONS_FILE, RESULT_FILE, RunFolder
 
 DEEPEST = 6
 """Number of levels below the folder that are searched."""
@@ -104,7 +104,11 @@ class Listing:
             with os.scandir(folder) as scan:
                 inside = {entry.name: entry for entry in scan}
             told_by = next((file for file in _TELLING if file in inside), None)
-            watched = [inside[file].stat() for file in (told_by, METRICS_FILE) if file is not None and file in inside]
+            watched = [
+                inside[file].stat()
+                for file in (told_by, METRICS_FILE, DIVERGED_FILE)
+                if file is not None and file in inside
+            ]
         except OSError:  # removed meanwhile, or not readable for this user
             self.num_passed += 1
             return
@@ -164,9 +168,9 @@ def _run(folder: Path, name: str, changed: float) -> ListedFolder:
 
 
 def _unfinished(folder: Path, name: str, changed: float) -> ListedFolder:
-    options = RunFolder(folder).options
-    step = _last_step(folder / METRICS_FILE)
-    state = "no result" if step is None else f"no result, step {step:,}"
+    run, step = RunFolder(folder), _last_step(folder / METRICS_FILE)
+    options, state = run.options, "no result" if run.divergence is None else "diverged"
+    state += "" if step is None else f", step {step:,}"
     model, optimizer = (str(options.get(group, {}).get("name", "")) for group in ("model", "optimizer"))
     about = ListedFolder(name=name, is_run=True, state=state, changed=changed)
     return replace(about, model=model, optimizer=optimizer, seed=options.get("seed"))

@@ -15,6 +15,7 @@ from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_folder import (
+    DIVERGED_FILE,
     DOCTOR_FILE,
     EXPORT,
     IDENTITY_FILE,
@@ -88,6 +89,8 @@ def begin(request: RunRequest, *, is_first_rank: bool) -> Start:
         CheckpointError: if the checkpoint is of another run, or of a version that recorded none.
         ConfigError: if the options differ from the checkpoint's, or a finished run has no checkpoint to extend it from.
     """
+    if is_first_rank:
+        (request.run_dir / DIVERGED_FILE).unlink(missing_ok=True)
     checkpoint = _newest_checkpoint(request.run_dir) if request.resume == Resume.auto else None
     if checkpoint is None:
         _begin_anew(request.run_dir, request.resume, is_first_rank)
