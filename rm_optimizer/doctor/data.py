@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from rm_optimizer.core.metrics.intervals import wilson_interval
-from rm_optimizer.core.pairs.audit import DataAudit, audit_pairs
-from rm_optimizer.core.pairs.conversations import folded_prompt_id
+from rm_optimizer.core.pairs.audit import DataAudit, SplitAudit, audit_pairs
+from rm_optimizer.core.pairs.conversations import folded_words
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.pair import Prompt, as_messages
 from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
@@ -21,6 +22,8 @@ MOST_IDENTICAL = 0.05
 """Share of pairs equal after truncation above which the check fails."""
 LENGTH_BIAS = 0.60
 """Accuracy of "the longer response wins" from which a data set gets a warning."""
+MARKER_BIAS = 0.80
+"""The same for "the response with a certain word wins"."""
 
 
 def audit_sample(
@@ -41,22 +44,33 @@ def _sampled(dataset: PreferenceDataset, max_pairs: int, seed: int) -> Preferenc
 
 
 def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
-    """No prompt is in two data sets, not even with other capital letters or spaces."""
+    """No prompt is in two data sets, not even with other capital letters, spaces or one more word."""
     expected = "0 prompts in two data sets"
     if len(data) < 2:
         return skipped("split_leakage", expected, "there is one data set; give training and validation data to compare")
     exact = {name: set(dataset.prompt_ids) for name, dataset in data.items()}
-    alike = {name: {folded_prompt_id(pair.prompt) for pair in dataset.pairs} for name, dataset in data.items()}
-    couples = list(itertools.combinations(data, 2))
-    details: dict[str, MeasuredValue] = {f"{a} / {b}": len(alike[a] & alike[b]) for a, b in couples}
-    num_exact = len(set().union(*(exact[a] & exact[b] for a, b in couples)))
-    num_alike = len(set().union(*(alike[a] & alike[b] for a, b in couples)))
+    words = {name: {_words(pair.prompt) for pair in dataset.pairs} for name, dataset in data.items()}
+    alike = {couple: _alike(words[couple[0]], words[couple[1]]) for couple in itertools.combinations(data, 2)}
+    details: dict[str, MeasuredValue] = {f"{a} / {b}": len(found) for (a, b), found in alike.items()}
+    num_exact = len(set().union(*(exact[a] & exact[b] for a, b in alike)))
+    num_alike = len(set().union(*alike.values()))
     if num_alike == 0:
         return Check("split_leakage", Status.ok, 0, "prompts", expected, "no prompt stands in two data sets", details)
-    how = "" if num_exact else " but for case and spacing"
+    how = "" if num_exact else " but for case, spacing or a word at one end"
     explanation = f"{num_alike} prompts stand in two data sets{how}, so validation is too good; split by prompt"
     status = Status.fail if num_exact else Status.warn
     return Check("split_leakage", status, num_alike, "prompts", expected, explanation, details)
+
+
+def _words(prompt: Prompt) -> tuple[str, ...]:
+    return tuple(word for message in as_messages(prompt) for word in folded_words(message.content))
+
+
+def _alike(first: set[tuple[str, ...]], second: set[tuple[str, ...]]) -> set[tuple[str, ...]]:
+    """Prompts of `second` that are in `first`, or have one word more or less at one end, of at least four."""
+    shorter = {part for words in first if len(words) > 3 for part in (words[1:], words[:-1])}
+    longer = {words for words in second if len(words) > 3 and not first.isdisjoint((words[1:], words[:-1]))}
+    return second & (first | shorter) | longer
 
 
 def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | None) -> Check:
@@ -83,15 +97,19 @@ def audit_checks(audit: DataAudit) -> list[Check]:
         list(dict.fromkeys(token for split in audit.splits.values() for token in split.control_tokens))[:5]
     )
     as_text = f"{held} are read as if a template had written them; give rendered prompts as messages, and clean texts"
+    balance = "compare the model with this baseline, and balance lengths or add a length penalty"
+    marked = "a model can learn this word in place of the preference, so remove it from the texts, or balance it"
     unread_end = "raise max_length, as the end of a response is not read"
     return [
         _worst_share("repeated_pairs", audit, "num_duplicates", MOST_REPEATS, "remove the copies"),
         _worst_share("contradictions", audit, "num_contradictions", MOST_CONTRADICTIONS, both_orders),
         _worst_share("truncation_rate", audit, "num_truncated", MOST_TRUNCATED, "raise max_length if it fits"),
         _worst_share("response_truncation", audit, "num_response_cut", MOST_RESPONSES_CUT, unread_end),
+        _worst_share("blank_differences", audit, "num_blank_only", MOST_REPEATS, "remove these pairs"),
         _worst_share("control_tokens", audit, "num_control_tokens", 0.0, as_text),
         _identical(audit),
-        _longer_wins(audit),
+        _rule(audit, "longer_wins", lambda split: "the longer response", LENGTH_BIAS, balance),
+        _rule(audit, "marker_wins", lambda split: f"the response {split.marker}", MARKER_BIAS, marked),
     ]
 
 
@@ -119,20 +137,19 @@ def _identical(audit: DataAudit) -> Check:
     return judged("identical_pairs", *verdict, otherwise=otherwise, details=shares)
 
 
-def _longer_wins(audit: DataAudit) -> Check:
-    """Check that length alone does not predict the labels."""
-    expected = f"below {LENGTH_BIAS:g}, or not above 0.5 beyond its interval"
-    found = {name: split.longer_wins for name, split in audit.splits.items() if split.longer_wins.num_samples}
+def _rule(audit: DataAudit, name: str, rule: Callable[[SplitAudit], str], limit: float, remedy: str) -> Check:
+    """Check that a trivial rule, whose accuracy is the field `name` of an audit, does not predict the labels."""
+    expected = f"below {limit:g}, or not above {limit - 0.1:g} beyond its interval"
+    found = {where: getattr(split, name) for where, split in audit.splits.items() if getattr(split, name).num_samples}
     if not found:
-        return skipped("longer_wins", expected, "no pair has a better response")
-    where, worst = max(found.items(), key=lambda item: item[1].value)
+        return skipped(name, expected, "no pair has a better response")
+    where, worst = max(found.items(), key=lambda item: float(item[1].value))
     low, high = wilson_interval(worst.value, worst.num_samples)
-    is_biased = worst.value >= LENGTH_BIAS and low > 0.5
-    good = f'"the longer response wins" is right on {worst.value:.1%} of the pairs of {where}'
-    bad = f"{good}; compare the model with this baseline, and balance lengths or add a length penalty"
-    details = {"low": low, "high": high} | {name: estimate.value for name, estimate in found.items()}
-    verdict = (not is_biased, worst.value, "accuracy", expected, good, bad)
-    return judged("longer_wins", *verdict, otherwise=Status.warn, details=details)
+    good = f'"{rule(audit.splits[where])} wins" is right on {worst.value:.1%} of the pairs of {where}'
+    details = {"low": low, "high": high} | {where: estimate.value for where, estimate in found.items()}
+    is_good = worst.value < limit or low <= limit - 0.1
+    verdict = (is_good, worst.value, "accuracy", expected, good, f"{good}; {remedy}")
+    return judged(name, *verdict, otherwise=Status.warn, details=details)
 
 
 def labels(data: Mapping[str, PreferenceDataset]) -> Check:

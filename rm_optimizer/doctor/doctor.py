@@ -25,7 +25,7 @@ from rm_optimizer.errors import DataError
 Stage = tuple[str, Callable[[], Iterable[Check]]]
 """Description of a stage, and the function that returns its checks."""
 
-_LEARNED = ("label_agreement", "beats_length", "reward_length")
+_LEARNED = ("label_agreement", "calibration", "label_groups", "beats_length", "reward_length")
 _NEEDS_REWARDS = (*_LEARNED, "prompt_only", "label_signal", "label_shuffle")
 _NEEDS_WEIGHTS = (
     *("head_init", "head_dtype", "head_trainable", "padding", "plain_forward", "batch", "prefix_sharing", "dropout"),
@@ -33,7 +33,8 @@ _NEEDS_WEIGHTS = (
 )
 _NEEDS_DATA = (
     *("split_leakage", "unseen_pairs", "labels", "margins", "repeated_pairs", "contradictions", "truncation_rate"),
-    *("response_truncation", "control_tokens", "identical_pairs", "longer_wins", *_NEEDS_REWARDS),
+    *("response_truncation", "blank_differences", "control_tokens", "identical_pairs", "longer_wins", "marker_wins"),
+    *_NEEDS_REWARDS,
 )
 
 
@@ -192,6 +193,8 @@ class _Examination:
             return [skipped(name, "", reason) for name in _LEARNED]
         return [
             doctor_rewards.label_agreement(scored, self.seed),
+            doctor_rewards.calibration(scored, self.seed),
+            doctor_rewards.label_groups(scored, self.seed),
             doctor_rewards.beats_length(scored, self.seed),
             doctor_rewards.reward_length(scored),
         ]

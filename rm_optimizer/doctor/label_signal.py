@@ -9,7 +9,6 @@ and no held-out number is valid.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 
 import numpy as np
 from jaxtyping import Float, Int
@@ -36,7 +35,7 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
         seed: seed of folds, random labels and bootstrap.
     """
     expected = ("above 0.5", "0.5")
-    decided = _decided(scored)
+    decided = scored.where(np.array([pair.label != 0.5 for pair in scored.pairs], dtype=bool))
     if len(decided.pairs) < FEWEST_PAIRS:
         reason = f"{len(decided.pairs)} pairs with a better response are too few for a probe; give {FEWEST_PAIRS}"
         names = zip(("label_signal", "label_shuffle"), expected, strict=True)
@@ -74,12 +73,6 @@ def held_out_predictions(
         dual = np.linalg.solve(inner + ridge * np.eye(len(inner)), targets[kept])
         predicted[held] = gram[np.ix_(held, kept)] @ dual
     return predicted
-
-
-def _decided(scored: ScoredPairs) -> ScoredPairs:
-    kept = [i for i, pair in enumerate(scored.pairs) if pair.label != 0.5]
-    pairs = tuple(scored.pairs[i] for i in kept)
-    return replace(scored, pairs=pairs, rewards=scored.rewards[kept], features=scored.features[kept])
 
 
 def _folds(scored: ScoredPairs, seed: int) -> NDArray[np.int64]:

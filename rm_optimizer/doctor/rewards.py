@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
-from jaxtyping import Float
-from scipy.special import log_expit
-from scipy.stats import spearmanr
+from jaxtyping import Bool, Float
+from scipy.special import expit, log_expit
+from scipy.stats import norm, spearmanr
 
+from rm_optimizer.core.metrics.calibration import flipped_labels
 from rm_optimizer.core.metrics.collapse import detect_collapse
 from rm_optimizer.core.metrics.effects import detectable_effect
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
+from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.model.features import scored_features
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.audit import length_baseline
@@ -27,6 +28,8 @@ MOST_TIES = 0.01
 """Share of tied pairs above which there is a warning."""
 LENGTH_CORRELATION = 0.5
 """Rank correlation of margin and length above which there is a warning."""
+MOST_FLIPPED = 0.10
+"""Share of flipped labels above which they count as the cause of a bad calibration."""
 NUM_BOOTSTRAP = 1000
 _SAME_RESPONSE = "It is so."
 _MOST_PROMPTS = 32
@@ -42,6 +45,7 @@ class ScoredPairs:
         features: inputs of the head for both sides.
         num_scored: number of pairs of each data set.
         cut_pairs: pairs that are equal after truncation, which count as ties.
+        beta: the model's inverse temperature.
     """
 
     pairs: tuple[PreferencePair, ...]
@@ -49,11 +53,17 @@ class ScoredPairs:
     features: Float[np.ndarray, "pairs 2 hidden"]
     num_scored: Mapping[str, int]
     cut_pairs: tuple[PreferencePair, ...] = ()
+    beta: float = 1.0
 
     @property
     def margin(self) -> Float[np.ndarray, " pairs"]:
         """Reward of `chosen` minus reward of `rejected`."""
         return np.asarray(self.rewards[:, 0] - self.rewards[:, 1])
+
+    def where(self, kept: Bool[np.ndarray, " pairs"]) -> ScoredPairs:
+        """The scored pairs that are kept."""
+        pairs = tuple(pair for pair, is_kept in zip(self.pairs, kept, strict=True) if is_kept)
+        return replace(self, pairs=pairs, rewards=self.rewards[kept], features=self.features[kept])
 
     def metrics(self, seed: int, *, length_sign: float) -> PairwiseMetrics:
         """Agreement of the rewards, and of length alone, with the labels, with intervals from resamples of prompts.
@@ -66,7 +76,7 @@ class ScoredPairs:
         margin = np.concatenate([self.margin, np.zeros(len(self.cut_pairs))])
         gap = length_sign * np.array([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs])
         weight = np.array([pair.weight for pair in pairs])
-        return _agreement(pairs, margin, seed, weight=weight, length_gap=gap)
+        return _agreement(pairs, self.beta * margin, seed, weight=weight, length_gap=gap)
 
     def accuracy(self, margin: Float[np.ndarray, " pairs"], seed: int) -> Estimate:
         """Agreement of margins with the labels, where a tie counts one half, with an interval over prompts."""
@@ -114,6 +124,7 @@ def score_sample(
         features.reshape(len(kept), 2, features.shape[1]),
         {name: len(sample) for name, sample in samples.items()},
         tuple(pair for i, pair in enumerate(pairs) if ids[2 * i] == ids[2 * i + 1]),
+        model.beta,
     )
 
 
@@ -159,6 +170,57 @@ def label_agreement(scored: ScoredPairs, seed: int) -> Check:
         status = Status.fail
         explanation = f"rewards rank {1 - estimate.value:.1%} of the pairs against the labels; swap chosen and rejected"
     return Check("label_agreement", status, estimate.value, "accuracy", "above 0.5", explanation, _details(estimate))
+
+
+def calibration(scored: ScoredPairs, seed: int) -> Check:
+    """The probabilities of a trained model are those of its labels, up to a factor of two in temperature.
+
+    It warns only if the calibration error, too, exceeds that of a calibrated model beyond its interval. A model with
+    flipped labels seems over-confident at any scale of its rewards, which `flipped_labels` tells apart.
+    """
+    metrics = scored.metrics(seed, length_sign=1.0)
+    expected, scale = "between 0.5 and 2, or an error no larger than by chance", metrics.temperature.temperature
+    if scale is None:
+        return skipped("calibration", expected, metrics.temperature.reason or "")
+    side = np.sign([pair.label - 0.5 for pair in scored.pairs])
+    share = flipped_labels(expit(side * scored.beta * scored.margin / scale)[side != 0]).share
+    error, chance = metrics.ece.value, metrics.ece_noise_floor
+    good = f"the calibration error on {metrics.num_pairs} pairs is {error:.3f}, of which {chance:.3f} are expected"
+    divided = f"divide its rewards by {scale:.3g} where their scale matters"
+    if scale < 1:
+        cause = f"the model is under-confident; {divided}, or train longer"
+    elif share > MOST_FLIPPED:
+        cause = f"it fits labels of which {share:.0%} were flipped; check them (rm-opt data clean lists suspects)"
+    else:
+        cause = f"the model is over-confident; {divided}, or train for fewer steps"
+    is_good = 0.5 <= scale <= 2 or not interval_of(metrics.ece)[0] > chance
+    details = {"ece": error, "ece_noise_floor": chance, "flipped_share": share}
+    verdict = (is_good, scale, "temperature", expected, good, f"{good}: {cause}")
+    return judged("calibration", *verdict, otherwise=Status.warn, details=details)
+
+
+def label_groups(scored: ScoredPairs, seed: int) -> Check:
+    """The model agrees above chance with the labels of each annotator, source or other value of the pairs' metadata.
+
+    A value with `LEAST_PAIRS` pairs counts if its accuracy is below that of the other pairs beyond a one-sided test at
+    1 %, divided by the number of values (Bonferroni), and is not above chance.
+    """
+    expected = "above 0.5 for each value of the metadata"
+    values = {(name, str(value)) for pair in scored.pairs for name, value in pair.metadata.items()}
+    found: list[tuple[float, str, Estimate, Estimate]] = []
+    for name, value in sorted(values):
+        inside = np.array([str(pair.metadata.get(name)) == value for pair in scored.pairs])
+        if LEAST_PAIRS <= inside.sum() <= len(inside) - LEAST_PAIRS:
+            own, others = (part.accuracy(part.margin, seed) for part in map(scored.where, (inside, ~inside)))
+            error = math.hypot(own.standard_error or math.inf, others.standard_error or math.inf)
+            found.append(((others.value - own.value) / error, f"{name}={value}", own, others))
+    if not found:
+        return skipped("label_groups", expected, f"no metadata divides the pairs into groups of {LEAST_PAIRS}")
+    score, where, own, others = max(found)
+    good = f"{where}: rewards agree with {own.value:.3f} of the labels, and elsewhere with {others.value:.3f}"
+    is_good = score < norm.isf(0.01 / len(found)) or interval_of(own)[0] > 0.5
+    bad = f"{good}; the labels of these {own.num_samples} prompts look random: check them, or leave them out"
+    return judged("label_groups", is_good, own.value, "accuracy", expected, good, bad, otherwise=Status.warn)
 
 
 def beats_length(scored: ScoredPairs, seed: int) -> Check:

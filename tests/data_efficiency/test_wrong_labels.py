@@ -11,11 +11,11 @@ from scipy.special import expit
 from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
+from rm_optimizer.core.metrics.calibration import flipped_labels
 from rm_optimizer.data_efficiency.cleaning.annotators import noise_ceiling
 from rm_optimizer.data_efficiency.cleaning.cleaning_study import measure, planned_cleanings
 from rm_optimizer.data_efficiency.cleaning.wrong_labels import (
     Cartography,
-    flipped_labels,
     held_out_chances,
     suspected_labels,
     with_flips,

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_a_healthy_model_passes_every_check_and_stays_as_it_was(model, data):
     stages: list[tuple[int, int]] = []
     diagnosis = diagnose(model, data, seed=0, on_stage=lambda _, done, total: stages.append((done, total)))
     assert (diagnosis.verdict, diagnosis.exit_code) == (Status.ok, 0), failed(diagnosis) | warned(diagnosis)
-    assert diagnosis.names(Status.skipped) == ["template_date", "unseen_pairs"]
+    assert diagnosis.names(Status.skipped) == ["template_date", "unseen_pairs", "label_groups"]
     page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
     assert [check.name for check in diagnosis.checks if f"`{check.name}`" not in page] == []
     assert model.training
@@ -123,7 +124,7 @@ def test_a_base_model_with_a_fresh_head_passes_and_skips_what_needs_training(fam
     diagnosis = diagnose(model, data, seed=0, max_pairs=60)
     assert not failed(diagnosis)
     assert diagnosis.check("head_init").details["fresh"] == "True"
-    skipped = {"unseen_pairs", "label_agreement", "beats_length", "reward_length"}
+    skipped = {"unseen_pairs", "label_agreement", "calibration", "label_groups", "beats_length", "reward_length"}
     skipped |= {"prefix_sharing"} if family == "bert" else set()
     assert set(diagnosis.names(Status.skipped)) == skipped
 
@@ -310,6 +311,30 @@ def test_a_prompt_that_differs_in_case_and_spacing_alone_warns(model, data):
     assert (failed(diagnosis), warned(diagnosis)) == (set(), {"split_leakage"})
 
 
+@pytest.mark.parametrize("words", ["{} please", "please {}"])
+def test_a_prompt_with_one_word_more_in_the_other_split_warns(words, model, data):
+    near = [*data["val"].pairs, *(replace(pair, prompt=words.format(pair.prompt)) for pair in data["train"].pairs[:3])]
+    check = on_pairs(model, data, val=near).check("split_leakage")
+    assert (check.status, check.measured) == (Status.warn, 3)
+    assert "3 prompts stand in two data sets but for case, spacing or a word at one end" in check.explanation
+    assert doctor_data.split_leakage({"val": PreferenceDataset.from_pairs(near), "train": data["train"]}).measured == 3
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_a_word_that_decides_the_labels_warns(side, model, data):
+    marked = [replace(pair, **{side: f"Oh! {getattr(pair, side)}"}) for pair in data["train"]]
+    check = on_pairs(model, data, train=marked).check("marker_wins")
+    assert (check.status, check.measured) == (Status.warn, 1.0)
+    rule = {"chosen": "with 'oh'", "rejected": "without 'oh'"}[side]
+    assert f'"the response {rule} wins" is right on 100.0% of the pairs of train' in check.explanation
+
+
+def test_responses_that_differ_in_blanks_alone_warn(model, data):
+    blank = [*data["train"].pairs, PreferencePair("Why?", "It is so.", "It is  so. ")]
+    check = on_pairs(model, data, train=blank).check("blank_differences")
+    assert (check.status, check.measured) == (Status.warn, 1 / 61)
+
+
 def test_copies_and_contradictions_warn(model, data):
     pairs = data["train"].pairs
     assert warned(on_pairs(model, data, train=[*pairs, *pairs[:3]])) == {"repeated_pairs"}
@@ -374,6 +399,49 @@ def test_agreement_that_is_not_above_chance_says_what_could_have_been_found():
     assert "60 prompts find a difference of 0.18 in 4 of 5 cases" in check.explanation
 
 
+def calibrated(scale: float = 1.0, flipped: float = 0.0, random_annotator: str = "", sharpness: float = 2.0):
+    """Scored pairs with labels drawn from the model's probabilities, by four annotators in turn."""
+    drawn = np.random.default_rng(5)
+    margins = sharpness * drawn.normal(size=256)
+    wins = drawn.random(256) < 1 / (1 + np.exp(-margins))
+    annotators = ["abcd"[i % 4] for i in range(256)]
+    turned = (drawn.random(256) < flipped) | ((np.array(annotators) == random_annotator) & (drawn.random(256) < 0.5))
+    pairs = tuple(
+        replace(pair, label=float(label), metadata={"annotator": who, "row": str(i)})
+        for i, (pair, label, who) in enumerate(zip(made_pairs(256), wins != turned, annotators, strict=True))
+    )
+    return doctor_rewards.ScoredPairs(
+        pairs, np.stack([scale * margins, 0 * margins], axis=1), np.zeros((256, 2, 1)), {}
+    )
+
+
+@pytest.mark.parametrize(
+    ("scored", "says"),
+    [
+        (calibrated(scale=30), r"256 pairs is 0\.\d+, .* over-confident; divide its rewards by (2|3)\d"),
+        (calibrated(scale=0.02), r"under-confident; divide its rewards by 0\.0[12]"),
+        (calibrated(flipped=0.3, sharpness=8.0), r"(2|3)\d% were flipped; check them"),
+        (calibrated(), None),
+        (calibrated(sharpness=0.3), None),
+        (calibrated(random_annotator="b"), None),
+    ],
+    ids=["over", "under", "flipped", "calibrated", "weak", "random annotator"],
+)
+def test_probabilities_that_the_labels_contradict_warn_with_their_cause(scored, says):
+    check = doctor_rewards.calibration(scored, 0)
+    assert check.status is (Status.ok if says is None else Status.warn), check.explanation
+    assert re.search(says or "calibration error", check.explanation)
+    halved = replace(scored, rewards=scored.rewards / 2, beta=2.0)
+    assert doctor_rewards.calibration(halved, 0) == check
+
+
+def test_an_annotator_with_random_labels_is_named_and_others_are_not():
+    check = doctor_rewards.label_groups(calibrated(random_annotator="b", sharpness=4.0), 0)
+    assert check.status is Status.warn
+    assert "annotator=b: rewards agree with 0.5" in check.explanation
+    assert doctor_rewards.label_groups(calibrated(sharpness=4.0), 0).status is Status.ok
+
+
 def test_pairs_equal_after_truncation_are_ties_of_the_agreement():
     scored = by_characters(made_pairs(60), 1, num_wrong=0)
     cut = tuple(made_pairs(20))
@@ -405,7 +473,7 @@ def test_a_limit_that_cuts_the_difference_away_fails(model, data):
     alike = [replace(pair, chosen=f"{far} yes", rejected=f"{far} not") for pair in data["train"]]
     diagnosis = on_pairs(model, data, train=alike)
     assert failed(diagnosis) == {"identical_pairs"}
-    assert warned(diagnosis) == {"truncation_rate", "response_truncation", "beats_length"}
+    assert warned(diagnosis) == {"truncation_rate", "response_truncation", "marker_wins", "beats_length"}
     assert diagnosis.check("response_truncation").details == {"train": 1.0, "val": 0.0}
     with pytest.raises(DataError, match="no pair is left"):
         on_pairs(model, {}, train=alike)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 from scipy.optimize import brentq
-from scipy.special import expit, log_expit
+from scipy.special import expit, log_expit, logit
 
 from rm_optimizer.core.metrics.intervals import wilson_interval
 
@@ -21,6 +21,12 @@ NUM_BINS = 10
 
 _NOISE_DRAWS = 200
 _DRAWS_AT_ONCE = 4_000_000
+_SHARES = np.arange(0.0, 0.451, 0.01)
+_SHARPNESS = np.exp(np.arange(-0.5, 2.51, 0.1))
+_QUANTILES = 4000
+"""Number of quantiles of the margins that the estimate uses."""
+_SIGNIFICANT = 2.706
+"""Upper 5 % point of the likelihood ratio; the share cannot be negative, so half of it is 0 and half chi-squared."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,19 @@ class TemperatureFit:
     temperature: float | None
     nll: float | None
     reason: str | None = None
+
+
+@dataclass(frozen=True)
+class FlippedLabels:
+    """Flipped labels, beyond the usual noise of people's preferences.
+
+    Args:
+        share: share of flipped labels, in [0, 0.45]; 0 if the labels are no noisier than the model expects.
+        chances: probability that each label was flipped.
+    """
+
+    share: float
+    chances: Float[np.ndarray, " pairs"]
 
 
 def fold(
@@ -189,6 +208,28 @@ def fit_temperature(
     inverse = float(brentq(slope, 0.0, upper, xtol=1e-14 * upper, rtol=1e-12))
     scores = label * log_expit(inverse * z) + (1 - label) * log_expit(-inverse * z)
     return TemperatureFit(scale / inverse, float(-(weight * scores).sum() / total))
+
+
+def flipped_labels(chances: Float[np.ndarray, " pairs"]) -> FlippedLabels:
+    """Estimate which labels were flipped, from held-out probabilities of all labels.
+
+    A label that was flipped with probability e has the probability ``(1 - 2 e) sigmoid(a m) + e`` with `m` the model's
+    margin for it. Random flips make the model under-confident, which `a` corrects. Both numbers are maximum-likelihood
+    estimates. If the likelihood is not significantly higher than with ``e = 0`` (a likelihood-ratio test at 5 %), no
+    label counts as flipped: people disagree, and an improbable label need not be wrong.
+
+    Args:
+        chances: probability of each pair's label by a model that was not trained on it.
+    """
+    margins = logit(np.clip(chances, 1e-12, 1 - 1e-12))
+    num = min(len(margins), _QUANTILES)
+    agreed = expit(np.multiply.outer(_SHARPNESS, np.quantile(margins, (np.arange(num) + 0.5) / num)))
+    likelihood = np.array([np.log((1 - 2 * share) * agreed + share + 1e-300).mean(axis=1) for share in _SHARES])
+    row, column = np.unravel_index(int(np.argmax(likelihood)), likelihood.shape)
+    if 2 * len(margins) * (likelihood[row, column] - likelihood[0].max()) < _SIGNIFICANT:
+        return FlippedLabels(0.0, np.zeros(len(chances)))
+    share, found = float(_SHARES[row]), expit(_SHARPNESS[column] * margins)
+    return FlippedLabels(share, share * (1 - found) / ((1 - 2 * share) * found + share))
 
 
 def _reliability_bin(pairs: FoldedPairs, inside: np.ndarray, index: int) -> ReliabilityBin:

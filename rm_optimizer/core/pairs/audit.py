@@ -29,6 +29,10 @@ _CONTROL = (
 """Tokens that chat templates and tokenizers of common families write around content."""
 
 
+_UNKNOWN = Estimate(math.nan, None, 0)
+_WORD = re.compile(r"\w+|[^\w\s]")
+
+
 class _Encoded(Protocol):
     @property
     def ids(self) -> tuple[int, ...]: ...
@@ -85,6 +89,10 @@ class SplitAudit:
         num_control_tokens: pairs with a control token inside a message or response, which is read as if a template had
             written it. A prompt that another template has rendered holds some.
         control_tokens: these tokens, most frequent first.
+        num_blank_only: pairs whose two responses differ in blanks and line breaks alone.
+        marker: the single word or sign that best tells the better response, as `with 'sure'` or `without 'sorry'`.
+        marker_wins: accuracy of calling the response with it, or without it, better; pairs that have it in both
+            responses or in none count one half.
     """
 
     num_pairs: int
@@ -105,6 +113,9 @@ class SplitAudit:
     sources: Mapping[str, SourceAudit]
     num_control_tokens: int = 0
     control_tokens: tuple[str, ...] = ()
+    num_blank_only: int = 0
+    marker: str = ""
+    marker_wins: Estimate = _UNKNOWN
 
     @property
     def truncation_rate(self) -> float:
@@ -170,6 +181,7 @@ def _audit_split(dataset: PreferenceDataset, renderer: Renderer, control: re.Pat
     lengths = np.array([[side.length for side in pair] for pair in sides], dtype=np.float64).reshape(-1, 2)
     quantiles = np.quantile(lengths, QUANTILES, axis=0).T if len(lengths) else np.full((2, len(QUANTILES)), np.nan)
     num_duplicates, num_contradictions = _repeats(dataset)
+    marker, marker_wins = _marker(dataset.pairs)
     texts = (
         "\0".join([*(message.content for message in as_messages(pair.prompt)), pair.chosen, pair.rejected])
         for pair in dataset.pairs
@@ -194,6 +206,9 @@ def _audit_split(dataset: PreferenceDataset, renderer: Renderer, control: re.Pat
         sources=_audit_sources(dataset),
         num_control_tokens=len(found),
         control_tokens=tuple(token for token, _ in Counter(sorted(itertools.chain(*found))).most_common()),
+        num_blank_only=sum(pair.chosen.split() == pair.rejected.split() for pair in dataset.pairs),
+        marker=marker,
+        marker_wins=marker_wins,
     )
 
 
@@ -273,10 +288,24 @@ def length_baseline(pairs: Sequence[PreferencePair]) -> Estimate:
             totals[0] += pair.weight * (0.5 if gap == 0 else float(gap > 0))
             totals[1] += pair.weight
     if not sums:
-        return Estimate(math.nan, None, 0)
+        return _UNKNOWN
     of_prompts = np.array(list(sums.values()))
     estimate = cluster_bootstrap(of_prompts, _share, num_bootstrap=0, seed=0)[0]
     return with_honest_width(estimate, of_prompts[:, 1], bounds=(0.0, 1.0))
+
+
+def _marker(pairs: Sequence[PreferencePair]) -> tuple[str, Estimate]:
+    """The best marker and its accuracy, as in `SplitAudit`."""
+    leads, decided = Counter[str](), [pair for pair in pairs if pair.label != 0.5]
+    for pair in decided:
+        chosen, rejected = (set(_WORD.findall(text.casefold())) for text in (pair.chosen, pair.rejected))
+        (leads.update if pair.label > 0.5 else leads.subtract)(chosen - rejected)
+        (leads.subtract if pair.label > 0.5 else leads.update)(rejected - chosen)
+    if not leads:
+        return "", _UNKNOWN
+    word, lead = max(leads.items(), key=lambda item: (abs(item[1]), item[0]))
+    value = 0.5 + abs(lead) / (2 * len(decided))
+    return f"{'with' if lead > 0 else 'without'} {word!r}", Estimate(value, None, len(set(prompt_ids(decided))))
 
 
 def _share(totals: np.ndarray) -> np.ndarray:

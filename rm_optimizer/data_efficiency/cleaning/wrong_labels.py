@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Bool, Float
-from scipy.special import expit, log_expit, logit
+from scipy.special import expit, log_expit
 
+from rm_optimizer.core.metrics.calibration import flipped_labels
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
 from rm_optimizer.errors import ConfigError, DataError
@@ -16,12 +17,6 @@ from rm_optimizer.records.codec import JsonRecord
 
 RIDGES = tuple(float(ridge) for ridge in 10.0 ** np.arange(-2.0, 4.1, 0.5))
 """Penalties to choose from, for differences of features with unit variance."""
-_SHARES = np.arange(0.0, 0.451, 0.01)
-_SHARPNESS = np.exp(np.arange(-0.5, 2.51, 0.1))
-_QUANTILES = 4000
-"""Number of quantiles of the margins that the estimate uses."""
-_SIGNIFICANT = 2.706
-"""Upper 5 % point of the likelihood ratio; the share cannot be negative, so half of it is 0 and half chi-squared."""
 
 
 @dataclass(frozen=True)
@@ -57,19 +52,6 @@ class Cartography:
     def correctness(self) -> Float[np.ndarray, " pairs"]:
         """Share of epochs in which the label is the more probable answer; a tie counts half."""
         return np.asarray((self.chances > 0.5).mean(axis=0) + 0.5 * (self.chances == 0.5).mean(axis=0))
-
-
-@dataclass(frozen=True)
-class FlippedLabels:
-    """Flipped labels, beyond the usual noise of people's preferences.
-
-    Args:
-        share: share of flipped labels, in [0, 0.45]; 0 if the labels are no noisier than the model expects.
-        chances: probability that each label was flipped.
-    """
-
-    share: float
-    chances: Float[np.ndarray, " pairs"]
 
 
 @dataclass(frozen=True)
@@ -170,28 +152,6 @@ def scaled_features(
     """
     rows = differences if like is None else like
     return np.asarray(differences / np.maximum(np.sqrt((rows**2).mean(axis=0)), 1e-12))
-
-
-def flipped_labels(chances: Float[np.ndarray, " pairs"]) -> FlippedLabels:
-    """Estimate which labels were flipped, from held-out probabilities of all labels.
-
-    A label that was flipped with probability e has the probability ``(1 - 2 e) sigmoid(a m) + e`` with `m` the model's
-    margin for it. Random flips make the model under-confident, which `a` corrects. Both numbers are maximum-likelihood
-    estimates. If the likelihood is not significantly higher than with ``e = 0`` (a likelihood-ratio test at 5 %), no
-    label counts as flipped: people disagree, and an improbable label need not be wrong.
-
-    Args:
-        chances: probability of each pair's label by a model that was not trained on it.
-    """
-    margins = logit(np.clip(chances, 1e-12, 1 - 1e-12))
-    num = min(len(margins), _QUANTILES)
-    agreed = expit(np.multiply.outer(_SHARPNESS, np.quantile(margins, (np.arange(num) + 0.5) / num)))
-    likelihood = np.array([np.log((1 - 2 * share) * agreed + share + 1e-300).mean(axis=1) for share in _SHARES])
-    row, column = np.unravel_index(int(np.argmax(likelihood)), likelihood.shape)
-    if 2 * len(margins) * (likelihood[row, column] - likelihood[0].max()) < _SIGNIFICANT:
-        return FlippedLabels(0.0, np.zeros(len(chances)))
-    share, found = float(_SHARES[row]), expit(_SHARPNESS[column] * margins)
-    return FlippedLabels(share, share * (1 - found) / ((1 - 2 * share) * found + share))
 
 
 def suspected_labels(chances: Float[np.ndarray, " pairs"], *, false_positive_rate: float = 0.05) -> SuspectedLabels:

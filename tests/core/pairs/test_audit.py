@@ -153,3 +153,10 @@ def test_control_tokens_in_any_text_of_a_pair_are_counted_and_named(text: str):
     assert split.num_control_tokens == 3
     assert split.control_tokens
     assert all(token in text for token in split.control_tokens)
+
+
+def test_the_best_single_word_is_found_in_the_better_response():
+    pairs = [PreferencePair(f"q{i}", "Yes, it is", "it is", label=float(i < 3)) for i in range(4)]
+    others = (PreferencePair("q", "a  b", "a b\n"), PreferencePair("q", "Yes", "No", label=0.5))
+    split = audit_of(*pairs, *others).splits["train"]
+    assert (split.marker, split.marker_wins.value, split.num_blank_only) == ("with 'yes'", 0.5 + (3 - 1) / 2 / 5, 1)
