@@ -32,9 +32,10 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.schema.data import SyntheticConfig
-from rm_optimizer.serving.embedded.worker import Worker, WorkerOptions
+from rm_optimizer.serving.embedded.worker import Worker
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.http.app import create_app
+from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.protocol import ClassifyResponse, ErrorBody
 from rm_optimizer.serving.service.service import RewardService
 

@@ -43,7 +43,8 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.common_starts import unique_tokens
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
-from rm_optimizer.serving.embedded.worker import Worker, WorkerOptions
+from rm_optimizer.serving.embedded.worker import Worker
+from rm_optimizer.serving.options import WorkerOptions
 
 GROUP = 8
 VOCABULARY = 16_000

@@ -39,6 +39,7 @@ MODULES = (
     "rm_optimizer.landscape",
     "rm_optimizer.core.storage.loading",
     "rm_optimizer.serving.embedded.engine",
+    "rm_optimizer.serving.embedded.worker",
     "rm_optimizer.serving.http.bounded_headers",
     "rm_optimizer.serving.http.connections",
     "rm_optimizer.serving.weights.weight_routes",

@@ -236,6 +236,18 @@ def test_a_command_line_is_checked_without_torch():
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
+def test_a_check_of_data_imports_no_model_and_no_plots(tmp_path):
+    rows = "".join(f'{{"prompt": "What is {n}?", "chosen": "It is {n}.", "rejected": "No."}}\n' for n in range(4))
+    (tmp_path / "pairs.jsonl").write_text(rows)
+    code = (
+        f"import sys\nfrom rm_optimizer.interfaces.cli import app\nsys.argv = ['', 'data', 'check', '{tmp_path}']\n"
+        "heavy = {'matplotlib', 'pandas', 'sklearn', 'transformers.modeling_utils', 'pytorch_lightning'}\n"
+        "try:\n    app()\nfinally:\n    print(sorted(heavy & set(sys.modules)), file=sys.stderr)"
+    )
+    done = run_python(code)
+    assert (done.returncode, done.stderr.strip()) == (0, "[]")
+
+
 def test_help_imports_little():
     code = (
         "import sys\nfrom rm_optimizer.interfaces.cli import app\nsys.argv = ['rm-opt', '--help']\n"

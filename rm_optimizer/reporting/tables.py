@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -15,8 +16,10 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics
 from rm_optimizer.core.pairs.audit import QUANTILES, DataAudit, SplitAudit
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
-from rm_optimizer.evaluation.saved_model import Evaluation
 from rm_optimizer.records.quoting import markdown_line, markdown_table
+
+if TYPE_CHECKING:  # it imports the model, which a command on data does not need
+    from rm_optimizer.evaluation.saved_model import Evaluation
 
 Cell = str | int | float | Estimate | None
 

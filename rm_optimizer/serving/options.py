@@ -21,6 +21,8 @@ DEFAULT_TRANSPORTS = "inline,path"
 DEFAULT_QUEUED_TOKENS = 131_072
 """Most queued tokens: one minute's work at 2,000 tokens a second."""
 MAX_NAME = 256
+LEAST_GAIN = 1.1
+"""Least speed-up that is worth a second copy of the weights."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +117,31 @@ class ServeOptions:
         may_replace = " and replace the weights" if self.takes_updates and self.update_key is None else ""
         hint = ", or --no-updates to keep the weights" if may_replace else ""
         return f"everybody who reaches {self.host} may score{may_replace}: set --api-key{hint}"
+
+
+@dataclass(frozen=True)
+class WorkerOptions:
+    """Options of a worker.
+
+    Args:
+        checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
+        dtype: type of the backbone's weights.
+        token_budget: tokens of one pass; None measures.
+        threads: CPU threads; None leaves PyTorch's own number.
+        device: `auto`, `cpu` or `cuda`.
+        packed_linears: least speed-up for which oneDNN's layout is used; None never uses it.
+        revision: serial number of the checkpoint's own weights.
+        tokenizer_folder: folder for the model's tokenizer, which the server reads; empty writes none.
+    """
+
+    checkpoint: str
+    dtype: str = "float32"
+    token_budget: int | None = None
+    threads: int | None = None
+    device: str = "auto"
+    packed_linears: float | None = LEAST_GAIN
+    revision: int = 0
+    tokenizer_folder: str = ""
 
 
 def is_loopback(host: str) -> bool:

@@ -13,9 +13,10 @@ from fastapi import FastAPI
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.embedded.frames import frame_groups, frame_sequences, sequences_frame
-from rm_optimizer.serving.embedded.worker import Worker, WorkerOptions
+from rm_optimizer.serving.embedded.worker import Worker
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.http.app import create_app
+from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.service.service import RewardService
 from tests.builders import tiny_reward_model
 

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from rm_optimizer.errors import ConfigError, RMOptimizerError
@@ -21,6 +22,8 @@ from rm_optimizer.interfaces.commands import serve as serve_module
 from rm_optimizer.interfaces.commands.serve import bound_socket
 from rm_optimizer.serving.options import ServeOptions, name_of
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
+from rm_optimizer.serving.service.inputs import stored_tokenizer
+from tests.builders import decoder_tokenizer, encoder_tokenizer
 from tests.serving.engines import exported
 from tests.serving.server_processes import START
 from tests.serving.test_openapi import free_port
@@ -173,3 +176,24 @@ def test_a_server_that_can_answer_no_more_ends_with_the_reason(monkeypatch):
     finally:
         signal.signal(signal.SIGTERM, earlier)
     assert both.stopped
+
+
+IMPORTED = """
+import sys
+from pathlib import Path
+import rm_optimizer.serving.embedded.engine, rm_optimizer.serving.http.bounded_headers
+import rm_optimizer.serving.weights.weight_routes
+from rm_optimizer.serving.service.inputs import stored_tokenizer
+print(stored_tokenizer(Path(sys.argv[1]))("A dog.")["input_ids"])
+heavy = {"accelerate", "pandas", "scipy", "sklearn", "sympy", "rm_optimizer.core.model.reward_model"}
+print(sorted(heavy & set(sys.modules)))
+"""
+
+
+@pytest.mark.parametrize("make", [decoder_tokenizer, encoder_tokenizer])
+def test_the_process_that_speaks_http_imports_no_model_and_reads_the_tokenizer_by_its_class(tmp_path, make):
+    make().save_pretrained(tmp_path)
+    known = AutoTokenizer.from_pretrained(tmp_path)
+    read = subprocess.run([sys.executable, "-c", IMPORTED, tmp_path], capture_output=True, text=True, check=True)
+    assert read.stdout.splitlines() == [str(known("A dog.")["input_ids"]), "[]"]
+    assert type(stored_tokenizer(tmp_path)) is type(known)

@@ -79,24 +79,25 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
 def _print_agreement(datasets: Mapping[str, PreferenceDataset]) -> None:
     """Print the agreement of annotators for each split whose pairs have votes."""
     from rm_optimizer.data_efficiency.cleaning.votes import votes_of
-    from rm_optimizer.reporting.label_studies.votes import agreement_rows
     from rm_optimizer.reporting.tables import output_console, summary_table
 
     for name, dataset in datasets.items():
         if (votes := votes_of(dataset.pairs)) is not None:
+            from rm_optimizer.reporting.label_studies.votes import agreement_rows  # imports matplotlib
+
             title = f"{name}: votes of annotators, {len(votes.chosen):,} pairs"
             output_console().print(summary_table(title, agreement_rows(votes.ceiling)))
 
 
 def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> PreTrainedTokenizerBase:
-    from transformers import AutoTokenizer
-
     from rm_optimizer.core.rows.hub import hub_obstacle, restored_hub
     from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 
     if source is None:
         pairs = (pair for data in datasets for pair in data.pairs)
         return train_tokenizer(rendered_texts(pairs), TINY_VOCABULARY)
+    from transformers import AutoTokenizer  # takes seconds
+
     try:
         with restored_hub():
             if not Path(source).expanduser().exists() and (obstacle := hub_obstacle(source, "model")):

@@ -11,7 +11,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from rm_optimizer.errors import MissingExtra, RMOptimizerError
-from rm_optimizer.serving.options import ServeOptions
+from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 
 if TYPE_CHECKING:
     import uvicorn
@@ -77,7 +77,6 @@ async def _serve(options: ServeOptions, listening: socket.socket) -> None:
     import uvicorn
 
     from rm_optimizer.serving.embedded.engine import TransformersEngine
-    from rm_optimizer.serving.embedded.worker import WorkerOptions
     from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
     from rm_optimizer.serving.http.connections import ConnectionLimits, report_lack_of_files_once
     from rm_optimizer.serving.http.server_log import show_server_log

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from rm_optimizer.errors import EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.embedded.frames import Frame, frame_rewards, sequences_frame
-from rm_optimizer.serving.embedded.worker import WorkerOptions
 from rm_optimizer.serving.embedded.worker_link import DEFAULT_LIMITS, WorkerDied, WorkerLimits, WorkerLink
 from rm_optimizer.serving.engine import STAGED, EngineDescription, ScoredBatch, StagedWeights, new_revision
+from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.restart_limit import RestartLimit
 from rm_optimizer.serving.weights.weight_history import UpdatableEngine, WeightHistory
 

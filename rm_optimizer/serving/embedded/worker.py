@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -28,6 +27,7 @@ from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.embedded.budget import calibrated_budget
 from rm_optimizer.serving.embedded.frames import Frame, frame_groups, frame_sequences, rewards_frame
 from rm_optimizer.serving.engine import DESCRIPTION, STAGED, EngineDescription, StagedWeights
+from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.service.probe_check import check_rewards, probe_sequences
 from rm_optimizer.serving.weights.live_weights import (
     Update,
@@ -37,35 +37,10 @@ from rm_optimizer.serving.weights.live_weights import (
     swap,
     tensor_specs,
 )
-from rm_optimizer.serving.weights.packed_linear import LEAST_GAIN, install_packed_linears
+from rm_optimizer.serving.weights.packed_linear import install_packed_linears
 
 ALIVE_SECONDS = 1.0
 """Seconds between two signs of life."""
-
-
-@dataclass(frozen=True)
-class WorkerOptions:
-    """Options of a worker.
-
-    Args:
-        checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
-        dtype: type of the backbone's weights.
-        token_budget: tokens of one pass; None measures.
-        threads: CPU threads; None leaves PyTorch's own number.
-        device: `auto`, `cpu` or `cuda`.
-        packed_linears: least speed-up for which oneDNN's layout is used; None never uses it.
-        revision: serial number of the checkpoint's own weights.
-        tokenizer_folder: folder for the model's tokenizer, which the server reads; empty writes none.
-    """
-
-    checkpoint: str
-    dtype: str = "float32"
-    token_budget: int | None = None
-    threads: int | None = None
-    device: str = "auto"
-    packed_linears: float | None = LEAST_GAIN
-    revision: int = 0
-    tokenizer_folder: str = ""
 
 
 class Worker:

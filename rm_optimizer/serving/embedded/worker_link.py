@@ -16,8 +16,8 @@ from multiprocessing.context import SpawnProcess
 
 from rm_optimizer.errors import CheckpointError, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.embedded.frames import Frame
-from rm_optimizer.serving.embedded.worker import WorkerOptions, run_worker
 from rm_optimizer.serving.engine import DESCRIPTION, EngineDescription, StagedWeights
+from rm_optimizer.serving.options import WorkerOptions
 
 
 class WorkerDied(EngineUnavailable):
@@ -207,7 +207,14 @@ class WorkerLink:
 def _spawned(options: WorkerOptions, committed: Sequence[StagedWeights]) -> tuple[Connection, SpawnProcess]:
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=run_worker, args=(theirs, options, committed), name="rm-worker", daemon=True)
+    process = context.Process(target=_run, args=(theirs, options, committed), name="rm-worker", daemon=True)
     process.start()
     theirs.close()  # the server's end of the pipe must close when the process ends
     return ours, process
+
+
+def _run(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:
+    """Run the worker, whose imports load torch and models, which the server's process does not need."""
+    from rm_optimizer.serving.embedded.worker import run_worker
+
+    run_worker(connection, options, committed)

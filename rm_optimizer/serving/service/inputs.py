@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+import transformers
+from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.rows.messages import Message, Prompt
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
@@ -62,7 +65,7 @@ class InputReader:
         Raises:
             CheckpointError: if conversations are rendered differently than by the engine's model.
         """
-        tokenizer = AutoTokenizer.from_pretrained(description.tokenizer_folder)
+        tokenizer = stored_tokenizer(Path(description.tokenizer_folder))
         renderer = ConversationRenderer(tokenizer, description.max_length + 1)
         if renderer.template_hash != description.identity["template_hash"]:
             raise CheckpointError("the model's rendering of conversations does not survive saving its tokenizer")
@@ -235,6 +238,15 @@ class InputReader:
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise InvalidRequest(f"{name} holds a token id outside [0, {self.vocab_size})", name)
         return tuple(ids)
+
+
+def stored_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """Tokenizer of a folder. One without a model is loaded by its class: `AutoTokenizer` imports torch and SciPy."""
+    stored = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    is_plain = not (folder / "config.json").exists() and "auto_map" not in stored
+    kind = getattr(transformers, stored.get("tokenizer_class", ""), None) if is_plain else None
+    tokenizer: PreTrainedTokenizerBase = (kind or transformers.AutoTokenizer).from_pretrained(folder)
+    return tokenizer
 
 
 def refuse_cuts(sequences: Sequence[TokenSequence], most: int | None) -> None:

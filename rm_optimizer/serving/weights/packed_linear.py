@@ -14,8 +14,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-LEAST_GAIN = 1.1
-"""Least speed-up that is worth a second copy of the weights."""
 TOLERANCE = 1e-4
 """Largest difference from `F.linear` relative to the largest output, from another order of float32 summation."""
 PROBE_ROWS = 256
@@ -87,7 +85,7 @@ def packable_layers(model: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
-def install_packed_linears(model: nn.Module, *, least_gain: float = LEAST_GAIN) -> bool:
+def install_packed_linears(model: nn.Module, *, least_gain: float) -> bool:
     """Replace the linear layers by packed ones if the largest of them gains; True if they were replaced.
 
     Args:
