@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Mapping
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.records.quoting import in_quotes
+from rm_optimizer.records.quoting import as_value, shell_word
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
 
@@ -41,7 +40,7 @@ def run_command(options: Mapping[str, Any]) -> str:
         for name, value in sorted(flat(dict(options)))
         if not is_among(name, (*FREE, *_UNUSED)) and presets.get(name, ...) != value
     ]
-    return " ".join(["rm-opt", "train", *map(shlex.quote, [*groups, _BASE[0], *changed])])
+    return " ".join(["rm-opt", "train", *map(shell_word, [*groups, _BASE[0], *changed])])
 
 
 def _composed(groups: list[str]) -> dict[str, Any]:
@@ -51,7 +50,7 @@ def _composed(groups: list[str]) -> dict[str, Any]:
 def _text(value: Any) -> str:
     """A value in the grammar of overrides."""
     if isinstance(value, str):
-        return in_quotes(value)
+        return as_value(value)
     if isinstance(value, Mapping):
         return "{" + ",".join(f"{name}:{_text(part)}" for name, part in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -192,10 +192,12 @@ def _fit_steps(axes: Axes, history: History) -> None:
 
 
 def _fit_losses(axes: Axes, history: History) -> None:
-    """Axis limits from 0 to a little above most of the curve, so that a spike does not flatten the rest."""
+    """Axis limits around most of the curve and chance, so that neither a spike nor 0 flattens the rest."""
     training, validation = _column(history, "train_loss")[1], _column(history, "eval_loss")[1]
-    tops = [CHANCE_LOSS, *([np.quantile(training, 0.98)] if len(training) else []), *validation]
-    axes.set_ylim(0.0, 1.12 * float(max(tops)))
+    ends = [CHANCE_LOSS, *(np.quantile(training, [0.02, 0.98]) if len(training) else []), *validation]
+    low, high = float(min(ends)), float(max(ends))
+    margin = 0.12 * max(high - low, 0.01 * high)
+    axes.set_ylim(max(low - margin, 0.0), high + margin)
 
 
 def _lowest_accuracy(history: History) -> float:

@@ -72,6 +72,12 @@ def test_a_short_last_batch_is_not_drawn_as_a_cliff():
     assert [accuracy for _, accuracy in points] == pytest.approx([0.9] * 3)
 
 
+def test_a_loss_that_hardly_falls_is_no_flat_line():
+    (axes,) = plot_loss([{"step": k, "train_loss": 0.6931 - 1e-3 * k} for k in range(10)]).axes
+    low, high = axes.get_ylim()
+    assert 0.65 < low < 0.684 < 0.6931 < high < 0.75
+
+
 def test_a_spike_does_not_flatten_the_rest():
     figure = plot_loss([{"step": k, "train_loss": 900.0 if k == 7 else 0.5} for k in range(200)])
     assert figure.axes[0].get_ylim()[1] < 1.0

@@ -13,9 +13,11 @@ from typer.testing import CliRunner
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape.surface.results import Slice, Surface
+from rm_optimizer.records.run_command import run_command
+from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.pages.exhibits import Exhibits
 from rm_optimizer.reporting.pages.folder_page import write_page
-from rm_optimizer.reporting.pages.html import answer, bullets, page, paragraph
+from rm_optimizer.reporting.pages.html import answer, bullets, page, paragraph, table
 from rm_optimizer.reporting.pages.run_page import run_page
 from rm_optimizer.rl_coupling.ensemble import EnsembleReference
 from rm_optimizer.rl_coupling.ensemble_folder import save_ensemble
@@ -75,6 +77,37 @@ def test_the_command_of_the_run_stands_on_its_page(trained: Path):
     assert "training.max_steps=2" in run_page(trained, Exhibits())
 
 
+def test_values_are_quoted_only_where_a_shell_or_hydra_needs_it(trained: Path):
+    options = RunFolder(trained).options
+    options["data"] |= {"train": "p400.jsonl", "val": "my pairs.jsonl"}
+    command = run_command(options)
+    assert " data.train=p400.jsonl " in command
+    assert """ "data.val='my pairs.jsonl'" """ in command
+
+
+def test_marks_of_direction_are_shown_and_change_nothing_around_them(copied: Path):
+    name = "\u202edesrever"
+    result = json.loads((copied / "run.json").read_text(encoding="utf-8"))
+    groups = result["metrics"]["groups"]["source"]
+    groups[name] = groups.pop(next(iter(groups)))
+    (copied / "run.json").write_text(json.dumps(result), encoding="utf-8")
+    page = run_page(copied, Exhibits())
+    assert name not in page
+    assert "\\u202edesrever" in page
+
+
+def test_many_sources_show_the_twenty_largest_and_the_rest_on_a_click(copied: Path, tmp_path: Path):
+    result = json.loads((copied / "run.json").read_text(encoding="utf-8"))
+    groups = result["metrics"]["groups"]
+    groups["source"] = {f"source {n}": next(iter(groups["source"].values())) for n in range(50)}
+    (copied / "run.json").write_text(json.dumps(result), encoding="utf-8")
+    page = write_page(copied, tmp_path).read_text(encoding="utf-8")
+    shown, _, rest = page.partition("<details><summary>30 more</summary>")
+    assert (shown.count(">source "), rest.count(">source ")) == (20, 30)
+    with (tmp_path / "by_source.csv").open(encoding="utf-8", newline="") as file:
+        assert len(list(csv.DictReader(file))) == 50
+
+
 def test_missing_and_torn_pieces_are_named(copied: Path):
     (copied / "pair_rewards.jsonl").write_text('{"pair_id": ')
     (copied / "metrics.csv").unlink()
@@ -85,7 +118,7 @@ def test_missing_and_torn_pieces_are_named(copied: Path):
     for name in ("metrics.csv is missing", "pair_rewards.jsonl is missing or torn", "doctor.json is torn"):
         assert name in missing
     assert "readiness.json is torn" in missing
-    assert "rm-opt analyze" in missing
+    assert f"rm-opt analyze {copied} --type hessian" in missing
 
 
 @pytest.mark.parametrize(("result", "is_fixed"), [(SLICE, False), (SURFACE, True)])
@@ -185,6 +218,16 @@ def test_the_page_of_a_run_is_accessible(copied: Path, tmp_path: Path):
         (copied / "landscape" / name).mkdir(parents=True)
         (copied / "landscape" / name / f"{name}.json").write_text(result.to_json())
     assert_accessible(write_page(copied, tmp_path))
+
+
+@NEEDS_BROWSER
+def test_a_long_name_leaves_room_for_the_numbers(tmp_path: Path):
+    file = tmp_path / "index.html"
+    file.write_text(page("Long", [table("Names", ("name", "value"), [("x" * 300, "1"), ("y", "2")])]), encoding="utf-8")
+    with opened_browser() as browser:
+        browser.screen(1280, 900, "light")
+        browser.open(file.as_uri())
+        assert browser.run("return document.querySelector('table').scrollWidth") <= 1000
 
 
 @NEEDS_BROWSER

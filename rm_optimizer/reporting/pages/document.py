@@ -14,18 +14,21 @@ from rm_optimizer.reporting.pages import html
 from rm_optimizer.reporting.pages.exhibits import Exhibits
 from rm_optimizer.reporting.tables import TextTable
 
+Tone = Literal["good", "fair", "bad", "open"]
+"""Judgment that a color shows."""
+
 
 @dataclass(frozen=True)
 class Answer:
     """The main result.
 
     Args:
-        tone: judgment that the color shows.
+        tone: judgment of it.
         headline: a few words.
         sentences: meaning in sentences; each gets a capital and a full stop.
     """
 
-    tone: Literal["good", "fair", "bad", "open"]
+    tone: Tone
     headline: str
     sentences: tuple[str, ...]
 

@@ -42,11 +42,15 @@ class Exhibits:
         self.tables[name] = list(figure_rows(figure) if rows is None else rows)
         return html.drawn(figure, caption)
 
-    def table(self, name: str, caption: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-        """A table in the page (see `html.table`); its cells are in `NAME.csv`."""
+    def table(
+        self, name: str, caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], *, first: int | None = None
+    ) -> str:
+        """A table in the page (see `html.table`); rows after the first ones open on a click, and `NAME.csv` has all."""
         cells = list(rows)
         self.tables[name] = [dict(zip([head[0] or "name", *head[1:]], row, strict=True)) for row in cells]
-        return html.table(caption, head, cells)
+        rest = [] if first is None else cells[first:]
+        further = html.details(f"{len(rest):,} more", html.table(f"{caption}: the rest", head, rest)) if rest else ""
+        return html.table(caption, head, cells[:first]) + further
 
     def write(self, folder: Path, content: str) -> Path:
         """Write the files, then the page, each completely or not at all; return the page's path.

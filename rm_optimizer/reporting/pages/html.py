@@ -6,7 +6,7 @@ import base64
 import io
 import re
 from collections.abc import Iterable, Sequence
-from html import escape
+from html import escape as _escape
 from pathlib import Path
 
 import matplotlib
@@ -40,10 +40,12 @@ table{border-collapse:collapse;min-width:min(100%,24rem)}
 caption{text-align:left;padding-bottom:.4rem}
 th,td{text-align:left;padding:.35rem 1.2rem .35rem 0;border-top:1px solid var(--line);vertical-align:top;
 font-variant-numeric:tabular-nums}
-th{font-weight:500}thead th{color:var(--soft);font-size:.9rem}thead th,thead td{border-top:0}
+th{font-weight:500}
+tbody th{min-width:8rem;max-width:26rem;overflow-wrap:anywhere}
+thead th{color:var(--soft);font-size:.9rem}thead th,thead td{border-top:0}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem;align-items:start}
 figure{margin:.6rem 0 0;max-width:52rem;min-width:0;border:1px solid var(--line);border-radius:.3rem;padding:.5rem}
-figure img,.drawing{display:block;width:100%;min-width:27rem;height:auto}
+figure img,.drawing{display:block;width:100%;min-width:34rem;height:auto}
 figure img,.fixed{background:#fff}figure .wide{padding-bottom:.4rem}
 .drawing text{fill:var(--ink)}.drawing.fixed text{fill:#000}
 .figures+.wide,.wide+.figures{margin-top:1.2rem}
@@ -56,6 +58,21 @@ pre{background:var(--card);padding:.8rem;border-radius:.3rem;white-space:pre-wra
 h2,h3,caption{break-after:avoid}.figures{display:block}figure{max-width:30rem}.drawing,figure img{min-width:0}
 .wide{overflow:visible}th,td,thead th{padding-right:.5rem;font-size:8.5pt}details:not([open]){display:none}}
 """
+
+
+_DIRECTION = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+"""Characters that change the direction of the text around them."""
+
+
+def escape(text: str) -> str:
+    r"""Text for a page; bytes that are not UTF-8 and marks of direction are shown as escape sequences.
+
+    Example:
+        >>> escape("<b>" + chr(0x202E))
+        '&lt;b&gt;\\u202e'
+    """
+    shown = text.encode("utf-8", "backslashreplace").decode()
+    return _escape(_DIRECTION.sub(lambda mark: f"\\u{ord(mark[0]):04x}", shown))
 
 
 def page(title: str, parts: Iterable[str], *, style: str = "") -> str:

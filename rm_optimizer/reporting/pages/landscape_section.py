@@ -11,6 +11,7 @@ from rm_optimizer.landscape.runs.evolution import Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.records.quoting import shell_word
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.curvature_plots import has_training_curvature, plot_training_curvature
 from rm_optimizer.reporting.landscape_pictures import LandscapeResult, drawings, summary_rows
@@ -46,7 +47,7 @@ def landscape_section(run_dir: Path, result: RunResult, exhibits: Exhibits, miss
     """
     folders = sorted({file.parent for kind in ("json", "png") for file in (run_dir / "landscape").glob(f"*/*.{kind}")})
     if not folders:
-        missing.append("loss landscape: rm-opt analyze RUN --type hessian measures it")
+        missing.append(f"loss landscape: rm-opt analyze {shell_word(str(run_dir))} --type hessian measures it")
     during = _during_training(run_dir, result, exhibits)
     drawn: list[str] = []
     tables = ""

@@ -10,6 +10,7 @@ from pathlib import Path
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.doctor.diagnosis import Diagnosis, Status
 from rm_optimizer.errors import DataError
+from rm_optimizer.records.quoting import shell_word
 from rm_optimizer.records.run_command import run_command
 from rm_optimizer.records.run_folder import DOCTOR_FILE, METRICS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, RunFolder
 from rm_optimizer.records.run_options import flat
@@ -134,7 +135,7 @@ class _Parts:
         try:
             report = RLReadinessReport.from_json((self.run_dir / _READINESS).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            self.missing.append("readiness: rm-opt readiness RUN measures it")
+            self.missing.append(f"readiness: rm-opt readiness {shell_word(str(self.run_dir))} measures it")
             return ""
         except (ValueError, TypeError):
             self.missing.append(f"readiness: {_READINESS} is torn")
@@ -148,7 +149,7 @@ class _Parts:
         try:
             diagnosis = Diagnosis.from_json((self.run_dir / DOCTOR_FILE).read_text(encoding="utf-8"))
         except FileNotFoundError:
-            self.missing.append("checks: rm-opt doctor RUN --data PAIRS makes them")
+            self.missing.append(f"checks: rm-opt doctor {shell_word(str(self.run_dir))} --data PAIRS makes them")
             return ""
         except (ValueError, TypeError):
             self.missing.append(f"checks: {DOCTOR_FILE} is torn")
@@ -198,7 +199,9 @@ def _groups(metrics: PairwiseMetrics, column: str, exhibits: Exhibits) -> str:
         for name, group in members
     ]
     head = (column, "pairs", "accuracy [95 %]", "longer wins", "NLL", "ECE")
-    return section(f"By {column}", exhibits.table(f"by_{column}", f"Each {column}, the largest first", head, rows))
+    return section(
+        f"By {column}", exhibits.table(f"by_{column}", f"Each {column}, the largest first", head, rows, first=20)
+    )
 
 
 def _settings(result: RunResult) -> str:

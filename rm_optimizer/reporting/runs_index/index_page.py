@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from urllib.parse import quote, unquote_to_bytes
 
 from rm_optimizer.records.run_folder import METRICS_FILE, read_rows
-from rm_optimizer.reporting.pages.html import page, paragraph
+from rm_optimizer.reporting.pages.html import escape, page, paragraph
 from rm_optimizer.reporting.runs_index.listing import DEEPEST, ListedFolder, Score
 
 SPARKLINE = "loss.svg"
@@ -27,7 +26,7 @@ main{max-width:110rem}.tools{display:flex;gap:1rem;align-items:baseline;flex-wra
 padding:.3rem .6rem;min-width:min(100%,18rem)}
 th button{font:inherit;color:inherit;background:none;border:0;padding:0;cursor:pointer;text-align:left}
 th[aria-sort=ascending] button::after{content:" ▲"}th[aria-sort=descending] button::after{content:" ▼"}
-td img{display:block}tbody th{min-width:12rem;overflow-wrap:anywhere}tbody td{white-space:nowrap}
+td img{display:block}tbody th{min-width:12rem}tbody td{white-space:nowrap}
 #runs th,#runs td{padding-right:.9rem;font-size:.92rem}
 """
 _SPARKLINE_STYLE = (
@@ -44,7 +43,7 @@ def index_page(root: Path, entries: Sequence[ListedFolder], num_passed: int) -> 
         entries: its runs and studies.
         num_passed: links and deep folders that were passed over.
     """
-    title = f"Runs and studies in {_shown(str(root))}"
+    title = f"Runs and studies in {root}"
     passed = f"{num_passed:,} links, folders deeper than {DEEPEST} levels and unreadable ones were passed over."
     script = files("rm_optimizer.reporting.runs_index").joinpath("table.js").read_text(encoding="utf-8")
     parts = [
@@ -119,7 +118,7 @@ def _row(entry: ListedFolder) -> str:
     )
     changed = datetime.fromtimestamp(entry.changed, UTC).strftime("%Y-%m-%d %H:%M")
     cells = [
-        *(f"<td>{escape(_shown(text))}</td>" for text in (entry.state, entry.model, entry.optimizer)),
+        *(f"<td>{escape(text)}</td>" for text in (entry.state, entry.model, entry.optimizer)),
         _number("" if entry.seed is None else str(entry.seed), entry.seed),
         _number(_interval(entry.accuracy, ""), entry.accuracy.value),
         f"<td>{image}</td>",
@@ -128,7 +127,7 @@ def _row(entry: ListedFolder) -> str:
         _number("" if math.isnan(entry.minutes) else f"{entry.minutes:,.1f}", entry.minutes),
         _number(changed, entry.changed),
     ]
-    name = escape(_shown(entry.name or "."))
+    name = escape(entry.name or ".")
     return f'<tr><th scope="row"><a href="{address}">{name}</a></th>{"".join(cells)}</tr>'
 
 
@@ -143,8 +142,3 @@ def _interval(score: Score, sign: str, *, is_short: bool = False) -> str:
     if is_short or score.low is None or score.high is None:
         return f"{score.value:{sign}.3f}"
     return f"{score.value:{sign}.3f} [{score.low:{sign}.3f}, {score.high:{sign}.3f}]"
-
-
-def _shown(text: str) -> str:
-    """Text with escape sequences for bytes that are not UTF-8."""
-    return text.encode("utf-8", "backslashreplace").decode()
