@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, paired, require_finite
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, paired, prompt_id, require_finite
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.score_file import CountedRewards
 from rm_optimizer.records.codec import JsonRecord, json_values
@@ -229,7 +230,8 @@ class RewardModelEnsemble(Scorer):
     ) -> EnsembleReference:
         """Fit the members' scales and the threshold of uncertainty, and use them from now on.
 
-        A random half of the responses sets each member's mean and standard deviation, the other half the threshold.
+        A random half of the responses sets each member's mean and standard deviation, the other half the threshold. A
+        response that repeats another one of its prompt is left out. A member that ranks against the others is named.
 
         Args:
             prompts: prompts like those of the training data, preferably each only once.
@@ -240,10 +242,12 @@ class RewardModelEnsemble(Scorer):
         Raises:
             DataError: if there are too few responses for the rate, or a member gives all of them the same reward.
         """
-        rewards = self.member_rewards(prompts, responses)
+        pairs = zip(*paired(prompts, responses), strict=True)
+        distinct = {(prompt_id(prompt), response): (prompt, response) for prompt, response in pairs}.values()
+        rewards = self.member_rewards([prompt for prompt, _ in distinct], [response for _, response in distinct])
         scales, held_out = halves(rewards.shape[1], seed)
         if len(scales) < 2:
-            raise DataError(f"expected at least 4 reference responses, got {len(responses)}; give more")
+            raise DataError(f"expected at least 4 reference responses, got {len(distinct)}; give more")
         means, stds = rewards[:, scales].mean(axis=1), rewards[:, scales].std(axis=1, ddof=1)
         constant = np.flatnonzero(stds <= 1e-9 * np.abs(means))
         if len(constant):
@@ -252,11 +256,23 @@ class RewardModelEnsemble(Scorer):
                 "response the same reward; leave it out"
             )
         standardized = (rewards[:, held_out] - means[:, None]) / stds[:, None]
+        self._warn_of_reversed(standardized)
         threshold = conformal_threshold(standardized.std(axis=0, ddof=1), false_positive_rate)
         self.reference = EnsembleReference(
-            tuple(means.tolist()), tuple(stds.tolist()), threshold, false_positive_rate, len(responses)
+            tuple(means.tolist()), tuple(stds.tolist()), threshold, false_positive_rate, len(distinct)
         )
         return self.reference
+
+    def _warn_of_reversed(self, rewards: Float[np.ndarray, "members sequences"]) -> None:
+        """Name members whose rewards fall where the mean of the others rises, by more than chance."""
+        for number, own in enumerate(rewards):
+            others = np.delete(rewards, number, axis=0).mean(axis=0)
+            correlation = float(np.corrcoef(own, others)[0, 1]) if others.std() > 0 < own.std() else 0.0
+            if correlation * math.sqrt(len(own)) < -3:
+                _log.warning(
+                    f"member {number + 1} of the ensemble ({self._name(number)}) ranks the reference responses against "
+                    f"the others (correlation {correlation:.2f}); leave it out if its labels were exchanged"
+                )
 
     def predict(self, prompt: Prompt, response: str) -> EnsemblePrediction:
         """Rewards of one response."""
@@ -308,15 +324,22 @@ class RewardModelEnsemble(Scorer):
         ]
 
     def detect_ood(self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> OODDetection:
-        """Responses on which the members disagree more than on the reference responses.
+        """Responses on which the members disagree more than the threshold, as `predict` flags them.
+
+        The rate of false positives is known for the threshold of `fit_reference` alone.
 
         Raises:
-            ConfigError: if `fit_reference` was not called.
+            ConfigError: if there is neither an `uncertainty_threshold` nor a reference.
         """
-        if self.reference is None:
-            raise ConfigError("detect_ood needs a fitted threshold; call fit_reference(prompts, responses) first")
+        if self.threshold is None:
+            raise ConfigError(
+                "detect_ood needs a threshold; call fit_reference(prompts, responses) first, or give the ensemble an "
+                "uncertainty_threshold"
+            )
         rewards = self._standardized(self.member_rewards(prompts, responses))
-        return detection(rewards.std(axis=0, ddof=1), self.reference.threshold, self.reference.false_positive_rate)
+        fitted = self.reference if self.uncertainty_threshold is None else None
+        rate = None if fitted is None else fitted.false_positive_rate
+        return detection(rewards.std(axis=0, ddof=1), self.threshold, rate)
 
     def score(self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> Float[Tensor, " sequences"]:
         """Combined rewards of the responses, float32 on the CPU, in the order given.

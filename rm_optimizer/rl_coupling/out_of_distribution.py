@@ -22,17 +22,20 @@ class OODDetection(JsonRecord):
         scores: distance of each response from the reference; larger is farther.
         is_ood: True if the score exceeds the threshold.
         threshold: largest score that counts as in distribution.
-        false_positive_rate: largest probability that a response like the reference ones exceeds the threshold.
+        false_positive_rate: largest probability that a response like the reference ones exceeds the threshold; None for
+            a threshold that was not fitted.
     """
 
     scores: tuple[float, ...]
     is_ood: tuple[bool, ...]
     threshold: float
-    false_positive_rate: float
+    false_positive_rate: float | None
 
 
-def detection(scores: Float[np.ndarray, " responses"], threshold: float, false_positive_rate: float) -> OODDetection:
-    """Compare scores with a threshold that was fitted for this rate."""
+def detection(
+    scores: Float[np.ndarray, " responses"], threshold: float, false_positive_rate: float | None
+) -> OODDetection:
+    """Compare scores with a threshold, which was fitted for this rate."""
     flagged = tuple(bool(score > threshold) for score in scores)
     return OODDetection(tuple(scores.tolist()), flagged, threshold, false_positive_rate)
 

@@ -148,7 +148,9 @@ class OveroptimizationCurve(JsonRecord, indent=2):
         if chosen and not 1 < chosen[0] <= chosen[-1] <= num_samples:
             raise ConfigError(f"sizes must lie in 1 … {num_samples}, the responses to each prompt, got {chosen}")
         means = selected_means(proxy, [proxy, gold], [1, *chosen])
-        gains = (means[:, :, 1:] - means[:, :, :1]) / np.array([_within(proxy), _within(gold)])[:, None, None]
+        gains = (means[:, :, 1:] - means[:, :, :1]) / np.array([_within("proxy", proxy), _within("gold", gold)])[
+            :, None, None
+        ]
         distances = [math.sqrt(kl_bound(n)) for n in chosen]
         return _curve(Optimization.best_of_n, distances, gains, num_bootstrap, seed)
 
@@ -193,13 +195,15 @@ class OveroptimizationCurve(JsonRecord, indent=2):
         return _curve(Optimization.rl, np.sqrt(np.maximum(nats[1:], 0)).tolist(), gains, num_bootstrap, seed)
 
 
-def _within(rewards: Float[np.ndarray, "prompts samples"]) -> float:
+def _within(name: str, rewards: Float[np.ndarray, "prompts samples"]) -> float:
     """Standard deviation of a reward within prompts."""
     if rewards.shape[1] < 2:
         raise DataError(f"expected at least 2 responses to each prompt, got {rewards.shape[1]}")
     spread = math.sqrt(float(rewards.var(axis=1, ddof=1).mean()))
     if not spread > 1e-12 * max(1.0, float(np.abs(rewards).max())):
-        raise DataError("a reward is the same for all responses to every prompt, so nothing can be selected by it")
+        raise DataError(
+            f"the {name} reward is the same for all responses to every prompt, so there is no over-optimization curve"
+        )
     return spread
 
 

@@ -237,7 +237,7 @@ def rank_file(
         DataError: if a file or row cannot be used.
         CheckpointError: if a reward is not finite.
     """
-    groups = _by_prompt(source)
+    groups = responses_by_prompt(source)
 
     def ranked(chunk: Sequence[tuple[Prompt, list[str]]]) -> _Piece:
         return _rank_counted(reward_model, [prompt for prompt, _ in chunk], [texts for _, texts in chunk])
@@ -247,8 +247,12 @@ def rank_file(
     return _to_file(reward_model, identity, [[item] for item in items], ranked, len(items), path, on_progress)
 
 
-def _by_prompt(source: Path) -> dict[str, tuple[Prompt, list[str]]]:
-    """Prompts of a file with all their responses, by the digest of the prompt."""
+def responses_by_prompt(source: Path) -> dict[str, tuple[Prompt, list[str]]]:
+    """Prompts of a file with all their responses, by the digest of the prompt.
+
+    Raises:
+        DataError: if the file or a row cannot be read, or there are no rows.
+    """
     groups: dict[str, tuple[Prompt, list[str]]] = {}
     for row in read_responses(source):
         groups.setdefault(prompt_id(row.prompt), (row.prompt, []))[1].extend(row.responses)
@@ -268,13 +272,21 @@ def read_ranked(path: Path) -> tuple[list[RankedResponses], Float[np.ndarray, "p
         RankedResponses(read_prompt(row["prompt"]), tuple(row["responses"]), tuple(row["rewards"]), tuple(row["draws"]))
         for row in rows
     ]
-    counts = sorted({len(row.rewards) for row in found})
-    if len(counts) > 1:
-        raise DataError(
-            f"{path}: a curve needs equally many responses to each prompt, got {counts[0]} to {counts[-1]}; "
-            "sample them again with one number"
-        )
+    require_equal_counts(path, [len(row.rewards) for row in found])
     return found, np.array([row.rewards for row in found])
+
+
+def require_equal_counts(path: Path, counts: Sequence[int]) -> None:
+    """Refuse prompts with different numbers of responses, which give no curve and no probe.
+
+    Raises:
+        DataError: naming the smallest and the largest number.
+    """
+    if min(counts) < max(counts):
+        raise DataError(
+            f"{path}: expected equally many responses to each prompt, got {min(counts)} to {max(counts)}; sample them "
+            "again with one number, or cut all to the smallest"
+        )
 
 
 def scorer_identity(scorer: Scorer) -> str:

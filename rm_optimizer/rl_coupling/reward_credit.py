@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import Enum
 from typing import Any
@@ -67,8 +68,10 @@ class RewardModelCreditAssigner:
         """Weight of each step, keyed by the rollout's id and the step's index.
 
         Raises:
-            ValueError: if a rollout has no score, or one that is not finite.
+            ValueError: if a rollout has no score, or one that is no finite number, or two rollouts have one id.
         """
+        if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
+            raise ValueError(f"weights are keyed by the rollout's id, but several rollouts have the id {twice[0]}")
         scored = [_Rewarded(rollout, self._combined(rollout)) for rollout in rollouts]
         if self.inner is not None:
             return self.inner.compute(scored)
@@ -81,9 +84,13 @@ class RewardModelCreditAssigner:
                 f"rollout {rollout.id} has no score under '{self.score_key}' in its metadata; score it with "
                 f"RewardModelScorer(score_key='{self.score_key}') first"
             )
-        score = float(store[self.score_key])
+        try:
+            score = float(store[self.score_key])
+        except (TypeError, ValueError):
+            score = math.nan
         if not math.isfinite(score):
-            raise ValueError(f"rollout {rollout.id} has the score {score} under '{self.score_key}'; score it again")
+            given = store[self.score_key]
+            raise ValueError(f"rollout {rollout.id} has the score {given} under '{self.score_key}'; score it again")
         if self.mode == CreditMode.replace:
             return score
         reward = float(rollout.total_reward)

@@ -407,7 +407,13 @@ ROWS: list[tuple[str, str]] = [
     # best of n
     ("bon best out.jsonl", "give either --policy MODEL, or --completions FILE"),
     ("bon best out.jsonl --policy world --completions responses.jsonl", "give either --policy MODEL"),
-    ("bon best out.jsonl --completions responses.jsonl --prompts pairs.jsonl", "--completions brings its own prompts"),
+    ("bon best out.jsonl --completions responses.jsonl --prompts pairs.jsonl", "--prompts has no effect with --comple"),
+    ("bon best out.jsonl --completions responses.jsonl --n 16", "--n has no effect with --completions"),
+    ("bon best out.jsonl --completions responses.jsonl --temperature 1", "--temperature has no effect with --compl"),
+    ("bon best out.jsonl --policy world --top-p 0.5", "--top-p has no effect with --policy world; leave it out"),
+    ("bon best out.jsonl --policy world --gold best", "--gold is the model in question"),
+    ("readiness best --data pairs.jsonl --n 8", "--n has no effect without --policy"),
+    ("readiness best --data pairs.jsonl --labels 8", "--labels has no effect without an oracle or --ask"),
     ("bon best out.jsonl --policy causal", "--policy MODEL needs --prompts FILE"),
     (
         "bon best out.jsonl --policy best --prompts pairs.jsonl",

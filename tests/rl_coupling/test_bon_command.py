@@ -6,9 +6,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import Scorer
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.rl_coupling import policy_simulation
 from tests.builders import tiny_reward_model
@@ -52,6 +54,31 @@ def test_a_server_ranks_like_its_model_and_another_is_refused(models: list[Path]
     names = {path.name for path in tmp_path.glob("local*")}
     curves = {f"local.{kind}.{end}" for kind in ("curve", "overoptimization") for end in ("json", "png")}
     assert names == {"local.jsonl", *curves}
+
+
+def test_a_constant_gold_reward_is_named_beside_what_was_ranked(models, tmp_path, monkeypatch):
+    class Constant(Scorer):
+        def score(self, prompts, responses):
+            return torch.ones(len(responses))
+
+    monkeypatch.setattr("rm_optimizer.interfaces.commands.bon.load_judge", lambda name, prompts: Constant())
+    ranked = CliRunner().invoke(app, ["bon", str(models[0]), str(tmp_path / "out.jsonl"), *OPTIONS])
+    assert ranked.exit_code == 0, ranked.stderr
+    assert "warning: the gold reward is the same for all responses to every prompt" in ranked.stdout
+    few = [word if word != "8" else "4" for word in OPTIONS]
+    small = CliRunner().invoke(app, ["bon", str(models[0]), str(tmp_path / "few.jsonl"), *few])
+    assert "no over-optimization curve: it needs 4 prompts with 8 responses" in small.stdout
+
+
+def test_completions_of_unequal_numbers_are_refused_before_anything_is_written(models, tmp_path):
+    rows = [{"prompt": f"p{n}", "responses": ["a"] * n} for n in (2, 3)]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    given = ["--completions", str(tmp_path / "in.jsonl")]
+    for command in (["bon", str(models[0]), str(tmp_path / "out.jsonl")], ["readiness", str(models[0])]):
+        refused = CliRunner().invoke(app, [*command, *given])
+        assert refused.exit_code == 2
+        assert "in.jsonl: expected equally many responses to each prompt, got 2 to 3" in refused.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
 def test_a_resumed_ranking_encodes_each_response_once_and_counts_all_cuts(models, tmp_path, monkeypatch):

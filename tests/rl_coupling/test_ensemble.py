@@ -76,6 +76,23 @@ def test_a_prediction_holds_mean_spread_and_members():
     assert fitted(uncertainty_threshold=1e9).predict("p", "abc").is_high_uncertainty is False
 
 
+@pytest.mark.parametrize("threshold", [None, 0.0, 0.2, 1e9])
+def test_out_of_distribution_is_what_predict_flags(threshold):
+    ensemble = fitted(uncertainty_threshold=threshold)
+    found = ensemble.detect_ood(PROMPTS, TEXTS)
+    assert found.is_ood == tuple(one.is_high_uncertainty for one in ensemble.predict_batch(PROMPTS, TEXTS))
+    assert found.false_positive_rate == (0.1 if threshold is None else None)
+
+
+def test_references_that_repeat_count_once_and_a_reversed_member_is_named(caplog):
+    once, twice = RewardModelEnsemble(MEMBERS), RewardModelEnsemble(MEMBERS)
+    expected = once.fit_reference(PROMPTS, TEXTS, false_positive_rate=0.1)
+    assert twice.fit_reference([*PROMPTS, *PROMPTS], [*TEXTS, *TEXTS], false_positive_rate=0.1) == expected
+    assert not caplog.records
+    RewardModelEnsemble([*MEMBERS, Linear(0.0, -1.0, 9)]).fit_reference(PROMPTS, TEXTS)
+    assert "member 4 of the ensemble (Linear) ranks the reference responses against the others" in caplog.text
+
+
 def test_margins_do_not_change_with_a_member_s_shift():
     shifted = [Linear(member.shift + 1000.0, member.scale, member.seed) for member in MEMBERS]
     first, second = (RewardModelEnsemble(m).predict_margins(["p"], ["aaaa"], ["b"])[0] for m in (MEMBERS, shifted))
@@ -115,8 +132,8 @@ def test_without_a_reference_a_log_says_that_scales_are_mixed_and_min_is_refused
     assert [record for record in caplog.records if "not standardized" in record.message] == caplog.records[:1]
     with pytest.raises(ConfigError, match=r"aggregation=min .* call fit_reference"):
         RewardModelEnsemble(MEMBERS, aggregation="min").score(["p"], ["abc"])
-    with pytest.raises(ConfigError, match="call fit_reference"):
-        ensemble.detect_ood(["p"], ["abc"])
+    with pytest.raises(ConfigError, match=r"detect_ood needs a threshold; call fit_reference.* or give the ensemble"):
+        RewardModelEnsemble(MEMBERS).detect_ood(["p"], ["abc"])
 
 
 @pytest.mark.parametrize(

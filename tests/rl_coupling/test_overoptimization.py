@@ -137,7 +137,12 @@ def test_best_of_n_does_not_depend_on_zero_and_unit_of_a_reward():
             "scales must be positive",
         ),
         (lambda c: c.of_checkpoints(NATS, *np.full((2, 3, 7), np.nan)), DataError, "got nan for prompt 1, column 1"),
-        (lambda c: c.of_best_of_n(*np.ones((2, 3, 16))), DataError, "same for all responses"),
+        (lambda c: c.of_best_of_n(*np.ones((2, 3, 16))), DataError, "the proxy reward is the same for all responses"),
+        (
+            lambda c: c.of_best_of_n(np.arange(48.0).reshape(3, 16), np.ones((3, 16))),
+            DataError,
+            "the gold reward is the same for all responses",
+        ),
         (lambda c: c.of_best_of_n(*np.ones((2, 3, 1))), DataError, "at least 2 responses"),
         (lambda c: c.of_best_of_n(*np.random.rand(2, 3, 16), sizes=[2, 4]), ConfigError, "at least 3 points"),  # noqa: NPY002
         (lambda c: c.of_best_of_n(*np.random.rand(2, 3, 16), sizes=[2, 4, 32]), ConfigError, "1 … 16"),  # noqa: NPY002

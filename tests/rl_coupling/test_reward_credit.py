@@ -76,8 +76,11 @@ def test_a_rollout_without_a_score_is_named_and_nothing_is_taken_for_zero():
         RewardModelCreditAssigner().compute([scored(1.0), episode("b", ("x", "y"))])
     with pytest.raises(ValueError, match="rollout a has no score under 'helpful'"):
         RewardModelCreditAssigner(score_key="helpful").compute([scored(1.0)])
-    with pytest.raises(ValueError, match="rollout a has the score nan"):
-        RewardModelCreditAssigner().compute([scored(float("nan"))])
+    for score in (float("nan"), "x"):
+        with pytest.raises(ValueError, match=f"rollout a has the score {score} under 'rm_score'; score it again"):
+            RewardModelCreditAssigner().compute([scored(score)])
+    with pytest.raises(ValueError, match="several rollouts have the id a"):
+        RewardModelCreditAssigner().compute([scored(1.0), scored(2.0)])
     assert RewardModelCreditAssigner().compute([scored(0.0)]) == {("a", 0): 0.0, ("a", 1): 0.0}
     assert RewardModelCreditAssigner().compute([]) == {}
 

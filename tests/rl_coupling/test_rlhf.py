@@ -101,6 +101,10 @@ def test_a_repeated_call_trains_nothing_and_another_is_refused(whole, policy, mo
     assert again.checkpoints == whole.checkpoints
     with pytest.raises(DataError, match="holds another optimization"):
         run(policy, folder, config=replace(whole.config, temperature=0.5))
+    record = (folder / "rlhf.json").read_text()
+    with pytest.raises(ConfigError, match=r"holds an optimization of 3 steps, which is longer than rlhf\.steps=2"):
+        run(policy, folder, config=replace(whole.config, steps=2))
+    assert (folder / "rlhf.json").read_text() == record
 
 
 def died(responses):

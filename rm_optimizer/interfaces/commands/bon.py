@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
-from rm_optimizer.errors import ConfigError, Interrupted, RewardServerUnavailable
-from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge
+from rm_optimizer.errors import ConfigError, DataError, Interrupted, RewardServerUnavailable
+from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge, require_other
 from rm_optimizer.interfaces.saved_model import SavedModel, notes_on
 from rm_optimizer.schema.rlhf import WORLD
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rm_optimizer.core.pairs.pair import Prompt, Scorer
     from rm_optimizer.evaluation.score_file import ScoredFile
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
-    from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
 
 WORLD_PROMPTS = 64
@@ -33,6 +32,7 @@ FEWEST_POINTS = 4
 
 
 def bon(
+    context: Context,
     saved: SavedModel,
     out_file: Annotated[Path, Argument(help="JSON Lines file for the prompts with their ranked responses.")],
     responses: PolicyOptions,
@@ -52,10 +52,10 @@ def bon(
     OUT.curve.json and OUT.curve.png hold the curve. With --gold, OUT.overoptimization.json and its picture show from
     which n on more selection makes responses worse.
     """
-    responses.check()
     policy, completions = responses.policy, responses.completions
     if policy is None and completions is None:
         raise ConfigError("give either --policy MODEL, or --completions FILE of saved responses")
+    responses.check(context, "n")
     if policy not in (None, WORLD) and responses.prompts is None:
         raise ConfigError("--policy MODEL needs --prompts FILE")
     from rm_optimizer.core.rows.response_files import read_prompts
@@ -69,6 +69,8 @@ def bon(
     judge = None if gold is None else load_judge(gold, texts or list(read_prompts(completions or Path())))
     try:
         with _scorer(saved, server) as (model, scorer), progress("ranking", "prompts") as show:
+            if judge is not None:
+                require_other(judge, model)
             if chosen is None:
                 counts = rank_file(scorer, completions or Path(), out_file, on_progress=show)
             else:
@@ -104,9 +106,9 @@ def _report(
     num_bootstrap: int,
     seed: int,
 ) -> None:
-    """Write, draw and print the curve."""
+    """Write, draw and print the curve, and that against the gold reward."""
     from rm_optimizer.records.files import write_text
-    from rm_optimizer.reporting.policy_plots import plot_best_of_n
+    from rm_optimizer.reporting.policy_plots import plot_best_of_n, plot_overoptimization
     from rm_optimizer.reporting.style import save_figure
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
     from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
@@ -116,9 +118,20 @@ def _report(
     write_text(curve_file, curve.to_json() + "\n")
     save_figure(plot_best_of_n(curve), curve_file.with_suffix(".png"))
     _print(curve)
-    if gold is not None and len(curve.points) >= FEWEST_POINTS and len(ranked) >= FEWEST_POINTS:
+    if gold is None:
+        return
+    if min(len(curve.points), len(ranked)) < FEWEST_POINTS:
+        print(f"no over-optimization curve: it needs {FEWEST_POINTS} prompts with {2 ** (FEWEST_POINTS - 1)} responses")
+        return
+    try:
         over = OveroptimizationCurve.of_best_of_n(proxy, gold, num_bootstrap=num_bootstrap, seed=seed)
-        _report_overoptimization(over, curve_file.with_suffix("").with_suffix(".overoptimization.json"))
+    except DataError as error:  # the ranked responses and the curve are written and are right
+        print(f"warning: {error}")
+        return
+    file = curve_file.with_suffix("").with_suffix(".overoptimization.json")
+    write_text(file, over.to_json() + "\n")
+    save_figure(plot_overoptimization(over), file.with_suffix(".png"))
+    print(over.verdict("the largest n"))
 
 
 def _gold(judge: Scorer, ranked: Sequence[RankedResponses]) -> Float[np.ndarray, "prompts samples"]:
@@ -126,17 +139,6 @@ def _gold(judge: Scorer, ranked: Sequence[RankedResponses]) -> Float[np.ndarray,
 
     scores = judge.score_groups([row.prompt for row in ranked], [row.responses for row in ranked])
     return np.array([score.tolist() for score in scores])
-
-
-def _report_overoptimization(over: OveroptimizationCurve, file: Path) -> None:
-    """Write, draw and print the curve against the gold reward."""
-    from rm_optimizer.records.files import write_text
-    from rm_optimizer.reporting.policy_plots import plot_overoptimization
-    from rm_optimizer.reporting.style import save_figure
-
-    write_text(file, over.to_json() + "\n")
-    save_figure(plot_overoptimization(over), file.with_suffix(".png"))
-    print(over.verdict("the largest n"))
 
 
 def _print(curve: BestOfNCurve) -> None:

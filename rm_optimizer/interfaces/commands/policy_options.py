@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Option
+from typer import Context, Option
 
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.saved_model import SavedModel
 from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt, Scorer
     from rm_optimizer.rl_coupling.policy_simulation import Policy
 
@@ -41,16 +43,31 @@ class PolicyOptions:
     temperature: Annotated[float, Option("--temperature", help="Divisor of the policy's logits.")] = 1.0
     top_p: Annotated[float, Option("--top-p", help="Probability mass that tokens are sampled from.")] = 1.0
 
-    def check(self) -> None:
-        """Refuse options that do not go together.
+    def check(self, context: Context, *of_samples: str) -> None:
+        """Refuse options that do not go together or that nothing reads, and completions of several numbers.
+
+        Args:
+            context: the command line.
+            of_samples: the command's own parameters that are read only where responses are sampled.
 
         Raises:
             ConfigError: naming them.
+            DataError: if the completions cannot be read, or prompts differ in their number of responses.
         """
-        if self.policy is not None and self.completions is not None:
-            raise ConfigError("give either --policy MODEL, or --completions FILE of saved responses")
-        if self.completions is not None and self.prompts is not None:
-            raise ConfigError("--prompts is for --policy; --completions brings its own prompts")
+        generation = ("backend", "max_new_tokens", "temperature", "top_p")
+        sampling = (*generation, "prompts", "num_prompts", *of_samples)
+        if self.completions is not None:
+            if self.policy is not None:
+                raise ConfigError("give either --policy MODEL, or --completions FILE of saved responses")
+            refuse_unread(context, "with --completions, which holds prompts and responses", *sampling)
+            from rm_optimizer.rl_coupling.policy_simulation import require_equal_counts, responses_by_prompt
+
+            groups = responses_by_prompt(self.completions).values()
+            require_equal_counts(self.completions, [len(texts) for _, texts in groups])
+        elif self.policy is None:
+            refuse_unread(context, "without --policy", *sampling)
+        elif self.policy == WORLD:
+            refuse_unread(context, "with --policy world", *generation)
         if self.backend not in BACKENDS:
             raise ConfigError(did_you_mean("--backend", self.backend, BACKENDS))
 
@@ -91,6 +108,19 @@ class PolicyOptions:
         if not found:
             raise DataError(f"{self.prompts}: there are no prompts")
         return found
+
+
+def require_other(judge: Scorer, model: BradleyTerryRM) -> None:
+    """Refuse the model in question as the judge of its own choices.
+
+    Raises:
+        ConfigError: if it is.
+    """
+    from rm_optimizer.core.model.identity import scorer_digest
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+
+    if isinstance(judge, BradleyTerryRM) and scorer_digest(judge) == scorer_digest(model):
+        raise ConfigError("--gold is the model in question, which always agrees with itself; name another one")
 
 
 def load_judge(name: str, prompts: Sequence[Prompt]) -> Scorer:

@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from typer import Exit, Option
+from typer import Context, Exit, Option
 
 from rm_optimizer.errors import ConfigError, DataError, Interrupted, RMOptimizerError, did_you_mean
-from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge
+from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge, require_other
+from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.output_folder import made_folder
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel
@@ -51,8 +52,8 @@ class OracleFlags:
         None
     )
 
-    def check(self, responses: PolicyOptions) -> None:
-        """Refuse options that do not go together.
+    def check(self, context: Context, responses: PolicyOptions) -> None:
+        """Refuse options that do not go together or that nothing reads.
 
         Raises:
             ConfigError: naming them.
@@ -61,7 +62,6 @@ class OracleFlags:
         from rm_optimizer.data_efficiency.labeling.questions import SUFFIXES, read_answers
         from rm_optimizer.evaluation.score_file import require_new
 
-        responses.check()
         if self.gold is not None and self.comparisons is not None:
             raise ConfigError("give one oracle: --gold MODEL, or --comparisons FILE")
         named = {"--gold": self.gold, "--comparisons": self.comparisons, "--ask": self.ask}
@@ -70,6 +70,9 @@ class OracleFlags:
             raise ConfigError(
                 f"{asked[0]} is about a policy's responses; add --policy MODEL, or --completions FILE of saved ones"
             )
+        responses.check(context, "n")
+        if not asked:
+            refuse_unread(context, "without an oracle or --ask", "labels", "precision")
         if self.ask is not None:
             if self.ask.suffix not in SUFFIXES:
                 raise ConfigError(f"--ask must end in {', '.join(SUFFIXES)}, got '{self.ask.name}'")
@@ -84,8 +87,6 @@ class OracleFlags:
             ConfigError: if the oracle is the model in question.
             DataError: if the answers cannot be read, or there are none.
         """
-        from rm_optimizer.core.model.identity import scorer_digest
-        from rm_optimizer.core.model.reward_model import BradleyTerryRM
         from rm_optimizer.data_efficiency.labeling.questions import read_answers
         from rm_optimizer.rl_coupling.readiness.oracle import Comparisons, ScorerOracle
 
@@ -94,8 +95,7 @@ class OracleFlags:
         if self.gold is None:
             return None
         judge = load_judge(self.gold, prompts)
-        if isinstance(judge, BradleyTerryRM) and scorer_digest(judge) == scorer_digest(model):
-            raise ConfigError("--gold is the model in question, which always agrees with itself; name another one")
+        require_other(judge, model)
         return ScorerOracle(judge, is_exact=self.gold == WORLD)
 
 
@@ -144,6 +144,7 @@ class SizeFlags:
 
 
 def readiness(
+    context: Context,
     saved: SavedModel,
     pair_options: PairOptions,
     responses: PolicyOptions,
@@ -166,7 +167,7 @@ def readiness(
     command to continue it.
     """
     options = sizes.options()
-    oracle.check(responses)
+    oracle.check(context, responses)
     from rm_optimizer.doctor.diagnosis import FAILED_EXIT_CODE
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
     from rm_optimizer.reporting.readiness.table import print_readiness
@@ -344,6 +345,11 @@ def _write_questions(pool: ResponsePool, algorithm: str, options: ReadinessOptio
     from rm_optimizer.rl_coupling.readiness.measurement import probe_sizes
     from rm_optimizer.rl_coupling.readiness.probe import planned_questions
 
+    if not np.ptp(pool.rewards, axis=1).any():
+        raise DataError(
+            "the model gives equal rewards to all responses of each prompt, so its picks are random and there is "
+            "nothing to ask"
+        )
     found: dict[str, PreferencePair] = {}
     for n in probe_sizes(algorithm, pool.rewards.shape[1]):
         asked = planned_questions(pool, n, options.rule, seed=options.seed)

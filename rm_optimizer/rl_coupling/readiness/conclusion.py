@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.doctor.diagnosis import Check, Status
@@ -60,9 +60,10 @@ class Conclusion:
 def conclude(evidence: Evidence, fit: FittedReadiness | None) -> Conclusion:
     """Decide whether a reward model is good enough for an algorithm.
 
-    A failed gate, or picks that are hardly better than other responses, decide against it. Picks that are not shown to
-    be better, for want of prompts or answers, leave it open. Else the fitted score decides: the top quarter of the
-    study's reward models is ready, the quarter below it is acceptable with monitoring, less is not recommended. A
+    A failed gate, rewards that rank no responses, or picks that are hardly better than other responses, decide against
+    it. If picks are not shown to be better, the score at the upper ends of their intervals decides against it below the
+    study's median, and else leaves it open. If they are, the fitted score decides: the top quarter of the study's
+    reward models is ready, the quarter below it is acceptable with monitoring, less is not recommended. A
     spread of rewards that the algorithm cannot use takes "ready" back to "acceptable". Without a score there is no
     verdict.
 
@@ -78,6 +79,11 @@ def conclude(evidence: Evidence, fit: FittedReadiness | None) -> Conclusion:
         verdict, basis = ReadinessVerdict.not_recommended, obstacles[0][0]
     elif (undecided := _undecided(evidence)) is not None:
         verdict, basis = ReadinessVerdict.unknown, undecided
+        if score is not None and fit is not None:
+            best = {**evidence.features, **{f"probe_{each.n}": _upper_end(each.win_rate) for each in evidence.probes}}
+            highest, place = _placed(fit.score(best, evidence.algorithm), fit.of(evidence.algorithm))
+            if highest is ReadinessVerdict.not_recommended:
+                verdict, basis = highest, f"{undecided}; at the upper ends of the intervals, {place}"
     elif score is None or fit is None:
         verdict, basis = ReadinessVerdict.unknown, _without_score(evidence)
     else:
@@ -135,12 +141,20 @@ def _obstacles(evidence: Evidence) -> list[tuple[str, str]]:
         for check in evidence.gates
         if check.status is Status.fail
     ]
+    tied = evidence.features.get("tied_groups")
+    if tied is not None and tied.value == 1:
+        reason = "the rewards of all responses to a prompt are equal"
+        found.append((reason, "train on pairs that the model ranks, or draw responses at a higher temperature"))
     for probe in evidence.probes:
         if probe.win_rate.high is not None and probe.win_rate.high <= LITTLE_ABOVE_CHANCE:
             reason = f"{_told(probe)}, hardly above chance"
             remedy = "label pairs of this policy's own responses and train on them (rm-opt select, rm-opt label)"
             found.append((reason, remedy))
     return found
+
+
+def _upper_end(rate: Estimate) -> Estimate:
+    return replace(rate, value=rate.value if rate.high is None else rate.high)
 
 
 def _undecided(evidence: Evidence) -> str | None:
@@ -206,12 +220,13 @@ def _against_shortcuts(evidence: Evidence) -> Iterator[str]:
 
 def _next_steps(evidence: Evidence, verdict: ReadinessVerdict, components: Mapping[str, float]) -> list[str]:
     steps = []
-    if not evidence.probes:
+    is_open = verdict is not ReadinessVerdict.not_recommended  # which further answers would not change
+    if is_open and not evidence.probes:
         steps.append(
             "answer the probe's questions, or name an oracle: rm-opt readiness --ask FILE, rm-opt label FILE, then "
             "--comparisons FILE; or --gold MODEL"
         )
-    elif any(probe.num_open for probe in evidence.probes) or _undecided(evidence) is not None:
+    elif is_open and (any(probe.num_open for probe in evidence.probes) or _undecided(evidence) is not None):
         steps.append(
             "answer more questions (rm-opt label FILE), on more prompts (--num-prompts), and repeat the command"
         )

@@ -126,7 +126,7 @@ def measure_readiness(
     for done, (what, run) in enumerate(stages):
         on_stage(what, done, len(stages))
         run()
-        if what == "gates" and not _gives_rewards(measured.gates):
+        if not measured.can_go_on:
             break
     return measured.report(time.perf_counter() - started)
 
@@ -184,6 +184,13 @@ class _Measurement:
         """The doctor's checks on the model and the pairs."""
         diagnosis = diagnose(self.model, {"pairs": self.pairs}, seed=self.options.seed, trained=trained)
         self.gates = tuple(check for check in diagnosis.checks if check.status is not Status.skipped)
+
+    @property
+    def can_go_on(self) -> bool:
+        """True if rewards are finite and differ, also within prompts, without which nothing else can be measured."""
+        tied = self.found.get("tied_groups")
+        spread = all(check.status is not Status.fail for check in self.gates if check.name == "reward_spread")
+        return spread and (tied is None or tied.value < 1)
 
     def measure_pairs(self) -> None:
         """Accuracy, worst slice and proper scores on labeled pairs."""
@@ -332,11 +339,6 @@ def _algorithm(name: Algorithm | str) -> Algorithm:
     if name not in tuple(Algorithm):
         raise ConfigError(did_you_mean("algorithm", str(name), tuple(Algorithm)))
     return Algorithm(name)
-
-
-def _gives_rewards(gates: Sequence[Check]) -> bool:
-    """True if rewards are finite and differ, without which nothing else can be measured."""
-    return all(check.status is not Status.fail for check in gates if check.name == "reward_spread")
 
 
 def _slices(pairs: Sequence[PreferencePair]) -> list[str] | None:

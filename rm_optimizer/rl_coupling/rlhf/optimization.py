@@ -117,7 +117,7 @@ def optimize_policy(
 
     Raises:
         MissingExtra: if TRL is not installed.
-        ConfigError: if there are too few prompts.
+        ConfigError: if there are too few prompts, or the folder holds an optimization of more steps.
         CheckpointError: if the policy cannot be used, or a reward is not finite.
         DataError: if a prompt is too long, or the folder holds another optimization.
         RewardServerUnavailable: if the reward's server failed; the checkpoints so far are kept.
@@ -159,6 +159,11 @@ class _Optimization:
         self._folder, self._config, self._seed = folder, config, seed
         self._log, self._on_checkpoint = log, on_checkpoint
         self.measured = [from_values(MeasuredCheckpoint, value) for value in log.values()]
+        if self.measured and self.measured[-1].step > config.steps:
+            raise ConfigError(
+                f"{folder} holds an optimization of {self.measured[-1].step} steps, which is longer than rlhf.steps="
+                f"{config.steps}; give as many steps or more, or name another folder"
+            )
         for found in self.measured:
             on_checkpoint(beside_start([self.measured[0], found])[-1])
 

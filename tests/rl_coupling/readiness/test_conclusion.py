@@ -4,12 +4,22 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from scipy.special import expit
 
 from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import clustered_share
 from rm_optimizer.doctor.diagnosis import Check, Status
 from rm_optimizer.rl_coupling.readiness.conclusion import Evidence, conclude
-from rm_optimizer.rl_coupling.readiness.fitted import FitProvenance, FittedFeature, FittedOutcome, FittedReadiness
+from rm_optimizer.rl_coupling.readiness.features import probe_questions
+from rm_optimizer.rl_coupling.readiness.fitted import (
+    FitProvenance,
+    FittedFeature,
+    FittedOutcome,
+    FittedReadiness,
+    fitted_readiness,
+)
 from rm_optimizer.rl_coupling.readiness.report import Algorithm, ProbeRecord, ReadinessVerdict
 
 TERMS = (
@@ -28,7 +38,7 @@ def probe(value, low, high, *, asked=256):
 def evidence(**features):
     measured = {"accuracy_relative": 0.5, "probe_64": 0.8, "reward_spread": 0.9, "tied_groups": 0.0} | features
     found = {name: Estimate(value, 0.01, 64) for name, value in measured.items() if value is not None}
-    return Evidence(Algorithm.rloo_kl, found, (), (probe(measured["probe_64"], 0.6, 0.9),))
+    return Evidence(Algorithm.rloo_kl, found, (), (probe(measured["probe_64"] or 0.8, 0.6, 0.9),))
 
 
 @pytest.mark.parametrize(
@@ -62,12 +72,37 @@ def test_a_failed_gate_outweighs_the_score():
         (probe(0.52, 0.45, 0.59), ReadinessVerdict.not_recommended),
         (probe(0.3, 0.2, 0.4, asked=32), ReadinessVerdict.not_recommended),
         (probe(0.6, 0.4, 0.8), ReadinessVerdict.unknown),
+        (probe(0.55, 0.4, 0.7), ReadinessVerdict.not_recommended),
         (probe(0.7, 0.55, 0.8, asked=32), ReadinessVerdict.ready),
     ],
 )
 def test_picks_hardly_above_chance_decide_and_wide_intervals_leave_it_open(record, verdict):
     found = conclude(replace(evidence(probe_64=0.95), probes=(record,)), FIT)
     assert found.verdict is verdict
+    asks = any("answer more questions" in step for step in found.recommendations)
+    assert asks == (verdict is ReadinessVerdict.unknown)
+
+
+def test_most_models_at_chance_are_not_recommended_at_the_default_sizes():
+    rng, fit, verdicts = np.random.default_rng(0), fitted_readiness(), []
+    for seed in range(60):
+        rewards, gold = rng.normal(size=(2, 64, 512))
+        asked = probe_questions(rewards, 512, 256, seed=seed)
+        wins = expit(2 * (gold[asked.prompt, asked.pick] - gold[asked.prompt, asked.other]))
+        rate = clustered_share(wins, asked.prompt, confidence=0.975)  # as the last look of the default rule has it
+        record = ProbeRecord(512, rate, 256, 256, 0, 256, "all 256 questions are asked")
+        features = evidence(probe_64=None).features | {"probe_512": rate}
+        verdicts.append(conclude(Evidence(Algorithm.rloo_kl, features, (), (record,)), fit).verdict)
+    assert set(verdicts) <= {ReadinessVerdict.not_recommended, ReadinessVerdict.unknown}
+    assert verdicts.count(ReadinessVerdict.unknown) <= 3
+
+
+def test_rewards_that_rank_no_response_decide_before_anything_is_asked():
+    features = {name: value for name, value in evidence(tied_groups=1.0).features.items() if name != "probe_64"}
+    found = conclude(Evidence(Algorithm.rloo_kl, features, (), ()), FIT)
+    assert found.verdict is ReadinessVerdict.not_recommended
+    assert found.basis == "the rewards of all responses to a prompt are equal"
+    assert not any("answer" in step for step in found.recommendations)
 
 
 @pytest.mark.parametrize(
