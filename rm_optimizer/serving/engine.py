@@ -138,37 +138,30 @@ class Engine(Protocol):
     @property
     def description(self) -> EngineDescription:
         """Description of the served model; available once `start` has returned."""
-        ...
 
     @property
     def version(self) -> str:
         """Name of the weights that answer the next batch."""
-        ...
 
     @property
     def revision(self) -> int:
         """Serial number of the weights that answer the next batch."""
-        ...
 
     @property
     def committed(self) -> Sequence[StagedWeights]:
         """Updates that serve on top of the checkpoint, oldest first."""
-        ...
 
     @property
     def is_up(self) -> bool:
         """True while the model is loaded and its process runs."""
-        ...
 
     @property
     def failure(self) -> str | None:
         """Reason of a permanent failure; None while the engine can answer."""
-        ...
 
     @property
     def num_restarts(self) -> int:
         """Number of restarts of the model's process after its death."""
-        ...
 
     async def start(self) -> None:
         """Load the model.
@@ -176,11 +169,9 @@ class Engine(Protocol):
         Raises:
             RMOptimizerError: if it cannot be loaded.
         """
-        ...
 
     async def stop(self) -> None:
         """Answer the accepted batches, then end the process; a second call does nothing."""
-        ...
 
     async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
         """Rewards of the sequences, each with ids below `vocab_size` and 1 to `max_length` of them.
@@ -193,7 +184,6 @@ class Engine(Protocol):
         Raises:
             EngineUnavailable: if the engine has stopped, or died on this batch again after a restart.
         """
-        ...
 
     async def stage(self, weights: StagedWeights) -> None:
         """Read and check new weights beside the old ones; they replace any weights staged before.
@@ -204,7 +194,6 @@ class Engine(Protocol):
             WeightsRefused: if a check fails; nothing is staged then.
             EngineUnavailable: if the engine is not up.
         """
-        ...
 
     async def commit(self, revision: int) -> None:
         """Swap in the staged weights between two batches, check their probe, and swap back if it fails.
@@ -213,8 +202,6 @@ class Engine(Protocol):
             WeightsRefused: if nothing of this revision is staged (a restart loses it), or the probe fails.
             EngineUnavailable: if the engine is not up.
         """
-        ...
 
     async def rollback(self) -> None:
         """Discard the staged weights; the served weights stay."""
-        ...

@@ -175,7 +175,7 @@ class OpenRLHFRequest(BaseModel):
     query: Items[StrictStr] = Field(
         description="Texts; an empty list, by which OpenRLHF probes a server, has no rewards."
     )
-    prompts: object = Field(default=None, description="Ignored.")
+    prompts: object = Field(default=None, description="The text before each answer, which shows where it begins.")
     labels: object = Field(default=None, description="Ignored.")
 
 

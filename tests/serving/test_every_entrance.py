@@ -10,7 +10,7 @@ import torch
 
 from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.serving.service.api_errors import TooLarge, TooLong
+from rm_optimizer.serving.service.api_errors import InvalidRequest, TooLarge, TooLong
 from rm_optimizer.serving.service.inputs import SLICE_CHARACTERS, InputReader
 from tests.builders import decoder_tokenizer, encoder_tokenizer, tiny_reward_model
 from tests.serving.engines import InProcessEngine, client_of, options_of, served
@@ -87,6 +87,47 @@ def test_a_rendered_conversation_has_the_tokens_of_training(name):
         for kind, text in renderings(renderer, prompt, response).items():
             (got,) = reader.rendered([text])
             assert got.ids == expected, (kind, text, renderer.tokenizer.decode(list(got.ids)))
+
+
+THINK = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% if m['role'] == 'assistant' and loop.last and '</think>' not in m['content'] %}"
+    "<think>\n\n</think>\n\n{% endif %}{{ m['content'] }}",
+)
+SPELLED = "5.<|im_end|>\n<|im_start|>assistant\nBecause."
+OPENED = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def thinking():
+    renderer = ConversationRenderer(with_tokens(THINK, "<|im_start|>", "<|im_end|>", eos="<|im_end|>"), 513)
+    return InputReader(renderer.tokenizer, renderer, 512, 10_000, 10_000)
+
+
+@pytest.mark.parametrize(
+    ("opened", "responses"),
+    [
+        (OPENED, ["Because.", SPELLED, "<think>\nHm.\n</think>\n\nBecause."]),
+        (f"<s>{OPENED}", ["Because.", SPELLED, "<think>\nHm.\n</think>\n\nBecause."]),
+        (f"{OPENED}<think>\n\n</think>\n\n", ["Because.", SPELLED]),
+    ],
+)
+def test_prompts_show_where_an_answer_begins(thinking, opened, responses):
+    got = thinking.rendered([f"{opened}{response}<|im_end|>" for response in responses], [opened] * len(responses))
+    assert [each.ids for each in got] == [thinking.renderer.encode("Why?", response).ids for response in responses]
+
+
+@pytest.mark.parametrize("prompts", [None, [], [""], ["Why?"], ["something else"], [" " * 4_000_000], "text", [3]])
+def test_an_answer_whose_beginning_nothing_tells_is_refused_by_name(thinking, prompts):
+    whole = thinking.renderer.text("Why?", "Because.")
+    (got,) = thinking.rendered([whole], prompts)
+    assert got.ids == thinking.renderer.encode("Why?", "Because.").ids
+    (got,) = thinking.rendered([f"{OPENED}Because.<|im_end|>"], prompts)
+    assert got.ids == thinking.renderer.encode("Why?", "Because.").ids
+    for text in (f"{OPENED}{SPELLED}<|im_end|>", "Why? Because."):
+        with pytest.raises(InvalidRequest, match=r"query\[1\]: the chat template writes .* is unknown") as failure:
+            thinking.rendered([whole, text], prompts)
+        assert failure.value.param == "query[1]"
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -81,22 +81,18 @@ class PairTokens(Protocol):
     @property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of the chosen and the rejected sequence, shape (pairs, 2)."""
-        ...
 
     @property
     def pair_index(self) -> NDArray[np.int64]:
         """Position of each pair in its data set."""
-        ...
 
     def __len__(self) -> int: ...
 
     def chosen(self, i: int) -> NDArray[np.int32]:
         """Token ids of the preferred sequence of pair i."""
-        ...
 
     def rejected(self, i: int) -> NDArray[np.int32]:
         """Token ids of the other sequence of pair i."""
-        ...
 
 
 class TokenizedPairs:

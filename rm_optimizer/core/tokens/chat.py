@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import takewhile
 from typing import Any, TypeAlias
 
@@ -18,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_messages, digest
 from rm_optimizer.core.rows.messages import require_characters
 from rm_optimizer.core.tokens.conversation_text import PIN_MARK, PINNED_DATE, first_lost, pinned_template, plain_prompt
-from rm_optimizer.core.tokens.tokenizer import require_one_template, special_frame
+from rm_optimizer.core.tokens.tokenizer import added_tokens, require_one_template
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 
 RenderFn: TypeAlias = Callable[[tuple[Message, ...], str], str]
@@ -72,7 +73,10 @@ class ConversationRenderer:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.render_fn = render_fn
-        self.frame = special_frame(tokenizer)
+        # A sequence is framed by what the tokenizer adds, and by EOS (or SEP) if it adds no end.
+        start, end = self._added = added_tokens(tokenizer)
+        stop = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        self.frame = start, end or (() if stop is None else (int(stop),))
         if render_fn is None:
             require_one_template(tokenizer)
         self._lead, self._end = ((), ()) if self.is_written else self.frame
@@ -191,6 +195,33 @@ class ConversationRenderer:
             encodings.append(Encoding(tuple(ids[:lead] + ids[lead + cut :]), cut, 0))
         return encodings
 
+    def encode_texts(self, texts: Sequence[str], *, adds_frame: bool) -> list[list[int]]:
+        """Token ids of texts, with the special tokens that the tokenizer adds to a text, none of them twice.
+
+        A text that ends as every rendered conversation gets the BOS and EOS of training. Some clients take BOS off.
+
+        Args:
+            texts: rendered conversations or other texts.
+            adds_frame: True to add special tokens.
+        """
+        rows = self._ids(list(texts))
+        return list(map(self._completed, rows)) if adds_frame else rows
+
+    def _completed(self, ids: list[int]) -> list[int]:
+        """The ids with the special tokens that they lack."""
+        (lead, end), (opening, closing) = self._added, self._rendered_frame
+        if closing and tuple(ids[-len(closing) :]) == closing:
+            ids, lead, end = self._framed(ids), opening, ()
+        is_begun = tuple(ids[: len(lead)]) == lead or (ids and ids[0] in self._openers)
+        is_ended = tuple(ids[-len(end) :]) == end
+        return [*(() if is_begun else lead), *ids, *(() if is_ended else end)]
+
+    @cached_property
+    def _rendered_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Ids with which every rendered conversation begins, if they are BOS or CLS, and ends."""
+        rendered = self.probe_ids(PROBES[:1])[0]
+        return tuple(rendered[: self._lead_width(rendered)]), self.closing()
+
     def probe_ids(self, probes: Sequence[tuple[Prompt, str]] = PROBES, *, adds_frame: bool = True) -> list[list[int]]:
         """Token ids of the conversations that the template accepts, with or without the added BOS and EOS."""
         found = []
@@ -286,8 +317,8 @@ class ConversationRenderer:
             ) from error
         return str(rendered)
 
-    def _prompt_text(self, prompt: Prompt) -> str:
-        """The text before the response."""
+    def prompt_text(self, prompt: Prompt) -> str:
+        """The text before the response, with the generation prompt."""
         messages = _messages(prompt)
         if self.render_fn is not None:
             return self.render_fn(messages, "")
@@ -344,7 +375,7 @@ class ConversationRenderer:
 
     def _response_starts(self, prompts: Sequence[Prompt], sequences: Sequence[Sequence[int]]) -> list[int]:
         """Index of each response's first token: the number of tokens that the sequence shares with its prompt alone."""
-        texts = [self._prompt_text(prompt) for prompt in prompts]
+        texts = [self.prompt_text(prompt) for prompt in prompts]
         distinct = list(dict.fromkeys(texts))  # both sides of a pair have one prompt
         ids_of = dict(zip(distinct, self._ids(distinct), strict=True))
         starts = []

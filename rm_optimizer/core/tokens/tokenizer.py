@@ -52,15 +52,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=PAD)
 
 
-def special_frame(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Special ids at start and end of a sequence: those that the tokenizer adds, and EOS (or SEP) if it adds no end."""
+def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Special ids that the tokenizer adds at the start and at the end of a text."""
     bare = list(tokenizer("a", add_special_tokens=False)["input_ids"])
     framed = list(tokenizer("a")["input_ids"])
     extra = range(len(framed) - len(bare) + 1)
     start = next((i for i in extra if framed[i : i + len(bare)] == bare), 0)
-    end = tuple(framed[start + len(bare) :])
-    fallback = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-    return tuple(framed[:start]), end or (() if fallback is None else (int(fallback),))
+    return tuple(framed[:start]), tuple(framed[start + len(bare) :])
 
 
 def require_one_template(tokenizer: PreTrainedTokenizerBase) -> None:

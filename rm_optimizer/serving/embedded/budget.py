@@ -47,7 +47,8 @@ def _seconds_a_token(model: BradleyTerryRM, budget: int, deadline: float) -> flo
     while len(times) < 3 and not (times and time.perf_counter() > deadline):
         started = time.perf_counter()
         scorer.rewards(batch)
-        _wait(model)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
         times.append((time.perf_counter() - started) / tokens)
     return min(times)
 
@@ -64,8 +65,3 @@ def _batch(model: BradleyTerryRM, budget: int) -> list[NDArray[np.int32]]:
 def _sequence(model: BradleyTerryRM, length: int, seed: int) -> NDArray[np.int32]:
     size = model.model.get_input_embeddings().weight.shape[0]
     return np.random.default_rng(seed).integers(0, size, length).astype(np.int32)
-
-
-def _wait(model: BradleyTerryRM) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

@@ -58,7 +58,8 @@ class Worker:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         self.model = BradleyTerryRM.from_pretrained(options.checkpoint, dtype=parse_dtype(options.dtype))
-        self.model.requires_grad_(False).to(_device(options.device))
+        fastest = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model.requires_grad_(False).to(fastest if options.device == "auto" else options.device)
         folder, record = _stored(options.checkpoint)
         self.version = initial = checkpoint_version(self.model.model, folder, {} if folder is None else record)
         self.revision = options.revision
@@ -136,10 +137,6 @@ def _stored(checkpoint: str) -> tuple[Path | None, dict[str, Any]]:
     source = resolve_source(checkpoint)
     folder = Path(source.location)
     return (folder if source.kind is SourceKind.FOLDER else None), read_record(folder)
-
-
-def _device(name: str) -> str:
-    return name if name != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def run_worker(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:

@@ -153,17 +153,12 @@ class WorkerLink:
             first = next((number for number, asked in self._waiting.items() if asked.seconds < math.inf), -1)
             busy = busy + self._limits.tick if first == oldest >= 0 else 0.0
             seen, oldest = self._num_frames, first
-            if silent > self._most_silence:
+            limits, is_up = self._limits, self._up.done()
+            if silent > (limits.silence if is_up else limits.loading if self._num_frames else limits.start):
                 self._kill(f"it gave no sign of life for {silent:.0f} s")
             elif oldest >= 0 and busy > self._waiting[oldest].seconds:
                 self.is_hung = True
                 self._kill(f"it computed one batch for {busy:.0f} s")
-
-    @property
-    def _most_silence(self) -> float:
-        if self._up.done():
-            return self._limits.silence
-        return self._limits.loading if self._num_frames else self._limits.start
 
     def _kill(self, reason: str) -> None:
         self._kill_reason = reason

@@ -45,10 +45,16 @@ def create_app(
         routers: further routes, for example those of weight updates.
         body_seconds: longest pause in a body, in seconds.
     """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        yield
+        await service.stop()
+
     app = FastAPI(
         title="RM-Optimizer reward server",
         version=rm_optimizer.__version__,
-        lifespan=_lifespan(service),
+        lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
     )
@@ -67,15 +73,6 @@ def create_app(
     app.add_middleware(RequestMetrics, metrics=service.metrics)  # added last, hence outermost
     app.openapi = _documented(app, api_key)  # type: ignore[method-assign]
     return app
-
-
-def _lifespan(service: RewardService) -> Callable[[FastAPI], Any]:
-    @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        yield
-        await service.stop()
-
-    return lifespan
 
 
 def _documented(app: FastAPI, api_key: str | None) -> Callable[[], dict[str, Any]]:

@@ -100,7 +100,7 @@ def _invalid(request: Request, error: Exception) -> JSONResponse:
         return error_answer(
             InvalidRequest(f"expected a body with the header content-type: application/json, got {kind}")
         )
-    places = [place for place in first["loc"][1:] if _is_place(place)]
+    places = [place for place in first["loc"][1:] if not str(place).startswith("(")]  # no tag of a union's member
     if first["type"] == "unknown_field":
         places.append(context["field"])
     param = "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places).lstrip(".") or None
@@ -108,11 +108,6 @@ def _invalid(request: Request, error: Exception) -> JSONResponse:
         return error_answer(TooLarge(f"{param}: expected at most {context['max_length']} entries; split it", param))
     hint = _HINTS.get(str(places[-1])) if places and first["type"] == "unknown_field" else None
     return error_answer(InvalidRequest(f"{param or 'the body'}: {hint or first['msg']}", param))
-
-
-def _is_place(place: object) -> bool:
-    """True for a field or an index, False for the tag of a union's member."""
-    return isinstance(place, int) or not str(place).startswith("(")
 
 
 def _http(request: Request, error: Exception) -> JSONResponse:

@@ -151,7 +151,7 @@ async def get_reward(body: OpenRLHFRequest, request: Request, response: Response
     reader = service.reader
     if not body.query:
         return OpenRLHFResponse(rewards=[], scores=[], extra_logs={"rm_reward": [], "truncated": []})
-    encodings = await service.read(num_characters(body), lambda: reader.rendered(body.query))
+    encodings = await service.read(num_characters(body), lambda: reader.rendered(body.query, body.prompts))
     rewards = list((await _scored(service, request, [encoding.ids for encoding in encodings], response)).rewards)
     truncated = [float(encoding.prompt_cut > 0) for encoding in encodings]
     service.count_truncated(int(sum(truncated)))

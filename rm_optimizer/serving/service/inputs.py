@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
+from itertools import chain, repeat
 from pathlib import Path
 
 import transformers
@@ -14,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.rows.messages import Message, Prompt
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
-from rm_optimizer.errors import CheckpointError, DataError
+from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 from rm_optimizer.serving.engine import EngineDescription
 from rm_optimizer.serving.protocol import (
     MAX_ITEMS,
@@ -33,6 +35,7 @@ SLICE_CHARACTERS = 2**18
 """Characters that are tokenized at once, one text at least; lengths are checked after each slice."""
 
 TokenSequence = tuple[int, ...]
+_log = logging.getLogger("rm_optimizer")
 
 
 @dataclass(frozen=True)
@@ -69,6 +72,12 @@ class InputReader:
         renderer = ConversationRenderer(tokenizer, description.max_length + 1)
         if renderer.template_hash != description.identity["template_hash"]:
             raise CheckpointError("the model's rendering of conversations does not survive saving its tokenizer")
+        text = renderer.text("Hi.", "Hello.")
+        if renderer.encode_texts([text], adds_frame=True) != [list(renderer.encode("Hi.", "Hello.").ids)]:
+            _log.warning(
+                "/classify reads the text of a conversation as other tokens than training did; send it messages or "
+                "token ids, or use /rm/score or /get_reward"
+            )
         return cls(tokenizer, renderer, description.max_length, description.vocab_size, max_request_tokens)
 
     def token_ids(self, value: list[int] | list[list[int]]) -> list[TokenSequence]:
@@ -90,7 +99,7 @@ class InputReader:
         return [self._checked(ids, name) for ids, name in zip(rows, names, strict=True)]
 
     def texts(self, value: str | list[str], *, add_special_tokens: bool) -> list[TokenSequence]:
-        """Token ids of `/classify`'s `input`, tokenized as it stands.
+        """Token ids of `/classify`'s `input`, with special tokens as in `ConversationRenderer.encode_texts` or none.
 
         Raises:
             InvalidRequest: if something is empty.
@@ -101,13 +110,8 @@ class InputReader:
         names = ["input"] if isinstance(value, str) else [f"input[{index}]" for index in range(len(value))]
         self._check_texts(texts, names)
 
-        def tokenize(part: slice) -> Sequence[Sequence[int]]:
-            rows: list[list[int]] = self.tokenizer(
-                texts[part], add_special_tokens=add_special_tokens, return_attention_mask=False, verbose=False
-            )["input_ids"]
-            return rows
-
-        return self._in_slices(list(map(len, texts)), tokenize, names)
+        tokenize = partial(self.renderer.encode_texts, adds_frame=add_special_tokens)
+        return self._in_slices(list(map(len, texts)), lambda part: tokenize(texts[part]), names)
 
     def conversation(self, messages: Sequence[WireMessage]) -> list[TokenSequence]:
         """Token ids of one conversation that ends with the response.
@@ -150,20 +154,31 @@ class InputReader:
     def _rendered(self) -> RenderedTexts:
         return RenderedTexts(self.renderer)
 
-    def rendered(self, texts: Sequence[str]) -> list[Encoding]:
+    def rendered(self, texts: Sequence[str], prompts: object = None) -> list[Encoding]:
         """Token ids of conversations that the client has rendered, as OpenRLHF sends them.
 
         They equal those of `items` for the same conversations, for any padding and special tokens around the texts. An
         over-long text loses tokens from its left, as an over-long prompt does in training.
 
+        Args:
+            texts: whole conversations.
+            prompts: list of the texts up to each answer; an entry that does not begin its text is ignored.
+
         Raises:
-            InvalidRequest: if a text is empty.
+            InvalidRequest: if a text is empty, or the chat template changes an answer whose beginning is unknown, or
+                refuses it.
             TooLong: if a text is far too long.
             TooLarge: if the request has too many tokens.
         """
         names = [f"query[{index}]" for index in range(len(texts))]
         self._check_texts(texts, names)
-        restored = list(map(self._rendered.restored, texts))
+        restored = list[str]()
+        befores = chain(prompts if isinstance(prompts, list) else (), repeat(None))
+        for text, name in zip(texts, names, strict=True):
+            try:
+                restored.append(self._rendered.restored(text, next(befores)))
+            except ConversationRefused as error:
+                raise InvalidRequest(f"{name}: {error}", name) from error
         self._check_texts(restored, names)
         encodings = list[Encoding]()
 

@@ -117,7 +117,10 @@ class RewardService:
             UnknownModel: if the name is not the served model's.
         """
         if name is not None and name != self.model_name:
-            raise UnknownModel(f"expected the model {self.model_name!r}, got {name!r}", "model")
+            raise UnknownModel(
+                f"expected the model {self.model_name!r}, got {name!r}; rm-opt serve --served-model-name sets it",
+                "model",
+            )
 
     async def read(self, num_characters: int, tokenize: Callable[[], T]) -> T:
         """Tokenize in threads beside the event loop, two requests at a time.

@@ -110,7 +110,8 @@ def read_update(
     state = state_tensors(model)
     check_names(set(names_of_mode(model, mode)), {spec.name for spec in specs}, f"an update of mode {mode.value}")
     tensors = {name: _fitting(name, tensor, state[name]) for name, tensor in checked_tensors(file, specs)}
-    return Update(tensors, _packed(model, tensors))
+    layers = [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
+    return Update(tensors, {name: pack(tensors[f"{name}.weight"]) for name in layers if f"{name}.weight" in tensors})
 
 
 def checked_tensors(file: Path, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, Tensor]]:
@@ -143,11 +144,6 @@ def _fitting(name: str, tensor: Tensor, target: Tensor) -> Tensor:
     if own.is_floating_point() and not bool(own.isfinite().all()):
         raise WeightsRefused(f"{name}: holds values that are not finite in {dtype_name(target.dtype)}")
     return own
-
-
-def _packed(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-    return {name: pack(tensors[f"{name}.weight"]) for name in layers if f"{name}.weight" in tensors}
 
 
 @torch.no_grad()

@@ -250,7 +250,7 @@ class WeightReceiver:
         for spec in begin.tensors:
             num_bytes(spec)
             expected = served[spec.name]
-            if spec.shape != expected.shape or _is_floating(spec.dtype) != _is_floating(expected.dtype):
+            if spec.shape != expected.shape or ("float" in spec.dtype) != ("float" in expected.dtype):
                 raise WeightsRefused(
                     f"{spec.name}: expected {expected.dtype}{expected.shape}, got {spec.dtype}{spec.shape}"
                 )
@@ -363,10 +363,6 @@ def _seen(rolling: asyncio.Future[None]) -> None:
     """Raise the error of a failed rollback unless the worker died, since a restart loses the staged weights anyway."""
     if not rolling.cancelled() and not isinstance(rolling.exception(), EngineUnavailable):
         rolling.result()
-
-
-def _is_floating(dtype: str) -> bool:
-    return "float" in dtype
 
 
 def _detail(error: BaseException | None, message: str) -> ErrorDetail:

@@ -156,6 +156,20 @@ def test_an_eos_that_the_response_brings_is_not_doubled():
     assert renderer.encode("hello", "there</s>").ids == renderer.encode("hello", "there").ids
 
 
+@pytest.mark.parametrize("name", TOKENIZERS)
+def test_a_text_gets_no_special_token_twice_and_its_bos_back(name: str):
+    build, first, _ = TOKENIZERS[name]
+    tokenizer = build()
+    renderer = ConversationRenderer(tokenizer, 512)
+    framed, bare = (tokenizer("hello there", add_special_tokens=adds)["input_ids"] for adds in (True, False))
+    assert renderer.encode_texts(["hello there", tokenizer.decode(framed)], adds_frame=True) == [framed, framed]
+    assert renderer.encode_texts(["hello there"], adds_frame=False) == [bare]
+    if renderer.closing():
+        text = renderer.text("what is it ?", "four .")
+        ids = list(renderer.encode("what is it ?", "four .").ids)
+        assert renderer.encode_texts([text, text.removeprefix(first or "")], adds_frame=True) == [ids, ids]
+
+
 def test_plain_rendering_of_text_and_of_messages():
     renderer = ConversationRenderer(byte_bpe(eos_token="</s>"), 100)
     assert renderer.text("2 + 2?", "4") == "Prompt: 2 + 2?\n\nResponse: 4"

@@ -190,6 +190,7 @@ def test_what_cannot_be_scored_is_refused_by_name_and_harms_nobody(engine):
         for name, answer in answers.items()
     }
     assert got == {name: expected for name, (_, *rest) in ERRORS.items() if (expected := tuple(rest))}
+    assert "rm-opt serve --served-model-name sets it" in answers["unknown model"].json()["error"]["message"]
     assert after.status_code == 200
 
 
