@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.adapters.openrlhf import openrlhf_reward_func as openrlhf_reward_func
     from rm_optimizer.rl_coupling.adapters.trl import trl_reward_async as trl_reward_async
     from rm_optimizer.rl_coupling.adapters.verl import verl_compute_score as verl_compute_score
+    from rm_optimizer.rl_coupling.adapters.verl import verl_compute_score_async as verl_compute_score_async
     from rm_optimizer.rl_coupling.adapters.verl import verl_compute_scores as verl_compute_scores
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve as BestOfNCurve
     from rm_optimizer.rl_coupling.ensemble import EnsembleMargin as EnsembleMargin

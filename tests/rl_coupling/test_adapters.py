@@ -21,6 +21,7 @@ from rm_optimizer.rl_coupling import (
     openrlhf_reward_func,
     trl_reward_async,
     verl_compute_score,
+    verl_compute_score_async,
     verl_compute_scores,
 )
 from rm_optimizer.serving import trl_reward
@@ -138,6 +139,30 @@ def test_verls_managers_get_the_rewards(model, expected):
     parquet = {"prompt": np.array([{"role": "user", "content": PROMPTS[0]}], dtype=object)}
     assert single("d", RESPONSES[0], None, parquet) == pytest.approx(found[0], abs=1e-5)
     assert verl_compute_score(model, prompt_key="question")("d", RESPONSES[0], None, {"question": "Hi"}) == found[0]
+
+
+def test_verls_reward_loop_awaits_the_rewards(expected, url):
+    async def call() -> list[float]:
+        async with AsyncRewardClient(url) as client:
+            score = verl_compute_score_async(client)
+            assert inspect.iscoroutinefunction(score)  # how verl's naive manager tells it from a blocking one
+            with pytest.raises(ValueError, match="extra_info of response 1 has no 'prompt'"):
+                await score("d", "x", None, {})
+            calls = [
+                score(
+                    data_source="d",
+                    solution_str=text,
+                    ground_truth=None,
+                    extra_info={"prompt": prompt},
+                    reward_router=1,
+                )
+                for prompt, text in zip(PROMPTS, RESPONSES, strict=True)
+            ]
+            return list(await asyncio.gather(*calls))
+
+    found = asyncio.run(call())
+    assert found == pytest.approx(expected, abs=1e-4)
+    assert {type(value) for value in found} == {float}
 
 
 def test_trl_awaits_the_rewards(expected, url):

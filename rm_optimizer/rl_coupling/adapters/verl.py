@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from threading import Lock
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor, nn
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.core.rows.messages import read_prompt
+
+if TYPE_CHECKING:
+    from rm_optimizer.serving.client.async_client import AsyncRewardClient
 
 PROMPT_KEY = "prompt"
 """Key of `extra_info` that holds the prompt, which verl passes to reward functions in no other way."""
@@ -28,7 +31,7 @@ def verl_compute_score(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Calla
     Raises:
         ValueError: by the function, if `extra_info` has no prompt.
     """
-    scores = _locked(scorer)
+    score = _locked(scorer)
 
     def compute_score(
         data_source: Any,
@@ -37,7 +40,34 @@ def verl_compute_score(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Calla
         extra_info: Mapping[str, Any] | None = None,
         **others: Any,
     ) -> float:
-        return _scores(scores, [solution_str], [extra_info], prompt_key)[0]
+        return float(score(_prompts([extra_info], prompt_key), [solution_str])[0])
+
+    return compute_score
+
+
+def verl_compute_score_async(
+    client: AsyncRewardClient, *, prompt_key: str = PROMPT_KEY
+) -> Callable[..., Coroutine[Any, Any, float]]:
+    """`verl_compute_score` as a coroutine function, which verl's reward loop awaits without a thread for each call.
+
+    The client opens its session on that loop.
+
+    Args:
+        client: client of a reward server.
+        prompt_key: key of `extra_info` with the prompt, text or messages.
+
+    Raises:
+        ValueError: by the function, if `extra_info` has no prompt.
+    """
+
+    async def compute_score(
+        data_source: Any,
+        solution_str: str,
+        ground_truth: Any,
+        extra_info: Mapping[str, Any] | None = None,
+        **others: Any,
+    ) -> float:
+        return float((await client.score(_prompts([extra_info], prompt_key), [solution_str]))[0])
 
     return compute_score
 
@@ -45,8 +75,8 @@ def verl_compute_score(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Calla
 def verl_compute_scores(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Callable[..., list[float]]:
     """`compute_score(data_sources, solution_strs, ground_truths, extra_infos)` of verl's batch reward manager.
 
-    In some versions of verl the batch manager replaces an exception by zeros, which hides a failed server; check the
-    server's log.
+    Newer versions of verl have no batch manager. In some older ones it replaces an exception by zeros, which hides a
+    failed server; check the server's log.
 
     Args:
         scorer: the reward model, or a client of its server.
@@ -55,7 +85,7 @@ def verl_compute_scores(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Call
     Raises:
         ValueError: by the function, if an `extra_info` has no prompt.
     """
-    scores = _locked(scorer)
+    score = _locked(scorer)
 
     def compute_score(
         data_sources: Sequence[Any],
@@ -64,7 +94,7 @@ def verl_compute_scores(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Call
         extra_infos: Sequence[Mapping[str, Any] | None],
         **others: Any,
     ) -> list[float]:
-        return _scores(scores, solution_strs, extra_infos, prompt_key)
+        return [float(reward) for reward in score(_prompts(extra_infos, prompt_key), list(solution_strs)).tolist()]
 
     return compute_score
 
@@ -82,12 +112,7 @@ def _locked(scorer: Scorer) -> Callable[[Sequence[Prompt], Sequence[str]], Tenso
     return score
 
 
-def _scores(
-    score: Callable[[Sequence[Prompt], Sequence[str]], Tensor],
-    responses: Sequence[str],
-    infos: Sequence[Mapping[str, Any] | None],
-    prompt_key: str,
-) -> list[float]:
+def _prompts(infos: Sequence[Mapping[str, Any] | None], prompt_key: str) -> list[Prompt]:
     prompts: list[Prompt] = []
     for index, info in enumerate(infos):
         if info is None or info.get(prompt_key) is None:
@@ -97,4 +122,4 @@ def _scores(
             )
         found = info[prompt_key]
         prompts.append(read_prompt(found.tolist() if isinstance(found, np.ndarray) else found))
-    return [float(reward) for reward in score(prompts, list(responses)).tolist()]
+    return prompts
