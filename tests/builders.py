@@ -50,6 +50,7 @@ DECODERS: dict[str, dict[str, Any]] = {
 }
 ENCODERS: dict[str, dict[str, Any]] = {
     "bert": _WIDTHS,
+    "distilbert": {"dim": 32, "hidden_dim": 64, "n_heads": 4, "n_layers": 2},
     "roberta": {**_WIDTHS, "max_position_embeddings": 258},
     "deberta-v2": {**_WIDTHS, "relative_attention": True},
     "modernbert": _WIDTHS,
@@ -120,7 +121,7 @@ def tiny_tokenizer(family: str) -> PreTrainedTokenizerFast:
 
 def tiny_architecture(family: str, **fields: Any) -> dict[str, Any]:
     """Configuration fields of a two-layer model, `model_type` among them; `fields` replace and add."""
-    layers = {} if family == "gpt2" else {"num_hidden_layers": 2}
+    layers = {} if family in ("gpt2", "distilbert") else {"num_hidden_layers": 2}
     return {"model_type": family, **layers, **(DECODERS | ENCODERS)[family], **fields}
 
 

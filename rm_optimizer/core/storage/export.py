@@ -26,13 +26,13 @@ import rm_optimizer
 from rm_optimizer.core.classifier.adapters import has_adapter, import_peft
 from rm_optimizer.core.classifier.attention import soft_cap
 from rm_optimizer.core.classifier.quantization import computing_dtype, reading_arguments
-from rm_optimizer.core.pairs.pair import Prompt, as_messages
+from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
 from rm_optimizer.core.storage.adapter_files import BaseModel, base_of, merged_model, write_adapter
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, TOLERANCE, ParityCertificate, certify
 from rm_optimizer.core.storage.export_record import DIGESTS, weight_digests
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
-from rm_optimizer.core.tokens.written_template import writes_the_sequence
+from rm_optimizer.core.tokens.written_template import add_nothing_to_texts
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import replacing_folder
@@ -61,22 +61,18 @@ class Exportable(Protocol):
     @property
     def device(self) -> torch.device:
         """Device of the weights."""
-        ...
 
     @property
     def max_length(self) -> int:
         """Largest number of tokens of a sequence."""
-        ...
 
     def identity(self) -> dict[str, Any]:
         """Description of the model for `export.json`."""
-        ...
 
     def score(
         self, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int
     ) -> Float[Tensor, " sequences"]:
         """Reward of each response."""
-        ...
 
 
 def save_export(
@@ -204,22 +200,11 @@ def _plain_rewards(
     return rewards
 
 
-def _require_same_tokens(
-    reward_model: Exportable,
-    folder: Path,
-    prompts: Sequence[Prompt],
-    responses: Sequence[str],
-    ids: Sequence[tuple[int, ...]],
-) -> None:
-    """Refuse a tokenizer that gives other tokens once it is saved and read back."""
+def _stored_renderer(reward_model: Exportable, folder: Path) -> ConversationRenderer:
+    """Renderer with the stored tokenizer, as plain `transformers` reads it."""
     renderer = reward_model.renderer
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=hasattr(reward_model.model.config, "auto_map"))
-    again = ConversationRenderer(tokenizer, renderer.max_length, renderer.render_fn)
-    if [encoding.ids for encoding in again.encode_batch(prompts, responses)] != ids:
-        raise CheckpointError(
-            f"the tokenizer does not survive saving: reloaded by transformers as {type(tokenizer).__name__} it gives "
-            "other tokens; use the tokenizer class that belongs to the model"
-        )
+    return ConversationRenderer(tokenizer, renderer.max_length, renderer.render_fn)
 
 
 def _certified(
@@ -228,7 +213,12 @@ def _certified(
     prompts, responses = [prompt for prompt, _ in probe], [response for _, response in probe]
     renderer = reward_model.renderer
     ids = [encoding.ids for encoding in renderer.encode_batch(prompts, responses)]
-    _require_same_tokens(reward_model, folder, prompts, responses, ids)
+    stored = _stored_renderer(reward_model, folder)
+    if [encoding.ids for encoding in stored.encode_batch(prompts, responses)] != ids:
+        raise CheckpointError(
+            f"the tokenizer does not survive saving: reloaded by transformers as {type(stored.tokenizer).__name__} it "
+            "gives other tokens; use the tokenizer class that belongs to the model"
+        )
     device = reward_model.device
     with torch.autocast(device.type, enabled=False):
         rewards = reward_model.score(prompts, responses, token_budget=_PROBE_TOKEN_BUDGET)
@@ -246,19 +236,40 @@ def _certified(
     return certificate
 
 
+def _plain_agreement(reward_model: Exportable, folder: Path, certificate: ParityCertificate) -> tuple[bool, bool]:
+    """True if plain `apply_chat_template` gives the certified tokens, and if a pipeline reads them off its text."""
+    stored = _stored_renderer(reward_model, folder)
+    tokenizer, write = stored.tokenizer, stored.tokenizer.apply_chat_template
+    as_tokens = as_text = bool(tokenizer.chat_template) and stored.template_hash == reward_model.renderer.template_hash
+    for score in certificate.scores if as_tokens else ():
+        if len(score.input_ids) < reward_model.max_length:
+            turns = [turn.to_dict() for turn in (*as_messages(score.prompt), Message("assistant", score.response))]
+            as_tokens &= tuple(write(turns, tokenize=True, return_dict=True)["input_ids"]) == score.input_ids
+            as_text &= tuple(tokenizer(str(write(turns, tokenize=False)))["input_ids"]) == score.input_ids
+    return as_tokens, as_text
+
+
 def _renders_plainly(reward_model: Exportable, folder: Path, certificate: ParityCertificate) -> bool:
-    """True if plain `apply_chat_template` of the stored tokenizer gives the certified tokens; otherwise it warns."""
-    has_code = hasattr(reward_model.model.config, "auto_map")
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=has_code)
-    whole = [score for score in certificate.scores if len(score.input_ids) < reward_model.max_length]
-    renders = all(
-        writes_the_sequence(tokenizer, as_messages(score.prompt), score.response, score.input_ids) for score in whole
-    )
-    if not renders and reward_model.renderer.kind != "custom":
+    """True if plain `apply_chat_template` of the stored tokenizer gives the certified tokens; otherwise it warns.
+
+    The stored tokenizer then adds nothing to a single text, so that a pipeline reads `tokenize=False` right too.
+    """
+    renders, is_text_read = _plain_agreement(reward_model, folder, certificate)
+    files = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    if renders and not is_text_read and files[0].is_file():
+        before = [file.read_bytes() for file in files]
+        add_nothing_to_texts(*files, reward_model.tokenizer.model_input_names)
+        is_text_read = all(_plain_agreement(reward_model, folder, certificate))
+        for file, content in () if is_text_read else zip(files, before, strict=True):
+            file.write_bytes(content)
+    if not is_text_read and reward_model.renderer.kind != "custom":
         _log.warning(
-            "apply_chat_template of the exported tokenizer gives other tokens than the model reads, which end with %r; "
-            "render with BradleyTerryRM.from_pretrained(...).renderer, or through rm-opt serve",
-            tokenizer.decode(list(certificate.scores[0].input_ids[-2:])),
+            "%s of the exported tokenizer gives other tokens than the model reads, which end with %r; %s",
+            "the text of apply_chat_template(..., tokenize=False)" if renders else "apply_chat_template",
+            reward_model.tokenizer.decode(list(certificate.scores[0].input_ids[-2:])),
+            "tokenize it with add_special_tokens=False, which a text-classification pipeline does not"
+            if renders
+            else "render with BradleyTerryRM.from_pretrained(...).renderer, or through rm-opt serve",
         )
     return renders
 

@@ -11,10 +11,13 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from rm_optimizer.core.pairs.pair import Message, Prompt
+from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.tokens.chat import PROBES, WRITTEN_MARK, ConversationRenderer
 from rm_optimizer.core.tokens.conversation_text import ROLE_NAMES
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
@@ -196,11 +199,35 @@ def _without_template(lead: str, opening: str, middle: str, end: str) -> str:
     return template
 
 
-def writes_the_sequence(
-    tokenizer: PreTrainedTokenizerBase, prompt: Sequence[Message], response: str, ids: Sequence[int]
-) -> bool:
-    """True if plain `apply_chat_template` gives these token ids for a conversation."""
-    if not tokenizer.chat_template:
-        return False
-    turns = [message.to_dict() for message in (*prompt, Message("assistant", response))]
-    return list(tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True)["input_ids"]) == list(ids)
+def add_nothing_to_texts(tokenizer: Path, config: Path, input_names: Sequence[str]) -> None:
+    """Change a stored tokenizer so that it adds no special tokens to a single text; text pairs keep theirs.
+
+    Its chat template writes them, and `transformers` cannot add only those that are missing. Tokenizer classes such as
+    BERT's set up their own post-processor (transformers 5.19), so the stored class is the one that keeps the file's.
+
+    Args:
+        tokenizer: its `tokenizer.json`.
+        config: its `tokenizer_config.json`.
+        input_names: names of the model's inputs, such as `token_type_ids`, which belong to the replaced class.
+    """
+    stored = json.loads(tokenizer.read_text(encoding="utf-8"))
+    stored["post_processor"] = _without_frame(stored["post_processor"] or {}) or None
+    tokenizer.write_text(json.dumps(stored, ensure_ascii=False, indent=2), encoding="utf-8")
+    options = json.loads(config.read_text(encoding="utf-8"))
+    kept = {key: value for key, value in options.items() if key not in ("add_bos_token", "add_eos_token")}
+    kept |= {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": list(input_names)}
+    config.write_text(json.dumps(kept, ensure_ascii=False, indent=2), encoding="utf-8")
+
+
+def _without_frame(processor: dict[str, Any]) -> dict[str, Any]:
+    """A post-processor of tokenizer.json without the special tokens of a single text."""
+    if "processors" in processor:
+        return processor | {"processors": list(map(_without_frame, processor["processors"]))}
+    if "cls" in processor:  # BertProcessing, RobertaProcessing
+        special = [tuple(processor["cls"]), tuple(processor["sep"])]
+        (cls, _), (sep, _) = special
+        kind, middle = (1, sep) if processor["type"] == "BertProcessing" else (0, f"{sep} {sep}")
+        pair = f"{cls} $A {middle} $B:{kind} {sep}:{kind}"
+        made = TemplateProcessing(single="$A", pair=pair, special_tokens=special)
+        return dict(json.loads(made.__getstate__()))
+    return processor | ({"single": [{"Sequence": {"id": "A", "type_id": 0}}]} if "single" in processor else {})

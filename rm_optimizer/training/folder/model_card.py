@@ -243,7 +243,8 @@ $ rm-opt serve FOLDER
 
 `AutoModelForSequenceClassification.from_pretrained("FOLDER")` loads it too. Its logit is the reward of a text that the
 tokenizer's chat template renders, at most {result.data.truncation["val"]["max_length"]} tokens; `{EXPORT_FILE}` holds
-rewards to compare with."""
+rewards to compare with. The tokenizer adds no special tokens to a text, since the template writes them. verl takes a
+leading BOS off, so an engine that verl starts reads other tokens if the template writes BOS: use `rm-opt serve`."""
 
 
 def _shown(estimate: Estimate) -> str:

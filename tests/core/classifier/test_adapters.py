@@ -47,12 +47,14 @@ EXPECTED_TARGETS = {
     "gpt2": "c_attn c_fc c_proj",
     "opt": "fc1 fc2 k_proj out_proj q_proj v_proj",
     "bert": "dense key query value",
+    "distilbert": "k_lin lin1 lin2 out_lin q_lin v_lin",
     "roberta": "dense key query value",
     "deberta-v2": "dense key_proj query_proj value_proj",
     "modernbert": "Wi Wo Wqkv",
 }
 EXPECTED_HEAD_SIDE = {
     "bert": ("bert.pooler", "classifier"),
+    "distilbert": ("pre_classifier", "classifier"),
     "roberta": ("classifier",),
     "deberta-v2": ("pooler", "classifier"),
     "modernbert": ("head", "classifier"),

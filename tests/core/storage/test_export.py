@@ -13,13 +13,16 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message
+from rm_optimizer.core.storage import export
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, ParityCertificate, certify
+from rm_optimizer.core.tokens.written_template import add_nothing_to_texts
 from rm_optimizer.errors import CheckpointError
 from tests.builders import (
     DECODERS,
     ENCODERS,
     FAMILIES,
     decoder_tokenizer,
+    fresh_reward_model,
     stored_certificate,
     tiny_reward_model,
 )
@@ -85,6 +88,30 @@ def test_a_pinned_chat_template_is_exported_as_it_was_used(tmp_path: Path):
     assert text == model.renderer.text("Hi", "Hello.")
     loaded = BradleyTerryRM.from_pretrained(tmp_path / "export")
     assert loaded.renderer.identity() == model.renderer.identity()
+
+
+def test_a_tokenizer_that_cannot_leave_texts_alone_is_stored_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def without_effect(tokenizer: Path, config: Path, input_names: list[str]) -> None:
+        tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text())))
+
+    def with_another_token(tokenizer: Path, config: Path, input_names: list[str]) -> None:
+        add_nothing_to_texts(tokenizer, config, input_names)
+        values = json.loads(tokenizer.read_text())
+        token = {"id": 384, "content": "grün", "special": False, "normalized": False}
+        values["added_tokens"].append(token | dict.fromkeys(("single_word", "lstrip", "rstrip"), False))
+        tokenizer.write_text(json.dumps(values))
+
+    model = fresh_reward_model("bert", max_length=96)
+    model.tokenizer.save_pretrained(tmp_path / "before")
+    for spoiled in (without_effect, with_another_token):
+        caplog.clear()
+        monkeypatch.setattr(export, "add_nothing_to_texts", spoiled)
+        model.save_pretrained(tmp_path / "export")
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            assert (tmp_path / "export" / name).read_bytes() == (tmp_path / "before" / name).read_bytes()
+        assert "tokenize it with add_special_tokens=False" in caplog.text
 
 
 def test_the_certificate_stands_in_the_folder(tmp_path: Path):

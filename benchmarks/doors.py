@@ -1,0 +1,60 @@
+"""Does one input mean the same through every door? Counts of what is right, refused, or wrong without a word.
+
+There is one function for each kind of input. `conversations`: small models of random weights, one for each family of
+chat templates, are exported and served as any other. Their doors are the export in plain transformers and in a
+text-classification pipeline, the server's routes, and the requests of OpenRLHF, TRL and verl.
+
+    python benchmarks/doors.py
+    python benchmarks/doors.py conversations
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.serving.doors import FAMILIES, crossings
+
+
+def conversations() -> dict[str, int]:
+    """Print every conversation that a door does not give its reward, and return the counts."""
+    found = []
+    for family in FAMILIES:
+        with tempfile.TemporaryDirectory() as folder:
+            found += crossings(family, Path(folder))
+    for each in found:
+        if each.is_wrong:
+            got = f"{each.reward:.6f} instead of {each.expected:.6f}"
+            print(f"{each.family}, conversation {each.number}, {each.door}: {got}")
+        elif each.refusal:
+            print(f"{each.family}, conversation {each.number}, {each.door}: refused: {each.refusal}")
+    refused, wrong = sum(bool(each.refusal) for each in found), sum(each.is_wrong for each in found)
+    return {
+        "tried": len(found),
+        "right": len(found) - refused - wrong,
+        "refused": refused,
+        "wrong_without_a_word": wrong,
+    }
+
+
+KINDS: dict[str, Callable[[], dict[str, int]]] = {"conversations": conversations}
+"""Function of each kind of input, which prints what is not right and returns counts."""
+
+
+def main() -> None:
+    """Print the findings of the kinds, then their counts as `name: value`."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kinds", nargs="*", metavar="KIND", help=f"of {', '.join(KINDS)}; all by default")
+    chosen = parser.parse_args().kinds or list(KINDS)
+    if unknown := [kind for kind in chosen if kind not in KINDS]:
+        parser.error(f"expected kinds of {', '.join(KINDS)}, got {unknown[0]!r}")
+    counts = {f"{kind}_{name}": count for kind in chosen for name, count in KINDS[kind]().items()}
+    print("\n".join(f"{name}: {count}" for name, count in counts.items()))
+
+
+if __name__ == "__main__":
+    main()
