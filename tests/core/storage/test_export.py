@@ -133,8 +133,7 @@ def test_a_half_precision_export_stays_within_its_stated_tolerance(tmp_path: Pat
     assert certificate.dtype == "bfloat16"
     assert 0 < certificate.relative_difference <= certificate.tolerance == 2.0**-4
     assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "export").dtype is torch.bfloat16
-    with torch.no_grad():
-        model.reward_head.weight.fill_(float("nan"))
+    model.model.base_model.norm.register_forward_hook(lambda module, args, output: 1.5 * output)
     with pytest.raises(CheckpointError, match="rounding to bfloat16 alone can do that: export it with float32 weights"):
         model.save_pretrained(tmp_path / "export")
 
@@ -177,7 +176,7 @@ def test_an_export_is_replaced_whole_and_a_failed_one_keeps_the_earlier(tmp_path
     assert not (tmp_path / "best" / "stale.txt").exists()
     with torch.no_grad():
         model.reward_head.weight.fill_(float("nan"))
-    with pytest.raises(CheckpointError, match="does not score"):
+    with pytest.raises(CheckpointError, match="rewards are not finite"):
         model.save_pretrained(tmp_path / "best")
     assert stored_certificate(tmp_path / "best") == second
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
