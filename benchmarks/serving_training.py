@@ -48,7 +48,6 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, reward_distribution
-from rm_optimizer.experiments.held_out import divided
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.serving.client.client import RewardClient
 
@@ -112,14 +111,22 @@ def split(args: argparse.Namespace, scratch: Path) -> tuple[PreferenceDataset, P
         for path in (args.pairs, args.val)
     )
     if args.move:
-        sizes, rng = (len(train) - args.move, args.move), np.random.default_rng(args.seed)
-        kept, moved = divided([pair.prompt_id for pair in train], len(train), sizes, rng)
+        kept, moved = divided([pair.prompt_id for pair in train], args.move, np.random.default_rng(args.seed))
         train, val = [train[i] for i in kept], val + [train[i] for i in moved]
     for name, pairs in (("train", train), ("val", val)):
         lines = (json.dumps(pair.to_dict()) + "\n" for pair in pairs)
         (scratch / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     first, second = (PreferenceDataset.load(str(scratch / f"{name}.jsonl")) for name in ("train", "val"))
     return first, second
+
+
+def divided(prompts: list[str], num_moved: int, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    """Rows that stay, and at most `num_moved` others; the two share no prompt."""
+    rows, num_kept = rng.permutation(len(prompts)).tolist(), len(prompts) - num_moved
+    names = rng.permutation(sorted(set(prompts))).tolist()
+    first = set(names[: round(len(names) * num_kept / len(prompts))])
+    kept, moved = ([row for row in rows if (prompts[row] in first) == stays] for stays in (True, False))
+    return sorted(kept[:num_kept]), sorted(moved[:num_moved])
 
 
 def trainer_command(args: argparse.Namespace, scratch: Path, url: str, every: int) -> list[str]:

@@ -29,7 +29,7 @@ from tests.test_architecture import FLOORS, INNER, MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
-DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "doc.md")} | PAGES
+DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "doc.md", "studies/README.md")} | PAGES
 BLOCK = re.compile(r"^```(console|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -167,16 +167,10 @@ WAYS: dict[str, Run] = {
     "rm-opt compare plan outputs/study optimizer=adamw,muon,lion seed=0,1,2 data.train=pairs.jsonl": Run(
         f"rm-opt compare plan outputs/study optimizer=adamw,muon seed=0 {FEW}", prints="2 trials", slow=True
     ),
-    "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --model minilm --plan": Run(
-        f"{PARQUET} && rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --pairs 16 "
-        "--val-pairs 8 --test-pairs 8 --seeds 1 --plan --output outputs/hypotheses",
-        prints="lora_r16, seed 0",
-        slow=True,
-    ),
-    "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --model minilm --seeds 5": Run(
-        "rm-opt compare experiment=hypotheses --data train.parquet --val val.parquet --pairs 16 --val-pairs 8 "
-        "--test-pairs 8 --seeds 1 --executor inline --output outputs/hypotheses",
-        prints="hypotheses.json",
+    "python studies/hypotheses.py outputs/hypotheses train.parquet val.parquet --seeds 5 model=minilm": Run(
+        f"{PARQUET} && python {ROOT}/studies/hypotheses.py outputs/hypotheses train.parquet val.parquet --seeds 1 "
+        "--num-train 16 --num-select 8 --num-test 8",
+        prints="pair-aware batching",
         slow=True,
     ),
     "rm-opt compare run outputs/study": Run(

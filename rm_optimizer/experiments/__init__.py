@@ -1,1 +1,1 @@
-"""Comparison of finished runs, studies of many trials that continue after a kill, and a study of five hypotheses."""
+"""Comparison of finished runs, and studies of many trials that continue after a kill."""

@@ -11,7 +11,6 @@ from rm_optimizer import __version__
 from rm_optimizer.interfaces.commands.analyze import analyze
 from rm_optimizer.interfaces.commands.bon import bon
 from rm_optimizer.interfaces.commands.compare import study as compare_study
-from rm_optimizer.interfaces.commands.compare.hypotheses import compare_hypotheses
 from rm_optimizer.interfaces.commands.compare.optimizers import compare_optimizers
 from rm_optimizer.interfaces.commands.compare.runs import compare
 from rm_optimizer.interfaces.commands.data_check import data_check
@@ -36,7 +35,6 @@ from rm_optimizer.interfaces.commands.train import train
 from rm_optimizer.interfaces.field_flags import with_field_flags
 from rm_optimizer.interfaces.groups import (
     DEFAULT,
-    OF_HYPOTHESES,
     OF_OPTIMIZERS,
     Commands,
     DefaultCommands,
@@ -88,7 +86,6 @@ compare_app.command("report")(compare_study.report)
 compare_app.command("across")(compare_study.across)
 compare_app.command(DEFAULT)(compare)
 compare_app.command(OF_OPTIMIZERS)(with_field_flags(compare_optimizers))
-compare_app.command(OF_HYPOTHESES)(compare_hypotheses)
 app.add_typer(compare_app, name="compare", rich_help_panel="Evaluate and compare")
 study_app = typer.Typer(cls=Commands, help="Run a study that tests a claim of rm-opt.", add_completion=False, **QUIET)
 study_app.command("labels")(with_field_flags(study_labels))

@@ -49,15 +49,9 @@ OF_OPTIMIZERS = "optimizers"
 """Command of `rm-opt compare` that runs if none is named and `--optimizers` is given."""
 
 
-OF_HYPOTHESES = "hypotheses"
-"""Command of `rm-opt compare` that runs if none is named and `experiment=hypotheses` is given."""
-
-
 def _unnamed(args: list[str]) -> str:
     """Command of `rm-opt compare` for arguments that name none."""
-    if any(word.partition("=")[0] == f"--{OF_OPTIMIZERS}" for word in args):
-        return OF_OPTIMIZERS
-    return OF_HYPOTHESES if any(word.startswith("experiment=") for word in args) else DEFAULT
+    return OF_OPTIMIZERS if any(word.partition("=")[0] == f"--{OF_OPTIMIZERS}" for word in args) else DEFAULT
 
 
 class DefaultCommands(Commands):

@@ -41,7 +41,6 @@ TASKS = {
     StudyKind.readiness: "rm_optimizer.experiments.readiness.trials",
     StudyKind.labels: "rm_optimizer.data_efficiency.savings.label_study",
     StudyKind.cleaning: "rm_optimizer.data_efficiency.cleaning.cleaning_study",
-    StudyKind.training: "rm_optimizer.experiments.training_trial",
 }
 
 
@@ -101,7 +100,7 @@ def validation(gain: float) -> Validation:
 @pytest.mark.parametrize("kind", list(StudyKind))
 def test_a_study_is_told_by_its_task(tmp_path: Path, kind: StudyKind):
     assert planned(tmp_path, kind).kind is kind
-    assert replace(planned(tmp_path, kind), task="mine.training_trial:measure").kind is None
+    assert replace(planned(tmp_path, kind), task="mine.optimizer_comparison.arm_trial:measure").kind is None
 
 
 def test_a_comparison_killed_before_its_plan_is_told_by_its_setting(tmp_path: Path):
@@ -227,7 +226,7 @@ def test_the_command_takes_each_kind_and_names_them_where_there_is_no_page(readi
     done = CliRunner().invoke(app, ["report", str(readiness)])
     assert (done.exit_code, (readiness / "report" / "index.html").is_file()) == (0, True), done.output
     other = tmp_path / "other"
-    planned(other, StudyKind.training)
+    publish(other, "rm_optimizer.experiments.study.tasks:train", [planned_trial("one", {"number": 1})])
     done = CliRunner().invoke(app, ["report", str(other)])
     assert done.exit_code == 2
     assert "study without a page" in done.stderr

@@ -19,8 +19,6 @@ PLAN_FILE = "plan.json"
 """File with the plan, in the folder of the study."""
 FROZEN_FILE = "frozen.json"
 """File with the setting, in the folder of a comparison of optimizers, whose later trials depend on its first ones."""
-HYPOTHESES_FILE = "hypothesis_options.json"
-"""File with the options, in the folder of a study of hypotheses."""
 
 
 class StudyKind(StrEnum):
@@ -30,7 +28,6 @@ class StudyKind(StrEnum):
     readiness = "readiness.trials"
     labels = "savings.label_study"
     cleaning = "cleaning.cleaning_study"
-    training = "training_trial"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,1 +1,1 @@
-"""`rm-opt compare`: comparisons of finished runs, of optimizers and of hypotheses, and studies of many runs."""
+"""`rm-opt compare`: comparisons of finished runs and of optimizers, and studies of many runs."""

@@ -40,9 +40,6 @@ def run(study: Folder, executor: Executors = "process", workers: Workers = None,
 
         run_stages(study, executor, workers, retries=retries)
         return
-    if _is_of_hypotheses(study):
-        _hypotheses(study, executor, workers, retries)
-        return
     _run(study, executor, workers, retries)
 
 
@@ -70,10 +67,6 @@ def report(
         from rm_optimizer.compare import report as report_optimizers
 
         print(f"text, JSON and pictures: {report_optimizers(study).parent}")
-        return
-    if _is_of_hypotheses(study):
-        _require_done(study)
-        _hypotheses(study, "inline", None, 0)
         return
     _report_runs(study, bootstrap)
 
@@ -147,28 +140,6 @@ def _is_of_optimizers(folder: Path) -> bool:
     from rm_optimizer.experiments.study.plan import StudyKind, study_kind
 
     return study_kind(folder) is StudyKind.optimizers
-
-
-def _is_of_hypotheses(folder: Path) -> bool:
-    from rm_optimizer.experiments.study.plan import HYPOTHESES_FILE
-
-    return (folder / HYPOTHESES_FILE).is_file()
-
-
-def _require_done(folder: Path) -> None:
-    from rm_optimizer.experiments.study.driver import Study
-
-    state = Study(folder).status()
-    if not state.is_done:
-        left = len(state.states) - state.counts["finished"] - state.counts["diverged"]
-        raise ConfigError(f"{left} of {len(state.states)} trials have no result; rm-opt compare run {folder} goes on")
-
-
-def _hypotheses(folder: Path, executor: str, workers: int | None, retries: int) -> None:
-    from rm_optimizer.experiments.hypothesis_study import HypothesisStudy
-    from rm_optimizer.interfaces.commands.compare.hypotheses import run_hypotheses
-
-    run_hypotheses(HypothesisStudy.read(folder), executor, workers, retries)
 
 
 def _run(folder: Path, executor: str, workers: int | None, retries: int) -> None:

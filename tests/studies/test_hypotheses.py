@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+import sys
+from pathlib import Path
+from typing import Any
 
+import hypotheses
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypotheses import ARMS, CLAIMS, Finding, batching_finding, divided, training_findings
 from scipy.special import log_expit
-from typer.testing import CliRunner
 
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments import hypothesis_study, training_trial
-from rm_optimizer.experiments.held_out import divided
-from rm_optimizer.experiments.hypotheses import ARMS, CLAIMS, Finding, batching_finding, training_findings
-from rm_optimizer.experiments.hypothesis_study import HypothesisOptions, HypothesisReport, HypothesisStudy
-from rm_optimizer.experiments.study.plan import StudyPlan
-from rm_optimizer.interfaces.cli import app
 from rm_optimizer.schema.data import SyntheticConfig
 
 SEEDS, PROMPTS, PAIRS = 3, 60, 240
@@ -97,60 +94,46 @@ def test_parts_share_no_prompt_and_hold_few_pairs_of_each():
     assert len(set(select) | set(test)) == len(select) + len(test)
 
 
+OVERRIDES = ["model=tiny", "hardware=cpu", "training.epochs=1", "batching.batch_size=8", "model.adamw_lr=0.001"]
+SIZES = {"num_train": 16, "num_test": 16, "num_select": 8}
+
+
 @pytest.fixture(scope="module")
-def miniature(tmp_path_factory: pytest.TempPathFactory) -> HypothesisStudy:
-    """A finished study of the tiny model on the synthetic world."""
+def miniature(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str], dict[str, Any]]:
+    """Folder, files and report of a finished study of the tiny model on the synthetic world."""
     folder = tmp_path_factory.mktemp("hypotheses")
     world = synthetic_world(SyntheticConfig(num_train=32, num_val=40))
     for name, pairs in (("train", world.train), ("val", world.val)):
         columns = {column: [getattr(pair, column) for pair in pairs] for column in ("prompt", "chosen", "rejected")}
         pq.write_table(pa.table(columns), folder / f"{name}.parquet")
-    options = HypothesisOptions(
-        train=str(folder / "train.parquet"),
-        val=str(folder / "val.parquet"),
-        overrides=("model=tiny", "hardware=cpu", "training.epochs=1", "batching.batch_size=8", "model.adamw_lr=0.001"),
-        seeds=1,
-        num_train=16,
-        num_test=16,
-        num_select=8,
-    )
-    study = HypothesisStudy(options, folder / "out")
-    study.run()
-    return study
+    files = [str(folder / f"{name}.parquet") for name in ("train", "val")]
+    return folder / "out", files, hypotheses.run(folder / "out", *files, OVERRIDES, 1, **SIZES)
 
 
-def test_a_finished_study_is_read_not_repeated(miniature, monkeypatch):
-    monkeypatch.setattr(training_trial, "train_and_score", None)
-    monkeypatch.setattr(hypothesis_study, "gradients", None)
-    report = HypothesisStudy.read(miniature.folder).run()
-    assert [finding.name[:2] for finding in report.findings] == ["h1", "h2", "h3", "h4", "h5"]
-    assert {finding.verdict for finding in report.findings} <= {"better", "worse", "equivalent", "inconclusive"}
-    stored = HypothesisReport.from_json((miniature.folder / "hypotheses.json").read_text())
-    assert [finding.name for finding in stored.findings] == [finding.name for finding in report.findings]
-    assert stored.settings == miniature.options
-
-
-def test_the_command_reads_a_finished_study_and_prints_each_claim(miniature, monkeypatch):
-    monkeypatch.setattr(training_trial, "train_and_score", None)
-    options, files = miniature.options, ["--output", str(miniature.folder), "--executor", "inline"]
-    sizes = "--seeds 1 --pairs 16 --test-pairs 16 --val-pairs 8"
-    given = ["--data", options.train, "--val", options.val, *sizes.split(), *options.overrides[1:]]
+def test_the_command_reads_the_stored_trials_and_prints_each_claim(miniature, monkeypatch, capsys):
+    """A study of stored trials gives the stored findings, from a copied folder too; nothing is measured."""
+    folder, files, report = miniature
+    monkeypatch.setattr(hypotheses, "train_reward_model", None)
+    monkeypatch.setattr(hypotheses, "gradients", None)
     monkeypatch.setenv("COLUMNS", "200")
-    for words in (["compare", "experiment=hypotheses", *given, *files], ["compare", "report", str(miniature.folder)]):
-        result = CliRunner().invoke(app, words)
-        assert result.exit_code == 0, result.output
-        assert all(claim in result.output for claim in CLAIMS.values())
-
-
-def test_a_report_starts_no_training(miniature, tmp_path):
-    HypothesisStudy(miniature.options, tmp_path).plan()
-    result = CliRunner().invoke(app, ["compare", "report", str(tmp_path)])
-    assert result.exit_code == 2
-    assert "5 of 5 trials have no result; rm-opt compare run" in result.stderr
+    stored = json.loads((folder / "hypotheses.json").read_text())
+    moved = folder.rename(folder.with_name("moved"))
+    sizes = [word for name, size in SIZES.items() for word in (f"--{name.replace('_', '-')}", str(size))]
+    monkeypatch.setattr(sys, "argv", ["hypotheses.py", str(moved), *files, *OVERRIDES, "--seeds", "1", *sizes])
+    hypotheses.main()
+    moved.rename(folder)
+    printed = capsys.readouterr().out
+    assert all(claim in printed for claim in CLAIMS.values())
+    again = json.loads((folder / "hypotheses.json").read_text())
+    assert again == stored
+    assert [found["name"][:2] for found in stored["findings"]] == [*CLAIMS]
+    assert {found.verdict for found in report["findings"]} <= {"better", "worse", "equivalent", "inconclusive"}
 
 
 def test_arms_share_epochs_and_rate_and_lora_takes_ten_times_it(miniature):
-    configs = {arm: miniature.arm_config(arm, 0) for arm in ARMS}
+    folder, files, _ = miniature
+    splits = hypotheses.draw_splits(folder / "data", *files, seed=0, **(hypotheses.SIZES | SIZES))
+    configs = {arm: hypotheses.config_of(arm, 0, splits, OVERRIDES) for arm in ARMS}
     assert {config.training.epochs for config in configs.values()} == {1}
     assert {config.optimizer.lr for arm, config in configs.items() if arm != "lora_r16"} == {0.001}
     assert configs["lora_r16"].optimizer.lr == pytest.approx(0.01)
@@ -159,33 +142,31 @@ def test_arms_share_epochs_and_rate_and_lora_takes_ten_times_it(miniature):
 @pytest.mark.parametrize(
     ("override", "sentence"),
     [
-        ("optimizer=muon", "sets optimizer itself: all arms take AdamW"),
+        ("optimizer=muon", "sets optimizer itself"),
         ("training.max_steps=3", "sets training.max_steps itself"),
+        ("training.epochs=0.5", "must be a whole number"),
         ("batching.batch_size=8,16", "are the same in every run"),
-        ("batching", "written name=value"),
     ],
 )
-def test_options_that_would_change_an_arm_are_refused(miniature, override, sentence):
+def test_options_that_would_change_an_arm_are_refused(miniature, tmp_path, override, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        replace(miniature.options, overrides=(override,))
+        hypotheses.run(tmp_path, *miniature[1], [override], 1, **SIZES)
 
 
 def test_other_settings_need_another_folder(miniature):
-    with pytest.raises(ConfigError, match="begun with other num_test"):
-        HypothesisStudy(replace(miniature.options, num_test=15), miniature.folder).run()
+    folder, files, _ = miniature
+    with pytest.raises(ConfigError, match="begun with other options"):
+        hypotheses.run(folder, *files, OVERRIDES, 1, **SIZES | {"num_test": 15})
 
 
 def test_arms_of_equal_options_share_a_trial_and_weights_are_not_kept(miniature):
-    output = miniature.folder
-    labels = {trial.label for trial in StudyPlan.read(output).trials}
-    assert labels == {f"ablation_a{i}, seed 0" for i in range(1, 5)} | {"lora_r16, seed 0"}
-    results = [json.loads(path.read_text())["values"] for path in output.glob("trials/*/result.json")]
-    assert len(results) == len(labels)
-    assert all(values["steps"] == values["all_steps"] == 2 for values in results)
-    assert not list(output.glob("trials/*/work/run/checkpoints"))
+    folder, _, report = miniature
+    assert report["arms"]["ablation_a2"] == report["arms"]["full_finetune"]
+    assert len(list(folder.glob("trials/*.json"))) == len(ARMS) - 1
+    assert not (folder / "run").exists()
 
 
 def test_the_pairs_that_stop_training_are_not_those_that_judge_it(miniature):
-    data = miniature.folder / "data"
+    data = miniature[0] / "data"
     select, test = (set(pq.read_table(data / f"{name}.parquet")["prompt"].to_pylist()) for name in ("select", "test"))
     assert not select & test

@@ -1,0 +1,474 @@
+"""Study of five hypotheses about training reward models: `python studies/hypotheses.py OUT TRAIN VAL [OPTION=VALUE …]`.
+
+TRAIN and VAL are Parquet files with a column `prompt`. Training uses a random subset of the pairs. Validation is
+limited to 50 pairs of each prompt, so that no prompt decides alone. Its prompts are divided: early stopping evaluates
+one part, and figures are of the other part. The trials are the presets `ARMS` with each seed. A trial with a result is
+only read, so a stopped command can be repeated.
+
+The criteria were fixed before the runs. A positive effect supports the hypothesis. The verdict is `better` if the whole
+95 % interval is above 0, and `worse` if the whole interval is below minus the loss that the hypothesis allows. It is
+`equivalent` if no part of the interval is below that bound. Otherwise it is `inconclusive`. If a hypothesis has two
+parts, the weaker one decides.
+
+H1  Pair-atomic, length-sorted micro-batches with exact pair weights give the gradient of one padded pass over the same
+    pairs (largest difference at most 1e-4 of the largest entry, float32; above that: worse) in less CPU time
+    (log ratio above 0). The distance of the mean of micro-batch means from that gradient is reported too.
+H2  The scheduler (ablation_a2 against ablation_a1) lowers test NLL minus training NLL of the last weights (above 0).
+H3  Label smoothing (ablation_a3 against ablation_a2) lowers the test ECE of the last weights (above 0).
+H4  LoRA of rank 16 (lora_r16 against full_finetune) is at most 3 points of test accuracy worse (above -0.03);
+    inconclusive if full fine-tuning's own accuracy is not significantly above chance.
+H5  Early stopping (ablation_a4's best weights against ablation_a3's last) costs at most 0.005 nats of test NLL (above
+    -0.005) and saves steps (share above 0).
+
+Arms share seeds and test pairs, so all effects are paired. `rm_optimizer.core.metrics.effects` describes their
+intervals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import hashlib
+import json
+import math
+import shutil
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from jaxtyping import Float, Int
+from scipy.special import log_expit
+
+from rm_optimizer import BradleyTerryRM, PreferenceDataset, TrainConfig, compose, train_reward_model, typed
+from rm_optimizer.core.metrics.effects import Outcome, both, outcome, paired_effect
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import crossed_mean
+from rm_optimizer.core.model.losses import bradley_terry_pair_losses
+from rm_optimizer.core.pairs.audit import length_baseline
+from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatches, PairCollator
+from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.errors import ConfigError, RMOptimizerError
+from rm_optimizer.evaluation.pair_rewards import score_pairs
+from rm_optimizer.experiments.study.shared_options import require_shared
+from rm_optimizer.records.codec import json_values
+from rm_optimizer.records.files import replacing, write_text
+from rm_optimizer.records.provenance import commit, machine, versions
+from rm_optimizer.records.quoting import in_quotes
+from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
+from rm_optimizer.reporting.tables import new_table, output_console
+from rm_optimizer.schema.config import Attention
+from rm_optimizer.training.base_model import build_model
+from rm_optimizer.training.folder.checkpoints import checkpoint_path
+
+ARMS = ("ablation_a1", "ablation_a2", "ablation_a3", "ablation_a4", "full_finetune", "lora_r16")
+"""Presets of `configs/experiment` trained for each seed."""
+GAP_ARMS = ("ablation_a1", "ablation_a2")
+"""Presets for which the training pairs are scored too."""
+STOPPING_ARM = "ablation_a4"
+CLAIMS = {
+    "h1": "pair-aware batching takes less CPU time at an equal gradient",
+    "h2": "the scheduler narrows the gap between test and training NLL",
+    "h3": "label smoothing lowers the test ECE",
+    "h4": "LoRA is within 3 points of full fine-tuning",
+    "h5": "early stopping costs at most 0.005 nats and saves steps",
+}
+"""The hypotheses in short form."""
+GRADIENT_TOLERANCE = 1e-4
+LORA_MARGIN, STOPPING_MARGIN = 0.03, 0.005
+"""Loss of accuracy that H4 allows for LoRA, and nats of test NLL that H5 allows for early stopping."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The effect and verdict of a hypothesis.
+
+    Args:
+        name: name of the effect, which starts with the hypothesis's number.
+        effect: estimate with its interval, positive if it supports the hypothesis.
+        margin: loss that the hypothesis allows.
+        verdict: outcome by the criteria.
+        also: further numbers and words.
+    """
+
+    name: str
+    effect: Estimate
+    margin: float
+    verdict: Outcome
+    also: Mapping[str, float | str | None] = field(default_factory=dict)
+
+
+def batching_finding(rows: Sequence[Mapping[str, float]]) -> Finding:
+    """H1, from the rows of `batching_cost.batching_row`; macro-batches are independent draws."""
+    ratio = crossed_mean(np.array([row["log_time_ratio"] for row in rows]), 0.0, len(rows)).estimate
+    worst = max(row["gradient_difference"] for row in rows)
+    means = float(np.mean([row["mean_of_means_difference"] for row in rows]))
+    also = {"max_gradient_difference": worst, "mean_of_means_difference": means, "time_ratio": math.exp(ratio.value)}
+    found: Outcome = outcome(ratio) if worst <= GRADIENT_TOLERANCE else "worse"
+    return Finding("h1_pair_aware_log_time_ratio", ratio, 0.0, found, also)
+
+
+def training_findings(
+    test: Mapping[str, Float[np.ndarray, "seeds pairs"]],
+    train: Mapping[str, Float[np.ndarray, "seeds pairs"]],
+    saved: Float[np.ndarray, " seeds"],
+    prompts: Sequence[str],
+) -> Iterator[Finding]:
+    """Effects and verdicts of H2 to H5.
+
+    Args:
+        test: each arm's margins on the test pairs.
+        train: margins of `GAP_ARMS` on the training pairs.
+        saved: share of steps that early stopping saved, for each seed.
+        prompts: prompt of each test pair.
+    """
+    fitted = {arm: -log_expit(margins).mean(axis=1) for arm, margins in train.items()}
+    first, second = GAP_ARMS
+    gap = paired_effect(test[second], test[first], prompts, "nll", offset=fitted[second] - fitted[first])
+    yield Finding("h2_scheduler_gap", gap, 0.0, outcome(gap))
+    ece = paired_effect(test["ablation_a3"], test["ablation_a2"], prompts, "ece")
+    yield Finding("h3_smoothing_ece", ece, 0.0, outcome(ece))
+    lora = paired_effect(test["lora_r16"], test["full_finetune"], prompts, "accuracy")
+    full = paired_effect(test["full_finetune"], None, prompts, "accuracy")
+    learned: Outcome = "better" if full.low is not None and full.low > 0.5 else "inconclusive"
+    decided = outcome(lora, LORA_MARGIN) if learned == "better" else learned
+    yield Finding("h4_lora_accuracy", lora, LORA_MARGIN, decided, {"full_above_chance": learned})
+    nll = paired_effect(test[STOPPING_ARM], test["ablation_a3"], prompts, "nll")
+    steps = crossed_mean(saved, 0.0, len(saved)).estimate
+    also = {"steps_saved": steps.value, "steps_saved_low": steps.low, "steps_saved_high": steps.high}
+    yield Finding(
+        "h5_early_stopping_nll", nll, STOPPING_MARGIN, both(outcome(nll, STOPPING_MARGIN), outcome(steps)), also
+    )
+
+
+@dataclass(frozen=True)
+class Splits:
+    """Files of the drawn pairs.
+
+    Args:
+        train: pairs that every arm trains on.
+        select: pairs that early stopping evaluates.
+        test: pairs for every reported figure; none has a prompt of `select`.
+    """
+
+    train: Path
+    select: Path
+    test: Path
+
+
+def draw_splits(
+    folder: Path,
+    train: str,
+    val: str,
+    *,
+    num_train: int,
+    num_select: int,
+    num_test: int,
+    pairs_per_prompt: int,
+    seed: int,
+) -> Splits:
+    """Write random subsets of two Parquet files with a prompt column, unless they exist already.
+
+    Args:
+        folder: folder of the subsets.
+        train: file of training pairs.
+        val: file of validation pairs.
+        num_train: most training pairs.
+        num_select: most validation pairs that early stopping evaluates.
+        num_test: most validation pairs for the reported figures.
+        pairs_per_prompt: most validation pairs of one prompt.
+        seed: seed of the draw.
+    """
+    splits = Splits(*(folder / f"{name}.parquet" for name in ("train", "select", "test")))
+    if splits.test.is_file():  # written last
+        return splits
+    rng = np.random.default_rng(seed)
+    tables = pq.read_table(train), pq.read_table(val)
+    chosen = np.sort(rng.permutation(len(tables[0]))[:num_train])
+    select, test = divided(tables[1]["prompt"].to_pylist(), pairs_per_prompt, (num_select, num_test), rng)
+    for path, table, rows in (
+        (splits.train, tables[0], chosen),
+        (splits.select, tables[1], select),
+        (splits.test, tables[1], test),
+    ):
+        with replacing(path) as temporary:
+            pq.write_table(table.take(rows), temporary)
+    return splits
+
+
+def divided(
+    prompts: Sequence[str], pairs_per_prompt: int, sizes: tuple[int, int], rng: np.random.Generator
+) -> tuple[Int[np.ndarray, " first"], Int[np.ndarray, " second"]]:
+    """Rows of two random parts without a common prompt, with at most `pairs_per_prompt` rows of each prompt.
+
+    Rows are taken in random order until a part is full, so a prompt with very many rows usually gets the most allowed.
+
+    Args:
+        prompts: prompt of each row.
+        pairs_per_prompt: most rows of one prompt.
+        sizes: most rows of the two parts; the prompts are divided in this proportion.
+        rng: source of randomness.
+    """
+    seen: dict[str, int] = {}
+    rows: list[int] = []
+    for row in rng.permutation(len(prompts)).tolist():
+        seen[prompts[row]] = seen.get(prompts[row], 0) + 1
+        if seen[prompts[row]] <= pairs_per_prompt:
+            rows.append(row)
+    names = [str(name) for name in rng.permutation(sorted(seen))]
+    first = set(names[: round(len(names) * sizes[0] / sum(sizes))])
+    parts = [row for row in rows if prompts[row] in first], [row for row in rows if prompts[row] not in first]
+    return np.sort(parts[0][: sizes[0]]), np.sort(parts[1][: sizes[1]])
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Gradient of the summed loss and number of pairs of each micro-batch, and CPU seconds of all."""
+
+    sums: list[Float[np.ndarray, " parameters"]]
+    pairs: list[int]
+    seconds: float
+
+    @property
+    def exact(self) -> Float[np.ndarray, " parameters"]:
+        """Gradient of the mean over pairs."""
+        return np.asarray(sum(self.sums) / sum(self.pairs))
+
+    @property
+    def mean_of_means(self) -> Float[np.ndarray, " parameters"]:
+        """Gradient of the mean of the micro-batches' mean losses."""
+        return np.asarray(sum(g / n for g, n in zip(self.sums, self.pairs, strict=True)) / len(self.sums))
+
+
+def gradients(model: BradleyTerryRM, batches: Sequence[AnyPairBatch]) -> Gradients:
+    """The gradient of each micro-batch; only passes are timed."""
+    sums, pairs, seconds = [], [], 0.0
+    for batch in batches:
+        model.zero_grad()
+        started = time.process_time()
+        torch.autograd.backward(bradley_terry_pair_losses(*batch.split(model.rewards_of(batch))).sum())
+        seconds += time.process_time() - started
+        sums.append(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).numpy())
+        pairs.append(batch.num_pairs)
+    return Gradients(sums, pairs, seconds)
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Context with one CPU thread for torch, so that CPU seconds contain no waiting of threads for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def batching_row(pair_aware: Gradients, padded: Gradients) -> dict[str, float]:
+    """Comparison on one macro-batch: log ratio of times, and distances of gradients from that of the padded pass."""
+    reference = padded.exact
+    return {
+        "log_time_ratio": math.log(padded.seconds / pair_aware.seconds),
+        "gradient_difference": float(np.abs(pair_aware.exact - reference).max() / np.abs(reference).max()),
+        "mean_of_means_difference": float(
+            np.linalg.norm(pair_aware.mean_of_means - reference) / np.linalg.norm(reference)
+        ),
+    }
+
+
+SIZES = {"num_train": 1200, "num_select": 200, "num_test": 800, "pairs_per_prompt": 50}
+"""Most pairs for training, for early stopping, for the test, and of one prompt in validation."""
+BATCHING_LENGTH, BATCHING_PAIRS, BATCHING_STEPS, ONE_PASS = 256, 16, 4, 10**9
+"""For H1: most tokens, pairs of a macro-batch, macro-batches of a seed, and a token budget for one pass."""
+OWNED = (
+    *("experiment", "optimizer", "schedule", "adapter", "loss", "seed", "output_dir", "hydra.run.dir", "resume"),
+    *("publish", "data", "model.lora_lr", "training.max_steps", "training.early_stopping", "training.monitor"),
+    *("training.checkpoint_every", "training.evals_per_epoch"),
+)
+"""Options, and groups of them, that the study sets."""
+SHARED = (
+    *("optimizer.weight_decay=0.0", "training.eval_at_start=false", "training.num_bootstrap=100"),
+    *("training.progress=false", "logger.tensorboard=false", "output_dir=OUT"),
+)
+
+
+def config_of(arm: str, seed: int, splits: Splits, overrides: Sequence[str]) -> TrainConfig:
+    """An arm's preset with the options that all arms share; LoRA takes ten times the rate of full fine-tuning."""
+    first = typed(compose([f"experiment={ARMS[0]}", "output_dir=OUT", *overrides]), TrainConfig)
+    rate, epochs = first.model.adamw_lr, first.training.epochs
+    if epochs != int(epochs):
+        raise ConfigError(f"training.epochs of this study must be a whole number, got {epochs}")
+    steps = int(epochs) * math.ceil(pq.read_metadata(splits.train).num_rows / first.batching.batch_size)
+    given = [item for item in overrides if item.partition("=")[0] not in ("model.adamw_lr", "training.epochs")]
+    own = [
+        f"experiment={arm}",
+        f"model.lora_lr={10 * rate}" if arm.startswith("lora") else f"model.adamw_lr={rate}",
+        f"data.train={in_quotes(str(splits.train.resolve()))}",
+        f"data.val={in_quotes(str(splits.select.resolve()))}",
+        f"training.epochs={int(epochs)}",
+        f"training.max_steps={steps}",
+        f"training.checkpoint_every={steps}",  # the last weights
+        f"training.evals_per_epoch={4 if arm == STOPPING_ARM else 1}",  # only early stopping reads evaluations
+        f"seed={seed}",
+    ]
+    return typed(compose([*given, *own, *SHARED]), TrainConfig)
+
+
+def trial(config: TrainConfig, scored: Mapping[str, Path], folder: Path) -> dict[str, Any]:
+    """Result of an arm's run, read from the folder or measured; without early stopping, of the last weights.
+
+    Arms of equal options share it. Its name does not depend on the paths of the pairs.
+
+    Args:
+        config: options of the run.
+        scored: files of pairs to score, by name.
+        folder: folder of the study.
+    """
+    known = [item for item in flat(options_of(config)) if not is_among(item[0], (*FREE, "data.train", "data.val"))]
+    name = hashlib.sha256(json.dumps(known, default=str).encode()).hexdigest()[:16]
+    path, run_dir, started = folder / "trials" / f"{name}.json", folder / "run", time.process_time()
+    if path.is_file():
+        return dict(json.loads(path.read_text()))
+    shutil.rmtree(run_dir, ignore_errors=True)
+    result = train_reward_model(replace(config, output_dir=str(run_dir)))
+    is_best = config.training.early_stopping.enabled
+    weights = Path(result.export) if is_best else checkpoint_path(run_dir, result.steps)
+    model = BradleyTerryRM.from_pretrained(weights, max_length=config.model.max_length)
+    found = {
+        "margins": {part: margins(config, model, pairs) for part, pairs in scored.items()},
+        "saved": 1 - result.steps / (config.training.max_steps or result.steps),
+        "scored_step": result.best_step if is_best else result.steps,
+        "parameters": result.parameters,
+        "cpu_seconds": time.process_time() - started,
+    }
+    write_text(path, json.dumps(found) + "\n")
+    shutil.rmtree(run_dir)
+    return found
+
+
+def margins(config: TrainConfig, model: BradleyTerryRM, pairs: Path) -> list[float]:
+    """Margins of all pairs of a file, in order; 0 where both conversations are equal after truncation."""
+    data = PreferenceDataset.load(str(pairs))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model.to(device)
+    half = config.hardware.precision == "bf16-mixed"
+    with torch.autocast(device, torch.bfloat16) if half else contextlib.nullcontext():
+        tokens = tokenize_pairs(data.pairs, model.renderer, None)
+        rewards = score_pairs(model, tokens, data, token_budget=16384, prefix_sharing=False)
+    found = np.zeros(len(data))
+    found[rewards.pair_index] = rewards.margin
+    return found.tolist()
+
+
+def batching_rows(config: TrainConfig, seed: int, splits: Splits, folder: Path) -> list[dict[str, float]]:
+    """H1's measurements on one seed's macro-batches, in float32 on one CPU thread, with both kinds of batches."""
+    path = folder / "batching" / f"seed-{seed}.json"
+    if path.is_file():
+        return list(json.loads(path.read_text()))
+    data = PreferenceDataset.load(str(splits.train))
+    longer = {"max_length": BATCHING_LENGTH, "attn_implementation": Attention.auto} if config.model.path else {}
+    model = build_model(replace(config.model, **longer), data, seed).train()
+    tokens = tokenize_pairs(data.pairs, model.renderer, None)
+    collator = PairCollator(tokens, data.pairs, model.renderer.pad_token_id)
+    budgets = {"pair_aware": config.batching.micro_token_budget, "padded": ONE_PASS}
+    orders = {
+        name: MacroBatches(collator, batch_size=BATCHING_PAIRS, micro_token_budget=budget, seed=seed)
+        for name, budget in budgets.items()
+    }
+    rows = []
+    with one_thread():
+        gradients(model, orders["pair_aware"][0].micro[-1:])  # warms up
+        for step in range(BATCHING_STEPS):  # the order of the two kinds alternates
+            found = {name: gradients(model, orders[name][step].micro) for name in sorted(orders, reverse=step % 2 == 0)}
+            rows.append(batching_row(found["pair_aware"], found["padded"]))
+    write_text(path, json.dumps(rows, indent=1) + "\n")
+    return rows
+
+
+def run(out: Path, train: str, val: str, overrides: Sequence[str], seeds: int = 5, **sizes: int) -> dict[str, Any]:
+    """Report of all trials, which are read or run; it is written as `hypotheses.json`.
+
+    Args:
+        out: folder of the study.
+        train: Parquet file of training pairs.
+        val: Parquet file of validation pairs.
+        overrides: options of every run, as name=value.
+        seeds: number of seeds, which start at 0.
+        **sizes: numbers of pairs in place of `SIZES`.
+
+    Raises:
+        ConfigError: if an option differs between the arms, or the folder was begun with other options.
+    """
+    require_shared(overrides, dict.fromkeys(OWNED, "the arms differ in it, or share one value"), "this study")
+    settings = {"train": train, "val": val, "overrides": list(overrides), **SIZES, **sizes}
+    if not (path := out / "settings.json").is_file():
+        write_text(path, json.dumps(settings) + "\n")
+    elif json.loads(path.read_text()) != settings:
+        raise ConfigError(f"{out} was begun with other options, see {path}; name another folder")
+    splits = draw_splits(out / "data", train, val, seed=0, **(SIZES | sizes))
+    configs = {(arm, seed): config_of(arm, seed, splits, overrides) for seed in range(seeds) for arm in ARMS}
+    rows = [row for seed in range(seeds) for row in batching_rows(configs[ARMS[0], seed], seed, splits, out)]
+    scored = {arm: {"test": splits.test, **({"train": splits.train} if arm in GAP_ARMS else {})} for arm in ARMS}
+    trials = {arm: [trial(configs[arm, seed], scored[arm], out) for seed in range(seeds)] for arm in ARMS}
+    test = {arm: np.array([found["margins"]["test"] for found in trials[arm]]) for arm in ARMS}
+    fitted = {arm: np.array([found["margins"]["train"] for found in trials[arm]]) for arm in GAP_ARMS}
+    prompts = pq.read_table(splits.test)["prompt"].to_pylist()
+    saved = np.array([found["saved"] for found in trials[STOPPING_ARM]])
+    report = {
+        "settings": settings | {"seeds": seeds},
+        **{"versions": versions(), "machine": machine(), "commit": commit()},
+        "length_baseline": length_baseline(PreferenceDataset.load(str(splits.test)).pairs).value,
+        "arms": {
+            arm: {name: paired_effect(test[arm], None, prompts, name) for name in ("accuracy", "nll", "ece")}
+            | {name: np.mean([found[name] for found in trials[arm]]).item() for name in ("scored_step", "cpu_seconds")}
+            | {"parameters": trials[arm][0]["parameters"]}
+            for arm in ARMS
+        },
+        "findings": [batching_finding(rows), *training_findings(test, fitted, saved, prompts)],
+    }
+    write_text(out / "hypotheses.json", json.dumps(json_values(report), indent=1) + "\n")
+    return report
+
+
+def show(report: Mapping[str, Any]) -> None:
+    """Print a table of the arms, a table of the claims, and the further numbers of each claim."""
+    console = output_console()
+    arms = new_table("arms, on the test pairs", "arm", "accuracy", "NLL", "ECE", "scored step", "parameters", "CPU s")
+    for name, arm in report["arms"].items():
+        scores = [f"{arm[score]:.3f}" for score in ("accuracy", "nll", "ece")]
+        arms.add_row(name, *scores, f"{arm['scored_step']:.0f}", f"{arm['parameters']:,}", f"{arm['cpu_seconds']:.0f}")
+    claims = new_table("claims", "", "claim", "effect", "allowed loss", "verdict")
+    for found in report["findings"]:
+        number = found.name[:2]
+        claims.add_row(number.upper(), CLAIMS[number], f"{found.effect:+.4f}", f"{found.margin:g}", found.verdict)
+    console.print(arms, claims)
+    for found in report["findings"]:
+        for name, value in found.also.items():
+            shown = "n/a" if value is None else f"{value:.4g}" if isinstance(value, float) else value
+            console.print(f"{found.name[:2].upper()}: {name.replace('_', ' ')} {shown}", highlight=False)
+    console.print(f"'the longer response is better' gets {report['length_baseline']:.3f} on the same pairs")
+
+
+def main() -> None:
+    """Run the study from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="folder of trials and report")
+    parser.add_argument("train", help="Parquet file of training pairs")
+    parser.add_argument("val", help="Parquet file of validation and test pairs")
+    parser.add_argument("overrides", nargs="*", help="options of every run, as for rm-opt train")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds of each arm")
+    for name, size in SIZES.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
+    given = vars(parser.parse_intermixed_args())
+    try:
+        show(run(given.pop("out"), given.pop("train"), given.pop("val"), given.pop("overrides"), **given))
+    except RMOptimizerError as error:
+        parser.error(str(error))
+
+
+if __name__ == "__main__":
+    main()
