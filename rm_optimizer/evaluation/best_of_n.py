@@ -5,8 +5,8 @@ Pair accuracy hides it, since most pairs of a long list are between two mediocre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from jaxtyping import Float
@@ -30,6 +30,7 @@ class BestOfN:
             share that belongs to best responses counts.
         random: accuracy of choosing a response at random.
         longest: accuracy of choosing the longest response.
+        by_subset: the same for the lists of each subset; empty if there are fewer than two.
     """
 
     num_lists: int
@@ -37,6 +38,7 @@ class BestOfN:
     accuracy: Estimate
     random: float
     longest: float
+    by_subset: dict[str, BestOfN] = field(default_factory=dict)
 
 
 def best_of_n(
@@ -59,13 +61,22 @@ def best_of_n(
         seed: seed of the resamples.
     """
     lists: dict[tuple[str, str], _List] = {}
+    subsets: dict[tuple[str, str], str] = {}
     for pair, *rewards in zip(pairs, chosen.tolist(), rejected.tolist(), strict=True):
         if "group" in pair.metadata and pair.label != 0.5:
             key = (pair.prompt_id, f"{pair.metadata.get('source')} {pair.metadata['group']}")
             lists.setdefault(key, _List({}, set())).add(pair, rewards)
+            subsets[key] = str(pair.metadata.get("subset", ""))
     long = {key: item for key, item in lists.items() if len(item.rewards) >= FEWEST_RESPONSES}
     if not long:
         return None
+    names = sorted({subsets[key] for key in long})
+    parts = {name: {key: item for key, item in long.items() if subsets[key] == name} for name in names}
+    found = {name: _of_lists(part, num_bootstrap, seed) for name, part in parts.items()} if len(names) > 1 else {}
+    return replace(_of_lists(long, num_bootstrap, seed), by_subset=found)
+
+
+def _of_lists(long: Mapping[tuple[str, str], _List], num_bootstrap: int, seed: int) -> BestOfN:
     rows = np.array([[*item.shares(), 1.0] for item in long.values()])
     prompts = np.unique([prompt for prompt, _ in long], return_inverse=True)[1]
     sums = np.zeros((int(prompts.max()) + 1, rows.shape[1]))

@@ -283,14 +283,21 @@ def write_evaluation(
 
 
 def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceDataset, by: Sequence[str] = ()) -> None:
-    """Write one JSON line for each pair: ids (the row's own as `id`), groups, label, weight and both rewards."""
+    """Write one JSON line for each pair: ids (the row's own as `id`), groups, label, weight and both rewards.
+
+    Pairs of a list of responses have its name as `group`, and the positions of both responses in it.
+    """
+    lists = (
+        ("group", "chosen_index", "rejected_index") if any("group" in pair.metadata for pair in dataset.pairs) else ()
+    )
+    names = dict.fromkeys(("id", "source", "subset", *lists, *by))
     lines = []
     for index, chosen, rejected in zip(rewards.pair_index, rewards.chosen, rewards.rejected, strict=True):
         pair = dataset[int(index)]
         row = {
             "pair_id": pair.pair_id,
             "prompt_id": pair.prompt_id,
-            **{name: pair.metadata.get(name) for name in dict.fromkeys(("id", "source", "subset", *by))},
+            **{name: pair.metadata.get(name) for name in names},
             "label": pair.label,
             "weight": pair.weight,
             "chosen": float(chosen),

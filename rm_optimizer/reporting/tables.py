@@ -73,9 +73,10 @@ def metrics_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
 def evaluation_rows(evaluation: Evaluation) -> dict[str, Cell]:
     """Rows for `summary_table`: the metrics of an evaluation, and notes on how to read them."""
     rows = metrics_rows(evaluation.metrics)
-    best = evaluation.best_of_n
-    if best is not None:
-        rows[f"best of {best.mean_responses:.3g} ({best.num_lists:,} lists)"] = (
+    lists = {} if evaluation.best_of_n is None else {"": evaluation.best_of_n, **evaluation.best_of_n.by_subset}
+    for name, best in lists.items():
+        of = f"{name}: " if name else ""
+        rows[f"{of}best of {best.mean_responses:.3g} ({best.num_lists:,} lists)"] = (
             f"{best.accuracy} (random {best.random:.3f}, longest {best.longest:.3f})"
         )
     rows["cut"] = _cut(evaluation)

@@ -95,6 +95,32 @@ def test_each_response_of_a_list_is_scored_once(model: BradleyTerryRM, tmp_path:
     assert result.best_of_n is not None
     assert result.best_of_n.num_lists == 1
     assert "best of 8 (1 lists)" in printed(result)
+    lines = [json.loads(line) for line in (tmp_path / "pair_rewards.jsonl").read_text().splitlines()]
+    assert {(line["chosen_index"], line["rejected_index"]) for line in lines} == {
+        (i, j) for i in range(8) for j in range(i)
+    }
+    assert {line["group"] for line in lines} == {lines[0]["group"]}
+    assert len({(line["chosen_index"], line["chosen"]) for line in lines}) == 7
+
+
+def test_the_official_number_of_each_subset_follows_from_the_files_written(model: BradleyTerryRM, tmp_path: Path):
+    rows = [
+        {"prompt": f"Say {n}", "chosen": [f"{n} it"], "rejected": ["no", "so what", "is it"], "subset": "ab"[n % 2]}
+        for n in range(6)
+    ]
+    (tmp_path / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = evaluated(model, PreferenceDataset.load(str(tmp_path / "lists.jsonl")).pairs, tmp_path)
+    rewards: dict[tuple[str, str], dict[str, float]] = {}
+    for line in map(json.loads, (tmp_path / "pair_rewards.jsonl").read_text().splitlines()):
+        own = rewards.setdefault((line["subset"], line["group"]), {})
+        own |= {f"c{line['chosen_index']}": line["chosen"], f"r{line['rejected_index']}": line["rejected"]}
+    stored = json.loads((tmp_path / "metrics.json").read_text())["best_of_n"]["by_subset"]
+    for subset in "ab":
+        lists = [own for (name, _), own in rewards.items() if name == subset]
+        assert len(lists) == 3
+        best = sum(max(own, key=own.__getitem__) == "c0" for own in lists) / 3
+        assert stored[subset]["accuracy"]["value"] == pytest.approx(best)
+    assert "a: best of 4 (3 lists)" in printed(result)
 
 
 class Killed(Exception):

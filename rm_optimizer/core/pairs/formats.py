@@ -133,7 +133,12 @@ def _compare_lists(row: Row, rule: KwiseRule) -> list[Comparison]:
     """Every chosen response against every rejected one; equal texts make no pair."""
     prompt = read_prompt(row.get("prompt"))
     chosen, rejected = (_texts(row, name) for name in ("chosen", "rejected"))
-    return [Comparison(prompt, better, worse) for better in chosen for worse in rejected if better != worse]
+    return [
+        Comparison(prompt, better, worse, extra=_both_sides({}, i, j))
+        for i, better in enumerate(chosen)
+        for j, worse in enumerate(rejected)
+        if better != worse
+    ]
 
 
 def _texts(row: Row, name: str) -> list[str]:
@@ -254,8 +259,10 @@ def _scores(row: Row) -> list[float]:
 
 
 def _both_sides(per_response: Mapping[str, Sequence[Any]], better: int, worse: int) -> dict[str, Any]:
+    """The values of both responses, and their positions in the row's list, or in the list of their side."""
     sides = (("chosen", better), ("rejected", worse))
-    return {f"{side}_{name}": values[index] for name, values in per_response.items() for side, index in sides}
+    own = {f"{side}_{name}": values[index] for name, values in per_response.items() for side, index in sides}
+    return {f"{side}_index": index for side, index in sides} | own
 
 
 def gather_responses(rows: Iterable[tuple[int, Row]], report: Report) -> Iterator[tuple[int, Row]]:
