@@ -300,6 +300,6 @@ def test_one_empty_response_of_many_is_told_and_the_others_count(tmp_path: Path)
 
 
 def test_a_margin_that_is_not_a_number_is_a_bad_row(tmp_path: Path):
-    assert "line 1: margin must be finite, got nan" in refusal(
-        tmp_path, [{"prompt": "Q?", "chosen": "a", "rejected": "b", "margin": float("nan")}]
+    assert "line 1: margin must be finite, got inf" in refusal(
+        tmp_path, [{"prompt": "Q?", "chosen": "a", "rejected": "b", "margin": float("inf")}]
     )

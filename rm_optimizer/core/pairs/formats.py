@@ -199,7 +199,8 @@ def _conversation(row: Row, name: str) -> tuple[Message, ...]:
     """Prompt and response: a list that begins with the assistant is a completion, any other the whole conversation."""
     turns, prompt = read_messages(name, row.get(name)), row.get("prompt")
     prompt = None if is_empty(prompt) else read_prompt(prompt)
-    if prompt and turns[0].role == "assistant":
+    is_within = isinstance(prompt, str) and any(turn == Message("user", prompt) for turn in turns)
+    if prompt and turns[0].role == "assistant" and not is_within:
         turns = as_messages(prompt) + turns
     elif isinstance(prompt, str):
         _require_agreement(prompt, turns[:-1])

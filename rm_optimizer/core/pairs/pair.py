@@ -110,6 +110,10 @@ def _check_texts(prompt: Prompt, chosen: str, rejected: str) -> None:
         require_response(name, text)
     for text in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
         require_characters("prompt", text)
+    if not isinstance(prompt, str) and prompt[-1].role == "assistant":
+        for name, text in (("chosen", chosen), ("rejected", rejected)):
+            if prompt[-1].content.strip() == text.strip():
+                raise ValueError(f"the prompt ends with the {name} response; give the messages before it as the prompt")
     if chosen == rejected:
         raise ValueError("chosen and rejected must differ")
 

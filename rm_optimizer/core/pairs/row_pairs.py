@@ -9,6 +9,7 @@ from rm_optimizer.core.pairs.formats import RowFormat
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import OPTIONAL_COLUMNS, DataSource
 from rm_optimizer.core.rows.columns import read_number
+from rm_optimizer.core.rows.messages import is_empty
 from rm_optimizer.core.rows.readers import Report, Row
 from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS, in_context
 from rm_optimizer.schema.data import KwiseRule
@@ -103,9 +104,10 @@ class _PairMaker:
 
 
 def _optional(row: Row, name: str) -> float | None:
-    """A number, or None where the cell is empty."""
+    """A number, or None where it is missing: null, NaN or blanks."""
     value = row.get(name)
-    return None if value is None or value == "" else read_number(name, value)
+    is_missing = is_empty(value) or (isinstance(value, str) and value.strip().casefold() in ("nan", "none"))
+    return None if is_missing else read_number(name, value)
 
 
 def _kept(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:

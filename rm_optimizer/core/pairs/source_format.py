@@ -9,7 +9,7 @@ from itertools import chain
 from rm_optimizer.core.pairs.column_hints import no_format, require_readable, winner_untold
 from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat, detect_format
 from rm_optimizer.core.pairs.sources import OPTIONAL_COLUMNS, DataSource
-from rm_optimizer.core.rows.columns import first_renamed, renamed
+from rm_optimizer.core.rows.columns import first_renamed, renamed, structured_columns
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS
 from rm_optimizer.core.rows.unread_columns import unread_note
@@ -28,12 +28,14 @@ class SourceFormat:
         rows: the source's rows, numbered, under our column names.
         row_format: format of the rows.
         has_one_response: True for rows of the k-wise format that are single responses, to be grouped by prompt.
+        structured: columns of responses whose text is read as the list that it spells.
         notes: sentences on columns that look like content and are not read.
     """
 
     rows: Iterator[tuple[int, Row]]
     row_format: RowFormat
     has_one_response: bool
+    structured: frozenset[str]
     notes: tuple[str, ...]
 
 
@@ -57,8 +59,9 @@ def format_of(
     Raises:
         DataError: if the first rows lack a column, look like no format, or hold a column that would be misread.
     """
-    others = renamed(rest, source.columns)
-    numbered = first_renamed(first, source.path, source.columns, spelling)
+    mapped = first_renamed(first, source.path, source.columns, spelling)
+    structured, said = structured_columns(named or source.path, [row for _, row in mapped], source.format, spelling)
+    numbered = list(renamed(mapped, {}, structured))
     ours = [row for _, row in numbered]
     names = {name for row in ours for name in row}
     form = source.named_format or detect_format(ours)
@@ -72,8 +75,9 @@ def format_of(
     has_one_response = form.name == "kwise" and "responses" not in first[0][1] and "responses" not in source.columns
     read = form.columns | {"response", "score", *OPTIONAL_COLUMNS} | CONTEXT_COLUMNS
     note = unread_note(named or source.path, ours, read, spelling)
-    notes = tuple(each for each in (unread, note) if each is not None)
-    return SourceFormat(chain(numbered, others), form, has_one_response, notes)
+    notes = (*said, *(each for each in (unread, note) if each is not None))
+    others = renamed(rest, source.columns, structured)
+    return SourceFormat(chain(numbered, others), form, has_one_response, structured, notes)
 
 
 def _unread(source: DataSource, form: RowFormat, spelling: Spelling) -> str | None:

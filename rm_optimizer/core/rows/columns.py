@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import math
+import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rm_optimizer.core.rows.messages import is_message
+from rm_optimizer.core.rows.messages import is_assistant, is_empty, is_message, parsed_text
 from rm_optimizer.core.rows.readers import Row
+from rm_optimizer.core.rows.row_context import is_context
 from rm_optimizer.errors import DataError, did_you_mean
 from rm_optimizer.schema.data import Spelling
 
 Columns = Mapping[str, str | None]
 """Our column name to the file's; None leaves the file's column of that name out."""
-_CONVERSATIONS = ("chosen", "rejected", "response_a", "response_b")
+_SIDES = (("chosen", "rejected"), ("response_a", "response_b"))
 _LISTS = ("responses", "scores", "ranks")
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
+"""Begin of a text that looks like a list of messages in some notation."""
 
 
 def first_renamed(
@@ -37,14 +41,22 @@ def first_renamed(
     return numbered
 
 
-def renamed(rows: Iterable[tuple[int, Row]], columns: Columns) -> Iterator[tuple[int, Row]]:
+def renamed(
+    rows: Iterable[tuple[int, Row]], columns: Columns, structured: frozenset[str] = frozenset()
+) -> Iterator[tuple[int, Row]]:
     """The rows under our column names; columns without one of ours keep theirs.
 
-    A name such as `answer.text` reads inside objects, and the same part of each object of a list. Lists and messages
-    that stand as JSON text in their cell, as in CSV, are parsed.
+    A name such as `answer.text` reads inside objects, and the same part of each object of a list. What lies beside it
+    becomes a column with its path for name.
+
+    Args:
+        rows: numbered rows.
+        columns: column mapping.
+        structured: columns of responses whose text is read as the list that it spells, as `structured_columns` finds
+            them. Lists of responses and scores always are.
     """
     for number, row in rows:
-        yield number, _parsed(_mapped(row, columns) if columns else row)
+        yield number, _parsed(_mapped(row, columns) if columns else row, structured)
 
 
 def _mapped(row: Row, columns: Columns) -> Row:
@@ -52,7 +64,38 @@ def _mapped(row: Row, columns: Columns) -> Row:
     consumed |= {ours for ours, theirs in columns.items() if theirs is None}
     kept = {name: value for name, value in row.items() if name not in consumed}
     found = ((ours, theirs) for ours, theirs in columns.items() if theirs is not None and _has_root(row, theirs))
-    return kept | {ours: cell(row, theirs) for ours, theirs in found}
+    mapped = {ours: cell(row, theirs) for ours, theirs in found}
+    return kept | dict(_beside(row, columns, mapped.values())) | mapped
+
+
+def _beside(row: Row, columns: Columns, read: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Path and value of what mapped paths pass by and nothing reads; of a message, only if its text is not read."""
+    paths = {ours if theirs is None else theirs for ours, theirs in columns.items()}
+    passed = [path.split(".") for path in paths if "." in path and path not in row]
+    texts = [value for value in read if isinstance(value, str)]
+    for prefix in dict.fromkeys(".".join(steps[:end]) for steps in passed for end in range(1, len(steps))):
+        if any(f"{prefix}.".startswith(f"{path}.") for path in paths):
+            continue
+        outer = cell(row, prefix)
+        for names, value in _members(parsed_text(outer) if isinstance(outer, str) else outer, prefix, paths):
+            inner = [f"{prefix}.{name}." for name in names]
+            is_read = any(f"{path}.".startswith(tuple(inner)) for path in paths)
+            if not is_read and not (is_message(value) and value.get("content", value.get("value")) in texts):
+                yield inner[0][:-1], value
+
+
+def _members(outer: Any, prefix: str, paths: Iterable[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Names and value of each part of an object and each item of a list; context only, of a list that is read whole."""
+    if isinstance(outer, Mapping):
+        yield from (((str(name),), value) for name, value in outer.items() if not is_empty(value))
+    elif isinstance(outer, list) and any(re.match(rf"{re.escape(prefix)}\.-?\d", path) for path in paths):
+        yield from (((str(index), str(index - len(outer))), value) for index, value in enumerate(outer))
+    elif isinstance(outer, list):
+        items = [item for item in outer if isinstance(item, Mapping)]
+        for name in dict.fromkeys(name for item in items for name in item if is_context(str(name))):
+            values = [item.get(name) for item in items]
+            if not all(map(is_empty, values)):
+                yield (str(name),), values
 
 
 def _root(path: str) -> str:
@@ -96,7 +139,7 @@ def read_number(name: str, value: object) -> float:
 
 def _inside(value: Any, step: str) -> Any:
     if isinstance(value, str):
-        value = _json(value)
+        value = parsed_text(value)
     if isinstance(value, Mapping):
         return value.get(step)
     if isinstance(value, list) and step.lstrip("-").isdigit():
@@ -105,37 +148,93 @@ def _inside(value: Any, step: str) -> Any:
     return [_inside(item, step) for item in value] if isinstance(value, list) else None
 
 
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
-
-
-def _parsed(row: Row) -> Row:
+def _parsed(row: Row, structured: frozenset[str]) -> Row:
     changed: Row = {}
-    for name in _CONVERSATIONS:
+    for name in ("chosen", "rejected", "response_a", "response_b", *_LISTS):
         value = row.get(name)
-        if isinstance(value, str) and value.lstrip().startswith(("[", "{")):
-            messages = _json(value)
-            if isinstance(messages, list) and all(map(is_message, messages)) and messages:
-                changed[name] = messages
-            elif is_message(messages):
-                changed[name] = [messages]
-        elif is_message(value):
-            changed[name] = [value]
-    for name in _LISTS:
-        value = row.get(name)
-        if isinstance(value, str) and isinstance(items := _json(value), list):
-            changed[name] = items
+        if isinstance(value, str) and (name in structured or name in _LISTS):
+            value = parsed_text(value)
+        if is_message(value):
+            value = [value]
+        if isinstance(value, list) and value is not row[name]:
+            changed[name] = value
     return row | changed if changed else row
+
+
+def structured_columns(
+    path: str, rows: Sequence[Row], named_format: str, spelling: Spelling
+) -> tuple[frozenset[str], list[str]]:
+    """Columns of responses whose text spells messages, or lists if the format is named so; and sentences on such text.
+
+    A column is read as one kind of thing, that of most of its first cells, so that an answer in JSON stays text among
+    other text. Messages must stand on both sides.
+
+    Args:
+        path: the source as it was named.
+        rows: its first rows under our names.
+        named_format: value of the option `format`.
+        spelling: form of option names in messages.
+
+    Raises:
+        DataError: if text looks like lists of messages and cannot be read, or prompts are lists of texts.
+    """
+    kinds = {
+        name: Counter(_kind(row[name]) for row in rows if not is_empty(row.get(name)))
+        for name in ("prompt", *_SIDES[0], *_SIDES[1])
+    }
+    most = {name: max(counts, key=counts.__getitem__, default="") for name, counts in kinds.items()}
+    if lost := next((name for name, kind in most.items() if kind == "unreadable"), None):
+        raise DataError(
+            f"{path}: {lost} holds lists of messages as text that cannot be read; write the file as JSON Lines or "
+            "Parquet, where lists stay lists"
+        )
+    if most["prompt"] in ("texts", "list"):
+        first = {name: f"{name}.0" for name, counts in kinds.items() if counts}
+        raise DataError(
+            f"{path}: prompt holds lists of texts, one for each turn; read the first turn with "
+            f"{spelling.columns(first)}, or write conversations as messages"
+        )
+    found, notes = set[str](), list[str]()
+    for names in _SIDES:
+        odd, listed = sum(kinds[name]["messages"] for name in names), [name for name in names if most[name] == "texts"]
+        if {most[name] for name in names} == {"messages"} and named_format in ("auto", "messages", "winner"):
+            found.update(names)
+            notes.append(f"{path}: {', '.join(names)} hold messages written as text, which are read as messages")
+        elif odd:
+            cells = f"{odd} of {sum(kinds[name].total() for name in names)} cells of {', '.join(names)}"
+            notes.append(f"{path}: {cells} look like messages and are read as text")
+        if named_format == "lists":
+            found.update(listed)
+        elif listed:
+            notes.append(
+                f"{path}: {' and '.join(listed)} holds lists of texts written as text, which are read as text; "
+                f"{spelling.option('format', 'lists')} reads each as several responses"
+            )
+    return frozenset(found), notes
+
+
+def _kind(value: Any) -> str:
+    """Kind of a cell: text that spells messages or texts or looks like messages that cannot be read, a list, other."""
+    if not isinstance(value, str):
+        return "list" if _are_texts(value) else "other"
+    parsed = parsed_text(value)
+    if is_assistant(parsed) or (isinstance(parsed, list) and parsed and all(map(is_message, parsed))):
+        return "messages"
+    if parsed is None and _MESSAGES.match(value):
+        return "unreadable"
+    return "texts" if _are_texts(parsed) else "other"
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
 
 
 def _require_columns(first: Sequence[Row], path: str, columns: Columns, spelling: Spelling) -> None:
     known = list(dict.fromkeys(name for row in first for name in row))
     for ours, theirs in columns.items():
         name = ours if theirs is None else theirs
-        if name in known or not all(_is_missing(cell(row, name)) for row in first):
+        is_there = (_root(name) if theirs is None else name) in known
+        if is_there or not all(_is_missing(cell(row, name)) for row in first):
             continue
         parts = ", ".join(_parts(row.get(_root(name)) for row in first)) or "no parts"
         lost = f"the column {_root(name)} holds no such part; it has {parts}"

@@ -6,6 +6,7 @@ the same messages here, so that a file, a command, the Python API and a server g
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 from collections.abc import Mapping
@@ -26,6 +27,9 @@ _UNREAD_FIELDS = frozenset({
 })  # fmt: skip
 """Fields of a message that templates would print, or that change its meaning."""
 _PROSE_WORDS = 10
+_FIELD_NAMES = ('"role"', '"from"', "'role'", "'from'")
+_OTHER_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[^\\nrtxuU'\"]")
+"""A backslash as `repr` never writes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,14 +111,14 @@ def begins_with_turn(text: str) -> bool:
 
 
 def read_prompt(value: object) -> Prompt:
-    """A prompt in any form: text, a transcript that ends in `Assistant:`, messages, or the JSON text of messages.
+    """A prompt in any form: text, a transcript that ends in `Assistant:`, messages, or the text of messages in JSON.
 
     Raises:
         ValueError: if it is none of these, or a message of it cannot be used.
     """
     if isinstance(value, str):
         return _transcript_prompt(value) or (
-            read_messages("prompt", parsed) if (parsed := messages_json(value)) else value
+            read_messages("prompt", parsed) if (parsed := messages_text(value)) else value
         )
     if isinstance(value, list | tuple):
         return read_messages("prompt", value)
@@ -132,25 +136,55 @@ def _transcript_prompt(text: str) -> tuple[Message, ...] | None:
     return messages if any(message.role == "user" for message in messages) else None
 
 
-def messages_json(text: str) -> list[Any] | None:
-    """The list that the text spells in JSON, if it is one of messages; None for any other text.
+def parsed_text(text: str) -> Any:
+    """The value of a text that spells a list or an object in JSON or as Python prints it; None for any other text.
+
+    Python's notation counts only if the value prints as the same text: what numpy prints reads as other values.
 
     Example:
-        >>> messages_json('[{"from": "human", "value": "Hi"}]')
-        [{'from': 'human', 'value': 'Hi'}]
+        >>> parsed_text("['a', None]"), parsed_text("['a' 'b']"), parsed_text("Hi")
+        (['a', None], None, None)
     """
-    if not text.lstrip().startswith("[") or not ('"role"' in text or '"from"' in text):
+    text = text.strip()
+    if not text.startswith(("[", "{")):
         return None
     try:
-        value = json.loads(text)
+        return json.loads(text)
     except (ValueError, RecursionError):
+        pass
+    if _OTHER_ESCAPE.search(text):
         return None
+    try:
+        value = ast.literal_eval(text)
+        return value if repr(value) == text else None
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return None
+
+
+def messages_text(text: str) -> list[Any] | None:
+    """The messages that the text spells, if it is a list of messages; None for any other text.
+
+    Example:
+        >>> messages_text('[{"from": "human", "value": "Hi"}]')
+        [{'from': 'human', 'value': 'Hi'}]
+    """
+    if not text.lstrip().startswith("[") or not any(name in text for name in _FIELD_NAMES):
+        return None
+    value = parsed_text(text)
     return value if isinstance(value, list) and value and all(map(is_message, value)) else None
 
 
 def is_message(value: object) -> bool:
     """True for a value like a message: an object with `role` and `content`, or `from` and `value`."""
     return isinstance(value, Mapping) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys())
+
+
+def is_assistant(value: object) -> bool:
+    """True for a value like a message of the assistant."""
+    if not isinstance(value, Mapping) or not is_message(value):
+        return False
+    role = value.get("role", value.get("from"))
+    return isinstance(role, str) and _ROLES.get(role.strip().lower()) == "assistant"
 
 
 def read_messages(name: str, value: object) -> tuple[Message, ...]:
@@ -164,7 +198,7 @@ def read_messages(name: str, value: object) -> tuple[Message, ...]:
         ValueError: if it is no such list, or a message has a field that would be lost, such as `tool_calls`.
     """
     if isinstance(value, str):
-        value = messages_json(value) or value
+        value = messages_text(value) or value
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{name} must be a list of messages, got {shown_kind(value)}")
     try:

@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from rm_optimizer.core.rows.messages import Message, Prompt, as_messages, is_empty, read_prompt
+from rm_optimizer.core.rows.messages import Message, Prompt, as_messages, is_empty, is_message, read_prompt
 from rm_optimizer.core.rows.readers import Row
 
 CONTEXT_COLUMNS = frozenset({"system", "input"})
@@ -54,12 +54,25 @@ def in_context(row: Row, prompt: Prompt, columns: Mapping[str, str | None]) -> P
     return _with_system(prompt, _text_of(row, "system")) if has_system else prompt
 
 
+def is_context(name: str) -> bool:
+    """True for the name of a column, or of a part of an object, that belongs to what the model reads."""
+    return name in CONTEXT_COLUMNS or name in UNREAD_COLUMNS
+
+
 def unread_column(row: Row, columns: Mapping[str, str | None]) -> str | None:
-    """First column of a row with context that the model would not read; None if there is none."""
+    """First column of a row with context that the model would not read; None if there is none.
+
+    A part of an object, which has its path for name, is judged by the last word of it, and other messages of a
+    conversation are context as well.
+    """
     reads_input = "input" in columns or columns.get("prompt") == "instruction"
-    return next(
-        (name for name in UNREAD_COLUMNS if not is_empty(row.get(name)) and not (name == "input" and reads_input)), None
-    )
+    for name, value in row.items():
+        outer, _, last = name.rpartition(".")
+        if outer and not is_empty(value) and (is_context(last) or is_message(value)):
+            return name
+        if name in UNREAD_COLUMNS and not is_empty(value) and not (name == "input" and reads_input):
+            return name
+    return None
 
 
 def _text_of(row: Row, name: str) -> str:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from rm_optimizer.core.rows.messages import parsed_text
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.core.rows.row_context import UNREAD_COLUMNS
 from rm_optimizer.schema.data import Spelling
@@ -145,8 +145,8 @@ def _is_content(name: str, rows: Sequence[Row], texts_read: Sequence[str]) -> bo
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """The texts in a cell, those inside its lists and objects too, which may be JSON text."""
-    if isinstance(value, str) and isinstance(parsed := _parsed(value), list | dict):
+    """The texts in a cell, those inside its lists and objects too, which may be written as text."""
+    if isinstance(value, str) and isinstance(parsed := parsed_text(value), list | dict):
         yield from _texts(parsed)
     elif isinstance(value, str):
         yield value
@@ -156,15 +156,6 @@ def _texts(value: Any) -> Iterator[str]:
     elif isinstance(value, Mapping):
         for item in value.values():
             yield from _texts(item)
-
-
-def _parsed(text: str) -> Any:
-    if not text.lstrip().startswith(("[", "{")):
-        return None
-    try:
-        return json.loads(text)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _folded(text: str) -> str:

@@ -109,11 +109,13 @@ class StreamFile:
     Args:
         source: its path and how to read it.
         form: the format of its rows.
+        structured: columns of responses whose text is read as the list that it spells.
         notes: sentences on columns that look like content and are not read.
     """
 
     source: DataSource
     form: RowFormat
+    structured: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
 
     def rows(self, part: Part, report: Report) -> Iterator[tuple[int, Row]]:
@@ -163,7 +165,7 @@ def _opened(source: DataSource, named: str) -> StreamFile:
             f"{source.path}: streaming reads k-wise rows with responses and scores lists, got one response a row, "
             "which would have to be gathered by prompt from the whole file"
         )
-    return StreamFile(source, form.row_format, form.notes)
+    return StreamFile(source, form.row_format, form.structured, form.notes)
 
 
 def _ignore(number: int, reason: str) -> None:

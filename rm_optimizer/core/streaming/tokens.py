@@ -129,7 +129,8 @@ class BlockReader:
             DataError: if a row is bad and that is not to be passed over, or its prompt is held out.
         """
         file = self.files[block.file]
-        rows = renamed(tally.counted(file.rows(block.part, tally.report_unread)), file.source.columns)
+        stored = tally.counted(file.rows(block.part, tally.report_unread))
+        rows = renamed(stored, file.source.columns, file.structured)
         options = {"report": tally.report, "skip": tally.skip}
         for number, pair in numbered_pairs(file.source, file.form, rows, self.kwise_rule, **options):
             if self.held_out_prompts and folded_prompt_id(pair.prompt) in self.held_out_prompts:

@@ -20,7 +20,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
-from rm_optimizer.core.rows.columns import renamed
 from rm_optimizer.core.rows.messages import as_messages, read_prompt
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.data_efficiency.labeling.exports import exported_answers
@@ -166,7 +165,7 @@ def read_questions(path: Path) -> list[tuple[Question, list[float | None]]]:
     Raises:
         DataError: if the file cannot be read, an answer is not valid, or a question's texts were changed.
     """
-    rows = [*renamed(_rows(path), {})]
+    rows = list(_rows(path))
     if not rows:
         raise DataError(f"{path}: there are no questions")
     if {str(one).strip() for _, row in rows for one in _given(row)} in ({"0", "1"}, {"0"}, {"1"}):

@@ -1,0 +1,234 @@
+"""Rows that come in another form: parts of objects, structures as text, missing numbers, answers in prompts."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.pair import Message, PreferencePair
+from rm_optimizer.errors import DataError
+
+TOOLS = [{"type": "function", "function": {"name": "search"}}]
+OPENAI = {"prompt": "input.messages.0.content", "chosen": "good.0.content", "rejected": "bad.0.content"}
+
+
+def openai_row(i=0, **inside):
+    return {
+        "input": {"messages": [{"role": "user", "content": f"Why {i}?"}], **inside},
+        "good": [{"role": "assistant", "content": f"Because {i}."}],
+        "bad": [{"role": "assistant", "content": f"No {i}."}],
+    }
+
+
+def loaded(tmp_path, rows, **options):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return PreferenceDataset.load(path, **options)
+
+
+def test_parts_beside_a_mapped_path_are_metadata(tmp_path):
+    row = {"meta": {"task": "chat", "turn": 1, "deep": {"note": "x"}}, "chosen": "Yes.", "rejected": "No."}
+    (pair,) = loaded(tmp_path, [row | {"meta": row["meta"] | {"q": "Why?"}}], columns={"prompt": "meta.q"}).pairs
+    assert pair.prompt == "Why?"
+    assert dict(pair.metadata) == {
+        "source": "pairs", "meta.task": "chat", "meta.turn": 1, "meta.deep": {"note": "x"},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("mapped", ["input.messages", "input.messages.0.content"])
+@pytest.mark.parametrize(
+    ("name", "value"), [("tools", TOOLS), ("system", "Be rude."), ("documents", ["d"]), ("input", "1")]
+)
+def test_context_beside_a_mapped_path_is_refused_by_its_path(tmp_path, mapped, name, value):
+    columns = OPENAI | {"prompt": mapped}
+    rows = [openai_row(i) for i in range(60)]
+    assert len(loaded(tmp_path, [*rows, openai_row(60, **{name: []})], columns=columns)) == 61
+    with pytest.raises(DataError, match=rf"input\.{name} is not read and would be lost"):
+        loaded(tmp_path, [*rows, openai_row(60, **{name: value})], columns=columns)
+    with pytest.raises(DataError, match=rf"the column input\.{name} is not read and would be lost"):
+        loaded(tmp_path, [openai_row(0, **{name: value}), *rows], columns=columns)
+    left_out = columns | {f"input.{name}": None}
+    assert len(loaded(tmp_path, [*rows, openai_row(60, **{name: value})], columns=left_out)) == 61
+
+
+def test_context_beside_a_mapped_path_is_read_where_it_is_mapped(tmp_path):
+    columns = OPENAI | {"system": "input.rules"}
+    (pair,) = loaded(tmp_path, [openai_row(0, rules="Be brief.")], columns=columns).pairs
+    assert pair.prompt == (Message("system", "Be brief."), Message("user", "Why 0?"))
+
+
+def test_fields_of_a_message_that_is_read_by_its_path_are_not_lost(tmp_path):
+    row = openai_row()
+    row["good"][0]["tool_calls"] = TOOLS
+    with pytest.raises(DataError, match=r"good\.0\.tool_calls is not read and would be lost"):
+        loaded(tmp_path, [row], columns=OPENAI)
+
+
+def test_other_turns_of_a_conversation_are_not_lost(tmp_path):
+    row = openai_row()
+    row["input"]["messages"].append({"role": "user", "content": "And how?"})
+    with pytest.raises(DataError, match=r"input\.messages\.1 is not read and would be lost"):
+        loaded(tmp_path, [row], columns=OPENAI)
+
+
+def test_a_turn_that_stands_on_both_sides_is_not_lost(tmp_path):
+    sides = {
+        f"conv_{side}": [{"role": "user", "content": "Q?"}, {"role": "assistant", "content": side}] for side in "ab"
+    }
+    columns = {"prompt": "conv_a.0.content", "response_a": "conv_a.1.content", "response_b": "conv_b.-1.content"}
+    (pair,) = loaded(tmp_path, [sides | {"winner": "a"}], columns=columns, winner="a,b").pairs
+    assert (pair.prompt, pair.chosen, pair.rejected) == ("Q?", "a", "b")
+
+
+def test_context_of_each_response_in_a_list_is_refused(tmp_path):
+    row = {"prompt": "Q?", "answers": [{"text": "x", "score": 1}, {"text": "y", "score": 2, "tool_calls": TOOLS}]}
+    columns = {"responses": "answers.text", "scores": "answers.score"}
+    with pytest.raises(DataError, match=r"answers\.tool_calls is not read"):
+        loaded(tmp_path, [row], columns=columns)
+
+
+def test_a_score_inside_a_side_that_prefers_the_other_is_said(tmp_path):
+    rows = [{"p": f"Q{i}?", "a": [{"t": f"x{i}", "score": 1}, {"t": f"y{i}", "score": 2}]} for i in range(8)]
+    columns = {"prompt": "p", "chosen": "a.0.t", "rejected": "a.1.t"}
+    (note,) = loaded(tmp_path, rows, columns=columns).notes
+    assert "a.0.score beside a.1.score prefers the other response in 8 of 8 pairs" in note
+
+
+def test_grouping_of_single_responses_sees_the_context_in_an_object(tmp_path):
+    rows = [{"d": {"q": "Add.", "n": n}, "response": f"{n}{k}", "score": k} for n in "12" for k in range(2)]
+    pairs = loaded(tmp_path, rows, columns={"prompt": "d.q", "input": "d.n"}).pairs
+    assert [pair.prompt for pair in pairs] == ["Add.\n1", "Add.\n2"]
+    for row in rows:
+        row["d"]["input"] = row["d"].pop("n")
+    with pytest.raises(DataError, match=r"d\.input"):
+        loaded(tmp_path, rows, columns={"prompt": "d.q"})
+
+
+def conversation(i, answer):
+    return [{"role": "user", "content": f'Say "{i}" isn\'t\n\\d.'}, {"role": "assistant", "content": answer}]
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_messages_as_text_in_a_csv_are_read_as_messages_and_that_is_said(tmp_path, write):
+    path = tmp_path / "pairs.csv"
+    rows = [{side: write(conversation(i, f"{side} {i}")) for side in ("chosen", "rejected")} for i in range(60)]
+    pd.DataFrame(rows).to_csv(path, index=False)
+    data = PreferenceDataset.load(path)
+    assert data.pairs[7].prompt == (Message("user", 'Say "7" isn\'t\n\\d.'),)
+    assert data.pairs[7].chosen == "chosen 7"
+    (note,) = data.notes
+    assert "chosen, rejected hold messages written as text, which are read as messages" in note
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_a_prompt_of_messages_as_text_is_read_as_messages(tmp_path, write):
+    path = tmp_path / "pairs.csv"
+    rows = [{"prompt": write(conversation(i, "Hi")[:1]), "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(3)]
+    pd.DataFrame(rows).to_csv(path, index=False)
+    assert PreferenceDataset.load(path).pairs[1].prompt == (Message("user", 'Say "1" isn\'t\n\\d.'),)
+
+
+@pytest.mark.parametrize("column", ["prompt", "chosen"])
+def test_messages_in_a_notation_that_cannot_be_read_are_refused(tmp_path, column):
+    path = tmp_path / "pairs.csv"
+    rows = [{"prompt": f"q{i}", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(3)]
+    for i, row in enumerate(rows):
+        row[column] = str(np.array(conversation(i, "Hi"), dtype=object))
+    pd.DataFrame(rows).to_csv(path, index=False)
+    with pytest.raises(DataError, match=f"{column} holds lists of messages as text that cannot be read"):
+        PreferenceDataset.load(path)
+
+
+def test_json_answers_stay_text(tmp_path):
+    other = {"role": "user", "content": "hi"}
+    sides = [(json.dumps(other), "hi"), (json.dumps(other), json.dumps(other | {"content": "ho"})), ('{"a": 1}', "[1]")]
+    rows = [{"prompt": f"Write JSON {i}", "chosen": a, "rejected": b} for i, (a, b) in enumerate(sides)]
+    for part in (rows, *([row] for row in rows)):
+        assert [(pair.chosen, pair.rejected) for pair in loaded(tmp_path, part).pairs] == [
+            (row["chosen"], row["rejected"]) for row in part
+        ]
+
+
+def test_one_json_conversation_among_plain_answers_stays_text_and_is_counted(tmp_path):
+    rows = [{"prompt": f"Q{i}?", "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(20)]
+    rows[3]["chosen"] = json.dumps(conversation(3, "x"))
+    data = loaded(tmp_path, rows)
+    assert data.pairs[3].chosen == rows[3]["chosen"]
+    assert any(
+        "1 of 40 cells of chosen, rejected look like messages and are read as text" in note for note in data.notes
+    )
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_turns_as_lists_of_texts_are_refused_with_a_path_that_reads_one(tmp_path, write):
+    rows = [{"prompt": f"Q{i}?", "response_a": f"a{i}", "response_b": f"b{i}"} for i in range(5)]
+    path = tmp_path / "arena.csv"
+    pd.DataFrame([{k: write([v]) for k, v in row.items()} | {"winner": "a"} for row in rows]).to_csv(path, index=False)
+    with pytest.raises(DataError, match=r"prompt holds lists of texts, .*prompt\.0"):
+        PreferenceDataset.load(path, winner="a,b")
+    columns = {name: f"{name}.0" for name in ("prompt", "response_a", "response_b")}
+    assert PreferenceDataset.load(path, winner="a,b", columns=columns).pairs[2].prompt == "Q2?"
+
+
+def test_lists_of_answers_as_text_are_said_and_read_where_the_format_is_named(tmp_path):
+    rows = [{"prompt": f"Q{i}?", "chosen": json.dumps([f"a{i}", f"c{i}"]), "rejected": f"b{i}"} for i in range(5)]
+    data = loaded(tmp_path, rows)
+    assert data.pairs[0].chosen == '["a0", "c0"]'
+    assert any("chosen holds lists of texts written as text" in note and "format" in note for note in data.notes)
+    assert [pair.chosen for pair in loaded(tmp_path, rows[:1], format="lists").pairs] == ["a0", "c0"]
+
+
+@pytest.mark.parametrize("name", ["margin", "label", "weight"])
+@pytest.mark.parametrize("missing", [None, "", math.nan, " ", "NaN"])
+def test_every_missing_number_is_the_same(tmp_path, name, missing):
+    rows = [{"prompt": "Q?", "chosen": "a", "rejected": f"b{i}", name: value} for i, value in enumerate([missing, 0.5])]
+    pairs = loaded(tmp_path, rows).pairs
+    assert getattr(pairs[0], name) == getattr(PreferencePair("Q?", "a", "b0"), name)
+    assert getattr(pairs[1], name) == 0.5
+    with pytest.raises(DataError, match=f"{name} must be finite"):
+        loaded(tmp_path, [rows[1] | {name: "inf"}])
+
+
+def test_missing_numbers_of_parquet_are_missing(tmp_path):
+    path = tmp_path / "pairs.parquet"
+    rows = {"prompt": ["Q?"] * 2, "chosen": ["a"] * 2, "rejected": ["b", "c"], "margin": [np.nan, 2.0]}
+    pd.DataFrame(rows).to_parquet(path)
+    assert [pair.margin for pair in PreferenceDataset.load(path).pairs] == [None, 2.0]
+
+
+def test_a_prompt_that_ends_with_one_of_the_answers_is_refused(tmp_path):
+    row = {"messages": conversation(0, "Yes."), "rejected": "No."}
+    columns = {"prompt": "messages", "chosen": "messages.-1.content"}
+    with pytest.raises(DataError, match="the prompt ends with the chosen response"):
+        loaded(tmp_path, [row], columns=columns)
+    turns = (Message("user", "Q?"), Message("assistant", " No. "))
+    with pytest.raises(ValueError, match="the prompt ends with the rejected response"):
+        PreferencePair(turns, "Yes.", "No.")
+    assert PreferencePair((*turns, Message("user", "Sure?")), "Yes.", "No.")
+
+
+def test_a_prompt_that_stands_among_the_turns_is_not_put_in_front(tmp_path):
+    turns = [{"role": "assistant", "content": "Hello!"}, {"role": "user", "content": "Hi"}]
+    sides = {side: [*turns, {"role": "assistant", "content": side}] for side in ("chosen", "rejected")}
+    (pair,) = loaded(tmp_path, [{"prompt": "Hi", **sides}]).pairs
+    assert [message.content for message in pair.prompt] == ["Hello!", "Hi"]
+
+
+def test_streaming_reads_structures_as_in_memory(tmp_path):
+    from rm_optimizer.core.pairs.sources import parse_sources
+    from rm_optimizer.core.streaming.blocks import blocks_of, stream_files
+    from rm_optimizer.core.streaming.tokens import BlockReader
+    from rm_optimizer.schema.data import KwiseRule, OnBadRow
+
+    path = tmp_path / "pairs.jsonl"
+    rows = [{side: str(conversation(i, f"{side} {i}")) for side in ("chosen", "rejected")} for i in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    files = stream_files(parse_sources(str(path), format="auto", columns=None))
+    reader = BlockReader(files, KwiseRule.all, OnBadRow.error)
+    pairs = [pair for block in blocks_of(files) for _, pair in reader.pairs(block, reader.tally(0))]
+    assert tuple(pairs) == PreferenceDataset.load(path).pairs
