@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from enum import Enum
@@ -15,6 +16,8 @@ ADAPTER_FILE = "adapter_config.json"
 """Configuration of a LoRA adapter, as peft names it."""
 BEST_FOLDER = "best"
 """Folder of the exported best model inside a run folder."""
+_WEIGHTS = re.compile(r"(pytorch_)?model[-.].*(safetensors|bin)(\.index\.json)?")
+"""Names of a whole model's weights."""
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -52,7 +55,9 @@ def resolve_source(source: str | Path) -> Source:
     """
     path = Path(source).expanduser()
     if path.is_dir():
-        is_adapter = (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file()
+        is_adapter, is_whole = (path / ADAPTER_FILE).is_file(), any(map(_WEIGHTS.fullmatch, os.listdir(path)))
+        if is_adapter and is_whole:
+            raise CheckpointError(f"{path} holds an adapter and the weights of a whole model; keep one of them there")
         return Source(SourceKind.ADAPTER, str(path)) if is_adapter else Source(SourceKind.FOLDER, _model_folder(path))
     if path.is_file():
         if path.suffix != ".ckpt":

@@ -185,6 +185,10 @@ class StoredAdapter:
             raise CheckpointError(
                 f"the adapter in {folder} was saved without its reward head, which cannot be restored"
             )
+        start = _embeddings_name(model)
+        for key, rows in _tensors(folder).items():
+            if key.startswith(start) and key.endswith("weight"):
+                model.resize_token_embeddings(len(rows), mean_resizing=False).weight.data.copy_(rows)
         attach(model, self.config, seed=0)
         tensors = adapter_tensors(model, folder)
         model.load_state_dict(tensors, strict=False)
@@ -200,16 +204,33 @@ def adapter_tensors(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
     """Tensors of a stored adapter, head-side modules included, by their names in an adapted classifier.
 
     Raises:
-        CheckpointError: if a tensor is missing or unknown.
+        CheckpointError: if a tensor is missing, unknown or of another shape.
     """
-    binary, names = folder / "adapter_model.bin", _file_names(model)
-    is_binary = binary.is_file() and not (folder / WEIGHTS_FILE).is_file()
-    stored = torch.load(binary, "cpu", weights_only=True) if is_binary else load_file(folder / WEIGHTS_FILE)
-    wrong = sorted(stored.keys() ^ set(names.values()))
+    names, state, embeddings = _file_names(model), model.state_dict(), _embeddings_name(model)
+    wanted = {key: state[name].shape for name, key in names.items()}
+    stored = {key: value for key, value in _tensors(folder).items() if key in wanted or not key.startswith(embeddings)}
+    wrong = sorted(stored.keys() ^ wanted.keys()) or [
+        f"{key} of shape {[*stored[key].shape]} in place of {[*shape]} for a reward"
+        for key, shape in wanted.items()
+        if stored[key].shape != shape
+    ]
     if wrong:
         examples = f"{len(wrong)} tensors, such as {wrong[0]}"
         raise CheckpointError(f"the adapter in {folder} does not fit its base: {examples}")
     return {name: stored[key] for name, key in names.items()}
+
+
+def _tensors(folder: Path) -> dict[str, Tensor]:
+    binary = folder / "adapter_model.bin"
+    is_binary = binary.is_file() and not (folder / WEIGHTS_FILE).is_file()
+    stored = torch.load(binary, "cpu", weights_only=True) if is_binary else load_file(folder / WEIGHTS_FILE)
+    return {f"{key}.weight" if key.endswith("lora_magnitude_vector") else key: value for key, value in stored.items()}
+
+
+def _embeddings_name(model: PreTrainedModel) -> str:
+    """Start of the names in peft's file of the input embeddings, which it stores whole where tokens were added."""
+    embeddings = model.get_input_embeddings()
+    return next(f"{_PREFIX}{name}." for name, module in model.named_modules() if module is embeddings)
 
 
 def merged_model(model: PreTrainedModel) -> PreTrainedModel:

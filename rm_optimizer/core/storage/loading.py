@@ -6,7 +6,7 @@ import logging
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -178,7 +178,7 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
         unread |= {file.name for file in folder.glob("value_head.*")}
     is_fresh = f"{head_name(model)}.weight" in missing
     _require_backbone(model, missing, unread)
-    _refuse_unread(model, unread, is_fresh=is_fresh)
+    refuse_unread(model, unread, is_fresh=is_fresh)
     if missing and options.new_head:
         _log.info("%s lacks %s: drawn from seed %d", source.location, ", ".join(sorted(missing)), options.seed)
     require_exported_weights(folder, record)
@@ -242,8 +242,12 @@ def _require_backbone(model: PreTrainedModel, missing: set[str], unread: set[str
         )
 
 
-def _refuse_unread(model: PreTrainedModel, unread: set[str], *, is_fresh: bool) -> None:
-    """Refuse stored weights that would change the reward; a fresh head replaces any other, but not a layer."""
+def refuse_unread(model: PreTrainedModel, unread: Collection[str], *, is_fresh: bool) -> None:
+    """Refuse stored weights that would change the reward; a fresh head replaces any other, but not a layer.
+
+    Raises:
+        CheckpointError: naming up to three of them.
+    """
     backbone, own = model.base_model_prefix, {name for name, _ in model.base_model.named_children()}
     inside = {name for name in unread if name.removeprefix(f"{backbone}.").split(".")[0] in own}
     if lost := sorted(inside if is_fresh else unread):

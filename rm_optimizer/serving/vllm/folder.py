@@ -17,6 +17,7 @@ from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import write_adapter
 from rm_optimizer.core.storage.export_record import read_record, require_exported_weights
+from rm_optimizer.core.storage.loading import refuse_unread
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.schema.publish import RewardModelTrainingMode
@@ -100,14 +101,15 @@ def _from_files(folder: Path, dtype: str) -> VllmModel:
     """Description from the folder's configuration and `export.json`; the weights are read, not loaded.
 
     Raises:
-        CheckpointError: if the weights are not those that were exported, or some are missing.
+        CheckpointError: if the weights are not those that were exported, or some are missing or not read.
     """
     record = read_record(folder)
     require_exported_weights(folder, record)
     with torch.device("meta"):
         skeleton = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
-    lost = skeleton.state_dict().keys() - tensor_files(map(str, folder.glob("*.safetensors"))).keys()
-    require_trained_head(skeleton, lost, folder)
+    read, stored = skeleton.state_dict().keys(), tensor_files(map(str, folder.glob("*.safetensors"))).keys()
+    require_trained_head(skeleton, read - stored, folder)
+    refuse_unread(skeleton, stored - read, is_fresh=False)
     identity = record["identity"]["template"]
     description = _describe(
         skeleton, folder, dtype, identity=identity, version=checkpoint_version(skeleton, folder, record), record=record

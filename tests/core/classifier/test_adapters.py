@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel
+from peft import AutoPeftModelForSequenceClassification, LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from rm_optimizer.core.classifier.adapters import add_adapter, has_adapter, lora_config, saved_modules
@@ -410,6 +413,63 @@ def test_an_adapter_whose_base_is_an_adapter_is_refused(tmp_path: Path):
     config.write_text(json.dumps(json.loads(config.read_text()) | itself))
     with pytest.raises(CheckpointError, match=r"needs a whole model as its base, but .*adapter is an adapter too"):
         BradleyTerryRM.from_pretrained(tmp_path / "adapter")
+
+
+def made_by_peft(folder: Path, *, num_labels: int = 1, new_tokens: int = 0, **options: Any) -> PeftModel:
+    """An adapter saved by plain peft in `folder/adapter`, its factors and head not at their start."""
+    base_folder("llama", folder / "base")
+    tokenizer = tiny_tokenizer("llama")
+    plain = AutoModelForSequenceClassification.from_pretrained(folder / "base", num_labels=1)
+    if num_labels > 1:
+        plain.score = torch.nn.Linear(32, num_labels, bias=False)
+    if new_tokens:
+        tokenizer.add_tokens([f"<new{i}>" for i in range(new_tokens)])
+        plain.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+    lora = LoraConfig(**{"r": 2, "task_type": "SEQ_CLS", "modules_to_save": ["score"], **options})
+    theirs = get_peft_model(plain, lora).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for _, parameter in theirs.named_parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape)) if parameter.requires_grad else None
+    with warnings.catch_warnings(action="ignore"):  # peft says that it stores the embeddings
+        theirs.save_pretrained(folder / "adapter")
+    tokenizer.save_pretrained(folder / "adapter")
+    return theirs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_modules": ["q_proj", "v_proj"], "use_dora": True},
+        {"target_modules": ["q_proj", "embed_tokens"]},
+        {"target_modules": ["q_proj"], "new_tokens": 2},
+        {"target_modules": ["q_proj"], "new_tokens": 2, "modules_to_save": ["score", "embed_tokens"]},
+    ],
+    ids=["DoRA", "embeddings", "new tokens", "trained embeddings"],
+)
+def test_forms_of_adapters_made_by_peft_load_merge_and_score_as_there(options: dict[str, Any], tmp_path: Path):
+    theirs = made_by_peft(tmp_path, **options)
+    shutil.copy(tmp_path / "base" / "config.json", tmp_path / "adapter")  # axolotl writes it there
+    model = BradleyTerryRM.from_pretrained(tmp_path / "adapter", max_length=64)
+    with torch.no_grad():
+        theirs.base_model.model.config.pad_token_id = model.pad_choice.token_id
+        logits = theirs(**model.tokenize(PROMPTS, [f"<new1> {text}" for text in RESPONSES])).logits[:, 0]
+    rewards = model.score(PROMPTS, [f"<new1> {text}" for text in RESPONSES])
+    torch.testing.assert_close(rewards, logits, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "merged")
+    merged = BradleyTerryRM.from_pretrained(tmp_path / "merged").score(PROMPTS, RESPONSES)
+    torch.testing.assert_close(merged, model.score(PROMPTS, RESPONSES), rtol=1e-5, atol=1e-5)
+
+
+def test_an_adapter_of_two_labels_or_beside_whole_weights_is_refused_with_its_cause(tmp_path: Path):
+    made_by_peft(tmp_path / "two", num_labels=2, target_modules=["q_proj"])
+    with pytest.raises(CheckpointError, match=r"score\.weight of shape \[2, 32\] in place of \[1, 32\]"):
+        BradleyTerryRM.from_pretrained(tmp_path / "two" / "adapter")
+    made_by_peft(tmp_path / "one", target_modules=["q_proj"])
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tmp_path / "one" / "base" / name, tmp_path / "one" / "adapter")
+    with pytest.raises(CheckpointError, match="holds an adapter and the weights of a whole model; keep one of them"):
+        BradleyTerryRM.from_pretrained(tmp_path / "one" / "adapter")
 
 
 def test_an_adapter_made_by_peft_alone_loads(tmp_path: Path):

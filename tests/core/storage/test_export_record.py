@@ -116,6 +116,14 @@ def test_an_export_without_digests_and_without_its_head_is_refused_by_both_engin
         prepare_model(str(folder), folder.parent / "work", "float32")
 
 
+def test_a_layer_that_the_configuration_leaves_out_is_refused_by_both_engines(folder: Path):
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1}
+    (folder / "config.json").write_text(json.dumps(config | {"layer_types": None}))
+    for load in (BradleyTerryRM.from_pretrained, lambda path: prepare_model(str(path), path / "work", "float32")):
+        with pytest.raises(CheckpointError, match=r"does not read, among them model\.layers\.1"):
+            load(folder)
+
+
 def test_a_changed_configuration_is_seen_in_the_rewards(folder: Path):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "relu"}))

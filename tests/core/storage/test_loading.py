@@ -145,6 +145,7 @@ def test_folders_and_files_without_a_model_are_refused(tmp_path: Path):
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="adapter alone"):
         BradleyTerryRM.from_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "config.json").write_text("{ torn")
     with pytest.raises(CheckpointError, match="cannot be loaded as a reward model"):
         BradleyTerryRM.from_pretrained(tmp_path)
@@ -330,6 +331,15 @@ def test_a_trained_head_of_another_form_is_called_that(name: str, tmp_path: Path
     with pytest.raises(CheckpointError, match=f"trained reward head in another form.*stored as {name}"):
         BradleyTerryRM.from_pretrained(folder)
     assert BradleyTerryRM.from_pretrained(folder, new_head=True)
+
+
+@pytest.mark.parametrize("head", ["score.weight", "other.weight"])
+def test_the_file_of_a_value_head_is_named(head: str, tmp_path: Path):
+    folder = stored(tmp_path, lambda weights: {head if key == "score.weight" else key: weights[key] for key in weights})
+    save_file({"v_head.summary.weight": torch.ones(1, 32)}, tmp_path / "value_head.safetensors")
+    says = "trained reward head in another form" if head == "other.weight" else "does not read, among them"
+    with pytest.raises(CheckpointError, match=rf"{says}.*value_head\.safetensors"):
+        BradleyTerryRM.from_pretrained(folder)
 
 
 def test_a_layer_beyond_the_configuration_is_refused_in_a_base_too(tmp_path: Path):
