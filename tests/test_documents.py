@@ -29,7 +29,9 @@ from tests.test_architecture import FLOORS, INNER, MODULES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
-DOCUMENTS = {name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "doc.md", "studies/README.md")} | PAGES
+DOCUMENTS = {
+    name: (ROOT / name).read_text(encoding="utf-8") for name in ("README.md", "doc.md", "studies/README.md")
+} | PAGES
 BLOCK = re.compile(r"^```(console|bash)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\]\(([^)\s]+)\)")

@@ -31,6 +31,8 @@ from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS, UNREAD_COLUMNS
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.data import KwiseRule
 
+OPTIONAL_COLUMNS = ("margin", "label", "weight")
+"""Columns of numbers that a pair of any format may have."""
 PER_RESPONSE = "(per response)"
 """Name of the values of each response in a gathered row, which no column of a file has."""
 
@@ -275,7 +277,8 @@ def gather_responses(rows: Iterable[tuple[int, Row]], report: Report) -> Iterato
 
     Args:
         rows: numbered rows with `prompt`, `response` and `score`.
-        report: function called for rows without a usable response or score; the others of their prompt still count.
+        report: function called for rows without a usable response or score, of which the others of their prompt still
+            count, and for the first row of a prompt whose rows differ in a number of the pair.
     """
     groups: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
     context = sorted({*CONTEXT_COLUMNS, *UNREAD_COLUMNS})
@@ -288,7 +291,13 @@ def gather_responses(rows: Iterable[tuple[int, Row]], report: Report) -> Iterato
         whole = tuple("" if is_empty(row.get(name)) else repr(row[name]) for name in ("prompt", *context))
         groups.setdefault(whole, []).append((number, entry))
     for members in groups.values():
-        yield members[0][0], _gathered([row for _, row in members])
+        gathered = _gathered([row for _, row in members])
+        if of_pairs := gathered[PER_RESPONSE].keys() & OPTIONAL_COLUMNS:
+            report(
+                members[0][0], f"the rows of its prompt differ in {min(of_pairs)}, which is one number for all of them"
+            )
+        else:
+            yield members[0][0], gathered
 
 
 def _gathered(rows: Sequence[Row]) -> Row:

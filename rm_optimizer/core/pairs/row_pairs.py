@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from rm_optimizer.core.pairs.formats import RowFormat
+from rm_optimizer.core.pairs.formats import OPTIONAL_COLUMNS, RowFormat
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.pairs.sources import OPTIONAL_COLUMNS, DataSource
+from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.columns import read_number
 from rm_optimizer.core.rows.messages import is_empty
 from rm_optimizer.core.rows.readers import Report, Row

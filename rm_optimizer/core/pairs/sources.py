@@ -9,15 +9,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from rm_optimizer.core.pairs.formats import READ_COLUMNS, RowFormat, row_format
+from rm_optimizer.core.pairs.formats import OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
 from rm_optimizer.core.rows.columns import Columns, read_number
 from rm_optimizer.core.rows.readers import source_name
 from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS
 from rm_optimizer.core.rows.winner import Winner, parse_winner
 from rm_optimizer.errors import ConfigError, did_you_mean
-
-OPTIONAL_COLUMNS = ("margin", "label", "weight")
-"""Columns of numbers that a pair of any format may have."""
 
 
 @dataclass(frozen=True)

@@ -232,3 +232,12 @@ def test_streaming_reads_structures_as_in_memory(tmp_path):
     reader = BlockReader(files, KwiseRule.all, OnBadRow.error)
     pairs = [pair for block in blocks_of(files) for _, pair in reader.pairs(block, reader.tally(0))]
     assert tuple(pairs) == PreferenceDataset.load(path).pairs
+
+
+@pytest.mark.parametrize("name", ["margin", "label", "weight"])
+def test_rows_of_one_prompt_that_differ_in_a_number_of_the_pair_are_bad(tmp_path, name):
+    rows = [{"prompt": p, "response": f"{p}{k}", "score": k, name: 0.5} for p in "ab" for k in range(2)]
+    assert [getattr(pair, name) for pair in loaded(tmp_path, rows).pairs] == [0.5, 0.5]
+    rows[1][name] = 0.25
+    with pytest.raises(DataError, match=f"line 1: the rows of its prompt differ in {name}"):
+        loaded(tmp_path, rows)
