@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted
+from rm_optimizer.interfaces.entry import launch
 from rm_optimizer.interfaces.exits import one_exit
-from rm_optimizer.interfaces.hydra_entry import launch
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

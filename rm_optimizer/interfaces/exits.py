@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -29,6 +30,8 @@ def one_exit() -> Iterator[None]:
     """
     _replace_what_a_terminal_cannot_show()
     try:
+        if hasattr(signal, "pthread_sigmask"):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by `launch.become`
         yield
         sys.stdout.flush()
     except RMOptimizerError as error:

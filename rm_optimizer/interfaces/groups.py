@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
 from rm_optimizer.interfaces.exits import one_exit
 
 HYDRA_SHORT = {"-cd": "--config-dir", "-cn": "--config-name", "-cp": "--config-path", "-sc": "--shell-completion"}
@@ -87,6 +87,8 @@ class RootCommands(Commands):
                     error.show()
                     sys.exit(error.exit_code)
                 raise ConfigError(_usage_sentence(error)) from error
+            if code == Interrupted.exit_code:  # typer returns it for Ctrl-C, without a message
+                raise Interrupted("stopped")
         sys.exit(code)
 
 

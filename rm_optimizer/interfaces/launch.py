@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -67,4 +68,5 @@ def become(module: str, arguments: Sequence[str]) -> NoReturn:
     if os.name == "nt":  # on Windows, execv returns to the shell before the new program ends
         sys.exit(subprocess.run(command, check=False).returncode)
     sys.stdout.flush()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # until `one_exit`, while Python starts
     os.execv(sys.executable, command)

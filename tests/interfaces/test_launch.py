@@ -113,3 +113,22 @@ def test_where_execv_returns_early_the_child_is_waited_for(monkeypatch):
     with pytest.raises(SystemExit) as stopped:
         become("rm_optimizer.train", [])
     assert stopped.value.code == 3
+
+
+@pytest.mark.skipif(os.name == "nt", reason="no execv that keeps signals")
+@pytest.mark.parametrize(
+    "code",
+    [
+        "launch.os.execv = lambda *line, real=os.execv: (os.kill(os.getpid(), signal.SIGINT), real(*line))\n"
+        "launch.become('rm_optimizer.train', ['--help'])",
+        "sys.modules['rm_optimizer.interfaces.cli'] = Interrupting('')\nentry.main()",
+    ],
+    ids=["the program that replaces it starts", "the commands are imported"],
+)
+def test_ctrl_c_is_one_sentence_also_while(code):
+    start = (
+        "import os, signal, sys, types\nfrom rm_optimizer.interfaces import entry, launch\n"
+        "class Interrupting(types.ModuleType):\n    def __getattr__(self, name): signal.raise_signal(signal.SIGINT)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "error: stopped\n")

@@ -128,17 +128,49 @@ def test_a_taken_port_is_told_in_one_sentence_before_anything_is_loaded(capsys):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_stopped_while_it_loads_ends_well(tmp_path, python):
+@pytest.mark.parametrize("when", ["loading", "ready"])
+@pytest.mark.parametrize(
+    ("signals", "code", "out", "said"),
+    [
+        ([signal.SIGTERM], 0, "rm-opt serve: stopped\n", ""),
+        ([signal.SIGINT], 130, "", "error: stopped\n"),
+        ([signal.SIGINT, signal.SIGINT], 130, "", "error: stopped\n"),
+        ([signal.SIGTERM, signal.SIGINT, signal.SIGTERM], 130, "", "error: stopped\n"),
+    ],
+)
+def test_signals_end_a_server_in_seconds_and_one_sentence(tmp_path, python, when, signals, code, out, said):
     exported("llama", tmp_path / "model")
-    command = [python.with_name("rm-opt"), "serve", tmp_path / "model", "--port", str(free_port())]
+    port = str(free_port())
+    command = [python.with_name("rm-opt"), "serve", tmp_path / "model", "--port", port, "--token-budget", "256"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
         try:
-            assert "loading" in server.stdout.readline()
-            server.send_signal(signal.SIGTERM)
-            out, error = server.communicate(timeout=60)
+            while when not in server.stdout.readline():
+                assert server.poll() is None
+            body = {"input": [[5 + i % 300] * 120 for i in range(1000)]}  # seconds of work
+            asking = threading.Thread(target=lambda: status_of(f"http://127.0.0.1:{port}/classify", body))
+            if when == "ready":
+                asking.start()
+                time.sleep(0.5)
+            started = time.monotonic()
+            for each in signals:
+                server.send_signal(each)
+                time.sleep(0.05)
+            printed = server.communicate(timeout=60)
+            seconds = time.monotonic() - started
+            if when == "ready":
+                asking.join()
         finally:
             server.kill()
-    assert (server.returncode, out.strip(), error) == (0, "rm-opt serve: stopped", "")
+    assert (server.returncode, *printed) == (code, out, said)
+    assert seconds < (60 if when == "ready" and len(signals) == 1 else 5)  # of the limit of ten for a worker
+
+
+def status_of(url: str, body: object) -> int | None:
+    """Status of the answer; None if the server closes the connection."""
+    try:
+        return httpx.post(url, json=body, timeout=120).status_code
+    except httpx.TransportError:
+        return None
 
 
 def test_missing_packages_name_the_extra(monkeypatch, capsys):
@@ -154,8 +186,7 @@ def test_a_server_that_can_answer_no_more_ends_with_the_reason(monkeypatch):
     class Served:
         """A server whose engine fails for good while it answers."""
 
-        should_exit = False
-        stopped = False
+        should_exit = force_exit = stopped = False
         engine = SimpleNamespace(failure=None)
 
         async def serve(self, sockets: object) -> None:
@@ -168,13 +199,9 @@ def test_a_server_that_can_answer_no_more_ends_with_the_reason(monkeypatch):
 
     monkeypatch.setattr(serve_module, "_load", loaded)
     monkeypatch.setattr(serve_module, "WATCH_SECONDS", 0.02)
-    earlier = signal.getsignal(signal.SIGTERM)
     both = Served()
-    try:
-        with pytest.raises(RMOptimizerError, match="cannot answer any more: the worker process ended 6 times"):
-            asyncio.run(asyncio.wait_for(serve_module._run(both, None, both, None), timeout=10))
-    finally:
-        signal.signal(signal.SIGTERM, earlier)
+    with pytest.raises(RMOptimizerError, match="cannot answer any more: the worker process ended 6 times"):
+        asyncio.run(asyncio.wait_for(serve_module._run(both, None, both, None), timeout=10))
     assert both.stopped
 
 

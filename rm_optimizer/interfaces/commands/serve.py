@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib.util
+import logging
+import multiprocessing
 import signal
 import socket
 import sys
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
-from rm_optimizer.errors import MissingExtra, RMOptimizerError
+from rm_optimizer.errors import Interrupted, MissingExtra, RMOptimizerError
 from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 
 if TYPE_CHECKING:
@@ -39,7 +42,7 @@ def serve(options: ServeOptions) -> None:
             print(f"rm-opt serve: warning: {options.warning}", file=sys.stderr, flush=True)
         refuse_by_files(options.checkpoint)
         if not _takes_vllm(options):
-            asyncio.run(_serve(options, listening))
+            _serve(options, listening)
             return
     from rm_optimizer.serving.vllm.launch import serve_with_vllm
 
@@ -73,8 +76,9 @@ def bound_socket(host: str, port: int) -> socket.socket:
     return listening
 
 
-async def _serve(options: ServeOptions, listening: socket.socket) -> None:
-    import uvicorn
+def _serve(options: ServeOptions, listening: socket.socket) -> None:
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
+    import uvicorn  # the imports take seconds, in which a signal ends the command at once
 
     from rm_optimizer.serving.embedded.engine import TransformersEngine
     from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
@@ -82,50 +86,72 @@ async def _serve(options: ServeOptions, listening: socket.socket) -> None:
     from rm_optimizer.serving.http.server_log import show_server_log
     from rm_optimizer.serving.weights.weight_routes import create_server
 
+    async def main() -> None:
+        report_lack_of_files_once(asyncio.get_running_loop())
+        worker = WorkerOptions(
+            options.checkpoint, dtype=options.dtype, token_budget=options.token_budget, threads=options.threads
+        )
+        app, receiver = create_server(TransformersEngine(worker), options)
+        limits = ConnectionLimits.of_process()
+        config = uvicorn.Config(
+            app,
+            host=options.host,
+            port=options.port,
+            http=BoundedHeaders.limited(limits.open, receiver.service.metrics),
+            backlog=limits.backlog,
+            log_level="warning",
+            access_log=False,
+            timeout_keep_alive=KEEP_ALIVE_SECONDS,
+            timeout_graceful_shutdown=GRACEFUL_SECONDS,
+        )
+        try:
+            await _run(uvicorn.Server(config), listening, receiver.service, options)
+        finally:
+            await receiver.close()
+
     show_server_log()
-    report_lack_of_files_once(asyncio.get_running_loop())
-    worker = WorkerOptions(
-        options.checkpoint, dtype=options.dtype, token_budget=options.token_budget, threads=options.threads
-    )
-    engine = TransformersEngine(worker)
-    app, receiver = create_server(engine, options)
-    limits = ConnectionLimits.of_process()
-    config = uvicorn.Config(
-        app,
-        host=options.host,
-        port=options.port,
-        http=BoundedHeaders.limited(limits.open, receiver.service.metrics),
-        backlog=limits.backlog,
-        log_level="warning",
-        access_log=False,
-        timeout_keep_alive=KEEP_ALIVE_SECONDS,
-        timeout_graceful_shutdown=GRACEFUL_SECONDS,
-    )
-    try:
-        await _run(uvicorn.Server(config), listening, receiver.service, options)
-    finally:
-        await receiver.close()
+    asyncio.run(main())
 
 
 async def _run(server: uvicorn.Server, listening: socket.socket, service: RewardService, options: ServeOptions) -> None:
     """Listen at once and load the model meanwhile: `/health` answers before `/ready` does.
 
-    uvicorn catches SIGTERM and raises it again at its end. By then all requests are answered.
+    After the first SIGTERM or SIGINT accepted requests are answered, and after the second they are not.
+
+    Raises:
+        RMOptimizerError: if the model cannot be loaded, or the engine fails for good.
+        Interrupted: after SIGINT.
     """
-    signal.signal(signal.SIGTERM, lambda number, frame: setattr(server, "should_exit", True))
+    told: list[int] = []
+
+    def stop(number: int) -> None:
+        told.append(number)
+        server.should_exit = True
+        if len(told) > 1:
+            server.force_exit = True
+            for name in ("uvicorn.error", "rm_optimizer"):  # of each open request, and of the worker's end
+                logging.getLogger(name).setLevel(logging.CRITICAL)
+            for child in multiprocessing.active_children():
+                child.kill()
+
+    server.capture_signals = nullcontext  # type: ignore[method-assign, assignment]  # its handlers raise signals again at the end
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     serving = asyncio.create_task(server.serve(sockets=[listening]))
     answering = asyncio.create_task(_answer(service, options))
     try:
         await asyncio.wait({serving, answering}, return_when=asyncio.FIRST_COMPLETED)
-        was_told_to_stop, server.should_exit = server.should_exit, True
+        server.should_exit = True
         failure = answering.exception() if answering.done() else None
         await serving
-        if failure is not None and not was_told_to_stop:  # a model that is still loading fails when it is stopped
+        if failure is not None and not told:  # a model that is still loading fails when it is stopped
             raise failure
     finally:
         answering.cancel()
         await asyncio.gather(answering, return_exceptions=True)
         await service.stop()
+    if signal.SIGINT in told:
+        raise Interrupted("stopped")
     print("rm-opt serve: stopped", flush=True)
 
 

@@ -6,7 +6,6 @@ ends when its pipe closes, hence with the server.
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -141,8 +140,6 @@ def _stored(checkpoint: str) -> tuple[Path | None, dict[str, Any]]:
 
 def run_worker(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:
     """Main function of the process: load, report, and answer until the pipe closes."""
-    for stop in (signal.SIGINT, signal.SIGTERM):  # the server decides when to stop; Ctrl-C reaches the whole group
-        signal.signal(stop, signal.SIG_IGN)
     transformers_logging.disable_progress_bar()
     lock = threading.Lock()
 

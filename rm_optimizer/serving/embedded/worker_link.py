@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -94,7 +95,7 @@ class WorkerLink:
             WeightsRefused: if an update cannot be loaded.
             RMOptimizerError: if the model cannot be loaded.
         """
-        frame = await self._up
+        frame = await asyncio.shield(self._up)  # one who waits no more does not make it done
         if frame.header["op"] == "failed":
             kinds = {kind.__name__: kind for kind in (CheckpointError, WeightsRefused)}
             raise kinds.get(frame.header["kind"], RMOptimizerError)(frame.header["error"])
@@ -203,7 +204,10 @@ def _spawned(options: WorkerOptions, committed: Sequence[StagedWeights]) -> tupl
     context = get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_run, args=(theirs, options, committed), name="rm-worker", daemon=True)
-    process.start()
+    ended_by_server = {signal.SIGINT, signal.SIGTERM}  # Ctrl-C reaches the whole group
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ended_by_server)
+    process.start()  # a process inherits the mask, so that not even its imports are interrupted
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()  # the server's end of the pipe must close when the process ends
     return ours, process
 

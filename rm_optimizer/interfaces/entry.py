@@ -1,4 +1,4 @@
-"""Entry of a program whose options Hydra composes."""
+"""Entries of the programs: `rm-opt`, and those whose options Hydra composes."""
 
 from __future__ import annotations
 
@@ -8,6 +8,14 @@ from functools import wraps
 from typing import Any
 
 from rm_optimizer.interfaces.exits import one_exit
+
+
+def main() -> None:
+    """Run `rm-opt`; Ctrl-C during its imports is reported as later."""
+    with one_exit():
+        from rm_optimizer.interfaces.cli import app
+
+        app()
 
 
 def launch(run: Callable[[Any], object], main_file: str) -> None:
