@@ -1,11 +1,12 @@
 """Does one input mean the same through every door? Counts of what is right, refused, or wrong without a word.
 
-There is one function for each kind of input. `conversations`: small models of random weights, one for each family of
+There is one function for each kind of input. `rows`: files of the same comparisons in many layouts, and of some that no
+reading gets right. `conversations`: small models of random weights, one for each family of
 chat templates, are exported and served as any other. Their doors are the export in plain transformers and in a
 text-classification pipeline, the server's routes, and the requests of OpenRLHF, TRL and verl.
 
     python benchmarks/doors.py
-    python benchmarks/doors.py conversations
+    python benchmarks/doors.py rows conversations
 """
 
 from __future__ import annotations
@@ -13,11 +14,31 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
+from tests.core.pairs.row_layouts import LAYOUTS, outcome
 from tests.serving.doors import FAMILIES, crossings
+
+
+def rows() -> dict[str, int]:
+    """Print what a layout of rows is read as, if it is wrong or refused, and return the counts."""
+    found = []
+    for layout in LAYOUTS:
+        with tempfile.TemporaryDirectory() as folder:
+            found.append((layout.name, outcome(layout, Path(folder)).replace(folder, "")))
+    return counted(found)
+
+
+def counted(found: Sequence[tuple[str, str]]) -> dict[str, int]:
+    """Print each name with an outcome other than right, and return the counts of outcomes."""
+    for name, told in found:
+        if told != "right":
+            print(f"{name}: {told}")
+    counts = {kind: sum(told.startswith(kind) for _, told in found) for kind in ("right", "refused", "wrong")}
+    wrong = counts.pop("wrong")
+    return {"tried": len(found), **counts, "wrong_without_a_word": wrong}
 
 
 def conversations() -> dict[str, int]:
@@ -41,7 +62,7 @@ def conversations() -> dict[str, int]:
     }
 
 
-KINDS: dict[str, Callable[[], dict[str, int]]] = {"conversations": conversations}
+KINDS: dict[str, Callable[[], dict[str, int]]] = {"rows": rows, "conversations": conversations}
 """Function of each kind of input, which prints what is not right and returns counts."""
 
 

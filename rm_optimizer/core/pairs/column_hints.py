@@ -268,8 +268,9 @@ def _require_all_read(path: str, rows: Sequence[Row], columns: Columns, spelling
     lost = next((name for row in rows if (name := unread_column(row, columns)) is not None), None)
     if lost is None:
         return
-    use = f"append it to the prompt with {spelling.columns({'input': lost})}, " if lost in ("input", "context") else ""
-    use = f"use it as the system turn with {spelling.columns({'system': lost})}, " if "system_" in lost else use
+    last = lost.rpartition(".")[2]
+    use = f"append it to the prompt with {spelling.columns({'input': lost})}, " if last in ("input", "context") else ""
+    use = f"use it as the system turn with {spelling.columns({'system': lost})}, " if "system" in last else use
     raise DataError(
         f"{path}: the column {lost} is not read and would be lost; write it into the prompt, {use}or leave it out "
         f"with {spelling.columns({lost: 'null'})}"

@@ -12,6 +12,7 @@ import pytest
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import Message, PreferencePair
 from rm_optimizer.errors import DataError
+from tests.core.pairs.row_layouts import LAYOUTS, outcome
 
 TOOLS = [{"type": "function", "function": {"name": "search"}}]
 OPENAI = {"prompt": "input.messages.0.content", "chosen": "good.0.content", "rejected": "bad.0.content"}
@@ -241,3 +242,13 @@ def test_rows_of_one_prompt_that_differ_in_a_number_of_the_pair_are_bad(tmp_path
     rows[1][name] = 0.25
     with pytest.raises(DataError, match=f"line 1: the rows of its prompt differ in {name}"):
         loaded(tmp_path, rows)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: layout.name)
+def test_a_layout_means_the_same_comparisons_or_is_refused(tmp_path, layout):
+    assert not outcome(layout, tmp_path).startswith("wrong")
+
+
+def test_most_layouts_that_can_be_read_are(tmp_path):
+    found = [outcome(layout, tmp_path) for layout in LAYOUTS if layout.is_readable]
+    assert found.count("right") > 0.75 * len(found)
