@@ -248,6 +248,18 @@ def test_a_check_of_data_imports_no_model_and_no_plots(tmp_path):
     assert (done.returncode, done.stderr.strip()) == (0, "[]")
 
 
+@pytest.mark.parametrize("option", ["data.train=nowhere.jsonl", "data.val=['nowhere*.jsonl']", "model.path=./nowhere"])
+def test_a_path_that_does_not_exist_is_refused_without_torch(tmp_path, option):
+    code = (
+        "import sys\nfrom rm_optimizer.errors import RMOptimizerError\nfrom rm_optimizer.train import check_command\n"
+        f"try:\n    check_command({[option, f'output_dir={tmp_path}/run']})\n"
+        f"except RMOptimizerError as error:\n    print(error, {HEAVY})"
+    )
+    done = run_python(code)
+    assert "nowhere" in done.stdout, done.stderr
+    assert done.stdout.strip().endswith(" []") or done.stdout.strip().endswith("['numpy']")
+
+
 def test_help_imports_little():
     code = (
         "import sys\nfrom rm_optimizer.interfaces.cli import app\nsys.argv = ['rm-opt', '--help']\n"

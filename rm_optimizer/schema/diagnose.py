@@ -12,6 +12,7 @@ import types
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.errors import MissingConfigException, OverrideParseException
@@ -83,8 +84,12 @@ def _preset_sentence(error: MissingConfigException, overrides: Sequence[str]) ->
     missing = str(error.missing_cfg_file)
     for group, option in PATH_OPTIONS.items():
         got = next((line.partition("=")[2] for line in overrides if line.startswith(f"{group}=")), None)
-        if got is not None and missing.startswith(f"{group}/") and ("/" in got or "." in got):
-            return f"{group} takes the name of a preset, got '{got}'; for a path write {option}={got}"
+        if got is None or not missing.startswith(f"{group}/"):
+            continue
+        is_path = "/" in got or "." in got
+        if is_path or Path(got).exists():
+            path = got if is_path else f"./{got}"
+            return f"{group} takes the name of a preset, got '{got}'; for the path write {option}={path}"
     group, _, name = missing.rpartition("/")
     return did_you_mean(group or "main file", name, error.options or ())
 
@@ -97,6 +102,10 @@ def _syntax_sentence(error: OverrideParseException, overrides: Sequence[str]) ->
     odd = next((letter for letter in name if not letter.isascii()), None)
     if odd is not None:
         return f"cannot read '{line}': option names are ASCII, and '{odd}' (U+{ord(odd):04X}) is not; type {name} anew"
+    words = overrides[overrides.index(line) :] if line in overrides else []  # a shell divides an option at its blanks
+    for end in range(2, len(words) + 1):
+        if all(" ".join(words[:end]).count(left) == " ".join(words[:end]).count(right) for left, right in ("{}", "[]")):
+            return f"cannot read '{line}': put the whole option in quotes, '{' '.join(words[:end])}'"
     quoted = f"\"{name}='{value}'\""
     return f"cannot read '{line}': close its brackets, or put the value in quotes inside quotes, {quoted}"
 

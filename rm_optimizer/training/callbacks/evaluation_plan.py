@@ -113,6 +113,7 @@ def plan_evaluations(
     """
 
     def planned(every: int, pairs: int) -> EvaluationPlan:
+        every = min(every, num_steps)
         count = -(-num_steps // every) + at_start
         spent = count * work.evaluation * pairs / num_pairs + work.final
         return EvaluationPlan(every=every, count=count, pairs=pairs, all_pairs=num_pairs, share=spent / work.steps)
@@ -136,11 +137,12 @@ def report(plan: EvaluationPlan, per_epoch: int | None, *, mixed: bool) -> None:
         per_epoch: the user's number, if any.
         mixed: evaluations during training run under bf16 autocast, as its passes do.
     """
+    share = f"{plan.share:.0%} of" if plan.share < 1 else f"{plan.share:.1f} times"
     pairs = "all" if plan.pairs == plan.all_pairs else f"a fixed sample of {plan.pairs} of"
     said = (
         f"{plan.count} evaluations of {pairs} {plan.all_pairs} validation pairs{' in bf16' if mixed else ''}, every "
-        f"{plan.every} steps, and a last one of all{' in float32' if mixed else ''}: about {plan.share:.0%} of the "
-        "work of training"
+        f"{plan.every} steps, and a last one of all{' in float32' if mixed else ''}: about {share} the work of "
+        "training"
     )
     if plan.share <= LARGEST_SHARE:
         log.info("%s", said)
