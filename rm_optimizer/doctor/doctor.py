@@ -142,6 +142,7 @@ class _Examination:
         model, probe = self.model, self.probe
         return [
             doctor_text.pad_token(model, probe),
+            doctor_text.tokenizer_file(model),
             doctor_text.special_tokens(model, probe),
             doctor_text.template_date(model),
             doctor_text.rendered_together(model, probe),

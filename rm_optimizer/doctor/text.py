@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from pathlib import Path
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
+from rm_optimizer.core.tokens.tokenizer import TOKENIZER_FILE, read_otherwise
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 
 _DAYS = (datetime(2024, 1, 2), datetime(2031, 10, 29))
@@ -38,6 +40,16 @@ def pad_token(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
         explanation = f"{tokenizer.pad_token!r} pads and ends no sequence ({model.pad_choice.reason})"
     status = Status.ok if agrees and not num_ending else Status.fail
     return Check("pad_token", status, num_ending, f"of {len(probe)} sequences", expected, explanation, details)
+
+
+def tokenizer_file(model: BradleyTerryRM) -> Check:
+    """The tokenizer gives plain texts the ids of the `tokenizer.json` it was read from."""
+    expected, file = "the ids of tokenizer.json", Path(str(model.tokenizer.name_or_path), TOKENIZER_FILE)
+    if not file.is_file():
+        return skipped("tokenizer_file", expected, "the tokenizer was not read from a folder with tokenizer.json")
+    difference = read_otherwise(model.tokenizer, file)
+    verdict = ("other ids" if difference else "the same ids", "", expected, "plain texts get the ids of tokenizer.json")
+    return judged("tokenizer_file", difference is None, *verdict, difference or "", otherwise=Status.warn)
 
 
 def special_tokens(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:

@@ -25,6 +25,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.trained_pairs import TrainedPairs, pair_fingerprints
 from rm_optimizer.core.tokens.padding import PadChoice, set_pad_token_id
+from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.doctor import data as doctor_data
 from rm_optimizer.doctor import head as doctor_head
 from rm_optimizer.doctor import model as doctor_model
@@ -43,6 +44,7 @@ from rm_optimizer.serving.client.reward_function import trl_reward
 from tests.builders import (
     FAMILIES,
     fresh_reward_model,
+    tiny_model,
     tiny_reward_model,
 )
 
@@ -108,7 +110,7 @@ def test_a_healthy_model_passes_every_check_and_stays_as_it_was(model, data):
     stages: list[tuple[int, int]] = []
     diagnosis = diagnose(model, data, seed=0, on_stage=lambda _, done, total: stages.append((done, total)))
     assert (diagnosis.verdict, diagnosis.exit_code) == (Status.ok, 0), failed(diagnosis) | warned(diagnosis)
-    assert diagnosis.names(Status.skipped) == ["template_date", "unseen_pairs", "label_groups"]
+    assert diagnosis.names(Status.skipped) == ["tokenizer_file", "template_date", "unseen_pairs", "label_groups"]
     page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
     assert [check.name for check in diagnosis.checks if f"`{check.name}`" not in page] == []
     assert model.training
@@ -124,7 +126,15 @@ def test_a_base_model_with_a_fresh_head_passes_and_skips_what_needs_training(fam
     diagnosis = diagnose(model, data, seed=0, max_pairs=60)
     assert not failed(diagnosis)
     assert diagnosis.check("head_init").details["fresh"] == "True"
-    skipped = {"unseen_pairs", "label_agreement", "calibration", "label_groups", "beats_length", "reward_length"}
+    skipped = {
+        "tokenizer_file",
+        "unseen_pairs",
+        "label_agreement",
+        "calibration",
+        "label_groups",
+        "beats_length",
+        "reward_length",
+    }
     skipped |= {"prefix_sharing"} if family == "bert" else set()
     assert set(diagnosis.names(Status.skipped)) == skipped
 
@@ -277,6 +287,22 @@ def test_prompt_and_response_tokenized_apart_are_found(model):
     assert doctor_text.rendered_together(model, probe_ids(model)).status is Status.ok
     broken = [apart("Hi", "Hello.")] * len(probe_ids(model))
     assert doctor_text.rendered_together(model, broken).status is Status.fail
+
+
+def test_a_tokenizer_that_is_not_read_as_its_file_says_is_told_on_loading_and_by_the_doctor(tmp_path, caplog):
+    tokenizer = train_tokenizer(["2 + 2 = 1234.5"] * 3, 300)
+    for family in ("llama", "qwen2"):  # transformers 5 replaces the pre-tokenizer of the second
+        folder = tmp_path / family
+        tiny_model(family, tokenizer).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        model = BradleyTerryRM.from_pretrained(folder, max_length=64, input_form="plain")
+        check = doctor_text.tokenizer_file(model)
+        assert check.status is (Status.ok if family == "llama" else Status.warn)
+        assert (check.explanation in caplog.text) is (family == "qwen2")
+    assert "gives '2 + 2 = 1234.5' other token ids than transformers' Qwen2Tokenizer" in caplog.text
+    model.save_pretrained(tmp_path / "export")  # holds what was read
+    again = BradleyTerryRM.from_pretrained(tmp_path / "export")
+    assert doctor_text.tokenizer_file(again).status is Status.ok
 
 
 def test_cutting_the_response_is_found(model, monkeypatch):

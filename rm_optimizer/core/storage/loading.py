@@ -40,6 +40,7 @@ from rm_optimizer.core.storage.checkpoint import load_weights, read_checkpoint, 
 from rm_optimizer.core.storage.export_record import read_record, require_exported_weights
 from rm_optimizer.core.storage.model_files import find_source
 from rm_optimizer.core.storage.torn_files import damage
+from rm_optimizer.core.tokens.tokenizer import TOKENIZER_FILE, read_otherwise
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.locations import ADAPTER_FILE, EXPORT_FILE, Source, SourceKind, resolve_source
@@ -56,6 +57,7 @@ _HARMLESS = re.compile(
     r"|mask_predictions|vocab_\w+|predictions|sop_classifier)\."
 )
 """Stored weights that have no part in a reward: buffers made from the configuration, and heads of pretraining."""
+_IF_THERE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -165,6 +167,9 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
     if options.quantize:
         arguments |= quantization_arguments(arguments["config"], trust_remote_code=options.trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(source.location, **origin)
+    file = cached_file(source.location, TOKENIZER_FILE, revision=options.revision, **_IF_THERE)
+    if file and (difference := read_otherwise(tokenizer, file)):
+        _log.warning("%s", difference)
     with keeping_random_state(seed=options.seed), quiet_transformers():
         model, report = AutoModelForSequenceClassification.from_pretrained(
             source.location, output_loading_info=True, **origin, **arguments
@@ -262,11 +267,5 @@ def _record_folder(source: Source, options: LoadOptions) -> Path:
     """The folder that may hold an `export.json`: a hub id's is where its files were fetched to."""
     if source.kind is SourceKind.FOLDER:
         return Path(source.location)
-    found = cached_file(
-        source.location,
-        EXPORT_FILE,
-        revision=options.revision,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-    )
+    found = cached_file(source.location, EXPORT_FILE, revision=options.revision, **_IF_THERE)
     return Path(found).parent if found else Path(os.devnull)

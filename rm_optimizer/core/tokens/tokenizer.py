@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -16,6 +17,11 @@ from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.errors import CheckpointError
 
+TOKENIZER_FILE = "tokenizer.json"
+_PLAIN_TEXTS = (
+    *("2 + 2 = 1234.5", "It's  two   spaces, don't!", "a\nb\n\n c\t d", "Ünïcode 中文 日本語 привет 🙂"),
+    *("(x)[y]{z}!?.,;:--", " lead and trail "),
+)
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 
 
@@ -59,6 +65,23 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], t
     extra = range(len(framed) - len(bare) + 1)
     start = next((i for i in extra if framed[i : i + len(bare)] == bare), 0)
     return tuple(framed[:start]), tuple(framed[start + len(bare) :])
+
+
+def read_otherwise(tokenizer: PreTrainedTokenizerBase, file: str | Path) -> str | None:
+    """Sentence on a plain text that gets other ids from the tokenizer than from its own `tokenizer.json`, or None.
+
+    transformers 5 replaces parts of that file for some model types, such as the pre-tokenizer for `qwen2`.
+    """
+    own = Tokenizer.from_file(str(file))
+    own.no_truncation()
+    own.no_padding()
+    for text in _PLAIN_TEXTS:
+        if own.encode(text, add_special_tokens=False).ids != tokenizer(text, add_special_tokens=False)["input_ids"]:
+            return (
+                f"{file} gives {text!r} other token ids than transformers' {type(tokenizer).__name__}, which is read; "
+                "if the model was trained with that file's ids, load it with the transformers version of its config.json"
+            )
+    return None
 
 
 def require_one_template(tokenizer: PreTrainedTokenizerBase) -> None:
