@@ -285,15 +285,15 @@ WAYS: dict[str, Run] = {
     "rm-opt report outputs/optimizers": Run("rm-opt report --help", prints="--format"),
     "rm-opt report outputs --serve": Run("rm-opt report --help", prints="--serve"),
     "rm-opt report outputs/run --format md": Run(prints="## Known weaknesses", slow=True),
-    "rm-opt study cleaning outputs/cleaning": Run(
-        "rm-opt study cleaning outputs/cleaning --splits 2 --pairs 60", prints="AUROC: turned labels"
+    "python studies/cleaning.py outputs/cleaning": Run(
+        f"python {ROOT}/studies/cleaning.py outputs/cleaning --splits 2 --pairs 60", prints="AUROC: flipped labels"
     ),
-    "rm-opt study labels outputs/labels --data pairs.jsonl --splits 100 --budget 512": Run(
-        "rm-opt study labels outputs/labels --data pairs.jsonl --splits 2 --budget 16 --start 8 --batch 8",
+    "python studies/labels.py outputs/labels --data pairs.jsonl --splits 100 --budget 512": Run(
+        f"python {ROOT}/studies/labels.py outputs/labels --data pairs.jsonl --splits 2 --budget 16 --start 8 --batch 8",
         prints="labels saved at 16 labels",
         slow=True,
     ),
-    "rm-opt study labels outputs/labels": Run("rm-opt study labels --help", prints="--flips"),
+    "python studies/labels.py outputs/labels": Run(f"python {ROOT}/studies/labels.py --help", prints="--flips"),
     "rm-opt scaling outputs/scaling data.train=pairs.jsonl model=minilm --sizes 500,1000,2000,4000 --gain 2": Run(
         "rm-opt scaling --help", prints="--gain"
     ),

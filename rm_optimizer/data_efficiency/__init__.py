@@ -1,4 +1,4 @@
-"""Fewer and cleaner labels: choice of pairs to label, order of training, wrong labels, and measured savings.
+"""Fewer and cleaner labels: choice of pairs to label, order of training, and wrong labels.
 
 Names load on first use.
 """

@@ -28,8 +28,6 @@ from rm_optimizer.interfaces.commands.report import report
 from rm_optimizer.interfaces.commands.rlhf import rlhf
 from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
-from rm_optimizer.interfaces.commands.studies.cleaning import study_cleaning
-from rm_optimizer.interfaces.commands.studies.labels import study_labels
 from rm_optimizer.interfaces.commands.studies.readiness import study_readiness
 from rm_optimizer.interfaces.commands.train import train
 from rm_optimizer.interfaces.field_flags import with_field_flags
@@ -88,9 +86,7 @@ compare_app.command(DEFAULT)(compare)
 compare_app.command(OF_OPTIMIZERS)(with_field_flags(compare_optimizers))
 app.add_typer(compare_app, name="compare", rich_help_panel="Evaluate and compare")
 study_app = typer.Typer(cls=Commands, help="Run a study that tests a claim of rm-opt.", add_completion=False, **QUIET)
-study_app.command("labels")(with_field_flags(study_labels))
 study_app.command("readiness")(study_readiness)
-study_app.command("cleaning")(with_field_flags(study_cleaning))
 app.add_typer(study_app, name="study", rich_help_panel="Labels")
 for panel, commands in GROUPS.items():
     for command, settings in commands:

@@ -179,7 +179,7 @@ class UncertaintySampling(AcquisitionFunction):
     """Pairs on whose margin the members of an ensemble disagree most.
 
     Adding a constant to all rewards of a member changes nothing. The rule tends to choose similar pairs, since they
-    are similarly uncertain. `rm-opt study labels` measures how many labels it saves.
+    are similarly uncertain. `studies/labels.py` measures how many labels it saves.
     """
 
     name = "uncertainty"

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 from scipy.special import expit, log_expit
 
 from rm_optimizer.core.metrics.calibration import flipped_labels
-from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.codec import JsonRecord
@@ -185,10 +184,14 @@ def suspected_labels(chances: Float[np.ndarray, " pairs"], *, false_positive_rat
     )
 
 
-def with_flips(
-    label: Float[np.ndarray, " pairs"], share: float, seed: int
-) -> tuple[Float[np.ndarray, " pairs"], Bool[np.ndarray, " pairs"]]:
-    """Labels with an exact random share flipped, and a mask of the flipped ones, to test a detector with."""
-    is_wrong = np.zeros(len(label), dtype=bool)
-    is_wrong[random_positions(len(label), round(share * len(label)), [seed, 4])] = True
-    return np.where(is_wrong, 1 - label, label), is_wrong
+def turned(
+    differences: Float[np.ndarray, "pairs features"], seed: int
+) -> tuple[Float[np.ndarray, "pairs features"], Float[np.ndarray, " pairs"]]:
+    """Differences with each pair's responses in random order, and 1 where the chosen one comes first, else 0.
+
+    Args:
+        differences: features of the chosen response less those of the rejected one.
+        seed: seed of the order.
+    """
+    first = np.random.default_rng([seed, 1]).integers(0, 2, size=len(differences)).astype(float)
+    return differences * (2 * first - 1)[:, None], first

@@ -26,8 +26,6 @@ class StudyKind(StrEnum):
 
     optimizers = "optimizer_comparison.arm_trial"
     readiness = "readiness.trials"
-    labels = "savings.label_study"
-    cleaning = "cleaning.cleaning_study"
 
 
 @dataclass(frozen=True, kw_only=True)

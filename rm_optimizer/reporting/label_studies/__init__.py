@@ -1,1 +1,1 @@
-"""Tables and pictures about labels: savings, cleaning, votes, and learning curves over the number of pairs."""
+"""Tables and pictures about labels: votes, and learning curves over the number of pairs."""

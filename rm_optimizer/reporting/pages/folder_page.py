@@ -10,7 +10,6 @@ from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyKind, study_kind
 from rm_optimizer.reporting.model_card import markdown_report
 from rm_optimizer.reporting.pages.document import Document
 from rm_optimizer.reporting.pages.exhibits import Exhibits
-from rm_optimizer.reporting.pages.label_study_page import cleaning_document, savings_document
 from rm_optimizer.reporting.pages.readiness_study_page import readiness_study_document
 from rm_optimizer.reporting.pages.run_page import run_page
 from rm_optimizer.reporting.pages.study_page import comparison_document
@@ -20,8 +19,6 @@ REPORT_FOLDER = "report"
 _DOCUMENTS: Mapping[StudyKind, Callable[[Path], Document]] = {
     StudyKind.optimizers: comparison_document,
     StudyKind.readiness: readiness_study_document,
-    StudyKind.labels: savings_document,
-    StudyKind.cleaning: cleaning_document,
 }
 
 
@@ -69,6 +66,6 @@ def _study_document(folder: Path) -> Document | None:
     if kind is None or kind not in _DOCUMENTS:
         raise ConfigError(
             f"{folder} holds a study without a page; there are pages of runs, of comparisons of optimizers, and of "
-            f"rm-opt study readiness, labels and cleaning; rm-opt compare report {folder} reports on other studies"
+            f"rm-opt study readiness; rm-opt compare report {folder} reports on other studies"
         )
     return _DOCUMENTS[kind](folder)

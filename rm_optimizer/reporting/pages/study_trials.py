@@ -33,25 +33,6 @@ def stored_record(path: Path, kind: type[RecordT], command: str) -> RecordT | No
     return None if values is None else _as(kind, values, path, command)
 
 
-def stored_records(path: Path, kind: type[RecordT], command: str) -> list[RecordT]:
-    """The results of a study, which are a list in one file.
-
-    Args:
-        path: the file.
-        kind: type of each result.
-        command: command that writes it.
-
-    Raises:
-        ConfigError: if the file is missing or damaged.
-    """
-    values = _values(path, command)
-    if values is None:
-        raise ConfigError(f"{path} is missing: the study has no result yet; {command} goes on")
-    if not (isinstance(values, list) and values):
-        raise _damaged(path, command)
-    return [_as(kind, each, path, command) for each in values]
-
-
 def _values(path: Path, command: str) -> Any:
     """The JSON of a file; None if there is no file."""
     try:

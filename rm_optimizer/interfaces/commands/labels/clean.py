@@ -64,9 +64,11 @@ def _suspects(
     pairs: PreferenceDataset, model: str | None, false_positive_rate: float, seed: int
 ) -> tuple[SuspectedLabels, list[float], float]:
     """Suspected labels, the probability of each, and the held-out accuracy; ties and soft labels are left out."""
+    import numpy as np
+
+    from rm_optimizer.core.pairs.conversations import conversation_groups
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
-    from rm_optimizer.data_efficiency.cleaning.wrong_labels import held_out_chances, suspected_labels
-    from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures
+    from rm_optimizer.data_efficiency.cleaning.wrong_labels import held_out_chances, suspected_labels, turned
     from rm_optimizer.interfaces.commands.labels.features import fixed_differences
     from rm_optimizer.interfaces.saved_model import SavedModel
 
@@ -74,8 +76,9 @@ def _suspects(
     if num_soft := len(pairs) - len(judged):
         print(f"{num_soft:,} pairs with a tie or a soft label stay, and are not judged")
     plain = PreferenceDataset.from_pairs([pairs[place] for place in judged])
-    found = LabeledFeatures.of(plain, fixed_differences(plain, None if model is None else SavedModel(model).load()))
-    dynamics = held_out_chances(*found.turned(seed), found.groups, seed=seed)
+    differences = fixed_differences(plain, None if model is None else SavedModel(model).load())
+    groups = np.array(conversation_groups([pair.prompt for pair in plain]))
+    dynamics = held_out_chances(*turned(differences, seed), groups, seed=seed)
     suspects = suspected_labels(dynamics.confidence, false_positive_rate=false_positive_rate)
     chances = dynamics.confidence[[*suspects.positions]].tolist()
     places = tuple(judged[position] for position in suspects.positions)

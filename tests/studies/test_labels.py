@@ -1,23 +1,19 @@
-"""Savings of labels: known curves, the placebo, the exact fit, and a small study from the command line."""
+"""Savings of labels: known curves, the placebo, and a small study from the command line."""
 
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 
+import labels
 import numpy as np
 import pytest
-from scipy.special import expit
-from sklearn.linear_model import LogisticRegression
-from typer.testing import CliRunner
+from labels import LabeledFeatures, SyntheticPool, fitted, label_savings, labels_needed, synthetic_split
 
 from rm_optimizer import PreferencePair
 from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
-from rm_optimizer.data_efficiency.savings import label_pools, label_study
-from rm_optimizer.data_efficiency.savings.label_pools import LabeledFeatures, SyntheticPool, synthetic_split
-from rm_optimizer.data_efficiency.savings.label_savings import fitted, label_savings, labels_needed
-from rm_optimizer.data_efficiency.text_features import text_differences
 from rm_optimizer.errors import DataError
-from rm_optimizer.interfaces.cli import app
 from tests.builders import tiny_reward_model
 
 LABELS = np.arange(64, 1025, 64)
@@ -75,28 +71,6 @@ def test_labels_between_two_numbers_lie_on_a_line_over_their_logarithms():
     assert needed == pytest.approx([200, 100, np.inf])
 
 
-@pytest.mark.parametrize("num", [3, 40, 400])
-def test_the_fit_is_that_of_scikit_learn(num):
-    generator = np.random.default_rng(num)
-    z = generator.normal(size=(num, 6)) * 4
-    y = (generator.random(num) < expit(z[:, 0])).astype(float)
-    y[:2] = 0, 1
-    model = fit_linear_reward(z, y, ridge=0.5)
-    peer = LogisticRegression(C=2.0, fit_intercept=False, tol=1e-10, max_iter=2000).fit(z, y)
-    np.testing.assert_allclose(model.weights, peer.coef_[0], rtol=1e-4, atol=1e-6)
-
-
-def test_members_have_the_covariance_of_the_inverse_hessian():
-    generator = np.random.default_rng(0)
-    z = generator.normal(size=(50, 3))
-    model = fit_linear_reward(z, (z[:, 0] > 0).astype(float), ridge=1.0)
-    chances = expit(z @ model.weights)
-    hessian = (z * (chances * (1 - chances))[:, None]).T @ z + np.eye(3)
-    drawn = model.sampled_margins(np.eye(3), 40_000, generator)
-    np.testing.assert_allclose(np.cov(drawn.T), np.linalg.inv(hessian), atol=0.02)
-    np.testing.assert_allclose(drawn.mean(axis=0), model.weights, atol=0.02)
-
-
 @pytest.mark.parametrize("pool", SyntheticPool)
 def test_a_synthetic_pool_is_that_of_its_seed_and_its_labels_follow_the_oracle(pool):
     split = synthetic_split(pool, 4)
@@ -130,66 +104,6 @@ def test_labels_that_are_no_plain_preferences_are_refused():
         LabeledFeatures.of(pairs, np.zeros((2, 1)))
 
 
-def test_text_features_tell_words_lengths_and_questions_apart():
-    pairs = [
-        PreferencePair("q", f"red apple pie number {n % 3}", f"blue sky today? number {n % 3}{' and' * (n % 4)}")
-        for n in range(30)
-    ]
-    differences = text_differences(pairs, num_directions=4)
-    assert differences.shape == (30, 6)
-    exchanged = text_differences([PreferencePair("q", pair.rejected, pair.chosen) for pair in pairs], num_directions=4)
-    np.testing.assert_allclose(np.abs(exchanged), np.abs(differences), atol=1e-6)
-    with pytest.raises(DataError, match="give more pairs"):
-        text_differences([PreferencePair("q", "one", "two")])
-
-
-def test_a_small_study_runs_goes_on_and_writes_tables_and_pictures(tmp_path, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "200")
-    monkeypatch.setattr(label_pools, "NUM_POOL", 150)
-    monkeypatch.setattr(label_study, "TUNING_SPLITS", 1)
-    options = ["--splits", "2", "--budget", "32", "--start", "16", "--batch", "16", "--bootstrap", "50"]
-    options += ["--pool", "iid", "--pool", "duplicated"]
-
-    def run():
-        return CliRunner().invoke(app, ["study", "labels", str(tmp_path / "s"), *options])
-
-    first = run()
-    assert first.exit_code == 0, first.output
-    assert "iid: labels saved at 32 labels, 2 splits" in first.output
-    assert "random_again (placebo)" in first.output
-    found = json.loads((tmp_path / "s" / "savings.json").read_text())
-    assert [pool["pool"] for pool in found] == ["iid", "duplicated"]
-    assert (tmp_path / "s" / "iid.curves.png").stat().st_size > 10_000
-    results = {path: path.stat().st_mtime_ns for path in (tmp_path / "s").glob("trials/*/result.json")}
-    assert len(results) == 4
-    again = run()
-    assert json.loads((tmp_path / "s" / "savings.json").read_text()) == found
-    assert again.exit_code == 0
-    assert results == {path: path.stat().st_mtime_ns for path in (tmp_path / "s").glob("trials/*/result.json")}
-    options[3] = "48"
-    mixed = run()
-    assert mixed.exit_code == 2
-    assert "the folder holds a pool 'iid' of other pairs, features or options" in mixed.stderr
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--pool", "reduntant"], "did you mean 'redundant'"),
-        (["--pool", "iid", "--data", "pairs.jsonl"], "leave one out"),
-        (["--model", "x"], "--model and --name are for --data"),
-        (["--flips", "0.5"], "--flips must lie in [0, 0.5)"),
-        (["--budget", "100"], "--budget must be --start and a multiple of --batch"),
-        (["--budget", "1600"], "fewer than twice --budget 1600; lower it"),
-    ],
-)
-def test_bad_options_of_the_study_are_one_sentence_and_leave_nothing(tmp_path, options, expected):
-    result = CliRunner().invoke(app, ["study", "labels", str(tmp_path / "s"), *options])
-    assert result.exit_code == 2
-    assert expected in result.stderr
-    assert not (tmp_path / "s").exists()
-
-
 def test_length_strata_of_a_study_are_of_the_texts_and_not_of_a_feature():
     pairs = [PreferencePair(f"q {n}", "a" * (1 + n % 7), "b" * (1 + n % 5) + "c") for n in range(100)]
     split = LabeledFeatures.of(pairs, np.ones((100, 2))).split(0)
@@ -198,21 +112,55 @@ def test_length_strata_of_a_study_are_of_the_texts_and_not_of_a_feature():
     assert len(split.lengths) == len(split.labels)
 
 
-def test_features_are_those_of_the_weights_under_a_path(tmp_path):
+def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["labels.py", str(folder), *options])
+    labels.main()
+
+
+def test_a_small_study_is_read_again_from_its_trials_and_writes_tables_and_pictures(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(labels, "NUM_POOL", 150)
+    monkeypatch.setattr(labels, "TUNING_SPLITS", 1)
+    options = ["--splits", "2", "--budget", "32", "--start", "16", "--batch", "16", "--bootstrap", "50"]
+    options += ["--pool", "iid", "--pool", "duplicated"]
+    run(monkeypatch, tmp_path, *options)
+    first = capsys.readouterr().out
+    assert "iid: labels saved at 32 labels, 2 splits" in first
+    assert "random_again (placebo)" in first
+    found = json.loads((tmp_path / "savings.json").read_text())
+    assert [pool["pool"] for pool in found] == ["iid", "duplicated"]
+    assert (tmp_path / "iid.curves.png").stat().st_size > 10_000
+    assert (tmp_path / "duplicated.savings.png").stat().st_size > 10_000
+    assert len(list(tmp_path.glob("trials/*.json"))) == 2 * (1 + 2)
+    monkeypatch.setattr(labels, "fit_linear_reward", None)
+    run(monkeypatch, tmp_path, *options)
+    assert (json.loads((tmp_path / "savings.json").read_text()), capsys.readouterr().out) == (found, first)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        (["--pool", "reduntant"], "invalid choice: 'reduntant'"),
+        (["--pool", "iid", "--data", "pairs.jsonl"], "leave one out"),
+        (["--model", "x"], "--model and --name are for --data"),
+        (["--flips", "0.5"], "--flips must lie in [0, 0.5)"),
+        (["--budget", "100"], "--budget must be --start and a multiple of --batch"),
+        (["--budget", "1600"], "fewer than twice --budget 1600; lower it"),
+    ],
+)
+def test_bad_options_of_the_study_are_one_sentence_and_leave_nothing(tmp_path, monkeypatch, capsys, options, expected):
+    with pytest.raises(SystemExit, match="2"):
+        run(monkeypatch, tmp_path / "s", *options)
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_trials_are_those_of_the_weights_under_a_path(tmp_path, monkeypatch):
     rows = [{"prompt": f"q {n}", "chosen": f"yes {n}", "rejected": f"no {n * n}"} for n in range(60)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--budget", "8", "--start", "4", "--batch", "4", "--splits", "2", "--bootstrap", "10"]
     for seed in (0, 1):
         tiny_reward_model("llama", seed=seed, max_length=64).save_pretrained(tmp_path / "model")
-        command = [
-            "study",
-            "labels",
-            str(tmp_path / "s"),
-            "--data",
-            str(tmp_path / "pairs.jsonl"),
-            "--name",
-            f"p{seed}",
-        ]
-        result = CliRunner().invoke(app, [*command, "--model", str(tmp_path / "model"), *options])
-        assert result.exit_code == 0, result.output
-    assert len(list((tmp_path / "s" / "features").glob("*.npz"))) == 2
+        pairs = ["--data", str(tmp_path / "pairs.jsonl"), "--model", str(tmp_path / "model")]
+        run(monkeypatch, tmp_path / "s", *pairs, *options)
+    assert len(list((tmp_path / "s" / "trials").glob("*.json"))) == 2 * (1 + 2)

@@ -1,1 +1,0 @@
-"""Labels that acquisition functions save: pools for the measurement, the study, and its statistics."""
