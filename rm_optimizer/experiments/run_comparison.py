@@ -6,6 +6,7 @@ arm are paired by prompt, and by seed if there are several. `rm_optimizer.core.m
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -160,10 +161,8 @@ class RunComparison(JsonRecord, indent=2):
         return [dict.fromkeys(_COLUMNS) | row for row in found]
 
 
-_COLUMNS = (
-    *("level", "arm", "baseline", "run", "seed", "num_seeds", "score", "value", "standard_error", "low", "high"),
-    *("num_samples", "deviation"),
-)
+_OF_ESTIMATE = ("value", "standard_error", "low", "high", "num_samples")
+_COLUMNS = ("level", "arm", "baseline", "run", "seed", "num_seeds", "score", *_OF_ESTIMATE, "deviation")
 
 
 def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunComparison:
@@ -182,14 +181,14 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
     everything = _named(_arms([*runs, *found.diverged]))
     arms = {name: own for name, each in everything.items() if (own := _finished(each))}
     table = _Table(pairs, prompts, num_bootstrap)
-    names = {run.name: name for name, members in arms.items() for run in members}
+    scores = tuple(_run_scores(run, name, metrics[run.name]) for name, members in arms.items() for run in members)
     baseline = next(iter(arms))
     paired = {name: _seed_pairs(arms[baseline], members) for name, members in arms.items() if name != baseline}
     return RunComparison(
         baseline=baseline,
         num_pairs=len(pairs),
         num_prompts=len(set(prompts)),
-        runs=tuple(_run_scores(run, names[run.name], metrics[run.name]) for each in arms.values() for run in each),
+        runs=scores,
         arms=tuple(_arm_scores(name, arms, metrics, table) for name in arms),
         differences=tuple(
             ArmDifference(
@@ -207,11 +206,7 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
             for run in each
             if isinstance(run, DivergedRun)
         ),
-        notes=(
-            *found.left_out,
-            *(f"{run.name} diverged and is in no mean: {run.error}" for run in found.diverged),
-            *_notes(runs, len(pairs), arms, paired, metrics),
-        ),
+        notes=tuple(_notes(found, scores, len(pairs), paired)),
     )
 
 
@@ -304,7 +299,6 @@ def _seed_pairs(baseline: Sequence[ComparedRun], arm: Sequence[ComparedRun]) -> 
 
 
 def _run_scores(run: ComparedRun, arm: str, metrics: PairwiseMetrics) -> RunScores:
-    costs = {name: getattr(run.result, name) for name in COSTS}
     return RunScores(
         name=run.name,
         folder=str(run.folder.path),
@@ -313,7 +307,7 @@ def _run_scores(run: ComparedRun, arm: str, metrics: PairwiseMetrics) -> RunScor
         num_pairs=len(run.rewards),
         scores=_scores(metrics),
         collapse=metrics.collapse.reason if metrics.collapse.collapsed else None,
-        costs=costs,
+        costs={name: getattr(run.result, name) for name in COSTS},
     )
 
 
@@ -341,32 +335,28 @@ def _arm_scores(
 
 
 def _notes(
-    runs: Sequence[ComparedRun],
+    found: FoundRuns,
+    scores: Sequence[RunScores],
     num_common: int,
-    arms: Mapping[str, Sequence[ComparedRun]],
     paired: Mapping[str, Sequence[tuple[ComparedRun, ComparedRun]]],
-    metrics: Mapping[str, PairwiseMetrics],
-) -> list[str]:
-    notes = []
-    sizes = sorted({len(run.rewards) for run in runs})
+) -> Iterator[str]:
+    yield from found.left_out
+    yield from (f"{run.name} diverged and is in no mean: {run.error}" for run in found.diverged)
+    sizes = sorted({len(run.rewards) for run in found.runs})
     if sizes != [num_common]:
         shown = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
-        notes.append(f"the runs were validated on different pairs ({shown}); {num_common:,} are common to all")
-    notes += [f"{name} collapsed: {each.collapse.reason}" for name, each in metrics.items() if each.collapse.collapsed]
+        yield f"the runs were validated on different pairs ({shown}); {num_common:,} are common to all"
+    yield from (f"{run.name} collapsed: {run.collapse}" for run in scores if run.collapse is not None)
+    packages = sorted({name for run in found.runs for name in run.result.versions})
     for what, values in (
-        ("commits", [str(run.result.commit) for run in runs]),
-        *((f"versions of {name}", [run.result.versions.get(name, "none") for run in runs]) for name in _packages(runs)),
+        ("commits", [str(run.result.commit) for run in found.runs]),
+        *((f"versions of {name}", [run.result.versions.get(name, "none") for run in found.runs]) for name in packages),
     ):
         if len(set(values)) > 1:
-            notes.append(f"the runs have different {what}: {', '.join(dict.fromkeys(values))}")
-    return [*notes, *_notes_of_pairing(arms, paired), ALWAYS]
-
-
-def _notes_of_pairing(
-    arms: Mapping[str, Sequence[ComparedRun]], paired: Mapping[str, Sequence[tuple[ComparedRun, ComparedRun]]]
-) -> Iterator[str]:
+            yield f"the runs have different {what}: {', '.join(dict.fromkeys(values))}"
+    sizes_of_arms = Counter(run.arm for run in scores)
     for name, both in paired.items():
-        most = max(len(arms[name]), len(next(iter(arms.values()))))
+        most = max(sizes_of_arms[name], sizes_of_arms[scores[0].arm])
         if both[0][0].seed != both[0][1].seed:
             yield f"{name} shares no seed with the baseline; its runs are paired in order"
         if len(both) < most:
@@ -375,17 +365,8 @@ def _notes_of_pairing(
         yield "a difference of one seed covers prompts alone: with another seed it may turn around"
     if len(paired) > 1:
         yield f"{len(paired)} arms are compared, and intervals are not widened for that"
-
-
-def _packages(runs: Sequence[ComparedRun]) -> list[str]:
-    return sorted({name for run in runs for name in run.result.versions})
+    yield ALWAYS
 
 
 def _cells(estimate: Estimate) -> dict[str, Any]:
-    return {
-        "value": estimate.value,
-        "standard_error": estimate.standard_error,
-        "low": estimate.low,
-        "high": estimate.high,
-        "num_samples": estimate.num_samples,
-    }
+    return {name: getattr(estimate, name) for name in _OF_ESTIMATE}

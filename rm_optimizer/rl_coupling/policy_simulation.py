@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.score_file import ScoredFile, require_new, score_counted, summed_counts
 from rm_optimizer.records.files import replacing
-from rm_optimizer.records.ledger import Ledger, open_ledger
+from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.language_policies import TransformersPolicy, VLLMPolicy
 from rm_optimizer.serving.client.client import RewardClient
@@ -187,31 +186,22 @@ def rank(
 def _rank_counted(
     reward_model: Scorer, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
 ) -> _Piece:
-    """`rank`, with counts of cut prompts and responses."""
-    rewards, *cut = _scored(reward_model, prompts, responses_of_each)
+    """`rank`, with counts of cut prompts and responses for a model in this process."""
+    cut: tuple[int | None, int | None] = (None, None)
+    flat_prompts, flat_texts = flat_groups(prompts, responses_of_each)
+    if isinstance(reward_model, BradleyTerryRM):
+        counted = score_counted(reward_model, flat_prompts, flat_texts)
+        values, cut = iter(counted.rewards), (counted.num_prompt_cut, counted.num_response_cut)
+        rewards = [list(islice(values, len(texts))) for texts in responses_of_each]
+    else:
+        rewards = [own.tolist() for own in reward_model.score_groups(prompts, responses_of_each)]
+    require_finite([one for own in rewards for one in own], lambda index: f"the response {flat_texts[index][:60]!r}")
     found = []
     for prompt, texts, numbers in zip(prompts, responses_of_each, rewards, strict=True):
-        require_finite(numbers, partial(_named, texts))
         order = sorted(range(len(texts)), key=lambda draw: -numbers[draw])
         best_texts, best_rewards = (tuple(texts[draw] for draw in order), tuple(numbers[draw] for draw in order))
         found.append(RankedResponses(prompt, best_texts, best_rewards, tuple(order)))
     return _Piece(found, *cut)
-
-
-def _scored(
-    scorer: Scorer, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
-) -> tuple[list[list[float]], int | None, int | None]:
-    """Rewards of each prompt's responses, and counts of cut prompts and responses for a model in this process."""
-    if not isinstance(scorer, BradleyTerryRM):
-        return [own.tolist() for own in scorer.score_groups(prompts, responses_of_each)], None, None
-    counted = score_counted(scorer, *flat_groups(prompts, responses_of_each))
-    values = iter(counted.rewards)
-    groups = [list(islice(values, len(texts))) for texts in responses_of_each]
-    return groups, counted.num_prompt_cut, counted.num_response_cut
-
-
-def _named(texts: Sequence[str], index: int) -> str:
-    return f"the response {texts[index][:60]!r}"
 
 
 def rank_file(
@@ -323,36 +313,20 @@ def _to_file(
     whole = digest([scorer_identity(scorer), "with counts of cuts", *identity])
     partial = path.with_name(f"{path.name}.partial")
     with open_ledger(partial, whole, other="responses of another policy, model, seed or number of samples") as log:
-        _rank_rest(log, chunks, ranked, lambda done: on_progress(done, num_prompts))
-        _write(path, log)
-        counts = _counts(log)
+        sizes = [len(piece["rows"]) for piece in log.values()]
+        on_progress(sum(sizes), num_prompts)
+        for chunk in chunks[len(sizes) :]:
+            found = ranked(chunk)
+            log.append(found)
+            sizes.append(len(found.rows))
+            on_progress(sum(sizes), num_prompts)
+        with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
+            for piece in log.values():
+                file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in piece["rows"])
+        pieces = ((piece.pop("rows"), piece) for piece in log.values())
+        counts = summed_counts(
+            {"num_rows": len(rows), "num_responses": sum(len(row["responses"]) for row in rows), **cuts}
+            for rows, cuts in pieces
+        )
         partial.unlink()
     return counts
-
-
-def _rank_rest(
-    log: Ledger, chunks: Sequence[Any], ranked: Callable[[Any], _Piece], on_done: Callable[[int], None]
-) -> None:
-    """Rank the chunks missing in the ledger; `on_done` gets numbers of finished prompts, first of earlier calls."""
-    sizes = [len(piece["rows"]) for piece in log.values()]
-    on_done(sum(sizes))
-    for chunk in chunks[len(sizes) :]:
-        found = ranked(chunk)
-        log.append(found)
-        sizes.append(len(found.rows))
-        on_done(sum(sizes))
-
-
-def _counts(log: Ledger) -> ScoredFile:
-    """Counts over all pieces of a ledger."""
-    pieces = ((piece.pop("rows"), piece) for piece in log.values())
-    return summed_counts(
-        {"num_rows": len(rows), "num_responses": sum(len(row["responses"]) for row in rows), **cuts}
-        for rows, cuts in pieces
-    )
-
-
-def _write(path: Path, log: Ledger) -> None:
-    lines: Iterable[str] = (json.dumps(row, ensure_ascii=False) for piece in log.values() for row in piece["rows"])
-    with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:
-        file.writelines(f"{line}\n" for line in lines)

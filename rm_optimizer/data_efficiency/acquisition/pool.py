@@ -137,41 +137,38 @@ def read_pool(
         margins = np.array([found.individual_margins for found in predictions]).T
         on_progress(len(pairs))
         return Pool(margins, lengths, known)
+    shape = (len(pairs), model.reward_head.in_features)
+
+    def computed(kept: Float[np.ndarray, "pairs hidden"], start: int) -> Iterator[Float[np.ndarray, " block"]]:
+        """Margins of the pairs from `start` on, block by block; their differences are written into `kept`."""
+        on_progress(start)
+        firsts = range(start, len(pairs), BLOCK_PAIRS)
+        tasks = ((pairs[first : first + BLOCK_PAIRS], first, token_budget) for first in firsts)
+        on_workers = on_ray(scored_block, model, tasks, ray_workers) if ray_workers else None
+        for first, (block, margins) in zip(firsts, on_workers or (scored_block(model, *t) for t in tasks), strict=True):
+            kept[first : first + len(block)] = block
+            yield margins
+            on_progress(first + len(block))
+
     if folder is None:
-        kept = np.zeros((len(pairs), model.reward_head.in_features), dtype=np.float32)
-        found = _scored_blocks(pairs, model, kept, 0, token_budget, on_progress, ray_workers)
-        return Pool(np.concatenate([*found])[None], lengths, known, kept)
-    return _kept_pool(pairs, model, lengths, known, folder, token_budget, on_progress, ray_workers)
+        kept = np.zeros(shape, dtype=np.float32)
+        return Pool(np.concatenate([*computed(kept, 0)])[None], lengths, known, kept)
+    folder.mkdir(parents=True, exist_ok=True)
+    identity = digest([scorer_digest(model), [pair.pair_id for pair in pairs]])
+    other, remedy = "features of other pairs or another model", f"name another folder, or remove {folder}"
+    with open_ledger(folder / "margins.jsonl", identity, other=other, remedy=remedy) as ledger:
+        done = [margin for block in ledger.values() for margin in block]
+        path = folder / "differences.npy"
+        mapped = _mapped(path, shape, is_new=not done)
+        for block in computed(mapped, len(done)):
+            mapped.flush()
+            ledger.append(block.tolist())
+            done.extend(block.tolist())
+    return Pool(np.array(done)[None], lengths, known, np.load(path, mmap_mode="r"))
 
 
 def _sides(pairs: Sequence[PreferencePair]) -> tuple[list[Prompt], list[str], list[str]]:
     return [pair.prompt for pair in pairs], [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
-
-
-def _kept_pool(
-    pairs: Sequence[PreferencePair],
-    model: BradleyTerryRM,
-    lengths: np.ndarray,
-    is_labeled: np.ndarray,
-    folder: Path,
-    token_budget: int,
-    on_progress: Callable[[int], None],
-    ray_workers: int,
-) -> Pool:
-    """The pool with its differences in `differences.npy` and its margins in `margins.jsonl` of a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    identity = digest([scorer_digest(model), [pair.pair_id for pair in pairs]])
-    other = "features of other pairs or another model"
-    remedy = f"name another folder, or remove {folder}"
-    with open_ledger(folder / "margins.jsonl", identity, other=other, remedy=remedy) as ledger:
-        margins = [margin for block in ledger.values() for margin in block]
-        path, shape = folder / "differences.npy", (len(pairs), model.reward_head.in_features)
-        kept = _mapped(path, shape, is_new=not margins)
-        for block in _scored_blocks(pairs, model, kept, len(margins), token_budget, on_progress, ray_workers):
-            kept.flush()
-            ledger.append(block.tolist())
-            margins.extend(block.tolist())
-    return Pool(np.array(margins)[None], lengths, is_labeled, np.load(path, mmap_mode="r"))
 
 
 def _mapped(path: Path, shape: tuple[int, int], *, is_new: bool) -> np.memmap[Any, Any]:
@@ -190,26 +187,6 @@ def _mapped(path: Path, shape: tuple[int, int], *, is_new: bool) -> np.memmap[An
     except (OSError, ValueError, EOFError) as error:
         reason = str(error).splitlines()[0]
     raise DataError(f"{path}: is gone or damaged ({reason}); remove {path.parent}, and its features are computed again")
-
-
-def _scored_blocks(
-    pairs: Sequence[PreferencePair],
-    model: BradleyTerryRM,
-    differences: Float[np.ndarray, "pairs hidden"],
-    start: int,
-    token_budget: int,
-    on_progress: Callable[[int], None],
-    ray_workers: int,
-) -> Iterator[Float[np.ndarray, " block"]]:
-    """Margins of the pairs from `start` on, block by block; their differences are written into `differences`."""
-    on_progress(start)
-    firsts = range(start, len(pairs), BLOCK_PAIRS)
-    tasks = ((pairs[first : first + BLOCK_PAIRS], first, token_budget) for first in firsts)
-    found = on_ray(scored_block, model, tasks, ray_workers) if ray_workers else (scored_block(model, *t) for t in tasks)
-    for first, (block, margins) in zip(firsts, found, strict=True):
-        differences[first : first + len(block)] = block
-        yield margins
-        on_progress(first + len(block))
 
 
 def scored_block(

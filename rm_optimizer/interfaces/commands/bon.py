@@ -17,12 +17,10 @@ from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
     import numpy as np
-    from jaxtyping import Float
 
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt, Scorer
     from rm_optimizer.evaluation.score_file import ScoredFile
-    from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
 
 WORLD_PROMPTS = 64
@@ -107,17 +105,25 @@ def _report(
     seed: int,
 ) -> None:
     """Write, draw and print the curve, and that against the gold reward."""
+    import numpy as np
+
     from rm_optimizer.records.files import write_text
     from rm_optimizer.reporting.policy_plots import plot_best_of_n, plot_overoptimization
     from rm_optimizer.reporting.style import save_figure
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
     from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
 
-    gold = None if judge is None else _gold(judge, ranked)
+    gold = None
+    if judge is not None:
+        groups = judge.score_groups([row.prompt for row in ranked], [row.responses for row in ranked])
+        gold = np.array([rewards.tolist() for rewards in groups])
     curve = BestOfNCurve.measure(proxy, gold, num_bootstrap=num_bootstrap, seed=seed)
     write_text(curve_file, curve.to_json() + "\n")
     save_figure(plot_best_of_n(curve), curve_file.with_suffix(".png"))
-    _print(curve)
+    has_gold = gold is not None
+    print("     n   KL (nats, at most)   proxy reward" + ("                gold reward" if has_gold else ""))
+    for point in curve.points:
+        print(f"{point.n:6,}   {point.kl_bound:18.2f}   {point.proxy!s:24}{f'   {point.gold}' if has_gold else ''}")
     if gold is None:
         return
     if min(len(curve.points), len(ranked)) < FEWEST_POINTS:
@@ -132,21 +138,6 @@ def _report(
     write_text(file, over.to_json() + "\n")
     save_figure(plot_overoptimization(over), file.with_suffix(".png"))
     print(over.verdict("the largest n"))
-
-
-def _gold(judge: Scorer, ranked: Sequence[RankedResponses]) -> Float[np.ndarray, "prompts samples"]:
-    import numpy as np
-
-    scores = judge.score_groups([row.prompt for row in ranked], [row.responses for row in ranked])
-    return np.array([score.tolist() for score in scores])
-
-
-def _print(curve: BestOfNCurve) -> None:
-    has_gold = curve.points[0].gold is not None
-    print("     n   KL (nats, at most)   proxy reward" + ("                gold reward" if has_gold else ""))
-    for point in curve.points:
-        gold = f"   {point.gold}" if has_gold else ""
-        print(f"{point.n:6,}   {point.kl_bound:18.2f}   {point.proxy!s:24}{gold}")
 
 
 @contextmanager

@@ -23,12 +23,9 @@ if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.pairs.pair import Prompt
-    from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
-    from rm_optimizer.rl_coupling.policy_simulation import Policy
     from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions
     from rm_optimizer.rl_coupling.readiness.oracle import Oracle
     from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
-    from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
 
 REPORT, PICTURE, PAGE = "readiness.json", "readiness.png", "readiness.html"
 """Files of the result, beside the model."""
@@ -168,10 +165,17 @@ def readiness(
     """
     options = sizes.options()
     oracle.check(context, responses)
+    from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
     from rm_optimizer.doctor.diagnosis import FAILED_EXIT_CODE
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
+    from rm_optimizer.records.files import write_text
+    from rm_optimizer.records.progress import stages
+    from rm_optimizer.reporting.pages.readiness_page import readiness_page
+    from rm_optimizer.reporting.readiness.plot import plot_readiness
     from rm_optimizer.reporting.readiness.table import print_readiness
+    from rm_optimizer.reporting.style import save_figure
     from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
+    from rm_optimizer.rl_coupling.readiness.measurement import measure_readiness
 
     members = (
         None
@@ -187,14 +191,29 @@ def readiness(
         pool = _pool(model, data, responses, options, folder)
         if oracle.ask is not None and pool is not None:
             _write_questions(pool, sizes.algorithm, options, oracle.ask)
-        report = _measured(saved, model, data, pool, oracle, sizes.algorithm, options, members)
+        judge = oracle.load(model, [] if pool is None else pool.prompts)
+        with stages() as on_stage:
+            report = measure_readiness(
+                model,
+                data,
+                pool,
+                judge,
+                algorithm=sizes.algorithm,
+                options=options,
+                trained=TrainedPairs.recorded(saved.checkpoint),
+                ensemble=members,
+                top_eigenvalue=_top_eigenvalue(saved.checkpoint),
+                on_stage=on_stage,
+            )
     except (RMOptimizerError, KeyboardInterrupt) as error:
         with suppress(OSError):
             folder.rmdir()  # only where it is still empty
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
         raise
-    _leave(report, folder, saved.checkpoint)
+    write_text(folder / REPORT, report.to_json() + "\n")
+    save_figure(plot_readiness(report), folder / PICTURE)
+    write_text(folder / PAGE, readiness_page(report, saved.checkpoint))
     with printed_beside(json_file):
         print_readiness(report, f"Readiness of {saved.checkpoint} for {sizes.algorithm}")
         print(f"page, picture and numbers: {folder / PAGE}")
@@ -202,36 +221,6 @@ def readiness(
             print(f"rm-opt label {oracle.ask} asks the questions; then repeat with --comparisons {oracle.ask}")
     write_json(json_file, report.to_json())
     raise Exit(FAILED_EXIT_CODE if report.failed_gates else 0)
-
-
-def _measured(
-    saved: SavedModel,
-    model: BradleyTerryRM,
-    data: PreferenceDataset,
-    pool: ResponsePool | None,
-    oracle: OracleFlags,
-    algorithm: str,
-    options: ReadinessOptions,
-    ensemble: RewardModelEnsemble | None,
-) -> RLReadinessReport:
-    from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
-    from rm_optimizer.records.progress import stages
-    from rm_optimizer.rl_coupling.readiness.measurement import measure_readiness
-
-    judge = oracle.load(model, [] if pool is None else pool.prompts)
-    with stages() as on_stage:
-        return measure_readiness(
-            model,
-            data,
-            pool,
-            judge,
-            algorithm=algorithm,
-            options=options,
-            trained=TrainedPairs.recorded(saved.checkpoint),
-            ensemble=ensemble,
-            top_eigenvalue=_top_eigenvalue(saved.checkpoint),
-            on_stage=on_stage,
-        )
 
 
 def _validation_pairs(checkpoint: str) -> PreferenceDataset:
@@ -274,66 +263,38 @@ def _with_ceiling(options: ReadinessOptions, data: PreferenceDataset) -> Readine
 
 
 def _pool(
-    model: BradleyTerryRM,
-    data: PreferenceDataset,
-    responses: PolicyOptions,
-    options: ReadinessOptions,
-    folder: Path,
+    model: BradleyTerryRM, data: PreferenceDataset, responses: PolicyOptions, options: ReadinessOptions, folder: Path
 ) -> ResponsePool | None:
-    """Responses of the policy, ranked and kept in a file of the folder; None without a policy or completions."""
-    from rm_optimizer.rl_coupling.policy_simulation import read_ranked
+    """Responses of the policy or the completions, ranked and kept in a file of the folder; None without either."""
+    from rm_optimizer.core.model.identity import scorer_digest
+    from rm_optimizer.core.pairs.pair import digest, prompt_id
+    from rm_optimizer.records.progress import progress
+    from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, rank_file, read_ranked
     from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
 
-    if responses.completions is not None:
-        file = _rank_completions(model, responses.completions, folder)
+    def kept(*identity: object) -> Path:
+        return folder / f"responses-{digest([scorer_digest(model), *identity])}.jsonl"
+
+    if (source := responses.completions) is not None:
+        file = kept(hashlib.sha256(source.read_bytes()).hexdigest())
+        if not file.exists():
+            with progress("ranking", "prompts") as show:
+                rank_file(model, source, file, on_progress=show)
     elif responses.policy is not None:
         most = responses.num_prompts or PROMPTS
         of_pairs = list({pair.prompt_id: pair.prompt for pair in data.pairs}.values())
         reads = responses.prompts is not None or responses.policy == WORLD
         prompts = responses.read_prompts(most) if reads else of_pairs[:most]
-        file = _rank_samples(model, responses.load(), prompts, options, folder)
+        policy = responses.load()
+        assert options.num_samples is not None, "the flags decide it"
+        file = kept(policy.identity, options.num_samples, options.seed, [prompt_id(prompt) for prompt in prompts])
+        if not file.exists():
+            with progress("drawing responses", "prompts") as show:
+                sampler = BestOfNSampler(policy, model, options.num_samples, seed=options.seed)
+                sampler.sample_to_file(prompts, file, on_progress=show)
     else:
         return None
     return ResponsePool.of(read_ranked(file)[0])
-
-
-def _rank_completions(model: BradleyTerryRM, source: Path, folder: Path) -> Path:
-    """Path of the file of ranked saved responses; the file is made if it is missing."""
-    from rm_optimizer.records.progress import progress
-    from rm_optimizer.rl_coupling.policy_simulation import rank_file
-
-    content = hashlib.sha256(source.read_bytes()).hexdigest() if source.is_file() else str(source)
-    file = _responses_file(folder, model, content)
-    if not file.exists():
-        with progress("ranking", "prompts") as show:
-            rank_file(model, source, file, on_progress=show)
-    return file
-
-
-def _rank_samples(
-    model: BradleyTerryRM, policy: Policy, prompts: Sequence[Prompt], options: ReadinessOptions, folder: Path
-) -> Path:
-    """Path of the file of a policy's ranked responses; they are sampled if it is missing."""
-    from rm_optimizer.core.pairs.pair import prompt_id
-    from rm_optimizer.records.progress import progress
-    from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler
-
-    assert options.num_samples is not None, "the flags decide it"
-    ids = [prompt_id(prompt) for prompt in prompts]
-    file = _responses_file(folder, model, policy.identity, options.num_samples, options.seed, ids)
-    if not file.exists():
-        with progress("drawing responses", "prompts") as show:
-            sampler = BestOfNSampler(policy, model, options.num_samples, seed=options.seed)
-            sampler.sample_to_file(prompts, file, on_progress=show)
-    return file
-
-
-def _responses_file(folder: Path, model: BradleyTerryRM, *identity: object) -> Path:
-    """Path with a name that is unique to the responses and the model that ranks them."""
-    from rm_optimizer.core.model.identity import scorer_digest
-    from rm_optimizer.core.pairs.pair import digest
-
-    return folder / f"responses-{digest([scorer_digest(model), *identity])}.jsonl"
 
 
 def _write_questions(pool: ResponsePool, algorithm: str, options: ReadinessOptions, path: Path) -> None:
@@ -384,15 +345,3 @@ def _top_eigenvalue(checkpoint: str) -> float | None:
     rows = [] if run is None else run.metrics(run.best_step)
     found = [row["curvature_top_eigenvalue"] for row in rows if row.get("curvature_top_eigenvalue")]
     return float(found[-1]) if found else None
-
-
-def _leave(report: RLReadinessReport, folder: Path, checkpoint: str) -> None:
-    """Write the report, its picture and its page."""
-    from rm_optimizer.records.files import write_text
-    from rm_optimizer.reporting.pages.readiness_page import readiness_page
-    from rm_optimizer.reporting.readiness.plot import plot_readiness
-    from rm_optimizer.reporting.style import save_figure
-
-    write_text(folder / REPORT, report.to_json() + "\n")
-    save_figure(plot_readiness(report), folder / PICTURE)
-    write_text(folder / PAGE, readiness_page(report, checkpoint))

@@ -80,8 +80,10 @@ def conclude(evidence: Evidence, fit: FittedReadiness | None) -> Conclusion:
     elif (undecided := _undecided(evidence)) is not None:
         verdict, basis = ReadinessVerdict.unknown, undecided
         if score is not None and fit is not None:
-            best = {**evidence.features, **{f"probe_{each.n}": _upper_end(each.win_rate) for each in evidence.probes}}
-            highest, place = _placed(fit.score(best, evidence.algorithm), fit.of(evidence.algorithm))
+            rates = {f"probe_{each.n}": each.win_rate for each in evidence.probes}
+            ends = {name: replace(rate, value=rate.high) for name, rate in rates.items() if rate.high is not None}
+            best = fit.score({**evidence.features, **ends}, evidence.algorithm)
+            highest, place = _placed(best, fit.of(evidence.algorithm))
             if highest is ReadinessVerdict.not_recommended:
                 verdict, basis = highest, f"{undecided}; at the upper ends of the intervals, {place}"
     elif score is None or fit is None:
@@ -103,7 +105,8 @@ def _scored(evidence: Evidence, fit: FittedReadiness | None) -> tuple[Estimate |
         known = ", ".join(fit.outcomes)
         return None, [f"the fitted score {fit.version} is validated for {known}, not for {algorithm}"]
     outcome = fit.of(algorithm)
-    missing = [term.name for term in outcome.features if not _is_known(features.get(term.name))]
+    measured = {name for name, value in features.items() if math.isfinite(value.value)}
+    missing = [term.name for term in outcome.features if term.name not in measured]
     if missing:
         return None, [f"the fitted score {fit.version} needs {', '.join(missing)}, which was not measured"]
     cautions = [
@@ -120,10 +123,6 @@ def _scored(evidence: Evidence, fit: FittedReadiness | None) -> tuple[Estimate |
     if outside := fit.outside(features, algorithm):
         cautions.insert(0, f"the score extrapolates: {', '.join(outside)} lies outside what the study saw")
     return fit.score(features, algorithm), cautions
-
-
-def _is_known(estimate: Estimate | None) -> bool:
-    return estimate is not None and math.isfinite(estimate.value)
 
 
 def _components(evidence: Evidence, outcome: FittedOutcome) -> dict[str, float]:
@@ -151,10 +150,6 @@ def _obstacles(evidence: Evidence) -> list[tuple[str, str]]:
             remedy = "label pairs of this policy's own responses and train on them (rm-opt select, rm-opt label)"
             found.append((reason, remedy))
     return found
-
-
-def _upper_end(rate: Estimate) -> Estimate:
-    return replace(rate, value=rate.value if rate.high is None else rate.high)
 
 
 def _undecided(evidence: Evidence) -> str | None:

@@ -6,7 +6,6 @@ import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 from jaxtyping import Float
@@ -16,6 +15,7 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, require_finite
+from rm_optimizer.evaluation.score_file import score_counted
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.out_of_distribution import halves
@@ -137,13 +137,13 @@ class _Read:
 def _read(scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str]) -> _Read:
     if isinstance(scorer, RewardModelEnsemble):
         found, counted = scorer.predict_counted(prompts, texts)
-        cut = max(counted.num_prompt_cut, counted.num_response_cut)
-        return _Read(np.array(counted.rewards), np.array([one.std_reward for one in found]), cut)
-    if not isinstance(scorer, BradleyTerryRM):
+        disagreement = np.array([one.std_reward for one in found])
+    elif isinstance(scorer, BradleyTerryRM):
+        counted, disagreement = score_counted(scorer, prompts, texts), None
+        _require_finite(counted.rewards, texts)
+    else:
         return _Read(finite_rewards(scorer, prompts, texts).numpy(), None, 0)
-    encodings = scorer.encode(prompts, texts)
-    rewards = _finite(scorer.score_encoded(encodings), texts).numpy()
-    return _Read(rewards, None, sum(bool(one.prompt_cut or one.response_cut) for one in encodings))
+    return _Read(np.array(counted.rewards), disagreement, max(counted.num_prompt_cut, counted.num_response_cut))
 
 
 def finite_rewards(scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[str]) -> Float[Tensor, " sequences"]:
@@ -152,16 +152,13 @@ def finite_rewards(scorer: Scorer, prompts: Sequence[Prompt], texts: Sequence[st
     Raises:
         CheckpointError: if one is not finite; the message quotes the response.
     """
-    return _finite(scorer.score(prompts, texts), texts)
-
-
-def _finite(rewards: Float[Tensor, " sequences"], texts: Sequence[str]) -> Float[Tensor, " sequences"]:
-    require_finite(rewards.tolist(), partial(_named, texts))
+    rewards = scorer.score(prompts, texts)
+    _require_finite(rewards.tolist(), texts)
     return rewards
 
 
-def _named(texts: Sequence[str], index: int) -> str:
-    return f"the response {texts[index][:60]!r}"
+def _require_finite(rewards: Sequence[float], texts: Sequence[str]) -> None:
+    require_finite(rewards, lambda index: f"the response {texts[index][:60]!r}")
 
 
 def _warn_of_cuts(step: int, num_cut: int, num_texts: int) -> None:

@@ -131,12 +131,30 @@ def optimize_policy(
     started = time.perf_counter()
     model = TrainedPolicy(policy, max_new_tokens=config.max_new_tokens, temperature=config.temperature)
     model.require_room([*prompts, *measured_prompts])
-    identity = _identity(model, reward, gold, prompts, measured_prompts, config, seed)
+    options = {name: value for name, value in json_values(config).items() if name not in _HAS_NO_EFFECT}
+    judges = [None if scorer is None else _known_by(scorer, measured_prompts[0]) for scorer in (reward, gold)]
+    asked = [[prompt_id(prompt) for prompt in own] for own in (prompts, measured_prompts)]
+    identity = digest([weights_digest(model.model), model.tokenizer.chat_template, judges, asked, options, seed])
     with open_ledger(folder / MEASUREMENTS_FILE, identity, other="another optimization") as log:
         run = _Optimization(model, Judges(reward, gold), measured_prompts, folder, config, seed, log, on_checkpoint)
         reason = run.finish(prompts)
         step = run.save_policy(reason)
-    result = _result(run.measured, folder, step, reason, config, seed, num_bootstrap, started)
+    measured = run.measured
+    best_step, best_gain = (None, None) if measured[0].gold is None else largest_gain(measured, seed)
+    result = RLHFResult(
+        policy=str(folder / POLICY_FOLDER),
+        step=step,
+        stop_reason=reason,
+        checkpoints=beside_start(measured),
+        best_gold_step=best_step,
+        best_gold_gain=best_gain,
+        curve=curve_of(measured, num_bootstrap=num_bootstrap, seed=seed),
+        wall_seconds=time.perf_counter() - started,
+        config=config,
+        versions=versions() | {"trl": version("trl")},
+        machine=machine(),
+        commit=commit(),
+    )
     write_text(folder / RESULT_FILE, result.to_json() + "\n")
     return result
 
@@ -172,7 +190,10 @@ class _Optimization:
         try:
             if not self.measured:
                 self._measure(0)
-            self._forget_lost_checkpoints()
+            step = self.measured[-1].step
+            needed = checkpoint_folder(self._folder / CHECKPOINTS_FOLDER, step)
+            if step and not self._has_ended() and not needed.is_dir():
+                raise ConfigError(f"{needed} is gone, and the run cannot go on without it; remove {self._folder}")
             if not self._has_ended():
                 train_policy(
                     self._policy,
@@ -192,13 +213,6 @@ class _Optimization:
 
     def _goes_on(self) -> str:
         return f"the same command goes on from step {self.measured[-1].step if self.measured else 0}"
-
-    def _forget_lost_checkpoints(self) -> None:
-        """Refuse to continue from a checkpoint that was removed."""
-        step = self.measured[-1].step
-        needed = checkpoint_folder(self._folder / CHECKPOINTS_FOLDER, step)
-        if step and not self._has_ended() and not needed.is_dir():
-            raise ConfigError(f"{needed} is gone, and the run cannot go on without it; remove {self._folder}")
 
     def _reached(self, step: int) -> bool:
         """Measure a checkpoint; False if it is the last."""
@@ -239,52 +253,9 @@ class _Optimization:
         return step
 
 
-def _identity(
-    policy: TrainedPolicy,
-    reward: Scorer,
-    gold: Scorer | None,
-    prompts: Sequence[Prompt],
-    measured_prompts: Sequence[Prompt],
-    config: RLHFConfig,
-    seed: int,
-) -> str:
-    """Digest of everything that determines the measurements."""
-    options = {name: value for name, value in json_values(config).items() if name not in _HAS_NO_EFFECT}
-    judges = [None if scorer is None else _known_by(scorer, measured_prompts[0]) for scorer in (reward, gold)]
-    asked = [[prompt_id(prompt) for prompt in own] for own in (prompts, measured_prompts)]
-    return digest([weights_digest(policy.model), policy.tokenizer.chat_template, judges, asked, options, seed])
-
-
 def _known_by(scorer: Scorer, prompt: Prompt) -> str:
     """Identity of a scorer; if it has none, its kind and one of its rewards."""
     try:
         return scorer_identity(scorer)
     except ConfigError:
         return digest([type(scorer).__name__, round(float(scorer.score([prompt], ["Hello."])[0]), 3)])
-
-
-def _result(
-    measured: Sequence[MeasuredCheckpoint],
-    folder: Path,
-    step: int,
-    reason: StopReason,
-    config: RLHFConfig,
-    seed: int,
-    num_bootstrap: int,
-    started: float,
-) -> RLHFResult:
-    best_step, best_gain = (None, None) if measured[0].gold is None else largest_gain(measured, seed)
-    return RLHFResult(
-        policy=str(folder / POLICY_FOLDER),
-        step=step,
-        stop_reason=reason,
-        checkpoints=beside_start(measured),
-        best_gold_step=best_step,
-        best_gold_gain=best_gain,
-        curve=curve_of(measured, num_bootstrap=num_bootstrap, seed=seed),
-        wall_seconds=time.perf_counter() - started,
-        config=config,
-        versions=versions() | {"trl": version("trl")},
-        machine=machine(),
-        commit=commit(),
-    )

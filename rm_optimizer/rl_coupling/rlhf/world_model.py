@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -56,26 +56,18 @@ def save_world_policy(
     prompts = world.prompts()
     asked = [prompts[index] for index in generator.integers(len(prompts), size=num_responses)]
     answers = [world.sample_response(prompt, generator) for prompt in asked]
-    texts = (text for prompt, answer in zip(asked, answers, strict=True) for text in (_rendered(prompt), answer))
+    rendered = [plain_prompt(as_messages(prompt)) for prompt in asked]
+    texts = (text for both in zip(rendered, answers, strict=True) for text in both)
     tokenizer = train_tokenizer(texts, VOCABULARY)
     TemplateWriter(tokenizer).write_for_training()
-    rows = [_tokens(tokenizer, prompt, answer) for prompt, answer in zip(asked, answers, strict=True)]
+    ids = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for answer in answers]
+    rows = [(prompt_ids(tokenizer, prompt), own) for prompt, own in zip(asked, ids, strict=True)]
     with keeping_random_state(seed=seed):
         model = _fitted(tokenizer, rows, generator, on_progress)
     with replacing_folder(folder) as aside, quiet_transformers():
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
     return folder
-
-
-def _rendered(prompt: str) -> str:
-    return plain_prompt(as_messages(prompt))
-
-
-def _tokens(tokenizer: PreTrainedTokenizerBase, prompt: str, answer: str) -> tuple[list[int], list[int]]:
-    """Tokens of the prompt, and of the response with its end."""
-    response = tokenizer(answer, add_special_tokens=False)["input_ids"]
-    return prompt_ids(tokenizer, prompt), [*response, tokenizer.eos_token_id]
 
 
 def _fitted(
@@ -87,18 +79,19 @@ def _fitted(
     """The model after one pass over the rows with AdamW and a learning rate that falls to 0."""
     model = LlamaForCausalLM(_architecture(tokenizer)).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
-    batches = list(_batches(rows, generator))
-    for step, batch in enumerate(batches):
+    by_length = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+    order = generator.permutation(len(rows) // BATCH).tolist()  # batches of similar lengths
+    for step, number in enumerate(order):
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - step / len(batches))
-        tokens, labels = _padded(batch, tokenizer.pad_token_id)
+            group["lr"] = PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - step / len(order))
+        tokens, labels = _padded(by_length[number * BATCH : (number + 1) * BATCH], tokenizer.pad_token_id)
         model(
             input_ids=tokens, labels=labels
         ).loss.backward()  # padding is on the right, so a causal model needs no mask
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        on_progress(step + 1, len(batches))
+        on_progress(step + 1, len(order))
     return model.eval()
 
 
@@ -118,15 +111,6 @@ def _architecture(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
     )
-
-
-def _batches(
-    rows: Sequence[tuple[list[int], list[int]]], generator: np.random.Generator
-) -> Iterator[list[tuple[list[int], list[int]]]]:
-    """Batches of responses with similar lengths, in random order."""
-    by_length = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
-    for number in generator.permutation(len(rows) // BATCH):
-        yield by_length[number * BATCH : (number + 1) * BATCH]
 
 
 def _padded(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
-    from rm_optimizer.data_efficiency.acquisition.pool import Pool
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
 DEFAULT_RULE = "boundary_optimal"
@@ -53,9 +52,11 @@ def select(
 
     These are the pairs whose labels help the model most. People answer the questions here or in another tool.
     """
+    from rm_optimizer.data_efficiency.acquisition.pool import read_pool
     from rm_optimizer.data_efficiency.acquisition.rules import acquisition_function
     from rm_optimizer.data_efficiency.labeling.questions import questions_of, require_question_file, write_questions
     from rm_optimizer.evaluation.score_file import require_new
+    from rm_optimizer.records.progress import progress
     from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE
 
     acquire = acquisition_function(rule)
@@ -71,7 +72,14 @@ def select(
     if not (left := int((~is_labeled).sum())):
         raise ConfigError(f"--labeled names all {len(is_labeled):,} pairs of {pool}, so there is none to choose from")
     scorer = None if model is None else _scorer(model, max_length)
-    found = acquire.select(_read(pairs, is_labeled, scorer, cache, workers), min(k, left), seed=seed)
+    try:
+        with progress("reading the pool", "pairs") as show:
+            options: dict[str, Any] = {"is_labeled": is_labeled, "folder": cache, "ray_workers": workers}
+            read = read_pool(pairs, scorer, **options, on_progress=lambda done: show(done, len(pairs)))
+    except KeyboardInterrupt:
+        again = "goes on from the pairs read so far" if cache is not None else "starts again; --cache DIR keeps them"
+        raise Interrupted(f"stopped; the same command {again}") from None
+    found = acquire.select(read, min(k, left), seed=seed)
     questions = questions_of(pairs, found, seed=seed)
     write_questions(questions, out)
     print(f"{len(found):,} of {left:,} unlabeled pairs by rule {rule}: {out}")
@@ -139,25 +147,6 @@ def _unlabeled(source: PairOptions, pool: str) -> PreferenceDataset:
         if {"response_a", "response_b"} <= first.keys() and not {"chosen", "winner"} & first.keys():
             return replace(source, columns=["chosen=response_a", "rejected=response_b"], label=0.5).load(pool)
     return source.load(pool)
-
-
-def _read(
-    pairs: PreferenceDataset,
-    is_labeled: np.ndarray,
-    scorer: BradleyTerryRM | RewardModelEnsemble | None,
-    cache: Path | None,
-    workers: int,
-) -> Pool:
-    from rm_optimizer.data_efficiency.acquisition.pool import read_pool
-    from rm_optimizer.records.progress import progress
-
-    try:
-        with progress("reading the pool", "pairs") as show:
-            options: dict[str, Any] = {"is_labeled": is_labeled, "folder": cache, "ray_workers": workers}
-            return read_pool(pairs, scorer, **options, on_progress=lambda done: show(done, len(pairs)))
-    except KeyboardInterrupt:
-        again = "goes on from the pairs read so far" if cache is not None else "starts again; --cache DIR keeps them"
-        raise Interrupted(f"stopped; the same command {again}") from None
 
 
 def _scorer(model: str, max_length: int | None) -> BradleyTerryRM | RewardModelEnsemble:
