@@ -21,7 +21,7 @@ def test_every_door_gives_the_models_reward_or_refuses(family: str, tmp_path: Pa
     # Nothing tells where such an answer begins: after other turns, or before the turn that it spells.
     unknown = {("/get_reward without prompts", 2), ("/get_reward without prompts", 7), ("/get_reward whole text", 7)}
     assert refused == (unknown if family == "think block" else set())
-    assert all("`prompts` with the text up to the answer" in each.refusal for each in found if each.refusal)
+    assert all("send `prompts` with the text up to the answer" in each.refusal for each in found if each.refusal)
     assert len({round(each.expected, 4) for each in found}) >= 6  # rewards that tell conversations apart
 
 

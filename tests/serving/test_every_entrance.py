@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from contextlib import suppress
+from importlib.util import find_spec
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.written_template import TemplateWriter
+from rm_optimizer.errors import ConversationRefused, DataError
 from rm_optimizer.serving.service.api_errors import InvalidRequest, TooLarge, TooLong
 from rm_optimizer.serving.service.inputs import SLICE_CHARACTERS, InputReader
+from rm_optimizer.serving.service.rendered_texts import RenderedTexts
 from tests.builders import decoder_tokenizer, encoder_tokenizer, tiny_reward_model
+from tests.core.test_template_zoo import trl_templates
 from tests.serving.engines import InProcessEngine, client_of, options_of, served
 
 CHATML = (
@@ -128,6 +136,40 @@ def test_an_answer_whose_beginning_nothing_tells_is_refused_by_name(thinking, pr
         with pytest.raises(InvalidRequest, match=r"query\[1\]: the chat template writes .* is unknown") as failure:
             thinking.rendered([whole, text], prompts)
         assert failure.value.param == "query[1]"
+
+
+@pytest.mark.skipif(find_spec("trl") is None, reason="TRL, whose chat templates this reads, is not installed")
+def test_templates_of_trl_give_the_tokens_of_training_by_every_text():
+    conversations = [*CONVERSATIONS[1:], ("Why?", "<think>\nHm.\n</think>\n\nBecause."), ("Why?", SPELLED)]
+    num_right = 0
+    for template in (each for each in trl_templates() if "generation %}" not in each):  # one of each family
+        tokenizer = with_tokens(template, *sorted(set(re.findall(r"<\|\w+\|>", template))))
+        if "bos_token" in template:
+            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+                single="<s> $A", pair="<s> $A <s>:1 $B:1", special_tokens=[("<s>", 0)]
+            )
+        try:
+            TemplateWriter(tokenizer).write_for_training()
+        except DataError:  # the templates of images read no text
+            continue
+        renderer = ConversationRenderer(tokenizer, 2000)
+        restorer = RenderedTexts(renderer)
+        for prompt, response in conversations:
+            try:
+                expected, text = renderer.encode(prompt, response).ids, renderer.text(prompt, response)
+            except DataError:
+                continue
+            opened = renderer.prompt_text(prompt)
+            sample = f"<s>{opened}{response}</s>"
+            restored = [restorer.restored(sample, opened), restorer.restored(f"<pad>{sample}<pad>", opened)]
+            for unclear in (sample, text):
+                with suppress(ConversationRefused):
+                    restored.append(restorer.restored(unclear))
+            assert {encoding.ids for encoding in renderer.encode_rendered(restored, 2000)} == {expected}, template
+            read = renderer.encode_texts([text, text.removeprefix("<s>")], adds_frame=True)
+            assert set(map(tuple, read)) == {expected}, template
+            num_right += 1
+    assert num_right >= 100
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

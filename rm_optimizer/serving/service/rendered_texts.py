@@ -67,13 +67,13 @@ class RenderedTexts:
             answer = body[place:].removeprefix(self._generation)
             answer = answer.removeprefix(self._opening.removeprefix(self._generation))
             turn = self._renderer.text(_PROMPT, answer).partition(_PROMPT)[2].removesuffix(self._tail)
-            if is_known or turn == body[place:] or mark not in body[:place]:
+            if is_known or turn == body[place:] or (self._opening.startswith(mark) and mark not in body[:place]):
                 return body[:place] + turn
         elif self._opening == self._generation or self._opening in body:
             return body
         raise ConversationRefused(
             f"the chat template writes {self._opening!r} before an answer, and where this one begins is unknown: send "
-            f"one {mark!r}, or `prompts` with the text up to the answer, or messages to /rm/score; got {body[:60]!r}"
+            f"`prompts` with the text up to the answer and {mark!r} at its end, or use /rm/score; got {body[:60]!r}"
         )
 
     def _start(self, text: str) -> int:
