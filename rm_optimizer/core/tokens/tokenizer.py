@@ -79,7 +79,7 @@ def read_otherwise(tokenizer: PreTrainedTokenizerBase, file: str | Path) -> str 
         if own.encode(text, add_special_tokens=False).ids != tokenizer(text, add_special_tokens=False)["input_ids"]:
             return (
                 f"{file} gives {text!r} other token ids than transformers' {type(tokenizer).__name__}, which is read; "
-                "if the model was trained with that file's ids, load it with the transformers version of its config.json"
+                "if the model was trained with the file's ids, load it with the transformers version of its config.json"
             )
     return None
 
