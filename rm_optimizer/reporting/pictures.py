@@ -74,7 +74,7 @@ def print_run(result: RunResult, console: Console | None = None) -> None:
         rows["ceiling (gold reward)"] = data.ceiling
     rows["training pairs"] = data.train_pairs
     rows["steps (best)"] = f"{result.steps:,} ({result.best_step:,})"
-    rows["pairs a second"] = "n/a" if result.pairs_per_second is None else result.pairs_per_second
+    rows["pairs/s"] = "n/a" if result.pairs_per_second is None else result.pairs_per_second
     console.print(summary_table(f"{result.model}, {result.optimizer}, seed {result.seed}: {result.ending}", rows))
     for column in result.metrics.groups:
         console.print(group_table(result.metrics, column))

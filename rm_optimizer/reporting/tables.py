@@ -51,7 +51,7 @@ def metrics_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
     )
     macro = metrics.macro_accuracy
     if macro is not None and not metrics.collapse.collapsed:
-        verdict[f"mean over {macro.num_samples} sources"] = macro
+        verdict[f"macro average over {macro.num_samples} sources"] = macro
     fit = metrics.temperature
     temperature: Cell = fit.temperature if fit.temperature is not None else f"none: {fit.reason}"
     return (
@@ -63,7 +63,7 @@ def metrics_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
             f"ECE (noise floor {metrics.ece_noise_floor:.3f})": metrics.ece,
             "mean margin": metrics.mean_margin,
             "tied pairs": _percent(metrics.tie_rate),
-            "fitted temperature": temperature,
+            "temperature (scaling)": temperature,
             "pairs / prompts": f"{metrics.num_pairs:,} / {metrics.num_prompts:,}",
         }
         | _weight_row(metrics)
@@ -79,7 +79,7 @@ def evaluation_rows(evaluation: Evaluation) -> dict[str, Cell]:
         rows[f"{of}best of {best.mean_responses:.3g} ({best.num_lists:,} lists)"] = (
             f"{best.accuracy} (random {best.random:.3f}, longest {best.longest:.3f})"
         )
-    rows["cut"] = _cut(evaluation)
+    rows["truncated"] = _cut(evaluation)
     if equal := evaluation.truncation.num_identical_dropped:
         rows["equal responses"] = f"{equal:,} pairs have one sequence of tokens on both sides and count as ties"
     rows["trained on"] = _trained_on(evaluation)
@@ -114,7 +114,7 @@ def _length_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
     """The length baseline, and the model's difference from it."""
     if math.isnan(metrics.longer_wins.value):
         return {}
-    rows: dict[str, Cell] = {"longer response wins": metrics.longer_wins}
+    rows: dict[str, Cell] = {"length baseline (longer wins)": metrics.longer_wins}
     if metrics.collapse.collapsed:
         return rows
     above, verdict = metrics.over_length, ""
@@ -122,15 +122,15 @@ def _length_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
         verdict = ": below counting characters"
     elif above.low is not None and above.low <= 0:
         verdict = ": not shown to be above counting characters"
-    return rows | {"accuracy less that": f"{above}{verdict}"}
+    return rows | {"accuracy − length baseline": f"{above}{verdict}"}
 
 
 def _weight_row(metrics: PairwiseMetrics) -> dict[str, Cell]:
     if not metrics.num_effective_prompts < FEW_PROMPTS * metrics.num_prompts:
         return {}
     few, effective = metrics.num_prompts_of_half, metrics.num_effective_prompts
-    text = f"{few:,} of {metrics.num_prompts:,} prompts carry half of the weight of the pairs"
-    return {"few prompts": f"{text}; all say as much as {effective:.1f} prompts of equal weight"}
+    text = f"{few:,} of {metrics.num_prompts:,} prompts have half of the weight of the pairs"
+    return {"effective number of prompts": f"{effective:.1f}: {text}"}
 
 
 def group_table(metrics: PairwiseMetrics, column: str) -> Group:
@@ -207,10 +207,10 @@ def _split_facts(split: SplitAudit) -> dict[str, Cell]:
         "rows skipped": split.num_skipped,
         "duplicate pairs": counted(split.num_duplicates),
         "contradictions": counted(split.num_contradictions),
-        "identical as tokens": counted(split.num_identical),
+        "identical after tokenization": counted(split.num_identical),
         "different in blanks alone": counted(split.num_blank_only),
         "truncated": counted(split.num_truncated),
-        "prompt cut unevenly": counted(split.num_uneven_cut),
+        "prompt truncated differently": counted(split.num_uneven_cut),
         "response truncated": counted(split.num_response_cut),
         "control tokens in texts": counted(split.num_control_tokens) + held,
         f"chosen tokens ({_QUANTILE_NAMES})": _quantiles(split.chosen_tokens),

@@ -202,7 +202,7 @@ def test_groups_stay_within_their_source_and_rows_keep_their_own_id(model: Bradl
     assert set(result.metrics.groups["topic"]) == {"a / 0", "a / 1", "b / 0", "b / 1"}
     row = json.loads((tmp_path / "pair_rewards.jsonl").read_text().splitlines()[1])
     assert (row["id"], row["source"], row["subset"], row["topic"]) == (1, "a", "y", 1)
-    assert "mean over 2 sources" in printed(result)
+    assert "macro average over 2 sources" in printed(result)
 
 
 def test_an_evaluation_writes_into_no_run_and_no_folder_in_use(model: BradleyTerryRM, tmp_path: Path):

@@ -90,9 +90,9 @@ def test_the_headline_says_what_counting_characters_reaches_and_the_mean_over_so
     rng = np.random.default_rng(1)
     result = metrics(length_gap=rng.normal(size=90) + 0.4)
     text = printed(summary_table("Evaluation", metrics_rows(result)))
-    assert row(text, "longer response wins")[1] == str(result.longer_wins)
-    assert row(text, "mean over 2 sources")[1] == str(result.macro_accuracy)
-    assert "not shown to be above counting characters" in row(text, "accuracy less that")[1]
+    assert row(text, "length baseline (longer wins)")[1] == str(result.longer_wins)
+    assert row(text, "macro average over 2 sources")[1] == str(result.macro_accuracy)
+    assert "not shown to be above counting characters" in row(text, "accuracy − length baseline")[1]
 
 
 def test_one_prompt_says_why_it_has_no_interval():
@@ -105,8 +105,8 @@ def test_few_prompts_that_carry_the_weight_are_said():
     prompts = [str(k) for k in range(20)]
     options: dict[str, Any] = {"beta": 1.0, "prompt_ids": prompts, "num_bootstrap": 0, "seed": 0}
     result = evaluate_pairs(np.ones(20), np.zeros(20), weight=weight, **options)
-    assert row(printed(summary_table("", metrics_rows(result))), "few prompts")[1].startswith(
-        "1 of 20 prompts carry half"
+    assert row(printed(summary_table("", metrics_rows(result))), "effective number of prompts")[1].endswith(
+        ": 1 of 20 prompts have half of the weight of the pairs"
     )
 
 

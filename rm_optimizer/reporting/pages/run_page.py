@@ -169,7 +169,7 @@ def _headline(metrics: PairwiseMetrics) -> str:
     )
     if math.isnan(beside.value) or beside.low is None or beside.high is None:
         return answer("fair", accuracy, sample, "Lengths of the responses are unknown, so there is no length baseline.")
-    above = f"“The longer response wins” has {metrics.longer_wins}; the model less that: {beside}."
+    above = f"Length baseline (“the longer response wins”) {metrics.longer_wins}; accuracy − length baseline {beside}."
     if beside.low > 0:
         return answer("good", accuracy, sample, above)
     worse = beside.high < 0
@@ -210,7 +210,7 @@ def _settings(result: RunResult) -> str:
         "training pairs": f"{result.data.train_pairs:,}, fingerprint {result.data.train_fingerprint}",
         "steps": f"{result.steps:,}, {result.status.value}",
         "trainable parameters": f"{result.parameters:,}",
-        "time": f"{seconds / 60:.1f} min" + ("" if rate is None else f", {rate:,.0f} pairs a second"),
+        "time": f"{seconds / 60:.1f} min" + ("" if rate is None else f", {rate:,.0f} pairs/s"),
         **{f"machine: {name}": value for name, value in result.machine.items()},
         **{f"version of {name}": value for name, value in result.versions.items()},
         "commit": result.commit or "n/a",

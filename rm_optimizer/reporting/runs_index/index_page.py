@@ -17,7 +17,16 @@ SPARKLINE = "loss.svg"
 """Address of a run's sparkline, relative to its page's address."""
 _WIDTH, _HEIGHT = 110, 26
 _HEAD = (
-    *("name", "state", "model", "optimizer", "seed", "accuracy [95 %]", "validation loss", "less “longer wins”"),
+    *(
+        "name",
+        "state",
+        "model",
+        "optimizer",
+        "seed",
+        "accuracy [95 %]",
+        "validation loss",
+        "accuracy − length baseline",
+    ),
     *("NLL", "ECE", "minutes", "last result (UTC)"),
 )
 _STYLE = """

@@ -49,7 +49,7 @@ class ListedFolder:
         optimizer: optimizer of a run.
         seed: seed of a run.
         accuracy: validation accuracy.
-        over_length: accuracy less that of "the longer response wins".
+        over_length: accuracy − length baseline ("the longer response wins").
         nll: validation NLL.
         ece: expected calibration error.
         minutes: duration of training.

@@ -76,7 +76,7 @@ class ProgressLines(pl.Callback):
         speed = (module.pairs_seen - self._pairs_before) / seconds
         return (
             f"step {step} of {module.num_steps}: loss {loss:.4f}, accuracy {accuracy:.3f}, "
-            f"{speed:.1f} pairs a second with evaluations, {duration(left)} left"
+            f"{speed:.1f} pairs/s with evaluations, {duration(left)} left"
         )
 
 

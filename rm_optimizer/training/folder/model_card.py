@@ -128,8 +128,8 @@ def _results(result: RunResult) -> str:
         rows["verdict"] = f"**{metrics.collapse.reason}**"
     rows["accuracy"] = _shown(metrics.accuracy)
     if not math.isnan(metrics.longer_wins.value):
-        rows["accuracy of “the longer response wins”"] = _shown(metrics.longer_wins)
-        rows["accuracy less that"] = _shown(metrics.over_length)
+        rows["length baseline (the longer response wins)"] = _shown(metrics.longer_wins)
+        rows["accuracy − length baseline"] = _shown(metrics.over_length)
     if data.ceiling is not None:
         rows["accuracy of the true reward"] = f"{data.ceiling:.3f}"
     rows["NLL (chance: log 2)"] = _shown(metrics.nll)

@@ -36,5 +36,5 @@ def test_without_a_terminal_a_run_logs_steps_evaluations_and_where_its_metrics_a
         train_reward_model(small_config(tmp_path, "training.progress=true", "training.max_steps=2"))
     assert f"the metrics of every step are in {tmp_path}/metrics.csv" in caplog.text
     assert "step 1 of 2: loss 0." in caplog.text
-    assert "pairs a second" in caplog.text
+    assert "pairs/s" in caplog.text
     assert "evaluation: 33 of 33 pairs" in caplog.text
