@@ -99,6 +99,7 @@ def audit_checks(audit: DataAudit) -> list[Check]:
     as_text = f"{held} are read as if a template had written them; give rendered prompts as messages, and clean texts"
     balance = "compare the model with this baseline, and balance lengths or add a length penalty"
     marked = "a model can learn this word in place of the preference, so remove it from the texts, or balance it"
+    alike = "they are equal after truncation, so training drops them: raise max_length"
     unread_end = "raise max_length, as the end of a response is not read"
     return [
         _worst_share("repeated_pairs", audit, "num_duplicates", MOST_REPEATS, "remove the copies"),
@@ -107,34 +108,22 @@ def audit_checks(audit: DataAudit) -> list[Check]:
         _worst_share("response_truncation", audit, "num_response_cut", MOST_RESPONSES_CUT, unread_end),
         _worst_share("blank_differences", audit, "num_blank_only", MOST_REPEATS, "remove these pairs"),
         _worst_share("control_tokens", audit, "num_control_tokens", 0.0, as_text),
-        _identical(audit),
+        _worst_share("identical_pairs", audit, "num_identical", 0.0, alike, fails_above=MOST_IDENTICAL),
         _rule(audit, "longer_wins", lambda split: "the longer response", LENGTH_BIAS, balance),
         _rule(audit, "marker_wins", lambda split: f"the response {split.marker}", MARKER_BIAS, marked),
     ]
 
 
-def _shares(audit: DataAudit, count: str) -> tuple[dict[str, MeasuredValue], str, float]:
-    """A count of `SplitAudit` as a share of the pairs in each data set, and the name and share of the worst one."""
-    shares = {name: float(getattr(split, count)) / max(1, split.num_pairs) for name, split in audit.splits.items()}
+def _worst_share(
+    name: str, audit: DataAudit, count: str, most: float, remedy: str, *, fails_above: float = 1.0
+) -> Check:
+    """Check that a count of `SplitAudit`, as a share of the pairs, is small in every data set."""
+    shares = {where: float(getattr(split, count)) / max(1, split.num_pairs) for where, split in audit.splits.items()}
     where, share = max(shares.items(), key=lambda item: item[1])
-    return {**shares}, where, share
-
-
-def _worst_share(name: str, audit: DataAudit, count: str, most: float, remedy: str) -> Check:
-    """The check that a share of pairs is small in every data set."""
-    shares, where, share = _shares(audit, count)
     good = f"{name.replace('_', ' ')}: {share:.1%} of the pairs of {where}"
     verdict = (share <= most, share, "share of pairs", f"at most {most:g}", good, f"{good}; {remedy}")
-    return judged(name, *verdict, otherwise=Status.warn, details=shares)
-
-
-def _identical(audit: DataAudit) -> Check:
-    """Pairs with equal tokens after truncation have no effect in training; many of them mean a wrong length limit."""
-    shares, where, share = _shares(audit, "num_identical")
-    bad = f"{share:.1%} of the pairs of {where} are equal after truncation, so training drops them; raise max_length"
-    verdict = (share == 0, share, "share of pairs", "0", "no pair is equal after truncation", bad)
-    otherwise = Status.warn if share <= MOST_IDENTICAL else Status.fail
-    return judged("identical_pairs", *verdict, otherwise=otherwise, details=shares)
+    otherwise = Status.fail if share > fails_above else Status.warn
+    return judged(name, *verdict, otherwise=otherwise, details=shares)
 
 
 def _rule(audit: DataAudit, name: str, rule: Callable[[SplitAudit], str], limit: float, remedy: str) -> Check:
@@ -160,12 +149,11 @@ def labels(data: Mapping[str, PreferenceDataset]) -> Check:
         "rejected_preferred": sum(pair.label < 0.5 for pair in pairs),
         "soft_labels": sum(pair.label not in (0.0, 0.5, 1.0) for pair in pairs),
     }
-    status, explanation = Status.ok, f"{1 - undecided:.1%} of the pairs have a better response"
-    if undecided > 0.5:
-        status = Status.fail if undecided == 1 else Status.warn
-        explanation = f"{undecided:.1%} of the pairs have label 0.5 and teach no preference; check the label column"
-    unit, expected = "share of pairs without a better response", "at most 0.5"
-    return Check("labels", status, undecided, unit, expected, explanation, details)
+    good = f"{1 - undecided:.1%} of the pairs have a better response"
+    bad = f"{undecided:.1%} of the pairs have label 0.5 and teach no preference; check the label column"
+    verdict = (undecided <= 0.5, undecided, "share of pairs without a better response", "at most 0.5", good, bad)
+    otherwise = Status.fail if undecided == 1 else Status.warn
+    return judged("labels", *verdict, otherwise=otherwise, details=details)
 
 
 def margins(data: Mapping[str, PreferenceDataset]) -> Check:
@@ -174,12 +162,10 @@ def margins(data: Mapping[str, PreferenceDataset]) -> Check:
     with_margin = [pair for pair in pairs if pair.margin is not None]
     num_contrary = sum((pair.margin or 0.0) * (pair.label - 0.5) < 0 for pair in with_margin)
     details: dict[str, MeasuredValue] = {"with_margin": len(with_margin), "contrary_margins": num_contrary}
-    status, explanation = Status.ok, f"{len(with_margin)} of {len(pairs)} pairs have a margin, none against its label"
-    if 0 < len(with_margin) < len(pairs):
-        status = Status.warn
-        explanation = f"{len(with_margin)} of {len(pairs)} pairs have a margin; give one to all pairs, or to none"
+    good = f"{len(with_margin)} of {len(pairs)} pairs have a margin, none against its label"
+    bad = f"{len(with_margin)} of {len(pairs)} pairs have a margin; give one to all pairs, or to none"
     if num_contrary:
-        status = Status.warn
-        explanation = f"{num_contrary} margins contradict their labels; check the margin's sign and column"
-    expected = "0, and a margin for all pairs or none"
-    return Check("margins", status, num_contrary, "margins against their label", expected, explanation, details)
+        bad = f"{num_contrary} margins contradict their labels; check the margin's sign and column"
+    is_good = not num_contrary and len(with_margin) in (0, len(pairs))
+    expected, unit = "0, and a margin for all pairs or none", "margins against their label"
+    return judged("margins", is_good, num_contrary, unit, expected, good, bad, otherwise=Status.warn, details=details)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from itertools import takewhile
 from pathlib import Path
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -158,7 +159,9 @@ def truncation(model: BradleyTerryRM) -> Check:
         reason = f"max_length={model.max_length} is too short for a prompt of one word; raise it"
         return Check("truncation", Status.fail, len(whole.ids), "tokens", expected, reason)
     cut = model.renderer.encode("why? " * 2 * model.max_length, _ANSWER)
-    response_tokens = len(_whole_text_ids(model, "why?", _ANSWER)) - _shared_start(model)
+    either = [_whole_text_ids(model, "why?", response) for response in (_ANSWER, "Zebras")]
+    shared = takewhile(lambda both: both[0] == both[1], zip(*either, strict=False))
+    response_tokens = len(either[0]) - len(list(shared))
     same_end = cut.ids[-response_tokens:] == whole.ids[-response_tokens:]
     same_start = cut.ids[0] == whole.ids[0] or whole.ids[0] not in _openers(model)
     is_whole = len(cut.ids) == model.max_length and cut.prompt_cut > 0 and cut.response_cut == 0
@@ -167,11 +170,3 @@ def truncation(model: BradleyTerryRM) -> Check:
     bad = "cutting an over-long prompt changes the response or the special tokens; cut the prompt's left end only"
     details = {"prompt_cut": cut.prompt_cut, "response_cut": cut.response_cut}
     return judged("truncation", is_right, len(cut.ids), "tokens", expected, good, bad, details=details)
-
-
-def _shared_start(model: BradleyTerryRM) -> int:
-    """Number of first tokens that two conversations share if their responses differ from the first character on."""
-    first, second = (_whole_text_ids(model, "why?", response) for response in (_ANSWER, "Zebras"))
-    return next(
-        (i for i, (a, b) in enumerate(zip(first, second, strict=False)) if a != b), min(len(first), len(second))
-    )

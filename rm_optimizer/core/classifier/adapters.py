@@ -109,8 +109,10 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig | LoraConfig, *, s
     """
     if isinstance(config, AdapterConfig) and config.kind == AdapterKind.none:
         return None
-    if isinstance(config, AdapterConfig):
-        _require_quantized(model, config.kind)
+    if isinstance(config, AdapterConfig) and config.kind == AdapterKind.qlora and not is_quantized(model):
+        raise ConfigError(
+            "adapter=qlora needs a base with weights to store in four bits; set model.path=MODEL, or take adapter=lora"
+        )
     attach(model, prepared_config(model, config), seed=seed)
     return trainable_count(model)
 
@@ -169,7 +171,9 @@ def attach(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
     stored = _injected(model, config, seed)
     stored.modules_to_save = config.modules_to_save
     model.peft_config = {ADAPTER_NAME: stored}
-    _keep_factors_exact(model)
+    for name, parameter in model.named_parameters():
+        if ADAPTER_NAME in name.split(".") and parameter.dtype in (torch.float16, torch.bfloat16):
+            parameter.data = parameter.data.float()  # small updates would be lost to rounding
     for name in saved_modules(model):
         keep_exact(model.get_submodule(name).requires_grad_(True))
     model.train(training)
@@ -188,13 +192,6 @@ def _injected(model: PreTrainedModel, config: LoraConfig, seed: int) -> LoraConf
             got = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
             raise ConfigError(_unknown_targets(_usable_layers(model), got)) from error
     return copy.deepcopy(injected)
-
-
-def _keep_factors_exact(model: PreTrainedModel) -> None:
-    """Convert factors in half precision to float32, since small updates would be lost to rounding."""
-    for name, parameter in model.named_parameters():
-        if ADAPTER_NAME in name.split(".") and parameter.dtype in (torch.float16, torch.bfloat16):
-            parameter.data = parameter.data.float()
 
 
 def saved_modules(model: PreTrainedModel) -> tuple[str, ...]:
@@ -318,13 +315,6 @@ def _require_exact(config: LoraConfig) -> None:
                 f"LoraConfig.{name} must be left at its default for a reward model, got {value!r}: "
                 "such an adapter could not be saved and merged exactly"
             )
-
-
-def _require_quantized(model: PreTrainedModel, kind: AdapterKind) -> None:
-    if kind == AdapterKind.qlora and not is_quantized(model):
-        raise ConfigError(
-            "adapter=qlora needs a base with weights to store in four bits; set model.path=MODEL, or take adapter=lora"
-        )
 
 
 def is_under(name: str, modules: Collection[str]) -> bool:

@@ -62,16 +62,12 @@ def reuse_obstacle(model: PassModel) -> str | None:
         return obstacle
     config = model.model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
-    if window is not None and window < model.max_length and _has_window_layers(config):
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window is not None and window < model.max_length and "sliding_attention" in kinds:
         return "its sliding window is shorter than its longest sequence"
     if "past_key_values" not in inspect.signature(model.model.base_model.forward).parameters:
         return "its backbone keeps no cache"
     return None
-
-
-def _has_window_layers(config: object) -> bool:
-    kinds = getattr(config, "layer_types", None)
-    return kinds is None or "sliding_attention" in kinds
 
 
 class SequenceScorer:

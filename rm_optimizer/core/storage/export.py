@@ -6,8 +6,7 @@ import json
 import logging
 import platform
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +19,6 @@ import transformers
 from jaxtyping import Float
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as hf_logging
 
 import rm_optimizer
 from rm_optimizer.core.classifier.adapters import has_adapter, import_peft
@@ -30,6 +28,7 @@ from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
 from rm_optimizer.core.storage.adapter_files import BaseModel, base_of, merged_model, write_adapter
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, TOLERANCE, ParityCertificate, certify
 from rm_optimizer.core.storage.export_record import DIGESTS, weight_digests
+from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
 from rm_optimizer.core.tokens.written_template import add_nothing_to_texts
@@ -140,8 +139,12 @@ def _save(
     form: _Form,
     beside: Sequence[Path] = (),
 ) -> ParityCertificate:
+    folder = folder.expanduser().resolve()
+    is_export = folder.is_dir() and ((folder / EXPORT_FILE).is_file() or not any(folder.iterdir()))
+    if folder.exists() and not is_export:
+        raise CheckpointError(f"{folder} exists and is not an export of ours; choose a new folder or empty this one")
     try:
-        with _written_aside(folder) as aside, _no_progress_bars():
+        with replacing_folder(folder) as aside, quiet_transformers():
             form.write(reward_model.model, aside)
             reward_model.tokenizer.save_pretrained(aside)
             for file in beside:
@@ -287,29 +290,3 @@ def _record(
         "versions": {"rm_optimizer": rm_optimizer.__version__, "python": platform.python_version()}
         | {library.__name__: library.__version__ for library in (torch, transformers, tokenizers, safetensors)},
     }
-
-
-@contextmanager
-def _no_progress_bars() -> Iterator[None]:
-    """Keep `transformers`' bars for writing and loading out of a training run's own display."""
-    was_enabled = hf_logging.is_progress_bar_enabled()
-    hf_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            hf_logging.enable_progress_bar()
-
-
-@contextmanager
-def _written_aside(folder: Path) -> Iterator[Path]:
-    """`replacing_folder` for a folder that is an export of ours, empty or not there."""
-    folder = folder.expanduser().resolve()
-    if folder.exists() and not _is_replaceable(folder):
-        raise CheckpointError(f"{folder} exists and is not an export of ours; choose a new folder or empty this one")
-    with replacing_folder(folder) as aside:
-        yield aside
-
-
-def _is_replaceable(folder: Path) -> bool:
-    return folder.is_dir() and ((folder / EXPORT_FILE).is_file() or not any(folder.iterdir()))

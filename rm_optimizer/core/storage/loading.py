@@ -57,6 +57,7 @@ _HARMLESS = re.compile(
     r"|mask_predictions|vocab_\w+|predictions|sop_classifier)\."
 )
 """Stored weights that have no part in a reward: buffers made from the configuration, and heads of pretraining."""
+_OWN_FILES = (EXPORT_FILE, TOKENIZER_FILE)
 _IF_THERE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 _log = logging.getLogger("rm_optimizer")
 
@@ -161,14 +162,14 @@ def _load(source: str | Path, options: LoadOptions) -> LoadedModel:
 
 def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
-    folder = _record_folder(source, options)
+    found = [cached_file(source.location, name, revision=options.revision, **_IF_THERE) for name in _OWN_FILES]
+    folder = Path(found[0] or os.devnull).parent
     record = read_record(folder)
     arguments = build_arguments(AutoConfig.from_pretrained(source.location, **origin), options)
     if options.quantize:
         arguments |= quantization_arguments(arguments["config"], trust_remote_code=options.trust_remote_code)
     tokenizer = AutoTokenizer.from_pretrained(source.location, **origin)
-    file = cached_file(source.location, TOKENIZER_FILE, revision=options.revision, **_IF_THERE)
-    if file and (difference := read_otherwise(tokenizer, file)):
+    if found[1] and (difference := read_otherwise(tokenizer, found[1])):
         _log.warning("%s", difference)
     with keeping_random_state(seed=options.seed), quiet_transformers():
         model, report = AutoModelForSequenceClassification.from_pretrained(
@@ -180,7 +181,7 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
     missing = set(report["missing_keys"])
     unread = {name for name in report["unexpected_keys"] if not _HARMLESS.search(name)}
     if source.kind is SourceKind.FOLDER:
-        unread |= {file.name for file in folder.glob("value_head.*")}
+        unread |= {file.name for file in Path(source.location).glob("value_head.*")}
     is_fresh = f"{head_name(model)}.weight" in missing
     _require_backbone(model, missing, unread)
     refuse_unread(model, unread, is_fresh=is_fresh)
@@ -261,11 +262,3 @@ def refuse_unread(model: PreTrainedModel, unread: Collection[str], *, is_fresh: 
             f" read, among them {', '.join(lost[:3])}, so its rewards would not be those of the saved model; correct "
             "config.json, or remove these weights if they have no part in the reward"
         )
-
-
-def _record_folder(source: Source, options: LoadOptions) -> Path:
-    """The folder that may hold an `export.json`: a hub id's is where its files were fetched to."""
-    if source.kind is SourceKind.FOLDER:
-        return Path(source.location)
-    found = cached_file(source.location, EXPORT_FILE, revision=options.revision, **_IF_THERE)
-    return Path(found).parent if found else Path(os.devnull)
