@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.trained_pairs import TrainedOn, TrainedPairs
 from rm_optimizer.core.tokens.cache import TruncationReport
 from rm_optimizer.evaluation.best_of_n import BestOfN, best_of_n
@@ -26,7 +27,7 @@ from rm_optimizer.evaluation.pair_rewards import (
 )
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.file_lock import held
-from rm_optimizer.records.files import write_text
+from rm_optimizer.records.files import as_path, write_text
 from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE, require_no_run
 
 
@@ -59,13 +60,18 @@ class Evaluation:
 
 
 def evaluate_checkpoint(
-    source: str, data: PreferenceDataset, *, output_dir: Path, max_length: int | None = None, **options: Any
+    source: str | Path,
+    data: Iterable[PreferencePair | Mapping[str, Any]],
+    *,
+    output_dir: Path | str,
+    max_length: int | None = None,
+    **options: Any,
 ) -> Evaluation:
     """`evaluate_model` of a saved model, on this machine's accelerator.
 
     Args:
         source: any model that `BradleyTerryRM.from_pretrained` loads.
-        data: the pairs.
+        data: the pairs, as `PreferenceDataset.from_pairs` takes them.
         output_dir: folder for the files.
         max_length: most tokens of a sequence; None means the stored number, or else the model's.
         options: further arguments of `evaluate_model`.
@@ -83,22 +89,22 @@ def evaluate_checkpoint(
 
 def evaluate_model(
     model: BradleyTerryRM,
-    data: PreferenceDataset,
+    data: Iterable[PreferencePair | Mapping[str, Any]],
     *,
-    checkpoint: str,
-    output_dir: Path,
+    checkpoint: str | Path,
+    output_dir: Path | str,
     token_budget: int,
     num_bootstrap: int,
     seed: int,
     by: Sequence[str] = (),
-    partial_dir: Path | None = None,
+    partial_dir: Path | str | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Evaluate a model on pairs, and write metrics, distributions and per-pair rewards.
 
     Args:
         model: the model, on its device.
-        data: the pairs.
+        data: the pairs, as `PreferenceDataset.from_pairs` takes them.
         checkpoint: source of the model, from which the record of its training pairs is read.
         output_dir: folder for `metrics.json`, `reward_distributions.json` and `pair_rewards.jsonl`.
         token_budget: most tokens of one pass, padding included.
@@ -113,12 +119,15 @@ def evaluate_model(
         ConfigError: if the folder is one of a run or a model, or another process writes into it.
         DataError: if a conversation cannot be rendered and bad rows are not dropped, or too many rows are bad.
     """
+    output_dir = as_path("output_dir", output_dir)
+    partial_dir = output_dir if partial_dir is None else as_path("partial_dir", partial_dir)
+    checkpoint = str(checkpoint)
     require_no_run(output_dir, "output_dir")
     trained = TrainedPairs.recorded(checkpoint)
-    data = data.accepted_by(model.renderer)
+    data = PreferenceDataset.from_pairs(data).accepted_by(model.renderer)
     with held(output_dir, "evaluation"):
         rewards, truncation = score_responses(
-            model, data, token_budget=token_budget, partial_dir=partial_dir or output_dir, on_progress=on_progress
+            model, data, token_budget=token_budget, partial_dir=partial_dir, on_progress=on_progress
         )
         chosen, rejected = rewards.chosen, rewards.rejected
         evaluation = Evaluation(

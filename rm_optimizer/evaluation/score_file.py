@@ -22,7 +22,7 @@ from rm_optimizer.core.rows.response_files import FileKind, ResponseRow, file_ki
 from rm_optimizer.core.rows.reward_column import write_with_rewards
 from rm_optimizer.core.tokens.chat import Encoding
 from rm_optimizer.errors import DataError
-from rm_optimizer.records.files import replacing
+from rm_optimizer.records.files import as_path, replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 
 Reward: TypeAlias = float | list[float]
@@ -96,8 +96,8 @@ class ScoredFile:
 
 def score_file(
     scorer: Scorer | CountingScorer,
-    source: Path,
-    target: Path,
+    source: Path | str,
+    target: Path | str,
     *,
     scorer_name: str,
     chunk_rows: int = 256,
@@ -122,6 +122,7 @@ def score_file(
         DataError: if a file or row is unusable, or the partial file belongs to another input or scorer.
         CheckpointError: if a reward is not finite.
     """
+    source, target = as_path("source", source), as_path("target", target)
     _check_target(source, target)
     num_rows = sum(1 for _ in read_responses(source))  # every row is checked before the first is scored
     if not num_rows:

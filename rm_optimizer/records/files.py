@@ -14,6 +14,17 @@ from pathlib import Path
 from typing import IO, Any
 
 
+def as_path(name: str, value: str | os.PathLike[str]) -> Path:
+    """Path of an argument.
+
+    Raises:
+        TypeError: if it is not one; the text names the argument.
+    """
+    if not isinstance(value, str | os.PathLike):
+        raise TypeError(f"{name} must be a path, got {type(value).__name__}")
+    return Path(value).expanduser()
+
+
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
     """Temporary path to write to, beside a file; the block's end renames it to the file, and an error removes it.

@@ -312,7 +312,8 @@ class RewardModelEnsemble(Scorer):
         self, prompts: Prompt | Sequence[Prompt], responses_a: str | Sequence[str], responses_b: str | Sequence[str]
     ) -> list[EnsembleMargin]:
         """Margins of pairs: reward of `responses_a` less that of `responses_b`, by each member on its own scale."""
-        (prompts, responses_a), (_, responses_b) = paired(prompts, responses_a), paired(prompts, responses_b)
+        prompts, responses_a = paired(prompts, responses_a)
+        _, responses_b = paired(prompts, responses_b)
         both = self.member_rewards([*prompts, *prompts], [*responses_a, *responses_b])
         margins = both[:, : len(prompts)] - both[:, len(prompts) :]
         if self.reference is not None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytorch_lightning as pl
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
+from omegaconf import DictConfig
 from pytorch_lightning.callbacks import Callback
 
 from rm_optimizer.core.pairs.dataset import TrainVal
@@ -20,7 +21,7 @@ from rm_optimizer.optim import check_compatible
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.run_folder import DIVERGED_FILE, require_usable
 from rm_optimizer.records.run_options import RunRequest
-from rm_optimizer.schema import TrainConfig
+from rm_optimizer.schema import TrainConfig, typed
 from rm_optimizer.training.callbacks.interrupt import StopNow, StopSignal, stopped_at_once
 from rm_optimizer.training.callbacks.run_callback import require_callbacks
 from rm_optimizer.training.finishing import finish
@@ -38,7 +39,7 @@ log = logging.getLogger("rm_optimizer")
 
 
 def train_reward_model(
-    config: TrainConfig,
+    config: TrainConfig | DictConfig,
     *,
     data: TrainVal | None = None,
     order: PairOrder | None = None,
@@ -50,7 +51,7 @@ def train_reward_model(
     `transformers`), `pair_rewards.jsonl` and `run.json`. It belongs to one run; see the option `resume`.
 
     Args:
-        config: the composed options, as `rm_optimizer.schema.typed` returns them.
+        config: the composed options, as `rm_optimizer.compose` or `rm_optimizer.schema.typed` returns them.
         data: pairs in memory, in place of those in `config.data`.
         order: order of the training pairs by epoch; None shuffles them by the seed.
         callbacks: Lightning callbacks, called after the evaluation and before the checkpoint of a step; one may set
@@ -67,6 +68,12 @@ def train_reward_model(
         Interrupted: if the user stops the run; a checkpoint is left.
         DiskError: if a file cannot be written.
     """
+    if isinstance(config, DictConfig):
+        config = typed(config, TrainConfig)
+    if not isinstance(config, TrainConfig):
+        raise TypeError(
+            f"config must be the options of a run, got {type(config).__name__}; make them by compose(['model=tiny', …])"
+        )
     require_callbacks(config, callbacks)
     check_compatible(config.optimizer, config.hardware, config.schedule)
     require_devices(config.hardware)

@@ -5,19 +5,21 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Protocol, overload
+from typing import Any, Protocol, overload
 
 from rm_optimizer.core.pairs.conversations import continued, conversation_groups, prompt_keys
 from rm_optimizer.core.pairs.orders import random_positions
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, prompt_id
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, listed, prompt_id
 from rm_optimizer.core.pairs.source_pairs import load_sources, mixed, mixed_rows
 from rm_optimizer.core.pairs.sources import parse_sources
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import PairRows, SkippedRow
 from rm_optimizer.core.rows.columns import Columns
+from rm_optimizer.core.rows.messages import read_prompt
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
 
@@ -67,9 +69,22 @@ class PreferenceDataset(Sequence[PreferencePair]):
     sources: tuple[str, ...] = ()
 
     @classmethod
-    def from_pairs(cls, pairs: Iterable[PreferencePair]) -> PreferenceDataset:
-        """The data set of these pairs."""
-        return cls(tuple(pairs))
+    def from_pairs(cls, pairs: Iterable[PreferencePair | Mapping[str, Any]]) -> PreferenceDataset:
+        """The data set of these pairs.
+
+        Args:
+            pairs: pairs, or rows with `prompt`, `chosen` and `rejected` such as those of a data frame or a
+                `datasets.Dataset`. Other fields of a pair are read too; further ones become its metadata.
+
+        Raises:
+            TypeError: if it is no collection of pairs or rows.
+            ValueError: if a row is no pair.
+        """
+        if isinstance(pairs, cls):
+            return pairs
+        is_frame = hasattr(pairs, "to_dict") and hasattr(pairs, "columns")
+        rows = pairs.to_dict("records") if is_frame else listed("pairs", pairs)  # type: ignore[attr-defined]
+        return cls(tuple(_pair(place, row) for place, row in enumerate(rows)))
 
     @classmethod
     def joined(cls, parts: Sequence[PreferenceDataset]) -> PreferenceDataset:
@@ -244,6 +259,30 @@ class PreferenceDataset(Sequence[PreferencePair]):
                 held_out.update(names)
         smallest: list[str] = min(members.values(), key=len)
         return held_out or set(smallest)
+
+
+def _pair(place: int, row: Any) -> PreferencePair:
+    """The pair of a row."""
+    if isinstance(row, PreferencePair):
+        return row
+    if not isinstance(row, Mapping) or not {"prompt", "chosen", "rejected"} <= row.keys():
+        got = f"the fields {', '.join(map(str, row))}" if isinstance(row, Mapping) else type(row).__name__
+        raise TypeError(
+            f"pairs[{place}] must be a PreferencePair or a row with prompt, chosen and rejected, got {got}; "
+            "PreferenceDataset.load reads other forms from files"
+        )
+    known = {field.name for field in fields(PreferencePair)} - {"metadata"}
+    given = {
+        name: value
+        for name, value in row.items()
+        if value is not None and not (isinstance(value, float) and math.isnan(value))
+    }
+    own = {name: value for name, value in given.items() if name in known} | {"prompt": read_prompt(row["prompt"])}
+    further = {name: value for name, value in given.items() if name not in known and name != "metadata"}
+    try:
+        return PreferencePair(**own, metadata={**further, **given.get("metadata", {})})
+    except ValueError as error:
+        raise ValueError(f"pairs[{place}]: {error}") from error
 
 
 class _Unread:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
@@ -169,6 +169,22 @@ def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None
         )
 
 
+def listed(name: str, values: Any) -> list[Any]:
+    """Values of a list, tuple, generator, array or column.
+
+    Args:
+        name: name of the argument, for the message.
+        values: the argument.
+
+    Raises:
+        TypeError: if it is a text, a mapping or a single value.
+    """
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} must be a list, tuple, generator, array or column, got {type(values).__name__}")
+    found = values.tolist() if hasattr(values, "tolist") else list(values)
+    return found if isinstance(found, list) else [found]
+
+
 def paired(prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> tuple[list[Prompt], list[str]]:
     """Prompts and responses one for one; a single prompt is that of every response.
 
@@ -178,14 +194,19 @@ def paired(prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -
 
     Raises:
         ValueError: if there are not as many prompts as responses, or several prompts have a single text for response.
+        TypeError: if an argument holds no values, or a response is not text.
 
     Example:
         >>> paired("Explain chess", ["Start with pawns.", "No."])
         (['Explain chess', 'Explain chess'], ['Start with pawns.', 'No.'])
     """
-    texts = [responses] if isinstance(responses, str) else list(responses)
-    is_single = isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], Message | Mapping))
-    each: list[Any] = [prompts] * len(texts) if is_single else list(prompts)
+    texts: list[Any] = [responses] if isinstance(responses, str) else listed("responses", responses)
+    given: list[Any] = [prompts] if isinstance(prompts, str) else listed("prompts", prompts)
+    is_single = isinstance(prompts, str) or isinstance(next(iter(given), None), Message | Mapping)
+    each = [prompts if isinstance(prompts, str) else tuple(given)] * len(texts) if is_single else given
+    for place, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise TypeError(f"responses[{place}] must be text, got {type(text).__name__}")
     if not is_single and isinstance(responses, str):
         raise ValueError(f"expected a list of responses beside a list of prompts, got the text {responses[:40]!r}")
     if len(each) != len(texts):

@@ -1,0 +1,107 @@
+"""Collections, paths and options as a Python caller has them in hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd
+import pytest
+from datasets import Dataset
+
+from rm_optimizer import compose, evaluate_model, train_reward_model
+from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.pairs.pair import Message, PreferencePair, paired
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.evaluation.score_file import score_file
+from tests.builders import tiny_reward_model
+
+ROWS = [{"prompt": f"What is {n}?", "chosen": f"It is {n}.", "rejected": "No.", "source": "sums"} for n in range(3)]
+PAIRS = [
+    PreferencePair(row["prompt"], row["chosen"], row["rejected"], metadata={"source": row["source"]}) for row in ROWS
+]
+COLLECTIONS = {
+    "list": list,
+    "tuple": tuple,
+    "generator": iter,
+    "array": lambda values: np.array(values, dtype=object),
+    "column": lambda values: pd.Series(values, index=range(7, 7 + len(values))),
+}
+MESSAGES = [Message("user", "Hi.")]
+
+
+@pytest.mark.parametrize("collect", COLLECTIONS.values(), ids=COLLECTIONS)
+def test_texts_may_come_in_any_collection(collect):
+    prompts, responses = [row["prompt"] for row in ROWS], [row["chosen"] for row in ROWS]
+    assert paired(collect(prompts), collect(responses)) == (prompts, responses)
+    assert paired("Hi.", collect(responses)) == (["Hi."] * 3, responses)
+    assert paired(collect(MESSAGES), collect(responses[:1])) == ([tuple(MESSAGES)], responses[:1])
+    model = tiny_reward_model("llama")
+    assert model.score(collect(prompts), collect(responses)).tolist() == model.score(prompts, responses).tolist()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "responses", "said"),
+    [
+        (None, ["a"], "prompts must be a list, tuple, generator, array or column, got NoneType"),
+        (["a"], 3, "responses must be a list, tuple, generator, array or column, got int"),
+        ({"role": "user"}, ["a"], "prompts must be a list, tuple, generator, array or column, got dict"),
+        (["a"], [None], r"responses\[0\] must be text, got NoneType"),
+        (["a", "b"], ["a", 3.5], r"responses\[1\] must be text, got float"),
+    ],
+)
+def test_what_are_no_texts_is_told_by_the_arguments_name(prompts, responses, said):
+    with pytest.raises(TypeError, match=said):
+        paired(prompts, responses)
+
+
+@pytest.mark.parametrize("rows", [PAIRS, ROWS], ids=["pairs", "rows"])
+@pytest.mark.parametrize("collect", COLLECTIONS.values(), ids=COLLECTIONS)
+def test_pairs_may_come_in_any_collection(collect, rows):
+    assert list(PreferenceDataset.from_pairs(collect(rows))) == PAIRS
+
+
+def test_pairs_may_come_as_a_frame_or_a_data_set():
+    for table in (pd.DataFrame(ROWS), Dataset.from_list(ROWS)):
+        assert list(PreferenceDataset.from_pairs(table)) == PAIRS
+    data = PreferenceDataset.from_pairs(PAIRS)
+    assert PreferenceDataset.from_pairs(data) is data
+    rows = [{**ROWS[0], "margin": 2.0, "label": 0.9}, {**ROWS[1], "margin": float("nan"), "label": 1.0}]
+    (first, second) = PreferenceDataset.from_pairs(pd.DataFrame(rows))
+    assert (first.margin, first.label, second.margin) == (2.0, 0.9, None)
+    messages = {**ROWS[0], "prompt": [{"role": "user", "content": "Hi."}]}
+    assert PreferenceDataset.from_pairs([messages])[0].prompt == tuple(MESSAGES)
+
+
+@pytest.mark.parametrize(
+    ("pairs", "kind", "said"),
+    [
+        ("pairs.jsonl", TypeError, "pairs must be a list, tuple, generator, array or column, got str"),
+        (ROWS[0], TypeError, "pairs must be a list, tuple, generator, array or column, got dict"),
+        (["a"], TypeError, r"pairs\[0\] must be a PreferencePair or a row with prompt, chosen and rejected, got str"),
+        ([PAIRS[0], {"text": "a"}], TypeError, r"pairs\[1\] must be .* got the fields text; PreferenceDataset.load"),
+        ([{**ROWS[0], "chosen": "No."}], ValueError, r"pairs\[0\]: chosen and rejected must differ"),
+    ],
+)
+def test_what_are_no_pairs_is_told_by_its_place(pairs, kind, said):
+    with pytest.raises(kind, match=said):
+        PreferenceDataset.from_pairs(pairs)
+
+
+def test_paths_may_be_texts_and_data_a_list(tmp_path):
+    model, options = tiny_reward_model("llama"), {"token_budget": 256, "num_bootstrap": 20, "seed": 0}
+    found = evaluate_model(model, PAIRS, checkpoint=tmp_path, output_dir=str(tmp_path / "out"), **options)
+    assert (tmp_path / "out" / "metrics.json").is_file()
+    assert found.metrics.num_pairs == 3
+    pd.DataFrame({"prompt": ["Hi."], "response": ["Ho."]}).to_csv(tmp_path / "in.csv", index=False)
+    score_file(model, str(tmp_path / "in.csv"), str(tmp_path / "out.csv"), scorer_name="tiny")
+    assert (tmp_path / "out.csv").is_file()
+    with pytest.raises(TypeError, match="output_dir must be a path, got int"):
+        evaluate_model(model, PAIRS, checkpoint="tiny", output_dir=3, **options)
+    with pytest.raises(TypeError, match="target must be a path, got NoneType"):
+        score_file(model, tmp_path / "in.csv", None, scorer_name="tiny")
+
+
+def test_options_are_taken_as_compose_returns_them():
+    with pytest.raises(ConfigError, match="output_dir must be given"):
+        train_reward_model(compose(["model=tiny"]))
+    with pytest.raises(TypeError, match="config must be the options of a run, got dict; make them by compose"):
+        train_reward_model({"model": "tiny"})
