@@ -21,11 +21,11 @@ from omegaconf import OmegaConf
 
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.interfaces.cli import GROUPS as COMMANDS
-from rm_optimizer.interfaces.describe import BEGIN, END, REFERENCES
 from rm_optimizer.schema.compose import PACKAGE, compose
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.schema.store import OPTIMIZERS
 from tests.test_architecture import FLOORS, INNER, MODULES
+from tools.describe import BEGIN, END, REFERENCES
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = {f"docs/{path.name}": path.read_text(encoding="utf-8") for path in sorted(ROOT.glob("docs/*.md"))}
@@ -392,7 +392,7 @@ def test_every_name_on_the_page_of_extensions_is_in_the_code():
 @pytest.mark.parametrize("name", REFERENCES)
 def test_the_tables_are_those_of_the_code(name):
     inside = DOCUMENTS[name].partition(BEGIN)[2].partition(END)[0]
-    assert inside.strip() == REFERENCES[name]().strip(), "write them with python -m rm_optimizer.interfaces.describe"
+    assert inside.strip() == REFERENCES[name]().strip(), "write them with python tools/describe.py"
 
 
 def test_the_floors_are_those_that_imports_are_held_to():

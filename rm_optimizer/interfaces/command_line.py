@@ -17,13 +17,13 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.schema.compose import ConfigT, config_root, typed
 from rm_optimizer.schema.diagnose import all_names, explain, option_names, unknown_option
 from rm_optimizer.schema.implied import completed, refuse_unread
@@ -100,7 +100,11 @@ def _hydra(overrides: Sequence[str]) -> Iterator[None]:
 
 def _composed(overrides: Sequence[str], name: str, config_dir: str | None) -> DictConfig:
     """The configuration with Hydra's own options, not yet checked."""
-    search = [] if config_dir is None else [f"hydra.searchpath=[{_existing(config_dir)}]"]
+    search = []
+    if config_dir is not None:
+        if not Path(config_dir).is_dir():
+            raise ConfigError(f"--config-dir must name an existing folder, got '{config_dir}'")
+        search = [f"hydra.searchpath=[{in_quotes(str(Path(config_dir).resolve()))}]"]
     return hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
 
 
@@ -144,19 +148,12 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
 def _choices(overrides: Sequence[str]) -> list[list[str]]:
     """Lists of the overrides that the values of each override make, one for each run."""
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    return [_values(item, line) for item, line in zip(parsed, overrides, strict=True)]
-
-
-def _values(item: Override, line: str) -> list[str]:
-    if not item.is_discrete_sweep():
-        return [line]
-    return [f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()]
-
-
-def _existing(folder: str) -> str:
-    if not Path(folder).is_dir():
-        raise ConfigError(f"--config-dir must name an existing folder, got '{folder}'")
-    return "'" + str(Path(folder).resolve()).replace("'", "\\'") + "'"
+    return [
+        [f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()]
+        if item.is_discrete_sweep()
+        else [line]
+        for item, line in zip(parsed, overrides, strict=True)
+    ]
 
 
 def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int | None) -> ConfigT:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
 
 
 def made_folder(folder: Path) -> Path:
@@ -29,3 +31,20 @@ def made_folder(folder: Path) -> Path:
         raise ConfigError(f"--output must be a folder that can be written, got '{folder}' (read-only)")
     require_no_run(folder, "--output")
     return folder
+
+
+@contextmanager
+def filling(folder: Path) -> Iterator[None]:
+    """Context that removes the folder after a failure if it is still empty, and says how Ctrl-C is continued.
+
+    Raises:
+        Interrupted: if the user stops the command.
+    """
+    try:
+        yield
+    except (RMOptimizerError, KeyboardInterrupt) as error:
+        with suppress(OSError):
+            folder.rmdir()
+        if isinstance(error, KeyboardInterrupt):
+            raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
+        raise

@@ -16,7 +16,7 @@ from rm_optimizer.core.pairs.audit import length_baseline
 from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE
 from rm_optimizer.core.storage.checkpoint import load_weights, read_checkpoint
 from rm_optimizer.errors import CheckpointError, Interrupted
-from rm_optimizer.evaluation.pair_rewards import PairRewards, ScoringStopped, write_evaluation, write_pair_rewards
+from rm_optimizer.evaluation.pair_rewards import ScoringStopped, write_evaluation, write_pair_rewards
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.provenance import commit, machine, versions
 from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE, RunFolder
@@ -67,7 +67,9 @@ def finish(run: Run, fit: Fit) -> RunResult:
         write_pair_rewards(run.run_dir / PAIR_REWARDS_FILE, rewards, val)
         exported = _whole_model(model, best, trust_remote_code=config.model.trust_remote_code)
         seen = [run.run_dir / TRAINED_PAIRS_FILE]
-        exported.save_pretrained(result.export, statistics=_statistics(rewards, config.loss.beta), beside=seen)
+        both = np.concatenate([rewards.chosen, rewards.rejected])
+        spread = {"mean": float(both.mean()), "std": float(both.std()), "num": len(both), "beta": config.loss.beta}
+        exported.save_pretrained(result.export, statistics=spread, beside=seen)
         write_card(run.run_dir, result)
         result.save()
     return result
@@ -99,13 +101,8 @@ def _load_best(run: Run, is_first_rank: bool) -> int:
     return step
 
 
-def _statistics(rewards: PairRewards, beta: float) -> dict[str, float]:
-    both = np.concatenate([rewards.chosen, rewards.rejected])
-    return {"mean": float(both.mean()), "std": float(both.std()), "num": len(both), "beta": beta}
-
-
 def _result(run: Run, fit: Fit, metrics: PairwiseMetrics) -> RunResult:
-    config = run.config
+    config, pairs = run.config, run.module.pairs_seen
     return RunResult(
         status=fit.status,
         run_dir=str(run.run_dir),
@@ -120,7 +117,7 @@ def _result(run: Run, fit: Fit, metrics: PairwiseMetrics) -> RunResult:
         data=_data_summary(run),
         parameters=sum(p.numel() for p in run.module.parameters() if p.requires_grad),
         wall_seconds=time.perf_counter() - run.started,
-        pairs_per_second=_pairs_per_second(run, fit.seconds),
+        pairs_per_second=pairs / max(fit.seconds - run.evaluation.seconds, 1e-9) if pairs else None,
         versions=versions(),
         machine=machine(),
         commit=commit(),
@@ -129,11 +126,6 @@ def _result(run: Run, fit: Fit, metrics: PairwiseMetrics) -> RunResult:
         extensions=run.record.extensions,
         evaluations=dataclasses.asdict(run.evaluation.plan) | {"seconds": run.evaluation.seconds},
     )
-
-
-def _pairs_per_second(run: Run, fit_seconds: float) -> float | None:
-    pairs, seconds = run.module.pairs_seen, fit_seconds - run.evaluation.seconds
-    return pairs / max(seconds, 1e-9) if pairs else None
 
 
 def _data_summary(run: Run) -> DataSummary:

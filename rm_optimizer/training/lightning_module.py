@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -146,7 +146,9 @@ class RewardModelLightning(pl.LightningModule):
     def _accumulate(self, batch: MacroBatch) -> dict[str, float]:
         world_size = self.trainer.world_size
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        for micro, synchronize in _with_last(self._passes(batch.micro)):
+        passes = self._passes(batch.micro)
+        for number, micro in enumerate(passes, 1):
+            synchronize = number == len(passes)
             with contextlib.nullcontext() if synchronize else self._without_reduction():
                 losses, margins = self.pair_losses(micro)
                 share = (losses * micro.weight).sum() / batch.total_weight
@@ -221,8 +223,3 @@ def _autocast_now(device_type: str) -> torch.autocast:
         enabled=torch.is_autocast_enabled(device_type),
         cache_enabled=torch.is_autocast_cache_enabled(),
     )
-
-
-def _with_last(items: tuple[AnyPairBatch, ...]) -> Iterator[tuple[AnyPairBatch, bool]]:
-    for position, item in enumerate(items):
-        yield item, position == len(items) - 1

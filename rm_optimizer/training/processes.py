@@ -117,14 +117,13 @@ def process_overrides(processes: Processes, run_folder: str, overrides: Sequence
     is_named = [override for override in overrides if override.startswith("hydra.run.dir=")]
     if is_named and "${now" not in is_named[-1]:
         return own
-    folder = _torchrun_folder(run_folder, processes) if processes.launcher == "torchrun" else _slurm_folder(is_named)
+    if processes.launcher == "torchrun":
+        folder = _torchrun_folder(run_folder, processes)
+    elif is_named:
+        raise ConfigError(f"under SLURM each process has a time of its own, got {is_named[-1]}; name a fixed folder")
+    else:
+        folder = f"outputs/train/slurm-{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '0')}"
     return [f"hydra.run.dir={in_quotes(folder)}", *own]
-
-
-def _slurm_folder(named: Sequence[str]) -> str:
-    if named:
-        raise ConfigError(f"under SLURM each process has a time of its own, got {named[-1]}; name a fixed folder")
-    return f"outputs/train/slurm-{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '0')}"
 
 
 def _torchrun_folder(run_folder: str, processes: Processes) -> str:

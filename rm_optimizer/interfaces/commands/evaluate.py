@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Sequence
-from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError, did_you_mean
-from rm_optimizer.interfaces.output_folder import made_folder
+from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.interfaces.output_folder import filling, made_folder
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel
 
@@ -54,7 +53,7 @@ def evaluate(
     _require_columns(data, by)
     folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     with held(folder, "evaluation"):
-        try:
+        with filling(folder):
             model = saved.load()
             with progress("evaluating", "responses") as show:
                 evaluation = evaluate_model(
@@ -69,12 +68,6 @@ def evaluate(
                     by=by,
                     on_progress=show,
                 )
-        except (RMOptimizerError, KeyboardInterrupt) as error:
-            with suppress(OSError):
-                folder.rmdir()  # only where it is still empty
-            if isinstance(error, KeyboardInterrupt):
-                raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
-            raise
         draw_evaluation(folder, evaluation.metrics)
         _print(saved.checkpoint, sources, evaluation, folder)
         _report_votes(folder, data, model.beta, bootstrap, seed)

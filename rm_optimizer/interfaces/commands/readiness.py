@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Context, Exit, Option
 
-from rm_optimizer.errors import ConfigError, DataError, Interrupted, RMOptimizerError, did_you_mean
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge, require_other
 from rm_optimizer.interfaces.field_flags import refuse_unread
-from rm_optimizer.interfaces.output_folder import made_folder
+from rm_optimizer.interfaces.output_folder import filling, made_folder
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel
 from rm_optimizer.schema.rlhf import WORLD
@@ -187,7 +186,7 @@ def readiness(
     data = data.accepted_by(model.renderer)
     options = _with_ceiling(options, data)
     folder = made_folder(output or _folder(saved.checkpoint))
-    try:
+    with filling(folder):
         pool = _pool(model, data, responses, options, folder)
         if oracle.ask is not None and pool is not None:
             _write_questions(pool, sizes.algorithm, options, oracle.ask)
@@ -205,12 +204,6 @@ def readiness(
                 top_eigenvalue=_top_eigenvalue(saved.checkpoint),
                 on_stage=on_stage,
             )
-    except (RMOptimizerError, KeyboardInterrupt) as error:
-        with suppress(OSError):
-            folder.rmdir()  # only where it is still empty
-        if isinstance(error, KeyboardInterrupt):
-            raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
-        raise
     write_text(folder / REPORT, report.to_json() + "\n")
     save_figure(plot_readiness(report), folder / PICTURE)
     write_text(folder / PAGE, readiness_page(report, saved.checkpoint))

@@ -67,8 +67,13 @@ def _conversation_size(row: Conversation) -> int:
 
 def _conversation_body(rows: Sequence[Conversation], use_activation: bool) -> dict[str, Any]:
     """Body in which adjacent rows with one prompt are one item."""
-    groups = groupby(rows, key=lambda row: row[0])
-    items = [{"prompt": _wire(prompt), "responses": [text for _, text in group]} for prompt, group in groups]
+    items = [
+        {
+            "prompt": prompt if isinstance(prompt, str) else list(map(Message.to_dict, prompt)),
+            "responses": [text for _, text in group],
+        }
+        for prompt, group in groupby(rows, key=lambda row: row[0])
+    ]
     return {"items": items, "use_activation": use_activation}
 
 
@@ -80,10 +85,6 @@ TOKEN_FORM = Form("/classify", len, _token_body, _token_numbers)
 """`/classify` with token ids, rendered by the client and independent of the server's template."""
 CONVERSATION_FORM = Form("/rm/score", _conversation_size, _conversation_body, _conversation_numbers)
 """`/rm/score` with prompts and responses: the server renders them as training did."""
-
-
-def _wire(prompt: Prompt) -> str | list[dict[str, str]]:
-    return prompt if isinstance(prompt, str) else [Message.to_dict(message) for message in prompt]
 
 
 def pieces(rows: Sequence[Any], size: Callable[[Any], int], limits: Limits) -> Iterator[range]:

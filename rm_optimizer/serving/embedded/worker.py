@@ -59,7 +59,9 @@ class Worker:
         self.model = BradleyTerryRM.from_pretrained(options.checkpoint, dtype=parse_dtype(options.dtype))
         fastest = "cuda" if torch.cuda.is_available() else "cpu"
         self.model.requires_grad_(False).to(fastest if options.device == "auto" else options.device)
-        folder, record = _stored(options.checkpoint)
+        source = resolve_source(options.checkpoint)
+        record = read_record(Path(source.location))
+        folder = Path(source.location) if source.kind is SourceKind.FOLDER else None
         self.version = initial = checkpoint_version(self.model.model, folder, {} if folder is None else record)
         self.revision = options.revision
         packed = options.packed_linears is not None and install_packed_linears(
@@ -129,13 +131,6 @@ class Worker:
             swap(self.model.model, replaced)
             raise
         self.version, self.revision = weights.version, revision
-
-
-def _stored(checkpoint: str) -> tuple[Path | None, dict[str, Any]]:
-    """Folder with all of a checkpoint's weights, or None, and its `export.json`."""
-    source = resolve_source(checkpoint)
-    folder = Path(source.location)
-    return (folder if source.kind is SourceKind.FOLDER else None), read_record(folder)
 
 
 def run_worker(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:

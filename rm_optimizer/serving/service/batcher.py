@@ -191,7 +191,9 @@ class Batcher:
                 try:
                     await self._compute(batch)
                 finally:
-                    _abandon(batch)
+                    for unit in batch:  # those of an abandoned batch
+                        if not unit.is_computed:
+                            _fail(unit.request, EngineUnavailable("the server is stopping"))
             else:
                 self._work.clear()
                 await self._work.wait()
@@ -267,13 +269,6 @@ class Batcher:
             _fail(request, EngineUnavailable("new weights came faster than the request could be answered; try again"))
         else:
             self._enqueue(request, stale)
-
-
-def _abandon(batch: list[_Unit]) -> None:
-    """Fail the requests of an abandoned batch; no effect on a batch that was computed."""
-    for unit in batch:
-        if not unit.is_computed:
-            _fail(unit.request, EngineUnavailable("the server is stopping"))
 
 
 def _fail(request: _Request, error: EngineUnavailable) -> None:

@@ -106,9 +106,14 @@ class RMPublisherAdapter(PickledByArguments):
                 ended = self._given_up(batch_id, version, error)
                 if isinstance(ended, Outcome):
                     return self._remembered(ended)
-                if attempt == ATTEMPTS or not _may_help_again(error):
+                has_died = isinstance(error, RewardServerRefused) and error.status in RETRIED_STATUSES
+                is_lost = isinstance(error, TransferFailed) or getattr(error, "kind", "") in FORGOTTEN
+                if attempt == ATTEMPTS or not (has_died or is_lost):
                     raise ended from error
-                time.sleep(_pause(deadline, ended))
+                try:
+                    time.sleep(deadline.pause(str(ended)))
+                except RewardServerUnavailable as late:
+                    raise ended from late
         raise AssertionError("the last attempt returns or raises")
 
     def status(self) -> WeightStatus:
@@ -231,19 +236,6 @@ class RMPublisherAdapter(PickledByArguments):
 
     def _do_not_serve(self, version: str, reason: str) -> PublishFailed:
         return PublishFailed(f"weights {version} do not serve at {self.url}: {reason}")
-
-
-def _pause(deadline: Deadline, failure: PublishFailed) -> float:
-    try:
-        return deadline.pause(str(failure))
-    except RewardServerUnavailable as error:
-        raise failure from error
-
-
-def _may_help_again(error: RMOptimizerError) -> bool:
-    """True if the whole update may succeed again: it broke off, was lost, or its worker died."""
-    died = isinstance(error, RewardServerRefused) and error.status in RETRIED_STATUSES
-    return died or isinstance(error, TransferFailed) or getattr(error, "kind", "") in FORGOTTEN
 
 
 def _reason(outcome: Outcome) -> str:

@@ -79,14 +79,17 @@ def card_sections(run_dir: Path, result: RunResult) -> str:
     sections = {
         "Results": _results(result),
         "Calibration": _calibration(result.metrics),
-        "Known weaknesses": _weaknesses(run_dir, result),
+        "Known weaknesses": "\n".join(
+            f"- {markdown_line(sentence)}" for sentence in [*_measured_weaknesses(result), *_diagnosed(run_dir)]
+        ),
         "Training": _training(run_dir, result),
     }
     return "\n\n".join(f"## {name}\n\n{text}" for name, text in sections.items())
 
 
 def _metadata(title: str, result: RunResult) -> str:
-    path, trained_on = result.config["model"]["path"], _hub_names(result.config["data"]["train"])
+    path = result.config["model"]["path"]
+    trained_on = [name for name in _paths(result.config["data"]["train"]) if _is_hub_name(name)]
     evaluated = [
         EvalResult(
             task_type="text-classification",
@@ -155,11 +158,6 @@ def _calibration(metrics: PairwiseMetrics) -> str:
         "Brier score": _shown(metrics.brier),
     }
     return f"{markdown_table(('', 'value [95 % interval]'), rows.items())}\n\n{advice}"
-
-
-def _weaknesses(run_dir: Path, result: RunResult) -> str:
-    found = [*_measured_weaknesses(result), *_diagnosed(run_dir)]
-    return "\n".join(f"- {markdown_line(sentence)}" for sentence in found)
 
 
 def _measured_weaknesses(result: RunResult) -> Iterator[str]:
@@ -266,10 +264,6 @@ def _paths(sources: Any) -> list[str]:
     if isinstance(sources, dict):
         return [str(sources.get("path"))]
     return [path for source in sources or () for path in _paths(source)]
-
-
-def _hub_names(sources: Any) -> list[str]:
-    return [path for path in _paths(sources) if _is_hub_name(path)]
 
 
 def _data_names(sources: Any) -> list[str]:

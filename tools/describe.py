@@ -1,6 +1,6 @@
 """Tables of the manual that are made from the code: options with defaults and meanings, and folders of the package.
 
-`python -m rm_optimizer.interfaces.describe` writes them between two marks in the files listed here.
+`python tools/describe.py` in the checkout writes them between two marks in the files listed here.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ import textwrap
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import MISSING, Field, fields, is_dataclass
 from enum import Enum
+from importlib import import_module
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from omegaconf import MISSING as UNSET
 from omegaconf import OmegaConf
 
-from rm_optimizer.interfaces.public_names import public_names
+from rm_optimizer import PUBLIC_MODULES
 from rm_optimizer.schema.checks import in_words
 from rm_optimizer.schema.compose import PACKAGE, config_root
 from rm_optimizer.schema.config import TrainConfig
@@ -26,7 +27,7 @@ from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig
 from rm_optimizer.schema.store import GROUPS, OPTIMIZERS
 
-BEGIN = "<!-- made by rm_optimizer.interfaces.describe: begin -->"
+BEGIN = "<!-- made by tools/describe.py: begin -->"
 END = "<!-- end -->"
 SCALED = re.compile(r"\$\{(peak_lr|by_adapter):([^,]+),([^}]+)\}")
 
@@ -63,6 +64,28 @@ def room_reference() -> str:
         first = " ".join(text.partition("\n\n")[0].split()).removesuffix(" Names load on first use.")
         rows.append(f"| `{init.parent.relative_to(PACKAGE)}` | {first} |")
     return "\n".join([*rows, ""])
+
+
+def public_names() -> str:
+    """Table of the names of `rm_optimizer` with meanings, and for each other module a table of its further names."""
+    described: set[str] = set()
+    parts = []
+    for module in PUBLIC_MODULES:
+        loaded = import_module(module)
+        again = [f"`{name}`" for name in loaded.__all__ if name in described]
+        rows = [f"| `{name}` | {_meaning(getattr(loaded, name))} |" for name in loaded.__all__ if name not in described]
+        parts += [f"**`{module}`**" + (f", beside {', '.join(again)}" if again and rows else ""), ""]
+        parts += ["| name | meaning |", "| --- | --- |", *rows, ""] if rows else [", ".join(again), ""]
+        described |= set(loaded.__all__)
+    return "\n".join(parts)
+
+
+def _meaning(value: Any) -> str:
+    """First sentence of a docstring; for a dictionary, its keys."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"`{key}`" for key in value)
+    paragraph = " ".join((inspect.getdoc(value) or "").partition("\n\n")[0].split())
+    return paragraph.partition(". ")[0].rstrip(".").replace("|", "\\|")
 
 
 REFERENCES: Mapping[str, Callable[[], str]] = {
