@@ -8,7 +8,7 @@ seeds. Labels are draws with the probabilities of a rater.
     python benchmarks/readiness_cost.py --model outputs/quickstart
 
 Beside it stands Kendall's tau with the gold reward of policies that labels bought on the test worlds of the validation
-that ships (`rm-opt study readiness`), which is read and not measured again.
+of `studies/readiness.py`, which is read and not measured again.
 
 Seconds are of one process on `--threads` threads, by stage; those of the responses and of the labels depend on the
 policy and on who answers.
@@ -17,10 +17,13 @@ policy and on who answers.
 from __future__ import annotations
 
 import argparse
+import json
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,8 +33,6 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
-from rm_optimizer.experiments.readiness.study import shipped_validation
-from rm_optimizer.experiments.readiness.validation import Validation
 from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler
 from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions, measure_readiness
 from rm_optimizer.rl_coupling.readiness.oracle import ScorerOracle
@@ -42,6 +43,7 @@ from rm_optimizer.rl_coupling.world_policy import WorldGold, WorldPolicy
 
 LABELS = (16, 32, 64, 128, 256, 512, 1024)
 PROMPTS, SAMPLES = 64, 64
+VALIDATION = Path(__file__).parents[1] / "studies" / "readiness_validation.json"
 _NEVER = 1e-6
 """Precision that no probe reaches, so that it asks all questions."""
 
@@ -112,13 +114,13 @@ def seconds_by_stage(
     return {what: after - before for (what, before), (_, after) in pairwise(marks)}
 
 
-def taus(validation: Validation) -> dict[str, float]:
+def taus(validation: Mapping[str, Any]) -> dict[str, float]:
     """Tau with gold after RLOO to 6 nats by labels a reward model, of the score, the probe and accuracy."""
     return {
-        f"tau_{name}_{point.labels}": value
-        for point in validation.curve
-        for name, value in (("score", point.score), ("probe", point.probe), ("accuracy", point.accuracy))
-        if value is not None
+        f"tau_{name}_{point['labels']}": point[name]
+        for point in validation["curve"]
+        for name in ("score", "probe", "accuracy")
+        if point[name] is not None
     }
 
 
@@ -149,8 +151,7 @@ def main() -> None:
     seconds = seconds_by_stage(model, pairs, world, gold)
     numbers |= {f"seconds_{what.replace(' ', '_')}": value for what, value in seconds.items()}
     numbers["seconds"] = sum(seconds.values())
-    validation = shipped_validation()
-    numbers |= {} if validation is None else taus(validation)
+    numbers |= taus(json.loads(VALIDATION.read_text(encoding="utf-8")))
     for name, value in numbers.items():
         print(f"{name}: {value:.4g}")
 

@@ -274,11 +274,11 @@ WAYS: dict[str, Run] = {
         slow=True,
     ),
     "rm-opt data clean pairs.jsonl --out kept.jsonl --false-positive-rate 0.05": Run(prints="pairs stay: kept.jsonl"),
-    "rm-opt study readiness readiness_study --worlds development": Run(
-        "rm-opt study readiness --help", prints="--worlds"
+    "python studies/readiness.py readiness_study --worlds development": Run(
+        f"python {ROOT}/studies/readiness.py --help", prints="--worlds"
     ),
-    "rm-opt study readiness readiness_study --worlds test": Run(
-        "! rm-opt study readiness readiness_study --worlds test --models 6 --steps 10 2>&1",
+    "python studies/readiness.py readiness_study --worlds test": Run(
+        f"! python {ROOT}/studies/readiness.py readiness_study --worlds test --models 6 --steps 10 2>&1",
         prints="--worlds development",
     ),
     "rm-opt report outputs/run": Run(prints="page: outputs/run/report/index.html", slow=True),

@@ -28,7 +28,6 @@ from rm_optimizer.interfaces.commands.report import report
 from rm_optimizer.interfaces.commands.rlhf import rlhf
 from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
-from rm_optimizer.interfaces.commands.studies.readiness import study_readiness
 from rm_optimizer.interfaces.commands.train import train
 from rm_optimizer.interfaces.field_flags import with_field_flags
 from rm_optimizer.interfaces.groups import (
@@ -85,9 +84,6 @@ compare_app.command("across")(compare_study.across)
 compare_app.command(DEFAULT)(compare)
 compare_app.command(OF_OPTIMIZERS)(with_field_flags(compare_optimizers))
 app.add_typer(compare_app, name="compare", rich_help_panel="Evaluate and compare")
-study_app = typer.Typer(cls=Commands, help="Run a study that tests a claim of rm-opt.", add_completion=False, **QUIET)
-study_app.command("readiness")(study_readiness)
-app.add_typer(study_app, name="study", rich_help_panel="Labels")
 for panel, commands in GROUPS.items():
     for command, settings in commands:
         app.command(rich_help_panel=panel, **settings)(with_field_flags(command))

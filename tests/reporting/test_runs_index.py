@@ -69,7 +69,7 @@ def test_runs_and_studies_are_listed_with_their_numbers(runs: Path):
     assert listed["sweep/going"].state == "no result, step 2"
     (runs / "sweep/going/diverged.json").write_text('{"error": "the loss became nan"}')
     assert next(entry for entry in Listing(runs).look() if entry.name == "sweep/going").state == "diverged, step 2"
-    assert (listed["study"].is_run, listed["study"].state) == (False, "study of training, 0 of 1 trials")
+    assert (listed["study"].is_run, listed["study"].state) == (False, "study, 0 of 1 trials")
 
 
 def test_a_torn_result_a_collapsed_run_links_and_deep_folders_are_said(runs: Path):

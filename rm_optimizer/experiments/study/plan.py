@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +18,6 @@ PLAN_FILE = "plan.json"
 """File with the plan, in the folder of the study."""
 FROZEN_FILE = "frozen.json"
 """File with the setting, in the folder of a comparison of optimizers, whose later trials depend on its first ones."""
-
-
-class StudyKind(StrEnum):
-    """Kind of a study; each value is the end of its task's module."""
-
-    optimizers = "optimizer_comparison.arm_trial"
-    readiness = "readiness.trials"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +53,6 @@ class StudyPlan(JsonRecord, indent=1):
     machine: dict[str, str]
     commit: str | None
 
-    @property
-    def kind(self) -> StudyKind | None:
-        """Kind of the study; None for a task of other code."""
-        module = self.task.partition(":")[0]
-        own = (kind for kind in StudyKind if module.startswith("rm_optimizer.") and module.endswith(f".{kind}"))
-        return next(own, None)
-
     @classmethod
     def read(cls, folder: Path) -> StudyPlan:
         """The plan of the study in a folder.
@@ -87,17 +72,9 @@ class StudyPlan(JsonRecord, indent=1):
             raise ConfigError(f"{path} is damaged; plan the study again in another folder") from error
 
 
-def study_kind(folder: Path) -> StudyKind | None:
-    """Kind of the study in a folder; None if there is no study, or its task is of other code.
-
-    A comparison of optimizers that was killed before it had a plan is recognized by its setting.
-
-    Raises:
-        ConfigError: if the plan is damaged.
-    """
-    if (folder / PLAN_FILE).is_file():
-        return StudyPlan.read(folder).kind
-    return StudyKind.optimizers if (folder / FROZEN_FILE).is_file() else None
+def compares_optimizers(folder: Path) -> bool:
+    """True if a folder holds a comparison of optimizers, whose setting is written before its plan."""
+    return (folder / FROZEN_FILE).is_file()
 
 
 def planned_trial(label: str, spec: Mapping[str, Any], identity: Mapping[str, Any] | None = None) -> PlannedTrial:

@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyKind, study_kind
+from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyPlan, compares_optimizers
 from rm_optimizer.reporting.model_card import markdown_report
 from rm_optimizer.reporting.pages.document import Document
 from rm_optimizer.reporting.pages.exhibits import Exhibits
-from rm_optimizer.reporting.pages.readiness_study_page import readiness_study_document
 from rm_optimizer.reporting.pages.run_page import run_page
 from rm_optimizer.reporting.pages.study_page import comparison_document
 
 REPORT_FOLDER = "report"
 """Name of the page's folder, in the folder of the run or study."""
-_DOCUMENTS: Mapping[StudyKind, Callable[[Path], Document]] = {
-    StudyKind.optimizers: comparison_document,
-    StudyKind.readiness: readiness_study_document,
-}
 
 
 def write_page(folder: Path, output: Path | None = None) -> Path:
@@ -60,12 +54,12 @@ def _study_document(folder: Path) -> Document | None:
     Raises:
         ConfigError: if this kind of study has no page.
     """
-    kind = study_kind(folder)
-    if kind is None and not (folder / PLAN_FILE).is_file():
-        return None
-    if kind is None or kind not in _DOCUMENTS:
+    if compares_optimizers(folder):
+        return comparison_document(folder)
+    if (folder / PLAN_FILE).is_file():
+        StudyPlan.read(folder)  # raises if the plan is damaged
         raise ConfigError(
-            f"{folder} holds a study without a page; there are pages of runs, of comparisons of optimizers, and of "
-            f"rm-opt study readiness; rm-opt compare report {folder} reports on other studies"
+            f"{folder} holds a study without a page; there are pages of runs and of comparisons of optimizers; "
+            f"rm-opt compare report {folder} reports on other studies"
         )
-    return _DOCUMENTS[kind](folder)
+    return None

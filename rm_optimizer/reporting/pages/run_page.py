@@ -74,8 +74,8 @@ def _finished(run_dir: Path) -> RunResult:
     if not RunFolder(run_dir).is_used:
         raise DataError(
             f"{run_dir} {'holds no run' if run_dir.is_dir() else 'is no folder with a run'} ({RESULT_FILE} is missing) "
-            "and no study; name the folder of a finished run, of a comparison of optimizers, or of rm-opt study "
-            "readiness. Several runs: rm-opt compare FOLDER, or rm-opt report FOLDER --serve"
+            "and no study; name the folder of a finished run, or of a comparison of optimizers. "
+            "Several runs: rm-opt compare FOLDER, or rm-opt report FOLDER --serve"
         )
     if (error := RunFolder(run_dir).divergence) is not None:
         raise DataError(f"{run_dir} holds a run that diverged, so it has no page: {error}")

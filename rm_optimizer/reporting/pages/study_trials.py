@@ -1,57 +1,16 @@
-"""Common parts of studies' pages: the stored result, and the trials."""
+"""The part of a study's page about its trials."""
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.study.driver import DAMAGED
 from rm_optimizer.experiments.study.plan import StudyPlan
-from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.reporting.pages.document import Part
 
 TrialRows = Sequence[Mapping[str, Any]]
-RecordT = TypeVar("RecordT", bound=JsonRecord)
-
-
-def stored_record(path: Path, kind: type[RecordT], command: str) -> RecordT | None:
-    """A result of a study; None if it does not exist yet.
-
-    Args:
-        path: its file.
-        kind: its type.
-        command: command that writes it.
-
-    Raises:
-        ConfigError: if the result is damaged.
-    """
-    values = _values(path, command)
-    return None if values is None else _as(kind, values, path, command)
-
-
-def _values(path: Path, command: str) -> Any:
-    """The JSON of a file; None if there is no file."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return None
-    except ValueError as error:
-        raise _damaged(path, command) from error
-
-
-def _as(kind: type[RecordT], values: Any, path: Path, command: str) -> RecordT:
-    try:
-        return from_values(kind, values)
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise _damaged(path, command) from error
-
-
-def _damaged(path: Path, command: str) -> ConfigError:
-    return ConfigError(f"{path} is damaged; {command} writes it again")
 
 
 def trials_part(plan: StudyPlan, rows: TrialRows) -> Part:

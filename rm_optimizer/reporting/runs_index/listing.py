@@ -12,7 +12,7 @@ from typing import Any
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.study.driver import TRIALS
-from rm_optimizer.experiments.study.plan import FROZEN_FILE, PLAN_FILE, StudyPlan, study_kind
+from rm_optimizer.experiments.study.plan import FROZEN_FILE, PLAN_FILE, StudyPlan, compares_optimizers
 from rm_optimizer.experiments.study.trial import RESULT_FILE as TRIAL_RESULT
 from rm_optimizer.records.run_folder import DIVERGED_FILE, METRICS_FILE, OPTIONS_FILE, RESULT_FILE, RunFolder
 
@@ -189,12 +189,11 @@ def _last_step(metrics: Path) -> int | None:
 
 def _study(folder: Path, name: str, changed: float) -> ListedFolder:
     try:
-        kind = study_kind(folder)
         trials = StudyPlan.read(folder).trials if (folder / PLAN_FILE).is_file() else ()
     except ConfigError:
         return ListedFolder(name=name, is_run=False, state=f"{PLAN_FILE} is damaged", changed=changed)
     done = sum((folder / TRIALS / trial.name / TRIAL_RESULT).is_file() for trial in trials)
-    title = "study" if kind is None else f"study of {kind.name}"
+    title = "study of optimizers" if compares_optimizers(folder) else "study"
     return ListedFolder(name=name, is_run=False, state=f"{title}, {done:,} of {len(trials):,} trials", changed=changed)
 
 

@@ -9,15 +9,11 @@ import pytest
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.readiness.study import frozen_choice, shipped_validation
-from rm_optimizer.experiments.readiness.trials import code_digest
-from rm_optimizer.experiments.readiness.validation import SCORE
 from rm_optimizer.rl_coupling.readiness.fitted import (
     FitProvenance,
     FittedFeature,
     FittedOutcome,
     FittedReadiness,
-    fitted_readiness,
 )
 
 TERMS = (FittedFeature("accuracy", 0.7, 0.1, 0.5, 0.5, 0.9), FittedFeature("probe_64", 0.8, 0.2, 1.0, 0.4, 1.0))
@@ -55,21 +51,3 @@ def test_missing_features_are_named(features):
 def test_unvalidated_algorithms_are_refused():
     with pytest.raises(ConfigError, match="not validated for 'grpo'"):
         FIT.of("grpo")
-
-
-def test_the_fit_that_ships_is_the_one_of_the_test_that_ships():
-    fitted, validation, choice = fitted_readiness(), shipped_validation(), frozen_choice()
-    assert fitted.provenance.tested_worlds == validation.worlds == (3, 4, 5, 6, 7, 8)
-    assert fitted.provenance.fitted_worlds == choice.development == (0, 1, 2)
-    assert fitted.provenance.num_tested == validation.num_models == 288
-    assert fitted.outcomes.keys() == {"bon", "rloo_kl", "grpo"}
-    assert fitted.of("rloo_kl").tau.value == validation.of(SCORE, "rloo_kl_6").tau.value
-    for algorithm, outcome in fitted.outcomes.items():
-        assert [term.name for term in outcome.features] == [term.feature for term in choice.fits[algorithm].terms]
-        best = {term.name: Estimate(term.high, None, 1) for term in outcome.features}
-        worst = {term.name: Estimate(term.low, None, 1) for term in outcome.features}
-        assert fitted.score(best, algorithm).value > fitted.score(worst, algorithm).value
-
-
-def test_the_shipped_test_is_of_this_code():
-    assert frozen_choice().code == code_digest()

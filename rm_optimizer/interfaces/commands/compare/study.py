@@ -35,7 +35,9 @@ def plan(
 
 def run(study: Folder, executor: Executors = "process", workers: Workers = None, retries: Retries = 2) -> None:
     """Run the trials that have no result. Repeat a stopped command to continue it."""
-    if _is_of_optimizers(study):
+    from rm_optimizer.experiments.study.plan import compares_optimizers
+
+    if compares_optimizers(study):
         from rm_optimizer.compare import run_stages
 
         run_stages(study, executor, workers, retries=retries)
@@ -63,7 +65,9 @@ def report(
     bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
 ) -> None:
     """Compare the finished trials, and write a report. Tables and pictures are written into STUDY/report."""
-    if _is_of_optimizers(study):
+    from rm_optimizer.experiments.study.plan import compares_optimizers
+
+    if compares_optimizers(study):
         from rm_optimizer.compare import report as report_optimizers
 
         print(f"text, JSON and pictures: {report_optimizers(study).parent}")
@@ -133,13 +137,6 @@ def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
         config = replace(config, data=replace(config.data, **sources))
         trials.append(training_trial(own or "one trial", config))
     return trials
-
-
-def _is_of_optimizers(folder: Path) -> bool:
-    """True for a comparison of optimizers, whose later trials depend on the results of the first ones."""
-    from rm_optimizer.experiments.study.plan import StudyKind, study_kind
-
-    return study_kind(folder) is StudyKind.optimizers
 
 
 def _run(folder: Path, executor: str, workers: int | None, retries: int) -> None:

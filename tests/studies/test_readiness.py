@@ -1,31 +1,41 @@
 """The readiness study: stacked training is training alone, the world's claims, and a small study from end to end."""
 
+from __future__ import annotations
+
 import copy
+import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import readiness
 import torch
+from readiness import SCORE, resampled_taus, tau_of
+from readiness_worlds import (
+    LABEL_BETA,
+    NUM_PROMPTS,
+    Algorithm,
+    Population,
+    RewardWorld,
+    Schedule,
+    Texts,
+    advantages,
+    population,
+    top_eigenvalues,
+    train_policies,
+    train_stack,
+    training_pairs,
+)
 from scipy.stats import kendalltau
-from typer.testing import CliRunner
 
+from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.readiness import study as study_module
-from rm_optimizer.experiments.readiness.measurement import WorldSize
-from rm_optimizer.experiments.readiness.policy_training import Algorithm, Schedule, advantages, train_policies
-from rm_optimizer.experiments.readiness.reward_models import Population, population, train_stack, training_pairs
-from rm_optimizer.experiments.readiness.sharpness import top_eigenvalues
-from rm_optimizer.experiments.readiness.study import FITTED_FILE, FROZEN_FILE, TOUCHED_FILE, ReadinessStudy
-from rm_optimizer.experiments.readiness.validation import SCORE, resampled_taus
-from rm_optimizer.experiments.readiness.world import LABEL_BETA, NUM_PROMPTS, RewardWorld, Texts
-from rm_optimizer.experiments.study.executors import InlineExecutor
-from rm_optimizer.interfaces.cli import app
-from rm_optimizer.reporting.readiness.study import print_validation, write_study_figure
-from rm_optimizer.rl_coupling.readiness.fitted import FittedReadiness
+from rm_optimizer.rl_coupling.readiness.fitted import FittedReadiness, fitted_readiness
 from rm_optimizer.rl_coupling.readiness.oracle import RATER_BETA
 
-SMALL = WorldSize(models=6, steps=10, architectures=("bag",))
+SMALL = {"models": 6, "steps": 10, "architectures": ("bag",)}
 
 
 @pytest.fixture(scope="module")
@@ -158,43 +168,73 @@ def test_resampled_taus_are_those_of_the_copies():
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> ReadinessStudy:
-    study = ReadinessStudy(tmp_path_factory.mktemp("readiness") / "study", SMALL, development=(20, 21), test=(22, 23))
-    with pytest.raises(ConfigError, match="no choice was frozen for worlds of this size"):
-        study.tested(InlineExecutor())
-    study.develop(InlineExecutor())
-    study.tested(InlineExecutor())
-    return study
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("readiness") / "study"
+    with pytest.raises(ConfigError, match="without a frozen choice would be no test"):
+        readiness.judge_once(folder, SMALL, (20, 21), (22, 23))
+    readiness.develop(folder, SMALL, (20, 21))
+    readiness.judge_once(folder, SMALL, (20, 21), (22, 23))
+    return folder
 
 
 @pytest.mark.slow
 def test_a_small_study_leaves_a_score_that_measurements_take(
-    finished: ReadinessStudy, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    finished: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
+    """It is read from its stored worlds with the stored result."""
     monkeypatch.setenv("COLUMNS", "200")
-    fitted = FittedReadiness.from_json((finished.folder / FITTED_FILE).read_text())
+    monkeypatch.setattr(readiness, "measure_world", None)
+    stored = (finished / "validation.json").read_text()
+    fitted = FittedReadiness.from_json((finished / "fitted.json").read_text())
     assert fitted.provenance.fitted_worlds == (20, 21)
     assert fitted.provenance.tested_worlds == (22, 23)
     assert set(fitted.outcomes) == {"bon", "rloo_kl", "grpo"}
-    validation = finished.tested(InlineExecutor())
-    assert fitted.outcomes["rloo_kl"].tau.value == validation.of(SCORE, "rloo_kl_6").tau.value
-    assert validation.num_models == 12
-    assert write_study_figure(validation, finished.folder).stat().st_size > 10_000
-    print_validation(validation)
+    validation = readiness.judge_once(finished, SMALL, (20, 21), (22, 23))
+    assert (finished / "validation.json").read_text() == stored
+    assert fitted.outcomes["rloo_kl"].tau.value == tau_of(validation, SCORE, "rloo_kl_6")["tau"].value
+    assert validation["num_models"] == 12
+    assert readiness.draw(validation, finished).stat().st_size > 10_000
+    readiness.show(validation)
     assert "readiness score" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_a_touched_test_takes_no_other_choice(finished: ReadinessStudy, monkeypatch: pytest.MonkeyPatch):
-    assert (finished.folder / TOUCHED_FILE).is_file()
-    choose = study_module.choose
-    monkeypatch.setattr(study_module, "choose", lambda *given, **named: replace(choose(*given, **named), models=7))
+def test_a_touched_test_takes_no_other_choice(finished: Path, monkeypatch: pytest.MonkeyPatch):
+    choose = readiness.choose
+    monkeypatch.setattr(readiness, "choose", lambda *given: choose(*given) | {"models": 7})
     with pytest.raises(ConfigError, match="were measured under another choice"):
-        finished.develop(InlineExecutor())
-    assert '"models": 7' not in (finished.folder / FROZEN_FILE).read_text()
+        readiness.develop(finished, SMALL, (20, 21))
+    assert json.loads((finished / "choice.json").read_text())["models"] == 6
+    with pytest.raises(ConfigError, match="has another size"):
+        readiness.develop(finished, SMALL | {"steps": 11}, (20, 21))
 
 
-def test_the_command_refuses_a_test_without_a_choice(tmp_path: Path):
-    done = CliRunner().invoke(app, ["study", "readiness", str(tmp_path / "s"), "--worlds", "test", "--models", "7"])
-    assert done.exit_code == 2
-    assert "--worlds development" in done.stderr
+@pytest.mark.parametrize(
+    ("options", "expected"), [(["--worlds", "test"], "--worlds development"), (["--models", "5"], "at least 6")]
+)
+def test_the_command_refuses_a_test_without_a_choice(tmp_path: Path, monkeypatch, capsys, options, expected):
+    monkeypatch.setattr(sys, "argv", ["readiness.py", str(tmp_path / "s"), *options])
+    with pytest.raises(SystemExit, match="2"):
+        readiness.main()
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "s").exists()
+
+
+def test_the_fit_that_ships_is_the_one_of_the_test_that_is_stored_here():
+    stored = (
+        json.loads((Path(readiness.__file__).parent / f"readiness_{name}.json").read_text())
+        for name in ("validation", "choice")
+    )
+    fitted, (validation, choice) = fitted_readiness(), stored
+    assert list(fitted.provenance.tested_worlds) == validation["worlds"] == [*readiness.TEST]
+    assert list(fitted.provenance.fitted_worlds) == choice["development"] == [*readiness.DEVELOPMENT]
+    assert fitted.provenance.num_tested == validation["num_models"] == 288
+    assert fitted.outcomes.keys() == choice["fits"].keys() == readiness.OUTCOMES.keys()
+    assert fitted.of("rloo_kl").tau.value == tau_of(validation, SCORE, "rloo_kl_6")["tau"]["value"]
+    for algorithm, outcome in fitted.outcomes.items():
+        assert [term.name for term in outcome.features] == [
+            term.partition("@")[0] for term in readiness.terms_of(choice, algorithm)
+        ]
+        best = {term.name: Estimate(term.high, None, 1) for term in outcome.features}
+        worst = {term.name: Estimate(term.low, None, 1) for term in outcome.features}
+        assert fitted.score(best, algorithm).value > fitted.score(worst, algorithm).value
