@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -80,8 +80,7 @@ def diagnose(
         on_stage(what, done, len(stages))
         checks.extend(checks_of())
     if checks[0].status is Status.fail:
-        reason = "the weights are not finite, see finite_weights"
-        checks = [skipped(each.name, each.expected, reason) if each.name in _NEEDS_WEIGHTS else each for each in checks]
+        checks = _skipping(checks, _NEEDS_WEIGHTS, "the weights are not finite, see finite_weights")
     return Diagnosis(
         model=f"{type(model.model).__name__} {model.model.name_or_path}".strip(),
         seed=seed,
@@ -181,27 +180,25 @@ class _Examination:
         if not np.isfinite(scored.rewards).all():
             return [spread, *(skipped(name, "", "rewards are not finite") for name in _NEEDS_REWARDS)]
         is_fresh = doctor_head.is_head_fresh(self.model)
-        return [
+        found = [
             spread,
-            *self._learned(scored, is_fresh),
-            doctor_rewards.prompt_only(self.model, scored),
-            *label_signal.label_checks(scored, is_fresh=is_fresh, seed=self.seed),
-        ]
-
-    def _learned(self, scored: doctor_rewards.ScoredPairs, is_fresh: bool) -> list[Check]:
-        if is_fresh:
-            reason = "the head is at its random start, so its rewards mean nothing yet"
-            return [skipped(name, "", reason) for name in _LEARNED]
-        return [
             doctor_rewards.label_agreement(scored, self.seed),
             doctor_rewards.calibration(scored, self.seed),
             doctor_rewards.label_groups(scored, self.seed),
             doctor_rewards.beats_length(scored, self.seed),
             doctor_rewards.reward_length(scored),
+            doctor_rewards.prompt_only(self.model, scored),
+            *label_signal.label_checks(scored, is_fresh=is_fresh, seed=self.seed),
         ]
+        reason = "the head is at its random start, so its rewards mean nothing yet"
+        return _skipping(found, _LEARNED, reason) if is_fresh else found
 
     def _probe_rewards(self) -> list[Check]:
         with running(self.model, training=False):
             rewards = padded_rewards(self.model, self.probe).numpy()
         even = len(rewards) // 2 * 2
         return [doctor_rewards.reward_spread(rewards[:even:2], rewards[1:even:2])]
+
+
+def _skipping(checks: Iterable[Check], names: Collection[str], reason: str) -> list[Check]:
+    return [skipped(each.name, each.expected, reason) if each.name in names else each for each in checks]

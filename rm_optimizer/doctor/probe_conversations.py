@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.classifier.quantization import computing_dtype
@@ -42,13 +42,6 @@ def running(model: BradleyTerryRM, *, training: bool) -> Iterator[None]:
         model.train(was_training)
 
 
-def _rewards(
-    model: BradleyTerryRM, ids: Int[Tensor, "sequences tokens"], mask: Int[Tensor, "sequences tokens"]
-) -> Float[Tensor, " sequences"]:
-    rewards: Tensor = model(ids.to(model.device), mask.to(model.device))
-    return rewards.double().cpu()
-
-
 def padded_rewards(
     model: BradleyTerryRM, rows: Sequence[Sequence[int]], *, extra: int = 0
 ) -> Float[Tensor, " sequences"]:
@@ -59,7 +52,8 @@ def padded_rewards(
         ids, mask = ids.gather(1, order), mask.gather(1, order)
     sides = (max(0, -extra), max(0, extra))
     ids = torch.nn.functional.pad(ids, sides, value=model.pad_choice.token_id)
-    return _rewards(model, ids, torch.nn.functional.pad(mask, sides))
+    rewards: Tensor = model(ids.to(model.device), torch.nn.functional.pad(mask, sides).to(model.device))
+    return rewards.double().cpu()
 
 
 def alone_rewards(model: BradleyTerryRM, rows: Sequence[Sequence[int]]) -> Float[Tensor, " sequences"]:

@@ -186,13 +186,12 @@ def calibration(scored: ScoredPairs, seed: int) -> Check:
     share = flipped_labels(expit(side * scored.beta * scored.margin / scale)[side != 0]).share
     error, chance = metrics.ece.value, metrics.ece_noise_floor
     good = f"the calibration error on {metrics.num_pairs} pairs is {error:.3f}, of which {chance:.3f} are expected"
-    divided = f"divide its rewards by {scale:.3g} where their scale matters"
-    if scale < 1:
-        cause = f"the model is under-confident; {divided}, or train longer"
-    elif share > MOST_FLIPPED:
-        cause = f"it fits labels of which {share:.0%} were flipped; check them (rm-opt data clean lists suspects)"
-    else:
-        cause = f"the model is over-confident; {divided}, or train for fewer steps"
+    cause = f"it fits labels of which {share:.0%} were flipped; check them (rm-opt data clean lists suspects)"
+    if scale < 1 or share <= MOST_FLIPPED:
+        kind, remedy = ("under", "train longer") if scale < 1 else ("over", "train for fewer steps")
+        cause = (
+            f"the model is {kind}-confident; divide its rewards by {scale:.3g} where their scale matters, or {remedy}"
+        )
     is_good = 0.5 <= scale <= 2 or not interval_of(metrics.ece)[0] > chance
     details = {"ece": error, "ece_noise_floor": chance, "flipped_share": share}
     verdict = (is_good, scale, "temperature", expected, good, f"{good}: {cause}")

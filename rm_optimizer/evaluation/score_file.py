@@ -140,7 +140,7 @@ def score_file(
         if _content_digest(source) != content:
             raise DataError(f"{source}: was changed while it was scored; remove {partial} and score it again")
         _write_target(source, target, log)
-        result = _summary(log)
+        result = summed_counts({"num_rows": len(chunk.pop("rewards")), **chunk} for chunk in log.values())
         partial.unlink()
     return result
 
@@ -196,10 +196,6 @@ def _of_rows(rewards: Sequence[float], chunk: Sequence[ResponseRow], source: Pat
         own = list(islice(values, len(row.responses)))
         found.append(own if row.listed else own[0])
     return found
-
-
-def _summary(log: Ledger) -> ScoredFile:
-    return summed_counts({"num_rows": len(chunk.pop("rewards")), **chunk} for chunk in log.values())
 
 
 def summed_counts(pieces: Iterable[Mapping[str, int | None]]) -> ScoredFile:

@@ -117,11 +117,6 @@ class SplitAudit:
     marker: str = ""
     marker_wins: Estimate = _UNKNOWN
 
-    @property
-    def truncation_rate(self) -> float:
-        """Share of pairs of which a side lost tokens."""
-        return self.num_truncated / self.num_pairs if self.num_pairs else 0.0
-
 
 @dataclass(frozen=True)
 class PromptOverlap:
@@ -290,7 +285,7 @@ def length_baseline(pairs: Sequence[PreferencePair]) -> Estimate:
     if not sums:
         return _UNKNOWN
     of_prompts = np.array(list(sums.values()))
-    estimate = cluster_bootstrap(of_prompts, _share, num_bootstrap=0, seed=0)[0]
+    estimate = cluster_bootstrap(of_prompts, lambda sums: sums[..., :1] / sums[..., 1:], num_bootstrap=0, seed=0)[0]
     return with_honest_width(estimate, of_prompts[:, 1], bounds=(0.0, 1.0))
 
 
@@ -306,8 +301,3 @@ def _marker(pairs: Sequence[PreferencePair]) -> tuple[str, Estimate]:
     word, lead = max(leads.items(), key=lambda item: (abs(item[1]), item[0]))
     value = 0.5 + abs(lead) / (2 * len(decided))
     return f"{'with' if lead > 0 else 'without'} {word!r}", Estimate(value, None, len(set(prompt_ids(decided))))
-
-
-def _share(totals: np.ndarray) -> np.ndarray:
-    share: np.ndarray = totals[..., :1] / totals[..., 1:]
-    return share

@@ -60,7 +60,6 @@ def test_truncation_is_counted_by_pair():
         PreferencePair("p", "a longer one is this", "b"),
     ).splits["train"]
     assert (split.num_truncated, split.num_response_cut, split.num_identical) == (3, 2, 1)
-    assert split.truncation_rate == 0.75
 
 
 def test_token_lengths_are_those_before_truncation():
