@@ -1,9 +1,12 @@
 """Does one input mean the same through every door? Counts of what is right, refused, or wrong without a word.
 
-There is one function for each kind of input. `rows`: files of the same comparisons in many layouts, and of some that no
-reading gets right. `conversations`: small models of random weights, one for each family of
-chat templates, are exported and served as any other. Their doors are the export in plain transformers and in a
-text-classification pipeline, the server's routes, and the requests of OpenRLHF, TRL and verl.
+There is one function for each kind of input.
+
+- `rows`: files of the same comparisons in many layouts, and of some that no reading gets right.
+- `calls`: arguments of Python calls in many types.
+- `conversations`: small models of random weights, one for each family of chat templates, are exported and served as any
+  other. Their doors are the export in plain transformers and in a text-classification pipeline, the server's routes,
+  and the requests of OpenRLHF, TRL and verl.
 
     python benchmarks/doors.py
     python benchmarks/doors.py rows conversations
@@ -18,24 +21,32 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.core.pairs.row_layouts import LAYOUTS, outcome
+from tests.builders import fresh_reward_model
+from tests.core import call_forms
+from tests.core.pairs import row_layouts
 from tests.serving.doors import FAMILIES, crossings
 
 
 def rows() -> dict[str, int]:
     """Print what a layout of rows is read as, if it is wrong or refused, and return the counts."""
     found = []
-    for layout in LAYOUTS:
+    for layout in row_layouts.LAYOUTS:
         with tempfile.TemporaryDirectory() as folder:
-            found.append((layout.name, outcome(layout, Path(folder)).replace(folder, "")))
+            found.append((layout.name, row_layouts.outcome(layout, Path(folder)).replace(folder, "")))
     return counted(found)
+
+
+def calls() -> dict[str, int]:
+    """Print what a form of an argument gives, if it is wrong or refused, and return the counts."""
+    forms = call_forms.calls(fresh_reward_model("llama"))
+    return counted([(name, call_forms.outcome(call, expected)) for name, call, expected in forms])
 
 
 def counted(found: Sequence[tuple[str, str]]) -> dict[str, int]:
     """Print each name with an outcome other than right, and return the counts of outcomes."""
     for name, told in found:
         if told != "right":
-            print(f"{name}: {told}")
+            print(f"{name}: {told.splitlines()[0]}")
     counts = {kind: sum(told.startswith(kind) for _, told in found) for kind in ("right", "refused", "wrong")}
     wrong = counts.pop("wrong")
     return {"tried": len(found), **counts, "wrong_without_a_word": wrong}
@@ -62,7 +73,7 @@ def conversations() -> dict[str, int]:
     }
 
 
-KINDS: dict[str, Callable[[], dict[str, int]]] = {"rows": rows, "conversations": conversations}
+KINDS: dict[str, Callable[[], dict[str, int]]] = {"rows": rows, "calls": calls, "conversations": conversations}
 """Function of each kind of input, which prints what is not right and returns counts."""
 
 

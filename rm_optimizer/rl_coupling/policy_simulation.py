@@ -188,11 +188,11 @@ def _rank_counted(
 ) -> _Piece:
     """`rank`, with counts of cut prompts and responses for a model in this process."""
     cut: tuple[int | None, int | None] = (None, None)
-    flat_prompts, flat_texts = flat_groups(prompts, responses_of_each)
+    flat_prompts, flat_texts, sizes = flat_groups(prompts, responses_of_each)
     if isinstance(reward_model, BradleyTerryRM):
         counted = score_counted(reward_model, flat_prompts, flat_texts)
         values, cut = iter(counted.rewards), (counted.num_prompt_cut, counted.num_response_cut)
-        rewards = [list(islice(values, len(texts))) for texts in responses_of_each]
+        rewards = [list(islice(values, size)) for size in sizes]
     else:
         rewards = [own.tolist() for own in reward_model.score_groups(prompts, responses_of_each)]
     require_finite([one for own in rewards for one in own], lambda index: f"the response {flat_texts[index][:60]!r}")

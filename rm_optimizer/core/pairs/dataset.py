@@ -5,21 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, overload
 
 from rm_optimizer.core.pairs.conversations import continued, conversation_groups, prompt_keys
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, listed, prompt_id
-from rm_optimizer.core.pairs.source_pairs import load_sources, mixed, mixed_rows
-from rm_optimizer.core.pairs.sources import parse_sources
+from rm_optimizer.core.pairs.source_pairs import load_source, load_sources, mixed, mixed_rows
+from rm_optimizer.core.pairs.sources import DataSource, parse_sources
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import PairRows, SkippedRow
 from rm_optimizer.core.rows.columns import Columns
-from rm_optimizer.core.rows.messages import read_prompt
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
 
@@ -69,22 +67,38 @@ class PreferenceDataset(Sequence[PreferencePair]):
     sources: tuple[str, ...] = ()
 
     @classmethod
-    def from_pairs(cls, pairs: Iterable[PreferencePair | Mapping[str, Any]]) -> PreferenceDataset:
+    def from_pairs(
+        cls, pairs: Iterable[PreferencePair | Mapping[str, Any]], *, on_bad_row: str = OnBadRow.error
+    ) -> PreferenceDataset:
         """The data set of these pairs.
 
         Args:
-            pairs: pairs, or rows with `prompt`, `chosen` and `rejected` such as those of a data frame or a
-                `datasets.Dataset`. Other fields of a pair are read too; further ones become its metadata.
+            pairs: pairs, or rows such as those of a data frame or a `datasets.Dataset`, which are read like rows of a
+                file.
+            on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
 
         Raises:
             TypeError: if it is no collection of pairs or rows.
-            ValueError: if a row is no pair.
+            DataError: if a row is no pair; the text names the row.
         """
         if isinstance(pairs, cls):
             return pairs
         is_frame = hasattr(pairs, "to_dict") and hasattr(pairs, "columns")
         rows = pairs.to_dict("records") if is_frame else listed("pairs", pairs)  # type: ignore[attr-defined]
-        return cls(tuple(_pair(place, row) for place, row in enumerate(rows)))
+        kind = PreferencePair if rows and isinstance(rows[0], PreferencePair) else Mapping
+        for place, row in enumerate(rows):
+            if not isinstance(row, kind):
+                raise TypeError(
+                    f"pairs[{place}] must be a PreferencePair or a row with prompt, chosen and rejected, got "
+                    f"{type(row).__name__}; PreferenceDataset.load reads files"
+                )
+        if kind is PreferencePair or not rows:
+            return cls(tuple(rows))
+        options = {"kwise_rule": KwiseRule.all, "on_bad_row": OnBadRow(on_bad_row), "spelling": Spelling.python}
+        found = load_source(DataSource("pairs"), rows=rows, **options)  # type: ignore[arg-type]
+        for note in found.notes:
+            _log.warning(note)
+        return cls(found.pairs, found.skipped, found.rows, found.notes)
 
     @classmethod
     def joined(cls, parts: Sequence[PreferenceDataset]) -> PreferenceDataset:
@@ -259,30 +273,6 @@ class PreferenceDataset(Sequence[PreferencePair]):
                 held_out.update(names)
         smallest: list[str] = min(members.values(), key=len)
         return held_out or set(smallest)
-
-
-def _pair(place: int, row: Any) -> PreferencePair:
-    """The pair of a row."""
-    if isinstance(row, PreferencePair):
-        return row
-    if not isinstance(row, Mapping) or not {"prompt", "chosen", "rejected"} <= row.keys():
-        got = f"the fields {', '.join(map(str, row))}" if isinstance(row, Mapping) else type(row).__name__
-        raise TypeError(
-            f"pairs[{place}] must be a PreferencePair or a row with prompt, chosen and rejected, got {got}; "
-            "PreferenceDataset.load reads other forms from files"
-        )
-    known = {field.name for field in fields(PreferencePair)} - {"metadata"}
-    given = {
-        name: value
-        for name, value in row.items()
-        if value is not None and not (isinstance(value, float) and math.isnan(value))
-    }
-    own = {name: value for name, value in given.items() if name in known} | {"prompt": read_prompt(row["prompt"])}
-    further = {name: value for name, value in given.items() if name not in known and name != "metadata"}
-    try:
-        return PreferencePair(**own, metadata={**further, **given.get("metadata", {})})
-    except ValueError as error:
-        raise ValueError(f"pairs[{place}]: {error}") from error
 
 
 class _Unread:

@@ -6,8 +6,9 @@ import hashlib
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from numbers import Real
 from types import MappingProxyType
 from typing import Any, Protocol, runtime_checkable
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from rm_optimizer.core.rows.messages import Message as Message
 from rm_optimizer.core.rows.messages import Prompt as Prompt
 from rm_optimizer.core.rows.messages import as_messages as as_messages
-from rm_optimizer.core.rows.messages import require_characters, require_response
+from rm_optimizer.core.rows.messages import read_messages, require_characters, require_response
 from rm_optimizer.errors import CheckpointError
 
 
@@ -64,8 +65,8 @@ class PreferencePair:
     weight: float = 1.0
 
     def __post_init__(self) -> None:
-        if not isinstance(self.prompt, str):
-            object.__setattr__(self, "prompt", tuple(self.prompt))
+        if not isinstance(self.prompt, str) and self.prompt != ():
+            object.__setattr__(self, "prompt", read_messages("prompt", self.prompt))
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
         _check_texts(self.prompt, self.chosen, self.rejected)
         _check_numbers(self.margin, self.label, self.weight)
@@ -102,8 +103,6 @@ class PreferencePair:
 def _check_texts(prompt: Prompt, chosen: str, rejected: str) -> None:
     if not prompt or (isinstance(prompt, str) and not prompt.strip()):
         raise ValueError("prompt must not be empty")
-    if not isinstance(prompt, str) and not all(isinstance(message, Message) for message in prompt):
-        raise ValueError("prompt must be text or a sequence of Message")
     for name, text in (("chosen", chosen), ("rejected", rejected)):
         if not isinstance(text, str):
             raise ValueError(f"{name} must be text, got {type(text).__name__}")
@@ -119,6 +118,9 @@ def _check_texts(prompt: Prompt, chosen: str, rejected: str) -> None:
 
 
 def _check_numbers(margin: float | None, label: float, weight: float) -> None:
+    for name, value in (("margin", 0.0 if margin is None else margin), ("label", label), ("weight", weight)):
+        if not isinstance(value, Real):
+            raise ValueError(f"{name} must be a number, got {value!r}")
     if margin is not None and not abs(margin) < float("inf"):
         raise ValueError(f"margin must be finite, got {margin}")
     if not 0.0 <= label <= 1.0:
@@ -147,7 +149,8 @@ class Scorer(Protocol):
         Raises:
             ValueError: if there are not as many groups of responses as prompts.
         """
-        return split_groups(self.score(*flat_groups(prompts, responses_of_each)), responses_of_each)
+        flat, texts, sizes = flat_groups(prompts, responses_of_each)
+        return list(torch.split(self.score(flat, texts), sizes))
 
 
 def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None:
@@ -177,12 +180,22 @@ def listed(name: str, values: Any) -> list[Any]:
         values: the argument.
 
     Raises:
-        TypeError: if it is a text, a mapping or a single value.
+        TypeError: if it is a text, a mapping, a set, a table or a single value.
     """
-    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+    is_other = isinstance(values, str | bytes | Mapping | Set) or hasattr(values, "columns")
+    if is_other or not isinstance(values, Iterable):
         raise TypeError(f"{name} must be a list, tuple, generator, array or column, got {type(values).__name__}")
     found = values.tolist() if hasattr(values, "tolist") else list(values)
     return found if isinstance(found, list) else [found]
+
+
+def _prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Any], bool]:
+    """The prompts, and True if they are a single one."""
+    if isinstance(prompts, str):
+        return [prompts], True
+    each = listed("prompts", prompts)
+    is_single = isinstance(next(iter(each), None), Message | Mapping)
+    return ([tuple(each)] if is_single else each), is_single
 
 
 def paired(prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> tuple[list[Prompt], list[str]]:
@@ -201,9 +214,8 @@ def paired(prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -
         (['Explain chess', 'Explain chess'], ['Start with pawns.', 'No.'])
     """
     texts: list[Any] = [responses] if isinstance(responses, str) else listed("responses", responses)
-    given: list[Any] = [prompts] if isinstance(prompts, str) else listed("prompts", prompts)
-    is_single = isinstance(prompts, str) or isinstance(next(iter(given), None), Message | Mapping)
-    each = [prompts if isinstance(prompts, str) else tuple(given)] * len(texts) if is_single else given
+    given, is_single = _prompts(prompts)
+    each = given * len(texts) if is_single else given
     for place, text in enumerate(texts):
         if not isinstance(text, str):
             raise TypeError(f"responses[{place}] must be text, got {type(text).__name__}")
@@ -216,28 +228,20 @@ def paired(prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -
 
 def flat_groups(
     prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
-) -> tuple[list[Prompt], list[str]]:
-    """Prompts and responses one for one, neighbors with one prompt.
+) -> tuple[list[Prompt], list[str], list[int]]:
+    """Prompts and responses one for one, neighbors with one prompt, and the number of responses to each prompt.
 
     Raises:
         ValueError: if there are not as many groups of responses as prompts.
     """
-    if isinstance(prompts, str) or any(isinstance(texts, str) for texts in responses_of_each):
-        raise ValueError("expected a list of prompts and a list of responses for each, got a text in place of a list")
-    if len(prompts) != len(responses_of_each):
+    each, _ = _prompts(prompts)
+    groups = [listed("the responses to each prompt", group) for group in listed("responses_of_each", responses_of_each)]
+    if len(each) != len(groups):
         raise ValueError(
-            f"expected a group of responses for each prompt, got {len(prompts)} prompts and "
-            f"{len(responses_of_each)} groups"
+            f"expected a group of responses for each prompt, got {len(each)} prompts and {len(groups)} groups"
         )
-    rows = [(prompt, text) for prompt, texts in zip(prompts, responses_of_each, strict=True) for text in texts]
-    return [prompt for prompt, _ in rows], [text for _, text in rows]
-
-
-def split_groups(
-    rewards: Float[Tensor, " sequences"], responses_of_each: Sequence[Sequence[str]]
-) -> list[Float[Tensor, " responses"]]:
-    """Rewards of `flat_groups`, group by group."""
-    return list(torch.split(rewards, [len(texts) for texts in responses_of_each]))
+    rows = [(prompt, text) for prompt, texts in zip(each, groups, strict=True) for text in texts]
+    return *paired([prompt for prompt, _ in rows], [text for _, text in rows]), list(map(len, groups))
 
 
 class BaseRewardModel(nn.Module, Scorer):

@@ -18,7 +18,7 @@ from rm_optimizer.core.pairs.row_pairs import numbered_pairs
 from rm_optimizer.core.pairs.source_format import FIRST_ROWS, format_of
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import PairRows, RowTally, SkippedRow
-from rm_optimizer.core.rows.readers import read_rows, source_files
+from rm_optimizer.core.rows.readers import Row, read_rows, source_files
 from rm_optimizer.core.rows.unread_columns import contrary_notes
 from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
 
@@ -57,6 +57,7 @@ def load_source(
     on_bad_row: OnBadRow,
     max_bad_share: float = 1.0,
     spelling: Spelling = Spelling.hydra,
+    rows: Sequence[Row] | None = None,
 ) -> SourcePairs:
     """Read every pair of one source.
 
@@ -67,17 +68,20 @@ def load_source(
             bad; it gives no pair and is listed either way.
         max_bad_share: most bad rows that may be dropped, as a share of all rows.
         spelling: form of option names in messages.
+        rows: the source's rows if they are in memory; None reads them.
+        spelling: form of option names in messages.
 
     Raises:
         DataError: if the source cannot be read, its columns fit no format, a row is bad, too many are, or no pair is
             left.
     """
     tally = RowTally(source.path, on_bad_row, spelling, max_bad_share)
-    rows = tally.counted(read_rows(source.path, tally.report_unread))
-    first = list(itertools.islice(rows, FIRST_ROWS))
+    stored = read_rows(source.path, tally.report_unread) if rows is None else enumerate(rows, 1)
+    rest = tally.counted(stored)
+    first = list(itertools.islice(rest, FIRST_ROWS))
     if not first:
         raise tally.nothing_left()
-    form = format_of(source, first, rows, spelling)
+    form = format_of(source, first, rest, spelling)
     numbered = gather_responses(form.rows, tally.report) if form.has_one_response else form.rows
     found = list(numbered_pairs(source, form.row_format, numbered, kwise_rule, report=tally.report, skip=tally.skip))
     tally.require_few_bad()

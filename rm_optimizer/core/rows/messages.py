@@ -74,8 +74,7 @@ def as_messages(prompt: Prompt) -> tuple[Message, ...]:
         ValueError: if a message cannot be used.
     """
     if not isinstance(prompt, str):
-        is_read = all(isinstance(message, Message) for message in prompt)
-        return tuple(prompt) if is_read else read_messages("prompt", prompt)
+        return read_messages("prompt", prompt)
     read = read_prompt(prompt)
     return (Message("user", read),) if isinstance(read, str) else read
 

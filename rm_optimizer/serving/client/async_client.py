@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rm_optimizer.core.pairs.pair import Prompt, flat_groups, paired, split_groups
+from rm_optimizer.core.pairs.pair import Prompt, flat_groups, paired
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import WrongVersion
 from rm_optimizer.serving.client.connection import Connection, PickledByArguments
@@ -99,7 +99,8 @@ class AsyncRewardClient(ClientArguments):
         self, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
     ) -> list[Float[Tensor, " responses"]]:
         """Rewards of each prompt's responses, as `Scorer.score_groups` gives them."""
-        return split_groups(await self.score(*flat_groups(prompts, responses_of_each)), responses_of_each)
+        flat, texts, sizes = flat_groups(prompts, responses_of_each)
+        return list(torch.split(await self.score(flat, texts), sizes))
 
     async def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
         """Margin: reward of `response_a` less that of `response_b`."""

@@ -10,7 +10,7 @@ from datasets import Dataset
 from rm_optimizer import compose, evaluate_model, train_reward_model
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, paired
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.score_file import score_file
 from tests.builders import tiny_reward_model
 
@@ -69,6 +69,10 @@ def test_pairs_may_come_as_a_frame_or_a_data_set():
     assert (first.margin, first.label, second.margin) == (2.0, 0.9, None)
     messages = {**ROWS[0], "prompt": [{"role": "user", "content": "Hi."}]}
     assert PreferenceDataset.from_pairs([messages])[0].prompt == tuple(MESSAGES)
+    (briefly,) = PreferenceDataset.from_pairs([{**ROWS[0], "system": "Be brief."}])
+    assert briefly.prompt[0] == Message("system", "Be brief.")
+    kept = PreferenceDataset.from_pairs([*ROWS, {**ROWS[0], "chosen": ""}], on_bad_row="drop")
+    assert (len(kept), len(kept.skipped)) == (3, 1)
 
 
 @pytest.mark.parametrize(
@@ -77,8 +81,10 @@ def test_pairs_may_come_as_a_frame_or_a_data_set():
         ("pairs.jsonl", TypeError, "pairs must be a list, tuple, generator, array or column, got str"),
         (ROWS[0], TypeError, "pairs must be a list, tuple, generator, array or column, got dict"),
         (["a"], TypeError, r"pairs\[0\] must be a PreferencePair or a row with prompt, chosen and rejected, got str"),
-        ([PAIRS[0], {"text": "a"}], TypeError, r"pairs\[1\] must be .* got the fields text; PreferenceDataset.load"),
-        ([{**ROWS[0], "chosen": "No."}], ValueError, r"pairs\[0\]: chosen and rejected must differ"),
+        ([PAIRS[0], {"text": "a"}], TypeError, r"pairs\[1\] must be .* got dict; PreferenceDataset.load"),
+        ([{**ROWS[0], "chosen": "No."}], DataError, "pairs, row 1: chosen and rejected must differ"),
+        ([{**ROWS[0], "tools": ["search"]}], DataError, "the column tools is not read and would be lost"),
+        ([{"text": "a"}], DataError, "got columns text; expected prompt, chosen and rejected"),
     ],
 )
 def test_what_are_no_pairs_is_told_by_its_place(pairs, kind, said):
