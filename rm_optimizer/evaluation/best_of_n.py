@@ -81,18 +81,14 @@ def _of_lists(long: Mapping[tuple[str, str], _List], num_bootstrap: int, seed: i
     prompts = np.unique([prompt for prompt, _ in long], return_inverse=True)[1]
     sums = np.zeros((int(prompts.max()) + 1, rows.shape[1]))
     np.add.at(sums, prompts, rows)
-    accuracy = cluster_bootstrap(sums, _mean_of_first, num_bootstrap=num_bootstrap, seed=seed)[0]
+    found = cluster_bootstrap(sums, lambda sums: sums[..., :1] / sums[..., -1:], num_bootstrap=num_bootstrap, seed=seed)
     return BestOfN(
         num_lists=len(long),
         mean_responses=float(np.mean([len(item.rewards) for item in long.values()])),
-        accuracy=with_honest_width(accuracy, sums[:, -1], bounds=(0.0, 1.0)),
+        accuracy=with_honest_width(found[0], sums[:, -1], bounds=(0.0, 1.0)),
         random=float(rows[:, 1].mean()),
         longest=float(rows[:, 2].mean()),
     )
-
-
-def _mean_of_first(totals: np.ndarray) -> np.ndarray:
-    return np.asarray(totals[..., :1] / totals[..., -1:])
 
 
 @dataclass

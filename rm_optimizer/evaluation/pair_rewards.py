@@ -89,7 +89,8 @@ def score_pairs(
     Raises:
         ScoringStopped: if `should_stop` was true.
     """
-    rank, world_size = _rank_and_world()
+    is_split = distributed.is_available() and distributed.is_initialized()
+    rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if is_split else (0, 1)
     parts: list[tuple[Tensor, Tensor]] = []
     done, stopped = 0, False
     batches = evaluation_batches(
@@ -105,7 +106,10 @@ def score_pairs(
     # FSDP2 reuses the tensors that it gathers into. Made in inference mode, they could not be used in training.
     with _evaluating(model), torch.no_grad() if is_sharded(model) else torch.inference_mode():
         for batch, is_ours in _passes(model, batches):
-            if should_stop is not None and (stopped := _stops(model, should_stop())):
+            stopped = should_stop is not None and should_stop()
+            if should_stop is not None and is_sharded(model):  # its ranks make passes together
+                stopped = bool(most_over_ranks(int(stopped), model.device))
+            if stopped:
                 break
             rewards = model.rewards_of(batch.to(model.device))
             if not is_ours:
@@ -116,7 +120,11 @@ def score_pairs(
                 after_batch(done)
         found = _gathered(parts, world_size, stopped=stopped)
         share = 1.0 if positions is None else len(positions) / max(1, len(tokenized))
-        return _with_ties(found, _tied_rewards(model, tokenized, dataset, token_budget, share))
+        tied, ties = _tied_rewards(model, tokenized, dataset, token_budget, share)
+    index = np.concatenate([found.pair_index, tied])
+    order = np.argsort(index)
+    chosen, rejected = (np.concatenate([side, ties])[order] for side in (found.chosen, found.rejected))
+    return PairRewards(chosen, rejected, index[order])
 
 
 @contextmanager
@@ -128,11 +136,6 @@ def _evaluating(model: BradleyTerryRM) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
-
-
-def _stops(model: BradleyTerryRM, requested: bool) -> bool:
-    """True to stop before this pass; under FSDP2, whose ranks make passes together, if any rank is to stop."""
-    return bool(most_over_ranks(int(requested), model.device)) if is_sharded(model) else requested
 
 
 def _tied_rewards(
@@ -151,25 +154,12 @@ def _tied_rewards(
     return index, rewards
 
 
-def _with_ties(rewards: PairRewards, ties: tuple[NDArray[np.int64], np.ndarray]) -> PairRewards:
-    index = np.concatenate([rewards.pair_index, ties[0]])
-    order = np.argsort(index)
-    chosen, rejected = (np.concatenate([side, ties[1]])[order] for side in (rewards.chosen, rewards.rejected))
-    return PairRewards(chosen, rejected, index[order])
-
-
 def _passes(model: BradleyTerryRM, batches: Iterable[AnyPairBatch]) -> Iterator[tuple[AnyPairBatch, bool]]:
     """The batches, each with True; under FSDP2 spare ones follow with False, so that all ranks make as many passes."""
     if not is_sharded(model):
         return ((batch, True) for batch in batches)
     own = list(batches)
     return in_step(own, spare_batch(model, model.device), most_over_ranks(len(own), model.device))
-
-
-def _rank_and_world() -> tuple[int, int]:
-    if distributed.is_available() and distributed.is_initialized():
-        return distributed.get_rank(), distributed.get_world_size()
-    return 0, 1
 
 
 def _gathered(parts: Sequence[tuple[Tensor, Tensor]], world_size: int, *, stopped: bool) -> PairRewards:

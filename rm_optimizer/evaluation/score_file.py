@@ -123,7 +123,9 @@ def score_file(
         CheckpointError: if a reward is not finite.
     """
     source, target = as_path("source", source), as_path("target", target)
-    _check_target(source, target)
+    if file_kind(target) not in (file_kind(source), FileKind.jsonl):
+        raise DataError(f"{target}: expected the format of {source.name}, or .jsonl")
+    require_new(target)
     num_rows = sum(1 for _ in read_responses(source))  # every row is checked before the first is scored
     if not num_rows:
         raise DataError(f"{source}: there are no rows to score")
@@ -143,14 +145,6 @@ def score_file(
         result = summed_counts({"num_rows": len(chunk.pop("rewards")), **chunk} for chunk in log.values())
         partial.unlink()
     return result
-
-
-def _check_target(source: Path, target: Path) -> None:
-    """Refuse a target that would otherwise fail only after all rows are scored."""
-    kind = file_kind(target)
-    if kind not in (file_kind(source), FileKind.jsonl):
-        raise DataError(f"{target}: expected the format of {source.name}, or .jsonl")
-    require_new(target)
 
 
 def require_new(target: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import TrainVal
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, Scorer
+from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.core.rows.response_files import read_prompts
 from rm_optimizer.errors import ConfigError
@@ -104,7 +104,8 @@ def _prompts(config: RLHFRunConfig) -> _Prompts:
         if config.data.train is None:
             raise ConfigError("rlhf.prompts must name a file, or data.train pairs whose prompts to take; got neither")
         pairs = load_data(config)
-        trained, measured = (_distinct(part.pairs) for part in (pairs.train, pairs.val))
+        of_each = ({pair.prompt_id: pair.prompt for pair in part.pairs} for part in (pairs.train, pairs.val))
+        trained, measured = (list(prompts.values()) for prompts in of_each)
         measured = measured[:num]
     else:
         name = config.rlhf.prompts
@@ -116,10 +117,6 @@ def _prompts(config: RLHFRunConfig) -> _Prompts:
             f"rlhf.measured_prompts must leave prompts to train on, got {num} of the {len(measured)} in {where}"
         )
     return _Prompts(trained, measured)
-
-
-def _distinct(pairs: Sequence[PreferencePair]) -> list[Prompt]:
-    return list({pair.prompt_id: pair.prompt for pair in pairs}.values())
 
 
 def _gold(config: RLHFRunConfig, prompts: Sequence[Prompt]) -> Scorer | None:

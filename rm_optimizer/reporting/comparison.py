@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rm_optimizer.experiments.run_comparison import COSTS, ArmDifference, ArmScores, RunComparison, RunScores
+from rm_optimizer.experiments.run_comparison import COSTS, ArmScores, RunComparison, RunScores
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.records.run_folder import RunFolder
@@ -82,7 +82,9 @@ def spectra_of(runs: Sequence[RunScores]) -> dict[str, HessianSpectrum]:
             path = RunFolder(Path(run.folder)).landscape(run.folder, matrix) / f"{matrix}.json"
             spectrum = _spectrum(path)
             first = next(iter(found.values()), spectrum)
-            if spectrum is not None and first is not None and _is_comparable(spectrum, first):
+            if spectrum is None or first is None:
+                continue
+            if (spectrum.params, spectrum.num_parameters) == (first.params, first.num_parameters):
                 found[run.name] = spectrum
         if len(found) > 1:
             return found
@@ -94,10 +96,6 @@ def _spectrum(path: Path) -> HessianSpectrum | None:
         return HessianSpectrum.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, TypeError):
         return None
-
-
-def _is_comparable(spectrum: HessianSpectrum, first: HessianSpectrum) -> bool:
-    return (spectrum.params, spectrum.num_parameters) == (first.params, first.num_parameters)
 
 
 def _runs(comparison: RunComparison, arm: ArmScores) -> list[RunScores]:
@@ -130,19 +128,24 @@ def _difference_table(comparison: RunComparison) -> Table:
     )
     for arm in comparison.arms[1:]:
         found = {item.score: item for item in comparison.differences if item.arm == arm.name}
-        cells = (_difference_text(found[name]) for name in SCORE_NAMES)
+        items = [found[name] for name in SCORE_NAMES]
+        cells = (
+            Text(f"{item.estimate:+.3f} {item.verdict}".rstrip(), "bold" if item.verdict else "") for item in items
+        )
         table.add_row(Text(arm.name), Text(str(found["nll"].num_seeds)), *cells)
     return table
-
-
-def _difference_text(item: ArmDifference) -> Text:
-    return Text(f"{item.estimate:+.3f} {item.verdict}".rstrip(), "bold" if item.verdict else "")
 
 
 def _option_table(arms: Sequence[ArmScores]) -> Table:
     """Options in which arms differ: a row for each option, or a row for each arm if there are many."""
     options = list(arms[0].options)
-    values = {arm.name: [_shown(arm.options[name]) for name in options] for arm in arms}
+    values = {
+        arm.name: [
+            "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+            for value in arm.options.values()
+        ]
+        for arm in arms
+    }
     if len(arms) <= _MOST_COLUMNS:
         table = new_table("Options in which they differ", "option", *values)
         for index, name in enumerate(options):
@@ -152,10 +155,6 @@ def _option_table(arms: Sequence[ArmScores]) -> Table:
     for name, row in values.items():
         table.add_row(Text(name), *map(Text, row))
     return table
-
-
-def _shown(value: object) -> str:
-    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _cost_table(comparison: RunComparison) -> Table:

@@ -27,7 +27,9 @@ def plot_learning_curves(histories: Mapping[str, Sequence[History]], *, same_pai
         histories: rows of the `metrics.csv` of each run, by arm.
         same_pairs: True if all runs were validated on the same pairs.
     """
-    by_pairs = len({_batch_size(history) for runs in histories.values() for history in runs}) > 1
+    each_run = [history for runs in histories.values() for history in runs]
+    sizes = {max((float(row.get("train_pairs") or 0) for row in history), default=0.0) for history in each_run}
+    by_pairs = len(sizes) > 1
     several = any(len(runs) > 1 for runs in histories.values())
     parts = ["validation pairs" if same_pairs else "each run on its own validation pairs"]
     parts += ["pale: each seed; strong: mean over seeds"] if several else []
@@ -149,7 +151,3 @@ def _course(history: History, column: str, by_pairs: bool) -> tuple[np.ndarray, 
             points.append((pairs if by_pairs else float(row["step"] or 0), value))
     table = np.array(points).reshape(-1, 2)
     return table[:, 0], table[:, 1]
-
-
-def _batch_size(history: History) -> float:
-    return max((float(row.get("train_pairs") or 0) for row in history), default=0.0)

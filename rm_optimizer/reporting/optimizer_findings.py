@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from rich.console import Console
 
 from rm_optimizer.core.metrics.effects import SCORES
-from rm_optimizer.experiments.optimizer_comparison.findings import ArmFinding, ComparisonFindings
+from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings
 from rm_optimizer.reporting.tables import TextTable, output_console
 
 _BYTES_OF_MB = 1e6
@@ -63,14 +62,10 @@ def _verdict_table(found: ComparisonFindings) -> TextTable:
             judged = [f"{item.difference:+.3f}", p, item.verdict, f"{item.detectable:.3f}"]
         elif arm.name == frozen.options.reference:
             judged = ["reference", "", "", ""]
-        rows.append((arm.name, _rate(arm), str(len(arm.seeds)), *scores, *judged))
+        rate = "none" if arm.chosen.rate is None else f"{arm.chosen.rate:g}" + (" (edge)" if arm.chosen.at_edge else "")
+        rows.append((arm.name, rate, str(len(arm.seeds)), *scores, *judged))
     header = ("arm", "lr", "seeds", "accuracy", "NLL", "Brier", "ECE", "NLL less reference", "Holm p", "verdict")
     return TextTable(title, (*header, "detectable"), tuple(rows))
-
-
-def _rate(arm: ArmFinding) -> str:
-    rate = arm.chosen.rate
-    return "none" if rate is None else f"{rate:g}" + (" (edge)" if arm.chosen.at_edge else "")
 
 
 def _rate_table(found: ComparisonFindings) -> TextTable:
@@ -87,6 +82,8 @@ def _cost_table(found: ComparisonFindings) -> TextTable:
     rows = []
     for arm in found.arms:
         means, target = arm.means, arm.target
+        error = _known(means["trace_standard_error"], ".0f", "n/a")
+        trace = f"{means['trace']:.0f} ± {error}" if math.isfinite(means["trace"]) else "n/a"
         reached = (
             f"{_known(target.steps, '.0f', 'missed')} ({len(arm.seeds) - target.missed} of {len(arm.seeds)} seeds)"
         )
@@ -100,7 +97,7 @@ def _cost_table(found: ComparisonFindings) -> TextTable:
                 f"{means['peak_memory_bytes'] / _BYTES_OF_MB:,.0f}",
                 f"{means['clipped_share']:.0%}",
                 _known(means["top_eigenvalue"], ".1f", "n/a"),
-                _trace(means),
+                trace,
                 reached,
                 _known(target.tokens, ",.0f", "missed"),
                 _known(target.seconds, ".1f", "missed"),
@@ -120,12 +117,6 @@ def _seed_table(found: ComparisonFindings) -> TextTable:
     )
     head = ("arm", "seed", "NLL", "accuracy", "top eigenvalue")
     return TextTable("Test scores and curvature of the final runs", head, rows)
-
-
-def _trace(means: Mapping[str, float]) -> str:
-    if not math.isfinite(means["trace"]):
-        return "n/a"
-    return f"{means['trace']:.0f} ± {_known(means['trace_standard_error'], '.0f', 'n/a')}"
 
 
 def _known(value: float, form: str, missing: str) -> str:

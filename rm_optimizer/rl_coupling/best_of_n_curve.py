@@ -81,7 +81,10 @@ class BestOfNCurve(JsonRecord, indent=2):
         columns = selected_means(proxy, rewards, sizes)
         flat = columns.transpose(1, 0, 2).reshape(num_prompts, -1)
         found = cluster_bootstrap(
-            np.concatenate([flat, np.ones((num_prompts, 1))], axis=1), _means, num_bootstrap=num_bootstrap, seed=seed
+            np.concatenate([flat, np.ones((num_prompts, 1))], axis=1),
+            lambda totals: totals[..., :-1] / totals[..., -1:],
+            num_bootstrap=num_bootstrap,
+            seed=seed,
         )
         divergence = np.mean([pool_divergence(row, sizes) for row in proxy], axis=0).tolist()
         return cls(
@@ -197,10 +200,6 @@ def _subset_share(num_samples: int, n: int) -> Float[np.ndarray, " ends"]:
     ratios = np.log1p(-n / np.arange(n + 1, num_samples + 1))
     share[n:] = np.exp(np.concatenate([np.cumsum(ratios[::-1])[::-1], [0.0]]))
     return share
-
-
-def _means(totals: np.ndarray) -> np.ndarray:
-    return np.asarray(totals[..., :-1] / totals[..., -1:])
 
 
 def require_rewards(proxy: np.ndarray, gold: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:

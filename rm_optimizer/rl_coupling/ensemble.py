@@ -194,7 +194,11 @@ class RewardModelEnsemble(Scorer):
         for number, source in enumerate(self._models):
             if isinstance(source, str | Path | BradleyTerryRM):
                 with self._lock:
-                    found = self._local_rewards(number, prompts, responses, is_cut)
+                    member = self._member(number)
+                    assert isinstance(member, BradleyTerryRM)
+                    encodings = member.encode(prompts, responses)
+                    is_cut |= [[one.prompt_cut > 0 for one in encodings], [one.response_cut > 0 for one in encodings]]
+                    found = member.score_encoded(encodings, token_budget=self._token_budget)
             else:
                 found = source.score(prompts, responses)
             rewards[number] = found.double().numpy()
@@ -204,21 +208,6 @@ class RewardModelEnsemble(Scorer):
         with self._lock:
             self._saved.release()
         return rewards, is_cut
-
-    def _local_rewards(
-        self,
-        number: int,
-        prompts: Sequence[Prompt],
-        responses: Sequence[str],
-        is_cut: Bool[np.ndarray, "sides sequences"],
-    ) -> Float[Tensor, " sequences"]:
-        """Raw rewards by a member in this process; prompts and responses that it cuts are marked in `is_cut`."""
-        member = self._member(number)
-        assert isinstance(member, BradleyTerryRM)
-        encodings = member.encode(prompts, responses)
-        for place, encoding in enumerate(encodings):
-            is_cut[:, place] |= (encoding.prompt_cut > 0, encoding.response_cut > 0)
-        return member.score_encoded(encodings, token_budget=self._token_budget)
 
     def fit_reference(
         self,

@@ -67,14 +67,6 @@ class TransformersPolicy:
         return digest([weights_digest(self.model), template, self._options, self._samples_at_once, sorted(self._ends)])
 
     @torch.inference_mode()
-    def _require_room(self, num_tokens: int) -> None:
-        room, num_new = getattr(self.model.config, "max_position_embeddings", None), self._options["max_new_tokens"]
-        if room is not None and num_tokens + num_new > room:
-            raise DataError(
-                f"a prompt of {num_tokens} tokens and {num_new} new ones exceed the policy's {room} positions; shorten "
-                "the prompt or lower the new tokens"
-            )
-
     def respond(self, prompt: Prompt, num_samples: int, seed: int) -> list[str]:
         """Draw responses to a prompt.
 
@@ -82,7 +74,7 @@ class TransformersPolicy:
             DataError: if the prompt leaves no room for a response.
         """
         ids = prompt_ids(self.tokenizer, prompt)
-        self._require_room(len(ids))
+        require_room(self.model, len(ids), int(self._options["max_new_tokens"]))
         texts: list[str] = []
         batch = torch.tensor([ids], device=self.model.device)
         while len(texts) < num_samples:
@@ -217,6 +209,20 @@ def require_language_model(source: str | Path) -> None:
         raise CheckpointError(
             f"{source} is a reward model ({config.architectures[0]}), which writes no text; give a causal language "
             "model as policy"
+        )
+
+
+def require_room(model: PreTrainedModel, num_tokens: int, num_new: int) -> None:
+    """Refuse a prompt that leaves no room for a response.
+
+    Raises:
+        DataError: naming both lengths.
+    """
+    room = getattr(model.config, "max_position_embeddings", None)
+    if room is not None and num_tokens + num_new > room:
+        raise DataError(
+            f"a prompt of {num_tokens} tokens and {num_new} new ones exceed the policy's {room} positions; shorten "
+            "the prompt or lower max_new_tokens"
         )
 
 

@@ -72,7 +72,7 @@ class RewardModelCreditAssigner:
         """
         if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
             raise ValueError(f"weights are keyed by the rollout's id, but several rollouts have the id {twice[0]}")
-        scored = [_Rewarded(rollout, self._combined(rollout)) for rollout in rollouts]
+        scored = [_rewarded(rollout, self._combined(rollout)) for rollout in rollouts]
         if self.inner is not None:
             return self.inner.compute(scored)
         return {(rollout.id, step.index): rollout.total_reward for rollout in scored for step in rollout.steps}
@@ -103,40 +103,21 @@ class RewardModelCreditAssigner:
         return reward + self.weight * max(score, 0.0)
 
 
-class _Rewarded:
-    """A rollout with another total reward; other attributes are the rollout's own."""
-
-    def __init__(self, rollout: Rollout, total_reward: float) -> None:
-        self._rollout = rollout
-        self.id = rollout.id
-        self.total_reward = total_reward
-        self.steps: list[Step] = list(rollout.steps)
-        if self.steps:
-            change = total_reward - sum(float(step.reward) for step in self.steps)
-            self.steps[-1] = _RewardedStep(self.steps[-1], float(self.steps[-1].reward) + change)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._rollout, name)
+def _rewarded(rollout: Rollout, total_reward: float) -> Any:
+    """The rollout with another total reward, whose change its last step has."""
+    steps: list[Step] = list(rollout.steps)
+    if steps:
+        change = total_reward - sum(float(step.reward) for step in steps)
+        steps[-1] = _Changed(steps[-1], reward=float(steps[-1].reward) + change)
+    return _Changed(rollout, total_reward=total_reward, steps=steps)
 
 
-class _RewardedStep:
-    """A step with another reward."""
+class _Changed:
+    """An object with some other attributes; the rest are its own."""
 
-    def __init__(self, step: Step, reward: float) -> None:
-        self._step = step
-        self.reward = reward
-
-    @property
-    def index(self) -> int:
-        return self._step.index
-
-    @property
-    def prev_obs(self) -> str:
-        return self._step.prev_obs
-
-    @property
-    def action(self) -> str:
-        return self._step.action
+    def __init__(self, own: object, **changes: Any) -> None:
+        self._own = own
+        self.__dict__.update(changes)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._step, name)
+        return getattr(self._own, name)

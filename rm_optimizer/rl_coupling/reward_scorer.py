@@ -53,7 +53,9 @@ class RewardModelScorer:
         self.score_key = score_key
         self.batch_size = batch_size
         self.max_concurrency = 1 if isinstance(reward_model, nn.Module) else max_concurrency
-        self._render = render_fn or (as_plain_text if _is_plain(reward_model) else as_conversation)
+        renderer = getattr(reward_model, "renderer", None)  # without one here, the server renders messages
+        is_plain = renderer is not None and renderer.kind == "plain"
+        self._render = render_fn or (as_plain_text if is_plain else as_conversation)
 
     async def score(self, rollouts: Sequence[Rollout]) -> list[float]:
         """Scores of the rollouts in the given order, also stored in their metadata after the last call.
@@ -117,9 +119,3 @@ def as_plain_text(rollout: Rollout) -> tuple[Prompt, str]:
 def _require_steps(rollout: Rollout) -> None:
     if not rollout.steps:
         raise ValueError(f"rollout {rollout.id} has no step, so there is nothing to score; leave it out")
-
-
-def _is_plain(reward_model: Scorer | AsyncRewardClient) -> bool:
-    """True if the model is known to have no chat template; without a renderer here, the server renders messages."""
-    renderer = getattr(reward_model, "renderer", None)
-    return renderer is not None and renderer.kind == "plain"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
@@ -155,15 +156,40 @@ def findings(folder: Path) -> ComparisonFindings:
             f"no final run of {', '.join(missing)} is finished yet{unread}; rm-opt compare run {folder} goes on"
         )
     _require_paired(finished)
-    target = _target(rates, frozen.options.reference)
-    arms = tuple(
-        _arm(frozen, arm, *finals[arm], [point for point in rates if point.arm == arm], test, target) for arm in finals
-    )
+    options = frozen.options
+    scores_of = {arm: _mean_scores([point for point in rates if point.arm == arm]) for arm in finals}
+    target = min(scores_of[options.reference].values(), default=math.nan)  # known before any final run
+    label, weight = np.array([pair.label for pair in test]), np.array([pair.weight for pair in test])
+
+    def finding(name: str) -> ArmFinding:
+        runs, diverged = finals[name]
+        margins = _margins(runs)
+        sample: dict[str, Any] = {"label": label, "weight": weight, "num_bootstrap": 1000}
+        grid = rate_grid(options.config(name).optimizer.lr, options.rates)
+        return ArmFinding(
+            name=name,
+            chosen=chosen_rate(scores_of[name], grid),
+            seeds=tuple(run.seed for run in runs),
+            diverged=diverged,
+            scores={score: paired_effect(margins, None, test.prompt_ids, score, **sample) for score in SCORES},
+            per_seed={score: tuple(_number(run.result, value) for run in runs) for score, value in _PER_SEED.items()},
+            reliability=tuple(reliability_curve(fold(each, label, weight)) for each in margins),
+            means={cost: fmean(_number(run.result, cost) for run in runs) for cost in COSTS},
+            target=_time_to(target, [run.curve for run in runs]),
+            curves=tuple(run.curve for run in runs),
+        )
+
+    arms = tuple(map(finding, finals))
+    common = set.intersection(*({run.seed for run in runs} for runs in finished.values()))
+    verdicts: Iterable[Verdict] = ()
+    if len(common) >= 2 and options.budget != Budget.smoke:  # a smoke budget only tests the procedure
+        both = {arm: _margins([run for run in runs if run.seed in common]) for arm, runs in finished.items()}
+        verdicts = judge(both, test.prompt_ids, reference=options.reference, label=label, weight=weight)
     return ComparisonFindings(
         frozen=frozen,
         arms=arms,
         rates=rates,
-        verdicts=_verdicts(frozen, finished, test),
+        verdicts=tuple(verdicts),
         target=target,
         warnings=(*_warnings(frozen, arms), *trials.unread),
         versions=study.plan.versions,
@@ -184,12 +210,6 @@ def _rate_points(trials: MeasuredTrials) -> Iterator[RatePoint]:
 def _number(result: TrialResult, name: str) -> float:
     value = result.values.get(name)
     return float(value) if isinstance(value, int | float) else math.nan
-
-
-def _target(rates: Sequence[RatePoint], reference: str) -> float:
-    """Smallest mean validation NLL of the reference's tuning runs, which is known before any final run."""
-    scores = _mean_scores([point for point in rates if point.arm == reference])
-    return min(scores.values(), default=math.nan)
 
 
 def _mean_scores(points: Sequence[RatePoint]) -> dict[float, float]:
@@ -218,40 +238,6 @@ def _require_paired(finished: Mapping[str, Sequence[FinalRun]]) -> None:
                     )
 
 
-def _arm(
-    frozen: Frozen,
-    name: str,
-    finished: Sequence[FinalRun],
-    diverged: int,
-    points: Sequence[RatePoint],
-    test: PreferenceDataset,
-    target: float,
-) -> ArmFinding:
-    margins = _margins(finished)
-    label, weight = _labels(test)
-    grid = rate_grid(frozen.options.config(name).optimizer.lr, frozen.options.rates)
-    return ArmFinding(
-        name=name,
-        chosen=chosen_rate(_mean_scores(points), grid),
-        seeds=tuple(run.seed for run in finished),
-        diverged=diverged,
-        scores=_test_scores(margins, test),
-        per_seed={score: tuple(_number(run.result, value) for run in finished) for score, value in _PER_SEED.items()},
-        reliability=tuple(reliability_curve(fold(each, label, weight)) for each in margins),
-        means={cost: fmean(_number(run.result, cost) for run in finished) for cost in COSTS},
-        target=_time_to(target, [run.curve for run in finished]),
-        curves=tuple(run.curve for run in finished),
-    )
-
-
-def _test_scores(margins: np.ndarray, test: PreferenceDataset) -> dict[str, Estimate]:
-    label, weight = _labels(test)
-    return {
-        score: paired_effect(margins, None, test.prompt_ids, score, label=label, weight=weight, num_bootstrap=1000)
-        for score in SCORES
-    }
-
-
 def _time_to(target: float, curves: Sequence[LearningCurve]) -> TimeToTarget:
     """Medians over runs of the first evaluation at or below the target; a run that misses it counts as infinite."""
     reached = [next((point for point in curve.points if point.nll <= target), None) for curve in curves]
@@ -273,22 +259,6 @@ def _time_to(target: float, curves: Sequence[LearningCurve]) -> TimeToTarget:
 
 def _margins(runs: Sequence[FinalRun]) -> np.ndarray:
     return np.stack([run.margins for run in runs])
-
-
-def _labels(test: PreferenceDataset) -> tuple[np.ndarray, np.ndarray]:
-    return np.array([pair.label for pair in test]), np.array([pair.weight for pair in test])
-
-
-def _verdicts(
-    frozen: Frozen, finished: Mapping[str, Sequence[FinalRun]], test: PreferenceDataset
-) -> tuple[Verdict, ...]:
-    """Verdicts over the seeds that every arm finished; none for the smoke budget, which only tests the procedure."""
-    common = set.intersection(*({run.seed for run in runs} for runs in finished.values()))
-    if len(common) < 2 or frozen.options.budget == Budget.smoke:
-        return ()
-    margins = {arm: _margins([run for run in runs if run.seed in common]) for arm, runs in finished.items()}
-    label, weight = _labels(test)
-    return tuple(judge(margins, test.prompt_ids, reference=frozen.options.reference, label=label, weight=weight))
 
 
 def _warnings(frozen: Frozen, arms: Sequence[ArmFinding]) -> list[str]:

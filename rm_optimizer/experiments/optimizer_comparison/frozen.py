@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,15 +10,15 @@ import numpy as np
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, load_pairs, require_disjoint_prompts
-from rm_optimizer.core.pairs.pair import PreferencePair, digest
+from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.optimizer_comparison.options import ComparisonOptions
 from rm_optimizer.experiments.study.cost import steps_of
 from rm_optimizer.experiments.study.plan import FROZEN_FILE
 from rm_optimizer.records.codec import JsonRecord
-from rm_optimizer.records.files import write_text
+from rm_optimizer.records.files import write_json_lines, write_text
 from rm_optimizer.records.run_options import flat, is_among, options_of
-from rm_optimizer.schema import DataConfig, TrainConfig, compose, typed
+from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training.base_model import build_model
 
 KEPT = ("id", "source", "subset")
@@ -95,12 +94,17 @@ def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
         write_text(folder / FROZEN_FILE, known.to_json() + "\n")
         return known
     for part, data in splits.items():
-        _write_pairs(pairs_file(folder, part), data)
+        rows = []
+        for pair in data.pairs:
+            row = pair.to_dict()
+            metadata = row.pop("metadata")
+            rows.append(row | {name: metadata[name] for name in KEPT if metadata.get(name) is not None})
+        write_json_lines(pairs_file(folder, part), rows)
     config = options.config(options.reference)
     contents = {
         "model": weights_digest(build_model(config.model, splits["train"], seed=0).model),
         "fingerprints": fingerprints,
-        "shared": _shared_digest(config),
+        "shared": digest([[name, value] for name, value in flat(options_of(config)) if not is_among(name, _OF_AN_ARM)]),
         "steps": steps_of(config, len(splits["train"])),
     }
     frozen = Frozen(
@@ -115,14 +119,17 @@ def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
 
 
 def _splits(options: ComparisonOptions) -> dict[str, PreferenceDataset]:
-    data = _data_config(options)
+    named = [override for override in options.overrides if override.lstrip("+").startswith("data.")]
+    data = typed(compose([*named, "model=custom", "model.path=x", "output_dir=."]), TrainConfig).data
     train = load_pairs(options.train, data)
     if options.val is None:
         train, held_out = train.split_by_prompt(HELD_OUT, data.split_seed)
     else:
         held_out = load_pairs(options.val, data)
     if options.test is None:
-        val, test = held_out.split_by_prompt(_test_share(options), data.split_seed)
+        sizes = options.val_pairs, options.test_pairs
+        share = 0.5 if sizes[0] is None or sizes[1] is None else sizes[1] / (sizes[0] + sizes[1])
+        val, test = held_out.split_by_prompt(share, data.split_seed)
     else:
         val, test = held_out, load_pairs(options.test, data)
     require_disjoint_prompts(train, val)
@@ -138,18 +145,6 @@ def _splits(options: ComparisonOptions) -> dict[str, PreferenceDataset]:
     }
 
 
-def _data_config(options: ComparisonOptions) -> DataConfig:
-    """Options for reading the sources."""
-    named = [override for override in options.overrides if override.lstrip("+").startswith("data.")]
-    return typed(compose([*named, "model=custom", "model.path=x", "output_dir=."]), TrainConfig).data
-
-
-def _test_share(options: ComparisonOptions) -> float:
-    if options.val_pairs is None or options.test_pairs is None:
-        return 0.5
-    return options.test_pairs / (options.val_pairs + options.test_pairs)
-
-
 def _limited(data: PreferenceDataset, per_prompt: int | None, most: int | None, seed: int) -> PreferenceDataset:
     """A random subset of at most `most` pairs, in their order, with at most `per_prompt` pairs of each prompt."""
     if per_prompt is not None:
@@ -161,21 +156,6 @@ def _limited(data: PreferenceDataset, per_prompt: int | None, most: int | None, 
                 kept.append(position)
         data = PreferenceDataset.from_pairs(data[position] for position in sorted(kept))
     return data if most is None else data.subset(most, seed)
-
-
-def _write_pairs(path: Path, data: PreferenceDataset) -> None:
-    write_text(path, "".join(json.dumps(_row(pair)) + "\n" for pair in data.pairs))
-
-
-def _row(pair: PreferencePair) -> dict[str, object]:
-    row = pair.to_dict()
-    metadata = row.pop("metadata")
-    return row | {name: metadata[name] for name in KEPT if metadata.get(name) is not None}
-
-
-def _shared_digest(config: TrainConfig) -> str:
-    """Digest of a run's options without those that belong to its arm."""
-    return digest([[name, value] for name, value in flat(options_of(config)) if not is_among(name, _OF_AN_ARM)])
 
 
 def _require_same(known: Frozen, options: ComparisonOptions, fingerprints: dict[str, str], folder: Path) -> None:

@@ -84,11 +84,9 @@ class Stages:
                 return None
             beside = chosen.rate
         grid = rate_grid(options.config(arm).optimizer.lr, options.rates)
-        rates = list(grid)
+        rates, seeds = list(grid), range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + options.tuning_seeds)
         while True:
-            trials = {
-                rate: [self._trial(TUNE, arm, rate, seed, beside) for seed in self._tuning_seeds] for rate in rates
-            }
+            trials = {rate: [self._trial(TUNE, arm, rate, seed, beside) for seed in seeds] for rate in rates}
             scores = self._scores(trials)
             extra = None if scores is None else next_rate(scores, grid)
             if extra is None:
@@ -119,7 +117,12 @@ class Stages:
 
     def result(self, planned: PlannedTrial) -> TrialResult | None:
         """The result of a trial; None if it has none yet."""
-        return self._results.get(planned.name) or self._read(planned)
+        if planned.name not in self._results:
+            result = Trial(self.folder / TRIALS / planned.name).result
+            if result is None:
+                return None
+            self._results[planned.name] = result
+        return self._results[planned.name]
 
     def run(
         self,
@@ -148,19 +151,9 @@ class Stages:
             if not status.is_done or len(self.trials()) == len(known):
                 return status
 
-    @property
-    def _tuning_seeds(self) -> range:
-        return range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + self.frozen.options.tuning_seeds)
-
     @cached_property
     def _results(self) -> dict[str, TrialResult]:
         return {}
-
-    def _read(self, planned: PlannedTrial) -> TrialResult | None:
-        result = Trial(self.folder / TRIALS / planned.name).result
-        if result is not None:
-            self._results[planned.name] = result
-        return result
 
     @cached_property
     def _trials(self) -> dict[tuple[object, ...], PlannedTrial]:
@@ -179,10 +172,6 @@ class Stages:
             results = [self.result(run) for run in runs]
             if any(result is None for result in results):
                 return None
-            scores[rate] = fmean(_nll(result) for result in results if result is not None)
+            losses = [result.values.get("val_nll") for result in results if result is not None]
+            scores[rate] = fmean(loss if isinstance(loss, int | float) else math.inf for loss in losses)
         return scores
-
-
-def _nll(result: TrialResult) -> float:
-    value = result.values.get("val_nll")
-    return float(value) if isinstance(value, int | float) else math.inf

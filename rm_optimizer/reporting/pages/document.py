@@ -105,7 +105,12 @@ class Document:
             with_figures: name the PNG files of the figures, which stand beside the page; False leaves figures out, for
                 a pull request.
         """
-        answer = " ".join([f"**{markdown_line(self.answer.headline)}.**", *map(_as_sentence, self.answer.sentences)])
+        answer = " ".join(
+            [
+                f"**{markdown_line(self.answer.headline)}.**",
+                *(markdown_line(html.sentence(each)) for each in self.answer.sentences),
+            ]
+        )
         parts = [text for part in self.parts if (text := _markdown(part, with_figures=with_figures))]
         return "\n\n".join([f"# {markdown_line(self.title)}", answer, *parts]) + "\n"
 
@@ -140,7 +145,3 @@ def _markdown(part: Part, *, with_figures: bool) -> str:
             shown.append("\n".join(f"- {markdown_line(line)}" for line in block))
     content = "\n\n".join(text for text in shown if text)
     return f"## {markdown_line(part.title)}\n\n{content}" if content else ""
-
-
-def _as_sentence(text: str) -> str:
-    return markdown_line(html.sentence(text))

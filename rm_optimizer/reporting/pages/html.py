@@ -184,12 +184,10 @@ def drawn(figure: Figure, caption: str) -> str:
         stream = io.BytesIO()
         figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
         return _embedded(stream.getvalue(), caption, alt)
-    return _captioned(_inline(stream.getvalue().decode(), alt, keeps_colors=_has_color_map(figure)), caption)
-
-
-def _has_color_map(figure: Figure) -> bool:
-    """True if colors represent numbers, with text in black or white over them."""
-    return any(axes.images or any(each.get_array() is not None for each in axes.collections) for axes in figure.axes)
+    has_color_map = any(  # colors represent numbers, with text in black or white over them
+        axes.images or any(each.get_array() is not None for each in axes.collections) for axes in figure.axes
+    )
+    return _captioned(_inline(stream.getvalue().decode(), alt, keeps_colors=has_color_map), caption)
 
 
 def _inline(svg: str, alt: str, *, keeps_colors: bool) -> str:

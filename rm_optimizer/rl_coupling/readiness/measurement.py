@@ -115,7 +115,10 @@ def measure_readiness(
         DataError: if there are too few pairs, prompts or responses, or the oracle answers nothing.
     """
     started = time.perf_counter()
-    measured = _Measurement(model, pairs, policy, oracle, _algorithm(algorithm), prompts, options, fitted_readiness())
+    if algorithm not in tuple(Algorithm):
+        raise ConfigError(did_you_mean("algorithm", str(algorithm), tuple(Algorithm)))
+    algorithm = Algorithm(algorithm)
+    measured = _Measurement(model, pairs, policy, oracle, algorithm, prompts, options, fitted_readiness())
     stages: list[tuple[str, Callable[[], None]]] = [
         ("gates", lambda: measured.check(trained)),
         ("pairs", measured.measure_pairs),
@@ -333,12 +336,6 @@ class _Measurement:
         prompts, responses = zip(*texts, strict=True)
         ids = [encoding.ids for encoding in self.model.encode(prompts, responses)]
         return features(self.model, ids).numpy()
-
-
-def _algorithm(name: Algorithm | str) -> Algorithm:
-    if name not in tuple(Algorithm):
-        raise ConfigError(did_you_mean("algorithm", str(name), tuple(Algorithm)))
-    return Algorithm(name)
 
 
 def _slices(pairs: Sequence[PreferencePair]) -> list[str] | None:

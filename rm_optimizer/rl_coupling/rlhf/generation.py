@@ -15,9 +15,9 @@ from transformers import BatchEncoding, PreTrainedModel
 from rm_optimizer.core.pairs.pair import Prompt, as_messages
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.written_template import TemplateWriter
-from rm_optimizer.errors import CheckpointError, DataError
+from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.randomness import keeping_random_state
-from rm_optimizer.rl_coupling.language_policies import end_ids, load_language_model
+from rm_optimizer.rl_coupling.language_policies import end_ids, load_language_model, require_room
 
 _ROWS_AT_ONCE = 256
 """Responses that are generated together."""
@@ -78,13 +78,8 @@ class TrainedPolicy:
         Raises:
             DataError: if a prompt is too long; the text names its length.
         """
-        room = getattr(self.model.config, "max_position_embeddings", None)
         longest = max(int(self._encoded([prompt])["input_ids"].shape[1]) for prompt in prompts)
-        if room is not None and longest + self.max_new_tokens > room:
-            raise DataError(
-                f"a prompt of {longest} tokens and {self.max_new_tokens} new ones exceed the policy's {room} "
-                "positions; shorten the prompt or lower rlhf.max_new_tokens"
-            )
+        require_room(self.model, longest, self.max_new_tokens)
 
     @torch.no_grad()
     def respond(self, prompts: Sequence[Prompt], num_samples: int, seed: int) -> FreshResponses:
