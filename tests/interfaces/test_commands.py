@@ -172,6 +172,15 @@ def test_json_on_standard_output_stands_alone(command, checkpoint, pairs, capfd)
     assert "pairs.jsonl" in done.stderr
 
 
+def test_data_check_tells_of_huge_responses_at_once_and_trains_no_tokenizer_on_them(pairs):
+    huge = {"prompt": "Why?", "chosen": "because " * 40_000, "rejected": "No."}
+    Path("huge.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in (*PAIRS, huge)))
+    said = rm_opt("data", "check", "huge.jsonl")
+    told = f"WARNING: huge.jsonl: 1 of {len(PAIRS) + 1} pairs have a response of more than 100,000 characters, pair "
+    assert f"{told}{len(PAIRS) + 1} one of 320,000; are the rows whole?" in " ".join(said.split())
+    assert "WARNING" not in rm_opt("data", "check", pairs)
+
+
 def test_data_check_counts_control_tokens(pairs):
     with Path(pairs).open("a") as lines:
         lines.write('{"prompt": "<s>[INST] Hi [/INST]", "chosen": "a", "rejected": "b"}\n')

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 TINY_VOCABULARY = 2048
 """Vocabulary size of the tokenizer that is trained if none is named; the same as for `model=tiny`."""
+LONG_CHARACTERS = 100_000
+"""Length of a response beyond which it is reported at once, since it takes seconds; no tokenizer is trained on more."""
 
 
 def data_check(
@@ -54,6 +56,14 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
     from rm_optimizer.reporting.tables import example_table, output_console, print_audit
 
     datasets = pair_options.load_splits(paths, "PATHS")
+    for name, dataset in datasets.items():
+        sizes = [max(len(pair.chosen), len(pair.rejected)) for pair in dataset.pairs]
+        if num_long := sum(size > LONG_CHARACTERS for size in sizes):
+            most = max(sizes)
+            print(
+                f"WARNING: {name}: {num_long:,} of {len(sizes):,} pairs have a response of more than "
+                f"{LONG_CHARACTERS:,} characters, pair {sizes.index(most) + 1:,} one of {most:,}; are the rows whole?"
+            )
     if tokenizer is None:
         print(
             f"tokens of a {TINY_VOCABULARY}-entry byte-pair vocabulary trained on this data; name another: --tokenizer"
@@ -95,7 +105,7 @@ def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> Pre
 
     if source is None:
         pairs = (pair for data in datasets for pair in data.pairs)
-        return train_tokenizer(rendered_texts(pairs), TINY_VOCABULARY)
+        return train_tokenizer((text[:LONG_CHARACTERS] for text in rendered_texts(pairs)), TINY_VOCABULARY)
     from transformers import AutoTokenizer  # takes seconds
 
     try:
