@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,6 @@ from jaxtyping import Bool, Float
 from labels import PairPool, SyntheticPool, add_pool_arguments, chosen_pools, points, stored, synthetic_split, tested
 from scipy.stats import mannwhitneyu
 
-from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.data_efficiency.cleaning.wrong_labels import (
@@ -47,39 +45,6 @@ LEGEND = (
 )
 
 
-@dataclass(frozen=True)
-class CleaningRow:
-    """Results for one share of flips in one pool, over random splits, with Student's intervals.
-
-    Args:
-        pool: name of the pool.
-        flips: share of labels that was flipped.
-        num_pairs: number of training pairs.
-        num_splits: number of splits.
-        auroc: AUROC of the held-out probability as a detector of flipped labels; None without flips.
-        estimated: estimated share of flipped labels.
-        suspected: share of the pairs that was removed.
-        precision: share of flipped labels among the removed ones; None without flips or suspects.
-        accuracy: test accuracy after training on all pairs.
-        gain: accuracy after training on the remaining pairs, less `accuracy`.
-        fewer_gain: gain after removing as many random pairs.
-        exact_gain: gain after removing exactly the flipped labels.
-    """
-
-    pool: str
-    flips: float
-    num_pairs: int
-    num_splits: int
-    auroc: Estimate | None
-    estimated: Estimate
-    suspected: Estimate
-    precision: Estimate | None
-    accuracy: Estimate
-    gain: Estimate
-    fewer_gain: Estimate
-    exact_gain: Estimate
-
-
 def with_flips(
     label: Float[np.ndarray, " pairs"], share: float, seed: int
 ) -> tuple[Float[np.ndarray, " pairs"], Bool[np.ndarray, " pairs"]]:
@@ -100,6 +65,12 @@ def measure_split(pool: PairPool, num: int, flips: float, rate: float, seed: int
         flips: share of their labels to flip.
         rate: largest share of right labels to remove.
         seed: seed of the split.
+
+    Returns:
+        `auroc` of the held-out probability as a detector of flipped labels, the `estimated` share of them, the share of
+        pairs `suspected` and removed, the share of flipped ones among these (`precision`), test `accuracy` after
+        training on all pairs, and what is gained without the suspects, without as many random pairs (`fewer_gain`), and
+        without exactly the flipped labels (`exact_gain`). None where it is not defined.
     """
     split = pool.split(seed)
     drawn = random_positions(len(split.labels), num, [seed, 6])
@@ -134,7 +105,7 @@ def measure_split(pool: PairPool, num: int, flips: float, rate: float, seed: int
 
 def cleaning_rows(
     folder: Path, pool: PairPool, shares: Sequence[float], *, splits: int, pairs: int, rate: float
-) -> Iterator[CleaningRow]:
+) -> Iterator[dict[str, Any]]:
     """Means over the splits of a pool, which are read from the folder or measured, for each share of flips.
 
     Raises:
@@ -156,25 +127,25 @@ def cleaning_rows(
             trials.append(stored(folder, identity, partial(measure_split, pool, pairs, share, rate, seed)))
         columns = {name: np.array([one[name] for one in trials if one[name] is not None]) for name in trials[0]}
         means = {name: student_mean(column) if len(column) > 1 else None for name, column in columns.items()}
-        yield CleaningRow(pool.name, share, pairs, splits, **means)
+        yield {"pool": pool.name, "flips": share, "num_pairs": pairs, "num_splits": splits, **means}
 
 
-def show(rows: Sequence[CleaningRow]) -> None:
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
     """Print a row for each pool and share of flips. Gains are in points of accuracy."""
     table = new_table(
         "Training without suspected labels, by splits",
         *("pool", "splits x pairs", "flips", "AUROC", "estimate", "out", "wrong", "gain", "at random", "exact"),
     )
     for row in rows:
+        auroc, precision = row["auroc"], row["precision"]
         table.add_row(
-            row.pool,
-            f"{row.num_splits} x {row.num_pairs:,}",
-            f"{row.flips:.0%}",
-            "" if row.auroc is None else cell_text(row.auroc),
-            f"{row.estimated.value:.1%}",
-            f"{row.suspected.value:.1%}",
-            "" if row.precision is None else f"{row.precision.value:.0%}",
-            *(points(gain) for gain in (row.gain, row.fewer_gain, row.exact_gain)),
+            row["pool"],
+            f"{row['num_splits']} x {row['num_pairs']:,}",
+            f"{row['flips']:.0%}",
+            "" if auroc is None else cell_text(auroc),
+            *(f"{row[name].value:.1%}" for name in ("estimated", "suspected")),
+            "" if precision is None else f"{precision.value:.0%}",
+            *(points(row[name]) for name in ("gain", "fewer_gain", "exact_gain")),
         )
     console = output_console()
     console.print(table)

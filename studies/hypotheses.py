@@ -160,36 +160,23 @@ class Splits:
     test: Path
 
 
-def draw_splits(
-    folder: Path,
-    train: str,
-    val: str,
-    *,
-    num_train: int,
-    num_select: int,
-    num_test: int,
-    pairs_per_prompt: int,
-    seed: int,
-) -> Splits:
+def draw_splits(folder: Path, train: str, val: str, sizes: Mapping[str, int]) -> Splits:
     """Write random subsets of two Parquet files with a prompt column, unless they exist already.
 
     Args:
         folder: folder of the subsets.
         train: file of training pairs.
         val: file of validation pairs.
-        num_train: most training pairs.
-        num_select: most validation pairs that early stopping evaluates.
-        num_test: most validation pairs for the reported figures.
-        pairs_per_prompt: most validation pairs of one prompt.
-        seed: seed of the draw.
+        sizes: the numbers of `SIZES`.
     """
     splits = Splits(*(folder / f"{name}.parquet" for name in ("train", "select", "test")))
     if splits.test.is_file():  # written last
         return splits
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     tables = pq.read_table(train), pq.read_table(val)
-    chosen = np.sort(rng.permutation(len(tables[0]))[:num_train])
-    select, test = divided(tables[1]["prompt"].to_pylist(), pairs_per_prompt, (num_select, num_test), rng)
+    chosen = np.sort(rng.permutation(len(tables[0]))[: sizes["num_train"]])
+    most = sizes["num_select"], sizes["num_test"]
+    select, test = divided(tables[1]["prompt"].to_pylist(), sizes["pairs_per_prompt"], most, rng)
     for path, table, rows in (
         (splits.train, tables[0], chosen),
         (splits.select, tables[1], select),
@@ -409,7 +396,7 @@ def run(out: Path, train: str, val: str, overrides: Sequence[str], seeds: int = 
         write_text(path, json.dumps(settings) + "\n")
     elif json.loads(path.read_text()) != settings:
         raise ConfigError(f"{out} was begun with other options, see {path}; name another folder")
-    splits = draw_splits(out / "data", train, val, seed=0, **(SIZES | sizes))
+    splits = draw_splits(out / "data", train, val, SIZES | sizes)
     configs = {(arm, seed): config_of(arm, seed, splits, overrides) for seed in range(seeds) for arm in ARMS}
     rows = [row for seed in range(seeds) for row in batching_rows(configs[ARMS[0], seed], seed, splits, out)]
     scored = {arm: {"test": splits.test, **({"train": splits.train} if arm in GAP_ARMS else {})} for arm in ARMS}

@@ -20,7 +20,6 @@ from zlib import crc32
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.figure import Figure
 from scipy.optimize import isotonic_regression
 from scipy.special import expit, log_expit
 
@@ -38,7 +37,6 @@ from rm_optimizer.errors import ConfigError, DataError, RMOptimizerError
 from rm_optimizer.interfaces.commands.labels.features import fixed_differences
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
-from rm_optimizer.reporting.style import BLUE, GRAY, SERIES, captioned_figure, draw_legend, save_figure
 from rm_optimizer.reporting.tables import new_table, output_console
 
 NUM_FEATURES, NUM_POOL, NUM_TEST, NUM_PROTOTYPES = 24, 3000, 2000, 100
@@ -184,54 +182,46 @@ def label_savings(
     accuracy: Mapping[str, Float[np.ndarray, "splits budgets"]],
     nll: Mapping[str, Float[np.ndarray, "splits budgets"]],
     *,
-    budget: int,
-    reference: str,
-    placebo: str,
     num_bootstrap: int = 1000,
-    seed: int = 0,
 ) -> LabelSavings:
-    """Compare rules with a reference over splits.
+    """Compare rules with a random draw over splits.
 
     The saving at budget B is ``1 - n / B``, with `n` the number of labels at which the rule's curve has the accuracy of
-    the reference's curve at B. Each curve is a power law ``c - a n^-b`` fitted to the mean over splits, or a monotone
+    the random draw's curve at B. Each curve is a power law ``c - a n^-b`` fitted to the mean over splits, or a monotone
     fit if no such law rises. If `n` is beyond the largest budget, it counts as twice B, a saving of -1. Intervals are
     percentiles of a bootstrap over splits, with the same resamples for all rules.
 
     Args:
         pool: name of the pool.
-        budgets: numbers of labels, ascending, the largest twice `budget`.
+        budgets: numbers of labels, ascending, the largest twice the one at which the rules are compared.
         accuracy: accuracy of each rule, on the same splits.
         nll: NLL of each rule, on the same splits.
-        budget: number of labels at which the rules are compared, one of `budgets`.
-        reference: name of the random draw.
-        placebo: name of a second random draw.
         num_bootstrap: resamples.
-        seed: seed of the resamples.
 
     Raises:
         DataError: if there are fewer than two splits.
     """
-    num_splits = len(accuracy[reference])
+    num_splits, budget = len(accuracy[RANDOM]), budgets[-1] // 2
     if num_splits < 2:
         raise DataError(f"savings need at least 2 splits, got {num_splits}")
     labels = np.asarray(budgets, dtype=float)
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     counts = generator.multinomial(num_splits, np.full(num_splits, 1 / num_splits), size=num_bootstrap) / num_splits
     shares = np.concatenate([np.full((1, num_splits), 1 / num_splits), counts])  # the data first, then the resamples
-    target = _at(labels, fitted(labels, shares @ accuracy[reference]), budget)
+    target = _at(labels, fitted(labels, shares @ accuracy[RANDOM]), budget)
     place = list(budgets).index(budget)
     rules = [
         LabelSaving(
             rule,
             _saving(labels_needed(labels, fitted(labels, shares @ accuracy[rule]), target), budget, num_splits),
-            student_mean(accuracy[rule][:, place] - accuracy[reference][:, place]),
-            student_mean(nll[reference][:, place] - nll[rule][:, place]),
+            student_mean(accuracy[rule][:, place] - accuracy[RANDOM][:, place]),
+            student_mean(nll[RANDOM][:, place] - nll[rule][:, place]),
         )
         for rule in accuracy
-        if rule != reference
+        if rule != RANDOM
     ]
     rules.sort(key=lambda found: -found.saving.value)
-    second = next(found.saving for found in rules if found.rule == placebo)
+    second = next(found.saving for found in rules if found.rule == PLACEBO)
     holds_zero = second.low is not None and second.high is not None and second.low <= 0 <= second.high
     return LabelSavings(pool, budget, num_splits, tuple(rules), abs(second.value) <= PLACEBO_BOUND and holds_zero)
 
@@ -455,7 +445,7 @@ def tested(
 def run_pool(
     folder: Path, study: LabelStudy, pool: PairPool, num_splits: int, num_bootstrap: int = 1000
 ) -> LabelSavings:
-    """Savings in a pool, with a picture of the learning curves and one of the savings.
+    """Savings in a pool, from its stored trials and those that are missing.
 
     Raises:
         DataError: if the pool has fewer pairs than twice the budget, or there are fewer than two splits.
@@ -473,20 +463,7 @@ def run_pool(
         splits.append(stored(folder, {**identity, "split": seed}, partial(measure_split, study, pool, ridges, seed)))
     accuracy, nll = ({rule: np.array([one[rule][kind] for one in splits]) for rule in splits[0]} for kind in (0, 1))
     name = f"{pool.name}, {study.flips:.0%} flipped" if study.flips else pool.name
-    found = label_savings(
-        name,
-        study.budgets,
-        accuracy,
-        nll,
-        budget=study.budget,
-        reference=RANDOM,
-        placebo=PLACEBO,
-        num_bootstrap=num_bootstrap,
-    )
-    stem = "".join(letter if letter.isalnum() else "_" for letter in name)
-    save_figure(plot_learning_curves(found, study.budgets, accuracy), folder / f"{stem}.curves.png")
-    save_figure(plot_savings(found), folder / f"{stem}.savings.png")
-    return found
+    return label_savings(name, study.budgets, accuracy, nll, num_bootstrap=num_bootstrap)
 
 
 def points(gain: Estimate) -> str:
@@ -517,53 +494,6 @@ def show(pool: LabelSavings) -> None:
         )
 
 
-def plot_learning_curves(pool: LabelSavings, labels: Sequence[int], accuracy: Mapping[str, np.ndarray]) -> Figure:
-    """Mean test accuracy over the number of labels: the random draw, the four best rules, and the placebo.
-
-    Args:
-        pool: savings of the pool.
-        labels: numbers of labels.
-        accuracy: accuracy of each rule over splits and numbers of labels.
-    """
-    caption = f"{pool.num_splits} splits, mean test accuracy; dotted: the {pool.budget:,} labels of the comparison"
-    figure, (axes,) = captioned_figure(f"Accuracy by labels: {pool.pool}", caption)
-    best = [rule.rule for rule in pool.rules if rule.rule != PLACEBO][:4]
-    for rule, color in zip(best, SERIES, strict=False):
-        axes.plot(labels, accuracy[rule].mean(axis=0), color=color, marker="o", markersize=3, label=rule)
-    axes.plot(labels, accuracy[RANDOM].mean(axis=0), color=GRAY, marker="o", markersize=3, label="random")
-    axes.plot(labels, accuracy[PLACEBO].mean(axis=0), color=GRAY, linestyle="--", label="random again (placebo)")
-    axes.axvline(pool.budget, color=GRAY, linestyle=":", linewidth=1.0)
-    axes.set_xscale("log", base=2)
-    ticks = [number for number in labels if number in (labels[0], *(labels[0] * 2**power for power in range(1, 20)))]
-    axes.set_xticks(ticks, [f"{number:,}" for number in ticks])
-    axes.set(xlabel="labels", ylabel="test accuracy")
-    draw_legend(axes, "lower right")
-    return figure
-
-
-def plot_savings(pool: LabelSavings) -> Figure:
-    """Saving of every rule with its interval; a rule that never reaches the random draw's accuracy is at −100 %.
-
-    Args:
-        pool: savings of the pool.
-    """
-    verdict = "" if pool.is_accepted else "; not accepted: the placebo is not near 0"
-    caption = f"{pool.num_splits} splits; bars: 95% intervals over splits{verdict}"
-    figure, (axes,) = captioned_figure(f"Labels saved at {pool.budget:,}: {pool.pool}", caption)
-    rules = pool.rules[::-1]
-    for place, rule in enumerate(rules):
-        low, high = rule.saving.low or 0.0, rule.saving.high or 0.0
-        color = GRAY if rule.rule == PLACEBO else BLUE
-        axes.plot([100 * low, 100 * high], [place, place], color=color, linewidth=1.5)
-        axes.plot(100 * rule.saving.value, place, "o", color=color, markersize=5)
-    axes.axvline(0.0, color=GRAY, linewidth=1.0)
-    names = ["random again (placebo)" if rule.rule == PLACEBO else rule.rule for rule in rules]
-    axes.set_yticks(range(len(rules)), names)
-    axes.set_xlim(-105, 105)
-    axes.set_xlabel("labels saved at equal accuracy (%)")
-    return figure
-
-
 def main() -> None:
     """Run the study from the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -588,7 +518,7 @@ def main() -> None:
     write_text(given.folder / "savings.json", json.dumps(json_values(found), indent=1) + "\n")
     for pool in found:
         show(pool)
-    print(f"tables and pictures: {given.folder}")
+    print(f"numbers: {given.folder / 'savings.json'}")
 
 
 def add_pool_arguments(parser: argparse.ArgumentParser) -> None:

@@ -15,6 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import UTC, datetime
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -142,7 +143,7 @@ def measure_world(seed: int, models: int, steps: int, architectures: Sequence[st
     trained = Population.trained(world, population(seed, models, architectures=architectures))
     order = torch.from_numpy(np.random.default_rng([seed, 3]).permutation(NUM_PROMPTS))
     for_features, for_outcomes = order[: NUM_PROMPTS // 2], order[NUM_PROMPTS // 2 :]
-    annealed, unpenalized = Schedule.annealed(steps), Schedule.unpenalized(steps * 3 // 5)
+    annealed, unpenalized = Schedule.annealed(steps), Schedule(1e-3, (0.0,) * (steps * 3 // 5))
     features, ceiling = _features(world, trained, for_features, annealed)
     kinds = ((Algorithm.rloo, annealed), (Algorithm.rloo, annealed), (Algorithm.grpo, annealed))
     runs = {
@@ -220,16 +221,13 @@ def _accuracies(
             scores = [tempered_scores(m[:2048], clusters[:2048], label[:2048], num_bootstrap=0) for m in margins]
             found |= {"nll@2048": np.array([each.nll.value for each in scores])}
             found |= {"brier@2048": np.array([each.brier.value for each in scores])}
-            found |= {"ece@2048": np.array([_calibration_error(m[:2048], label[:2048]) for m in margins])}
+            weight = np.ones(2048)
+            folded = [fold(margin[:2048], label[:2048], weight) for margin in margins]
+            bins = [equal_mass_bins(pairs.confidence, weight) for pairs in folded]
+            errors = map(expected_calibration_error, folded, bins)
+            found |= {"ece@2048": np.array(list(errors))}  # of untempered rewards
             found |= {"top_eigenvalue": _sharpness(models, asked, sides, label)}
     return found, ceiling
-
-
-def _calibration_error(margins: np.ndarray, label: np.ndarray) -> float:
-    """Expected calibration error of untempered rewards."""
-    weight = np.ones(len(label))
-    pairs = fold(margins, label, weight)
-    return expected_calibration_error(pairs, equal_mass_bins(pairs.confidence, weight))
 
 
 def _sharpness(models: Population, prompts: Tensor, sides: Sequence[Texts], label: np.ndarray) -> np.ndarray:
@@ -263,7 +261,8 @@ def _of_short_runs(
     world: RewardWorld, models: Population, prompts: Tensor, schedule: Schedule, generator: torch.Generator
 ) -> dict[str, np.ndarray]:
     """Win rates of policies after the first half of a run over the first policy's responses to the same prompts."""
-    half, seed = schedule.beginning(len(schedule.penalties) // 2), world.seed + 30_000
+    half = replace(schedule, penalties=schedule.penalties[: len(schedule.penalties) // 2])
+    seed = world.seed + 30_000
     early = train_policies(world, models, prompts, Algorithm.rloo, schedule=half, seed=seed).early
     order = torch.randperm(early.prompts.shape[1], generator=generator)
     moved = Texts(early.prompts[:, order], early.tokens[:, order])
@@ -415,21 +414,11 @@ def choose(worlds: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     """
     fits = {}
     for algorithm, (outcome, _) in OUTCOMES.items():
-        scores = {
-            (name, ridge): np.mean(
-                [
-                    tau(
-                        predicted(
-                            fit_outcome([w for w in worlds if w is not world], terms, ridge, algorithm), world, terms
-                        ),
-                        column(world, outcome),
-                    )
-                    for world in worlds
-                ]
-            ).item()
-            for name, terms in CANDIDATES.items()
-            for ridge in RIDGES
-        }
+        scores = {}
+        for (name, terms), ridge in product(CANDIDATES.items(), RIDGES):
+            fits_of = [fit_outcome([w for w in worlds if w is not world], terms, ridge, algorithm) for world in worlds]
+            taus = [tau(predicted(fit, w, terms), column(w, outcome)) for fit, w in zip(fits_of, worlds, strict=True)]
+            scores[name, ridge] = float(np.mean(taus))
         name, ridge = max(scores, key=lambda key: scores[key])
         fits[algorithm] = {
             "terms": [{"feature": term.partition("@")[0], "measured": term} for term in CANDIDATES[name]],
@@ -584,30 +573,25 @@ def tau(first: np.ndarray, second: np.ndarray) -> float:
     return found if np.isfinite(found) else 0.0
 
 
-def measured(folder: Path, seeds: Sequence[int], size: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Worlds of these seeds, read from the folder or measured on one thread.
+def measured(folder: Path, seeds: Sequence[int], size: dict[str, Any]) -> list[dict[str, Any]]:
+    """Worlds of these seeds, read from the folder or measured.
 
     Raises:
         ConfigError: if a stored world has another size.
     """
-    found, threads = [], torch.get_num_threads()
+    found = []
     for seed in seeds:
         path = folder / f"world-{seed}.json"
         if not path.is_file():
             print(f"measuring world {seed}", flush=True)
-            torch.set_num_threads(1)
-            try:
-                values = {"size": dict(size)} | measure_world(seed, **size)
-            finally:
-                torch.set_num_threads(threads)
-            write_text(path, json.dumps(values) + "\n")
+            write_text(path, json.dumps({"size": size} | measure_world(seed, **size)) + "\n")
         found.append(json.loads(path.read_text(encoding="utf-8")))
         if found[-1]["size"] != json_values(size):
             raise ConfigError(f"{path} has another size, {found[-1]['size']}; choose another folder")
     return found
 
 
-def develop(folder: Path, size: Mapping[str, Any], seeds: Sequence[int] = DEVELOPMENT) -> dict[str, Any]:
+def develop(folder: Path, size: dict[str, Any], seeds: Sequence[int] = DEVELOPMENT) -> dict[str, Any]:
     """Choice on the development worlds, written as `frozen.json`.
 
     Raises:
@@ -621,7 +605,7 @@ def develop(folder: Path, size: Mapping[str, Any], seeds: Sequence[int] = DEVELO
 
 
 def judge_once(
-    folder: Path, size: Mapping[str, Any], development: Sequence[int] = DEVELOPMENT, seeds: Sequence[int] = TEST
+    folder: Path, size: dict[str, Any], development: Sequence[int] = DEVELOPMENT, seeds: Sequence[int] = TEST
 ) -> dict[str, Any]:
     """Result on the test worlds under the frozen choice; writes `validation.json` and the score, `fitted.json`.
 
@@ -739,6 +723,7 @@ def main() -> None:
     if given.models < 6 or given.steps < 10:
         parser.error("--models must be at least 6 and --steps at least 10")
     size = {"models": given.models, "steps": given.steps, "architectures": ARCHITECTURES}
+    torch.set_num_threads(1)
     try:
         if given.worlds != "test":
             for algorithm, fit in develop(given.folder, size)["fits"].items():

@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 
 import numpy as np
@@ -63,23 +63,10 @@ class StackedGru:
     out: Float[Tensor, "models hidden outputs"]
 
     @classmethod
-    def drawn(
-        cls,
-        models: int,
-        vocab: int,
-        features: int,
-        width: int,
-        outputs: int,
-        generator: torch.Generator,
-        *,
-        scale: float = 1.0,
-    ) -> StackedGru:
-        """Networks at random weights.
+    def drawn(cls, width: int, outputs: int, generator: torch.Generator, *, scale: float = 1.0) -> StackedGru:
+        """One network at random weights.
 
         Args:
-            models: number of networks.
-            vocab: number of tokens.
-            features: size of a prompt's features.
             width: size of the state.
             outputs: number of outputs.
             generator: source of the weights.
@@ -87,13 +74,13 @@ class StackedGru:
         """
 
         def normal(*shape: int, std: float) -> Tensor:
-            return torch.randn(models, *shape, generator=generator) * std
+            return torch.randn(1, *shape, generator=generator) * std
 
         return cls(
-            tokens=normal(vocab + 1, 3 * width, std=0.7),
+            tokens=normal(VOCAB + 1, 3 * width, std=0.7),
             hidden=normal(width, 3 * width, std=width**-0.5),
-            bias=torch.zeros(models, 1, 3 * width),
-            prompt=normal(features, width, std=0.7),
+            bias=torch.zeros(1, 1, 3 * width),
+            prompt=normal(FEATURES, width, std=0.7),
             out=normal(width, outputs, std=scale * width**-0.5),
         )
 
@@ -107,10 +94,6 @@ class StackedGru:
         return StackedGru(
             *(part[:1].detach().expand(models, *part.shape[1:]).clone().requires_grad_() for part in self.parameters)
         )
-
-    def start(self, prompts: Float[Tensor, "models rows features"]) -> Float[Tensor, "models rows hidden"]:
-        """States before the first token."""
-        return torch.tanh(prompts.to(self.prompt.dtype) @ self.prompt)
 
     def step(
         self, state: Float[Tensor, "models rows hidden"], tokens: Int[Tensor, "models rows"]
@@ -127,11 +110,18 @@ class StackedGru:
     def begin(self, prompts: Float[Tensor, "models rows features"]) -> Float[Tensor, "models rows hidden"]:
         """States after the token that starts every sequence."""
         start = torch.full(prompts.shape[:2], self.tokens.shape[1] - 1)
-        return self.step(self.start(prompts), start)
+        return self.step(torch.tanh(prompts.to(self.prompt.dtype) @ self.prompt), start)
 
     def outputs(self, state: Float[Tensor, "models rows hidden"]) -> Float[Tensor, "models rows outputs"]:
         """Outputs of states."""
         return state @ self.out
+
+    def rewards(self, texts: Texts) -> Float[Tensor, "models rows"]:
+        """Reward of each network, of one output, for its own rows, from its last state."""
+        state = self.begin(prompt_features(texts.prompts))
+        for place in range(LENGTH):
+            state = self.step(state, texts.tokens[..., place])
+        return self.outputs(state).squeeze(-1)
 
 
 @dataclass(frozen=True)
@@ -157,8 +147,8 @@ class RewardWorld:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         generator = torch.Generator().manual_seed(seed)
-        self.policy = StackedGru.drawn(1, VOCAB, FEATURES, WIDTH, VOCAB, generator, scale=3.0)
-        self.stranger = StackedGru.drawn(1, VOCAB, FEATURES, WIDTH, VOCAB, generator, scale=3.0)
+        self.policy = StackedGru.drawn(WIDTH, VOCAB, generator, scale=3.0)
+        self.stranger = StackedGru.drawn(WIDTH, VOCAB, generator, scale=3.0)
         """Another policy, whose responses are off-policy."""
         self._slopes = torch.randn(VOCAB, generator=generator)
         self._best_counts = 0.5 + 1.5 * torch.rand(VOCAB, generator=generator)
@@ -166,14 +156,9 @@ class RewardWorld:
         is_synergy = torch.rand(KINDS, VOCAB, VOCAB, generator=generator) < 0.12
         self._synergies = (1.3 * synergies * is_synergy).repeat_interleave(KINDS, dim=0)
         self._shift, self._scale = torch.zeros(NUM_PROMPTS), torch.ones(NUM_PROMPTS)
-        self._shift, self._scale = self._moments(generator)
-
-    def _moments(self, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Mean of each prompt's gold reward under the policy, and the standard deviation within prompts."""
-        prompts = torch.arange(NUM_PROMPTS).unsqueeze(1).expand(NUM_PROMPTS, _SCALE_SAMPLES)
-        gold = self.gold(self.respond(prompts.reshape(-1), generator)).reshape(NUM_PROMPTS, _SCALE_SAMPLES)
-        within = gold.var(dim=1).mean().sqrt()
-        return gold.mean(dim=1), within.expand(NUM_PROMPTS)
+        prompts = torch.arange(NUM_PROMPTS).repeat_interleave(_SCALE_SAMPLES)
+        gold = self.gold(self.respond(prompts, generator)).reshape(NUM_PROMPTS, _SCALE_SAMPLES)
+        self._shift, self._scale = gold.mean(dim=1), gold.var(dim=1).mean().sqrt().expand(NUM_PROMPTS)
 
     def gold(self, texts: Texts) -> Float[Tensor, "*rows"]:
         """Gold reward: mean 0 for each prompt and variance 1 within prompts under the policy."""
@@ -358,56 +343,28 @@ class CountRewards:
         return (hidden @ self.out).squeeze(-1)
 
 
-@dataclass
-class GruRewards:
-    """A recurrent network whose last state gives the reward."""
-
-    gru: StackedGru
-
-    @property
-    def parameters(self) -> list[Tensor]:
-        """Parameters, each with the models first."""
-        return self.gru.parameters
-
-    def rewards(self, texts: Texts) -> Float[Tensor, "models rows"]:
-        """Reward of each model for its own rows."""
-        state = self.gru.begin(prompt_features(texts.prompts))
-        for place in range(LENGTH):
-            state = self.gru.step(state, texts.tokens[..., place])
-        return self.gru.outputs(state).squeeze(-1)
-
-
-def fresh_rewards(specs: Sequence[RewardModelSpec]) -> CountRewards | GruRewards:
+def fresh_rewards(specs: Sequence[RewardModelSpec]) -> CountRewards | StackedGru:
     """Models of one architecture and width at the random start that each one's seed gives."""
     parts = [_fresh(spec) for spec in specs]
     stacked = [torch.cat(values).requires_grad_() for values in zip(*(part.parameters for part in parts), strict=True)]
     if specs[0].architecture == "gru":
-        return GruRewards(StackedGru(*stacked))
+        return StackedGru(*stacked)
     into, bias, out = stacked
     return CountRewards(into, bias, out, has_bigrams=specs[0].architecture == "bigram")
 
 
-def _fresh(spec: RewardModelSpec) -> CountRewards | GruRewards:
+def _fresh(spec: RewardModelSpec) -> CountRewards | StackedGru:
     generator = torch.Generator().manual_seed(spec.seed)
     if spec.architecture == "gru":
-        return GruRewards(StackedGru.drawn(1, VOCAB, FEATURES, spec.width, 1, generator))
+        return StackedGru.drawn(spec.width, 1, generator)
     inputs = FEATURES + VOCAB + VOCAB**2 * (spec.architecture == "bigram")
     into = torch.randn(1, inputs, spec.width, generator=generator) * 0.3
     out = torch.randn(1, spec.width, 1, generator=generator) * spec.width**-0.5
     return CountRewards(into, torch.zeros(1, 1, spec.width), out, spec.architecture == "bigram")
 
 
-@dataclass(frozen=True)
-class LabeledPairs:
-    """Pairs of a model: the preferred response and the other one, as labeled."""
-
-    prompts: Int[Tensor, " pairs"]
-    chosen: Int[Tensor, "pairs length"]
-    rejected: Int[Tensor, "pairs length"]
-
-
-def training_pairs(world: RewardWorld, spec: RewardModelSpec) -> LabeledPairs:
-    """The pairs of a reward model, drawn and labeled by its seed; both responses of a pair are of one policy."""
+def training_pairs(world: RewardWorld, spec: RewardModelSpec) -> tuple[Texts, Texts]:
+    """Preferred and other responses of a model's pairs by its seed; both responses of a pair are of one policy."""
     generator = torch.Generator().manual_seed(spec.seed + 1)
     prompts = torch.randint(NUM_PROMPTS, (spec.num_pairs,), generator=generator)
     is_own = torch.rand(spec.num_pairs, generator=generator) < spec.on_policy
@@ -420,10 +377,11 @@ def training_pairs(world: RewardWorld, spec: RewardModelSpec) -> LabeledPairs:
     prefers_first = world.prefers_first(gold, others_gold, generator)
     is_flipped = torch.rand(spec.num_pairs, generator=generator) < spec.flips
     is_first = ((prefers_first > 0.5) ^ is_flipped).unsqueeze(-1)
-    return LabeledPairs(prompts, torch.where(is_first, one, other), torch.where(is_first, other, one))
+    chosen, rejected = torch.where(is_first, one, other), torch.where(is_first, other, one)
+    return Texts(prompts, chosen), Texts(prompts, rejected)
 
 
-def train_stack(world: RewardWorld, specs: Sequence[RewardModelSpec]) -> CountRewards | GruRewards:
+def train_stack(world: RewardWorld, specs: Sequence[RewardModelSpec]) -> CountRewards | StackedGru:
     """Train models of one architecture and width on the Bradley-Terry loss, each as it would be alone.
 
     A model that has made its steps stays as it is while the others go on.
@@ -433,15 +391,12 @@ def train_stack(world: RewardWorld, specs: Sequence[RewardModelSpec]) -> CountRe
     steps = _StackedSteps(models.parameters, specs)
     for step in range(max(spec.num_steps for spec in specs)):
         rows = [order[min(step, len(order) - 1)] for order in orders]
-        chosen, rejected = (
-            Texts(
-                torch.stack([pairs.prompts[row] for pairs, row in zip(data, rows, strict=True)]),
-                torch.stack([getattr(pairs, side)[row] for pairs, row in zip(data, rows, strict=True)]),
-            )
-            for side in ("chosen", "rejected")
-        )
-        both = Texts(torch.cat([chosen.prompts, rejected.prompts], 1), torch.cat([chosen.tokens, rejected.tokens], 1))
-        better, worse = models.rewards(both).chunk(2, dim=1)
+        both = [
+            Texts(torch.cat([side.prompts[row] for side in pairs]), torch.cat([side.tokens[row] for side in pairs]))
+            for pairs, row in zip(data, rows, strict=True)
+        ]
+        texts = Texts(torch.stack([each.prompts for each in both]), torch.stack([each.tokens for each in both]))
+        better, worse = models.rewards(texts).chunk(2, dim=1)
         loss = -torch.nn.functional.logsigmoid(better - worse).mean(dim=1).sum()
         steps.take(torch.autograd.grad(loss, models.parameters), step)
     for parameter in models.parameters:
@@ -475,11 +430,10 @@ class _StackedSteps:
 
     @torch.no_grad()
     def take(self, gradients: Sequence[Tensor], step: int) -> None:
-        lr = self._lr * (step < self._steps)
         parts = zip(self._parameters, gradients, self._first, self._second, strict=True)
         for parameter, gradient, first, second in parts:
             shape = (-1, *[1] * (parameter.ndim - 1))
-            is_sgd, rate = self._is_sgd.view(shape), lr.view(shape)
+            is_sgd, rate = self._is_sgd.view(shape), (self._lr * (step < self._steps)).view(shape)
             coupled = (self._decay * ~self._is_decoupled).view(shape)
             gradient = gradient + coupled * parameter
             first.mul_(torch.where(is_sgd, _MOMENTUM, _BETA1)).add_(
@@ -502,7 +456,7 @@ class Population:
     """
 
     specs: tuple[RewardModelSpec, ...]
-    stacks: tuple[tuple[tuple[int, ...], CountRewards | GruRewards], ...]
+    stacks: tuple[tuple[tuple[int, ...], CountRewards | StackedGru], ...]
 
     @classmethod
     def trained(cls, world: RewardWorld, specs: Sequence[RewardModelSpec]) -> Population:
@@ -549,7 +503,7 @@ def top_eigenvalues(models: Population, better: Texts, worse: Texts) -> Float[np
     return found
 
 
-def _of_stack(stack: CountRewards | GruRewards, better: Texts, worse: Texts) -> np.ndarray:
+def _of_stack(stack: CountRewards | StackedGru, better: Texts, worse: Texts) -> np.ndarray:
     stack = copy.deepcopy(stack)
     for parameter in stack.parameters:
         parameter.data = parameter.data.double()
@@ -569,7 +523,7 @@ def _of_stack(stack: CountRewards | GruRewards, better: Texts, worse: Texts) -> 
 
 
 def _gradient(
-    stack: CountRewards | GruRewards, at: Sequence[Tensor], better: Texts, worse: Texts
+    stack: CountRewards | StackedGru, at: Sequence[Tensor], better: Texts, worse: Texts
 ) -> tuple[Tensor, ...]:
     """Gradient of each model's mean loss at other parameters."""
     with torch.no_grad():
@@ -624,15 +578,6 @@ class Schedule:
         first, last = 0.6, 0.02
         return cls(3e-3, tuple(first * (last / first) ** (step / steps) for step in range(steps)))
 
-    @classmethod
-    def unpenalized(cls, steps: int) -> Schedule:
-        """No penalty at all."""
-        return cls(1e-3, (0.0,) * steps)
-
-    def beginning(self, steps: int) -> Schedule:
-        """The first steps."""
-        return replace(self, penalties=self.penalties[:steps])
-
 
 @dataclass(frozen=True)
 class PolicyCourse:
@@ -675,7 +620,9 @@ def train_policies(
     generator = torch.Generator().manual_seed(seed)
     size = len(models.specs)
     policies = world.policy.copies(size)
-    mean, std = _scale(world, models, prompts, generator)
+    asked = prompts[torch.randint(len(prompts), (_SCALE_ROWS,), generator=generator)]
+    unscaled = models.rewards(world.respond(asked, generator))
+    mean, std = unscaled.mean(dim=1, keepdim=True), unscaled.std(dim=1, keepdim=True).clamp(min=1e-6)
     optimizer = _ClippedAdam(policies.parameters, schedule.lr)
     course: list[tuple[Tensor, Tensor, Tensor]] = []
     early: list[Texts] = []
@@ -683,9 +630,11 @@ def train_policies(
         asked = prompts[torch.randint(len(prompts), (NUM_GROUPS,), generator=generator)].repeat_interleave(GROUP)
         drawn = sample(policies, asked.expand(size, -1), generator)
         texts = Texts(asked.expand(size, -1), drawn.tokens)
-        first = _first_log_policy(world, texts)
+        flat = Texts(texts.prompts.reshape(-1), texts.tokens.reshape(-1, LENGTH))
+        with torch.no_grad():
+            first = log_policy_of(world.policy, flat).reshape(*texts.tokens.shape, -1)
         reward = (models.rewards(texts) - mean) / std
-        divergence = _divergence(drawn.log_policy, first)
+        divergence = (drawn.log_policy.exp() * (drawn.log_policy - first)).sum(dim=(-1, -2)).mean(dim=1)
         with torch.no_grad():
             course.append((divergence.detach(), world.gold(texts).mean(dim=1), reward.mean(dim=1)))
             early = _kept(early, texts, divergence <= EARLY)
@@ -717,28 +666,6 @@ def advantages(rewards: Float[Tensor, "models rows"], algorithm: Algorithm) -> F
     else:
         centered = centered / (groups.std(dim=2, keepdim=True) + 1e-4)
     return centered.reshape(rewards.shape)
-
-
-def _scale(
-    world: RewardWorld, models: Population, prompts: Tensor, generator: torch.Generator
-) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each model's reward under the first policy."""
-    asked = prompts[torch.randint(len(prompts), (_SCALE_ROWS,), generator=generator)]
-    reward = models.rewards(world.respond(asked, generator))
-    return reward.mean(dim=1, keepdim=True), reward.std(dim=1, keepdim=True).clamp(min=1e-6)
-
-
-def _first_log_policy(world: RewardWorld, texts: Texts) -> Float[Tensor, "models rows length vocab"]:
-    """Logarithms of the first policy's probabilities along responses."""
-    flat = Texts(texts.prompts.reshape(-1), texts.tokens.reshape(-1, texts.tokens.shape[-1]))
-    with torch.no_grad():
-        found = log_policy_of(world.policy, flat)
-    return found.reshape(*texts.tokens.shape, -1)
-
-
-def _divergence(log_policy: Tensor, first: Tensor) -> Float[Tensor, " models"]:
-    """Mean over responses of the sum over places of the divergence of the next token's distribution."""
-    return (log_policy.exp() * (log_policy - first)).sum(dim=(-1, -2)).mean(dim=1)
 
 
 def _loss(

@@ -132,7 +132,7 @@ def test_the_command_reads_the_stored_trials_and_prints_each_claim(miniature, mo
 
 def test_arms_share_epochs_and_rate_and_lora_takes_ten_times_it(miniature):
     folder, files, _ = miniature
-    splits = hypotheses.draw_splits(folder / "data", *files, seed=0, **(hypotheses.SIZES | SIZES))
+    splits = hypotheses.draw_splits(folder / "data", *files, hypotheses.SIZES | SIZES)
     configs = {arm: hypotheses.config_of(arm, 0, splits, OVERRIDES) for arm in ARMS}
     assert {config.training.epochs for config in configs.values()} == {1}
     assert {config.optimizer.lr for arm, config in configs.items() if arm != "lora_r16"} == {0.001}

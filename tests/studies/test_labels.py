@@ -9,7 +9,7 @@ from pathlib import Path
 import labels
 import numpy as np
 import pytest
-from labels import LabeledFeatures, SyntheticPool, fitted, label_savings, labels_needed, synthetic_split
+from labels import PLACEBO, LabeledFeatures, SyntheticPool, fitted, label_savings, labels_needed, synthetic_split
 
 from rm_optimizer import PreferencePair
 from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
@@ -25,27 +25,27 @@ def power_law(labels: np.ndarray, factor: float = 1.0) -> np.ndarray:
 
 @pytest.mark.parametrize("factor", [1.5, 2.0, 0.75])
 def test_a_rule_that_needs_a_share_of_the_labels_saves_the_rest(factor):
-    curves = {"random": power_law(LABELS), "rule": power_law(LABELS, factor), "again": power_law(LABELS)}
+    curves = {"random": power_law(LABELS), "rule": power_law(LABELS, factor), PLACEBO: power_law(LABELS)}
     splits = {name: np.tile(curve, (3, 1)) for name, curve in curves.items()}
-    found = label_savings("p", [*LABELS], splits, splits, budget=512, reference="random", placebo="again")
+    found = label_savings("p", [*LABELS], splits, splits)
     saving = {rule.rule: rule.saving.value for rule in found.rules}
     assert saving["rule"] == pytest.approx(1 - 1 / factor, abs=0.01)
-    assert saving["again"] == pytest.approx(0, abs=1e-9)
+    assert saving[PLACEBO] == pytest.approx(0, abs=1e-9)
     assert found.is_accepted
 
 
 def test_a_rule_that_never_gets_there_saves_minus_all():
     flat = np.tile(np.linspace(0.55, 0.56, len(LABELS)), (3, 1))
     good = np.tile(power_law(LABELS), (3, 1))
-    splits = {"random": good, "rule": flat, "again": good}
-    found = label_savings("p", [*LABELS], splits, splits, budget=512, reference="random", placebo="again")
+    splits = {"random": good, "rule": flat, PLACEBO: good}
+    found = label_savings("p", [*LABELS], splits, splits)
     assert found.rules[-1].rule == "rule"
     assert found.rules[-1].saving.value == -1.0
 
 
 def test_a_placebo_that_saves_is_no_accepted_study():
-    splits = {name: np.tile(power_law(LABELS, f), (3, 1)) for name, f in [("random", 1), ("again", 1.4), ("rule", 1.2)]}
-    found = label_savings("p", [*LABELS], splits, splits, budget=512, reference="random", placebo="again")
+    splits = {name: np.tile(power_law(LABELS, f), (3, 1)) for name, f in [("random", 1), (PLACEBO, 1.4), ("rule", 1.2)]}
+    found = label_savings("p", [*LABELS], splits, splits)
     assert not found.is_accepted
 
 
@@ -53,10 +53,8 @@ def test_intervals_of_a_placebo_hold_zero_at_their_rate():
     generator, held = np.random.default_rng(0), 0
     for _ in range(60):
         noise = 0.01 * generator.normal(size=(2, 20, len(LABELS)))
-        splits = dict(zip(("random", "again"), power_law(LABELS) + noise, strict=True))
-        found = label_savings(
-            "p", [*LABELS], splits, splits, budget=512, reference="random", placebo="again", num_bootstrap=100
-        )
+        splits = dict(zip(("random", PLACEBO), power_law(LABELS) + noise, strict=True))
+        found = label_savings("p", [*LABELS], splits, splits, num_bootstrap=100)
         held += found.rules[0].saving.low <= 0 <= found.rules[0].saving.high
     assert held >= 52  # 57 expected; three standard deviations below it
 
@@ -117,7 +115,7 @@ def run(monkeypatch: pytest.MonkeyPatch, folder: Path, *options: str) -> None:
     labels.main()
 
 
-def test_a_small_study_is_read_again_from_its_trials_and_writes_tables_and_pictures(tmp_path, monkeypatch, capsys):
+def test_a_small_study_is_read_again_from_its_trials_and_prints_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(labels, "NUM_POOL", 150)
     monkeypatch.setattr(labels, "TUNING_SPLITS", 1)
@@ -129,8 +127,6 @@ def test_a_small_study_is_read_again_from_its_trials_and_writes_tables_and_pictu
     assert "random_again (placebo)" in first
     found = json.loads((tmp_path / "savings.json").read_text())
     assert [pool["pool"] for pool in found] == ["iid", "duplicated"]
-    assert (tmp_path / "iid.curves.png").stat().st_size > 10_000
-    assert (tmp_path / "duplicated.savings.png").stat().st_size > 10_000
     assert len(list(tmp_path.glob("trials/*.json"))) == 2 * (1 + 2)
     monkeypatch.setattr(labels, "fit_linear_reward", None)
     run(monkeypatch, tmp_path, *options)
