@@ -3,10 +3,12 @@
 There is one function for each kind of input.
 
 - `rows`: files of the same comparisons in many layouts, and of some that no reading gets right.
+- `models`: folders of one reward model in many forms, and of models that are broken or other ones.
 - `calls`: arguments of Python calls in many types.
 - `conversations`: small models of random weights, one for each family of chat templates, are exported and served as any
   other. Their doors are the export in plain transformers and in a text-classification pipeline, the server's routes,
   and the requests of OpenRLHF, TRL and verl.
+- `sentences`: command lines with a mistake; right is one sentence that names it, with an exit code and nothing written.
 
     python benchmarks/doors.py
     python benchmarks/doors.py rows conversations
@@ -20,10 +22,13 @@ import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.builders import fresh_reward_model
 from tests.core import call_forms
 from tests.core.pairs import row_layouts
+from tests.core.storage import folder_forms
 from tests.serving.doors import FAMILIES, crossings
 
 
@@ -42,12 +47,42 @@ def calls() -> dict[str, int]:
     return counted([(name, call_forms.outcome(call, expected)) for name, call, expected in forms])
 
 
+def models() -> dict[str, int]:
+    """Print what a form of a stored model gives, if it is wrong, refused or warned of, and return the counts."""
+    found = []
+    for form in folder_forms.FORMS:
+        with tempfile.TemporaryDirectory() as folder:
+            found.append((form.name, folder_forms.outcome(form, Path(folder)).replace(folder, "")))
+    return counted(found)
+
+
+class _Counts:
+    """Counts of the tests of a run of pytest."""
+
+    def __init__(self) -> None:
+        self.passed, self.failed = 0, list[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Count a test's call, and any failure."""
+        self.passed += report.when == "call" and report.passed
+        self.failed += [report.nodeid] if report.failed else []
+
+
+def sentences() -> dict[str, int]:
+    """Run the bad command lines of the tests, which are one list, and return the counts."""
+    counts = _Counts()
+    tests = Path(__file__).parents[1] / "tests" / "bad_input" / "test_commands.py"
+    pytest.main(["-q", "-p", "no:cacheprovider", "--no-summary", str(tests)], plugins=[counts])
+    tried = counts.passed + len(counts.failed)
+    return {"tried": tried, "right": counts.passed, "refused": 0, "wrong_without_a_word": len(counts.failed)}
+
+
 def counted(found: Sequence[tuple[str, str]]) -> dict[str, int]:
     """Print each name with an outcome other than right, and return the counts of outcomes."""
     for name, told in found:
         if told != "right":
             print(f"{name}: {told.splitlines()[0]}")
-    counts = {kind: sum(told.startswith(kind) for _, told in found) for kind in ("right", "refused", "wrong")}
+    counts = {kind: sum(told.startswith(kind) for _, told in found) for kind in ("right", "refused", "warned", "wrong")}
     wrong = counts.pop("wrong")
     return {"tried": len(found), **counts, "wrong_without_a_word": wrong}
 
@@ -73,7 +108,13 @@ def conversations() -> dict[str, int]:
     }
 
 
-KINDS: dict[str, Callable[[], dict[str, int]]] = {"rows": rows, "calls": calls, "conversations": conversations}
+KINDS: dict[str, Callable[[], dict[str, int]]] = {
+    "rows": rows,
+    "models": models,
+    "calls": calls,
+    "sentences": sentences,
+    "conversations": conversations,
+}
 """Function of each kind of input, which prints what is not right and returns counts."""
 
 

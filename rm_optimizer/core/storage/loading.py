@@ -173,7 +173,13 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
         _log.warning("%s", difference)
     with keeping_random_state(seed=options.seed), quiet_transformers():
         model, report = AutoModelForSequenceClassification.from_pretrained(
-            source.location, output_loading_info=True, **origin, **arguments
+            source.location, output_loading_info=True, ignore_mismatched_sizes=True, **origin, **arguments
+        )
+    if wrong := sorted(report["mismatched_keys"]):
+        name, stored, expected = wrong[0]
+        raise CheckpointError(
+            f"{source.location} stores {len(wrong)} weights of another shape than {type(model).__name__} with its "
+            f"config.json has, such as {name} of shape {[*stored]} in place of {[*expected]}; correct config.json"
         )
     if source.kind is SourceKind.HUB:  # transformers 5.19 does not set it any more, and an adapter records it
         file = cached_file(source.location, CONFIG_NAME, revision=options.revision)
