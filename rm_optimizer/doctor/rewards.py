@@ -168,7 +168,9 @@ def label_agreement(scored: ScoredPairs, seed: int) -> Check:
         )
     if high < 0.5:
         status = Status.fail
-        explanation = f"rewards rank {1 - estimate.value:.1%} of the pairs against the labels; swap chosen and rejected"
+        explanation = (
+            f"rewards rank {1 - estimate.value:.1%} of the pairs against the labels; swap chosen and rejected, or train"
+        )
     return Check("label_agreement", status, estimate.value, "accuracy", "above 0.5", explanation, _details(estimate))
 
 
@@ -205,20 +207,22 @@ def label_groups(scored: ScoredPairs, seed: int) -> Check:
     1 %, divided by the number of values (Bonferroni), and is not above chance.
     """
     expected = "above 0.5 for each value of the metadata"
+    scored = scored.where(np.array([pair.label != 0.5 for pair in scored.pairs], dtype=bool))
     values = {(name, str(value)) for pair in scored.pairs for name, value in pair.metadata.items()}
     found: list[tuple[float, str, Estimate, Estimate]] = []
     for name, value in sorted(values):
         inside = np.array([str(pair.metadata.get(name)) == value for pair in scored.pairs])
         if LEAST_PAIRS <= inside.sum() <= len(inside) - LEAST_PAIRS:
             own, others = (part.accuracy(part.margin, seed) for part in map(scored.where, (inside, ~inside)))
-            error = math.hypot(own.standard_error or math.inf, others.standard_error or math.inf)
-            found.append(((others.value - own.value) / error, f"{name}={value}", own, others))
+            errors = [math.inf if each.standard_error is None else each.standard_error for each in (own, others)]
+            score = (others.value - own.value) / max(math.hypot(*errors), 1e-9)
+            found.append((score, f"{name}={value}", own, others))
     if not found:
         return skipped("label_groups", expected, f"no metadata divides the pairs into groups of {LEAST_PAIRS}")
     score, where, own, others = max(found)
     good = f"{where}: rewards agree with {own.value:.3f} of the labels, and elsewhere with {others.value:.3f}"
     is_good = score < norm.isf(0.01 / len(found)) or interval_of(own)[0] > 0.5
-    bad = f"{good}; the labels of these {own.num_samples} prompts look random: check them, or leave them out"
+    bad = f"{good}; the labels of these {own.num_samples} prompts look random or reversed: check them"
     return judged("label_groups", is_good, own.value, "accuracy", expected, good, bad, otherwise=Status.warn)
 
 

@@ -465,7 +465,13 @@ def test_an_annotator_with_random_labels_is_named_and_others_are_not():
     check = doctor_rewards.label_groups(calibrated(random_annotator="b", sharpness=4.0), 0)
     assert check.status is Status.warn
     assert "annotator=b: rewards agree with 0.5" in check.explanation
-    assert doctor_rewards.label_groups(calibrated(sharpness=4.0), 0).status is Status.ok
+    healthy = calibrated(sharpness=4.0)
+    assert doctor_rewards.label_groups(healthy, 0).status is Status.ok
+    for label, status in ((lambda margin: float(margin < 0), Status.warn), (lambda margin: 0.5, Status.ok)):
+        labels = [label(margin) if i % 4 == 3 else float(margin > 0) for i, margin in enumerate(healthy.margin)]
+        pairs = tuple(replace(pair, label=value) for pair, value in zip(healthy.pairs, labels, strict=True))
+        check = doctor_rewards.label_groups(replace(healthy, pairs=pairs), 0)
+        assert (check.status, "annotator=d" in check.explanation) == (status, status is Status.warn)
 
 
 def test_pairs_equal_after_truncation_are_ties_of_the_agreement():
