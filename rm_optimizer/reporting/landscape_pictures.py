@@ -85,7 +85,8 @@ def drawings(result: LandscapeResult) -> list[Drawing]:
         case HessianSpectrum():
             return _spectrum(result)
         case LayerCurvature():
-            return [Drawing("layers", "Curvature of each layer's block", _layer_rows(result), plot_layers(result))]
+            rows = [*map(_layer_row, result.blocks)]
+            return [Drawing("layers", "Curvature of each layer's block", rows, plot_layers(result))]
         case Evolution():
             return [Drawing("evolution", "Curvature along the run", evolution_rows(result), plot_evolution(result))]
         case BetweenModels():
@@ -100,7 +101,9 @@ def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
     """Draw a result as PNG and SVG, and write its numbers as Parquet and CSV beside the pictures."""
     files = [file for drawing in drawings(result) for file in _written(drawing, folder)]
     if isinstance(result, HessianSpectrum):
-        files.append(_write_quantities(result, folder / "quantities.json"))
+        quantities = {name: json_values(quantity) for name, quantity in summarize(result).items()}
+        content = json.dumps({"status": result.status, **quantities}, indent=2)
+        files.append(write_text(folder / "quantities.json", content + "\n"))
     return files
 
 
@@ -176,9 +179,10 @@ def _surface(result: Surface) -> list[Drawing]:
 def _spectrum(result: HessianSpectrum) -> list[Drawing]:
     matrix = result.matrix.replace("_", "-").capitalize().replace("newton", "Newton")
     partial = "PARTIAL, interrupted; " if result.status == SpectrumStatus.interrupted else ""
+    effort = f"{result.method}, {result.num_products:,} products" if result.num_products else result.method
     caption = (
         f"{partial}n = {result.num_pairs:,} pairs; {result.num_parameters:,} {result.params} parameters; "
-        f"{_effort(result)}; seed {result.seed}; loss {result.loss:.4f}{named(result.source)}"
+        f"{effort}; seed {result.seed}; loss {result.loss:.4f}{named(result.source)}"
     )
     values, bounds, places = result.eigenvalues, result.error_bounds, _places(result)
     title = f"{matrix}: eigenvalues"
@@ -228,18 +232,6 @@ def _origin_rows(found: CurvatureByPair, first: Place) -> dict[str, Cell]:
 
 def _places(result: HessianSpectrum) -> tuple[Place, ...]:
     return places_of(result.num_top, result.num_bottom, len(result.eigenvalues))
-
-
-def _effort(result: HessianSpectrum) -> str:
-    return f"{result.method}, {result.num_products:,} products" if result.num_products else result.method
-
-
-def _write_quantities(result: HessianSpectrum, path: Path) -> Path:
-    """Write the result's status, and each derived number with its error or the reason for its absence."""
-    content: dict[str, object] = {"status": result.status}
-    for name, quantity in summarize(result).items():
-        content[name] = json_values(quantity)
-    return write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 def _spectrum_rows(result: HessianSpectrum) -> dict[str, Cell]:
@@ -372,10 +364,6 @@ def _block(item: BlockCurvature) -> str:
     top, half = item.hessian_top, item.hessian_crossed
     held = f" (cross-fitted {half.value:.3g})" if half else ""
     return largest + traces + (f", its largest {top.value:.4g} ± {top.error_bound:.1g}{held}" if top else "")
-
-
-def _layer_rows(result: LayerCurvature) -> list[Row]:
-    return [_layer_row(item) for item in result.blocks]
 
 
 def _layer_row(item: BlockCurvature) -> Row:

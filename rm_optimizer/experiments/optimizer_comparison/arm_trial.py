@@ -54,19 +54,6 @@ def arm_trial(
         seed: seed of head, data order and dropout.
         beside: learning rate of the AdamW part of an optimizer that has one; None means the preset's.
     """
-    config = _config(frozen, folder, stage, arm, rate, seed, beside)
-    options = options_of(config)
-    known = {name: value for name, value in flat(options) if not is_among(name, (*FREE, "data"))}
-    curvature = frozen.options.curvature_pairs if stage == FINAL else 0
-    identity = {"frozen": frozen.digest, "stage": stage, "options": known, "curvature_pairs": curvature}
-    files = {part: str(pairs_file(folder.resolve(), part)) for part in ("val", "test")[: 2 if stage == FINAL else 1]}
-    spec = {"arm": arm, "stage": stage, "rate": rate, "options": options, "scored": files, "curvature_pairs": curvature}
-    return planned_trial(f"{stage} {arm}, lr {rate:g}, seed {seed}", spec, identity)
-
-
-def _config(
-    frozen: Frozen, folder: Path, stage: str, arm: str, rate: float, seed: int, beside: float | None
-) -> TrainConfig:
     shared = frozen.options.config(arm)
     train, val = (str(pairs_file(folder.resolve(), part)) for part in ("train", "val"))
     half: dict[str, Any] = {} if beside is None else {"adamw_lr": beside}
@@ -80,7 +67,7 @@ def _config(
         num_bootstrap=100,
         progress=False,
     )
-    return replace(
+    config = replace(
         shared,
         seed=seed,
         data=DataConfig(train=train, val=val),
@@ -88,6 +75,13 @@ def _config(
         training=training,
         logger=replace(shared.logger, tensorboard=False, log_model=False),  # the weights are removed
     )
+    options = options_of(config)
+    known = {name: value for name, value in flat(options) if not is_among(name, (*FREE, "data"))}
+    curvature = frozen.options.curvature_pairs if stage == FINAL else 0
+    identity = {"frozen": frozen.digest, "stage": stage, "options": known, "curvature_pairs": curvature}
+    files = {part: str(pairs_file(folder.resolve(), part)) for part in ("val", "test")[: 2 if stage == FINAL else 1]}
+    spec = {"arm": arm, "stage": stage, "rate": rate, "options": options, "scored": files, "curvature_pairs": curvature}
+    return planned_trial(f"{stage} {arm}, lr {rate:g}, seed {seed}", spec, identity)
 
 
 def takes_adamw_rate(arm: str) -> bool:

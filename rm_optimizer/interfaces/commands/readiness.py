@@ -165,10 +165,12 @@ def readiness(
     options = sizes.options()
     oracle.check(context, responses)
     from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
+    from rm_optimizer.data_efficiency.cleaning.votes import votes_of
     from rm_optimizer.doctor.diagnosis import FAILED_EXIT_CODE
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
     from rm_optimizer.records.files import write_text
     from rm_optimizer.records.progress import stages
+    from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.reporting.pages.readiness_page import readiness_page
     from rm_optimizer.reporting.readiness.plot import plot_readiness
     from rm_optimizer.reporting.readiness.table import print_readiness
@@ -184,7 +186,12 @@ def readiness(
     data = pair_options.load(sources) if sources else _validation_pairs(saved.checkpoint)
     model = saved.load()
     data = data.accepted_by(model.renderer)
-    options = _with_ceiling(options, data)
+    votes = None if options.ceiling is not None else votes_of(data.pairs)
+    if votes is not None and votes.ceiling is not None and votes.ceiling.majority_ceiling > 0.5:
+        options = replace(options, ceiling=min(votes.ceiling.majority_ceiling, 1.0))
+    run = RunFolder.of(saved.checkpoint)
+    rows = [] if run is None else run.metrics(run.best_step)
+    curvature = [row["curvature_top_eigenvalue"] for row in rows if row.get("curvature_top_eigenvalue")]
     folder = made_folder(output or _folder(saved.checkpoint))
     with filling(folder):
         pool = _pool(model, data, responses, options, folder)
@@ -201,7 +208,7 @@ def readiness(
                 options=options,
                 trained=TrainedPairs.recorded(saved.checkpoint),
                 ensemble=members,
-                top_eigenvalue=_top_eigenvalue(saved.checkpoint),
+                top_eigenvalue=float(curvature[-1]) if curvature else None,
                 on_stage=on_stage,
             )
     write_text(folder / REPORT, report.to_json() + "\n")
@@ -242,17 +249,6 @@ def _validation_pairs(checkpoint: str) -> PreferenceDataset:
             "back, or name pairs with --data"
         )
     return found
-
-
-def _with_ceiling(options: ReadinessOptions, data: PreferenceDataset) -> ReadinessOptions:
-    """The options; if they set no ceiling and the pairs have votes, with the ceiling that the votes give."""
-    from rm_optimizer.data_efficiency.cleaning.votes import votes_of
-
-    votes = None if options.ceiling is not None else votes_of(data.pairs)
-    found = None if votes is None else votes.ceiling
-    if found is None or not found.majority_ceiling > 0.5:
-        return options
-    return replace(options, ceiling=min(found.majority_ceiling, 1.0))
 
 
 def _pool(
@@ -328,13 +324,3 @@ def _folder(checkpoint: str) -> Path:
     if path.exists():
         return (path if path.is_dir() else path.parent) / "readiness"
     return WITHOUT_A_RUN / checkpoint.replace("/", "--")
-
-
-def _top_eigenvalue(checkpoint: str) -> float | None:
-    """Largest eigenvalue of the Hessian in the run's last measurement; None if it has none."""
-    from rm_optimizer.records.run_folder import RunFolder
-
-    run = RunFolder.of(checkpoint)
-    rows = [] if run is None else run.metrics(run.best_step)
-    found = [row["curvature_top_eigenvalue"] for row in rows if row.get("curvature_top_eigenvalue")]
-    return float(found[-1]) if found else None

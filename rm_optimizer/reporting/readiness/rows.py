@@ -57,24 +57,21 @@ def readiness_rows(report: RLReadinessReport) -> list[ReadinessRow]:
 
     order = [name for known in _WORDS for name in found if name == known or name.startswith(f"{known}_edit_")]
     order += [name for name in found if name not in order]
+    words = {name: _words(name) for name in sorted(found, key=place)}
     return [
-        ReadinessRow(name, _title(name), found[name], _meaning(name), report.components.get(name))
-        for name in sorted(found, key=place)
+        ReadinessRow(name, title, found[name], meaning, report.components.get(name))
+        for name, (title, meaning) in words.items()
     ]
 
 
-def _title(name: str) -> str:
+def _words(name: str) -> tuple[str, str]:
+    """Title and meaning of a number."""
     if name.startswith("probe_"):
-        return f"model's pick of {name.removeprefix('probe_')} preferred"
+        of = name.removeprefix("probe_")
+        return f"model's pick of {of} preferred", "by the oracle, against another response; chance is 0.5"
     if name.startswith("style_flips_edit_"):
-        return f"… by the edit {name.removeprefix('style_flips_edit_')}"
-    return _WORDS[name][0] if name in _WORDS else name.replace("_", " ")
-
-
-def _meaning(name: str) -> str:
-    if name.startswith("probe_"):
-        return "by the oracle, against another response; chance is 0.5"
-    return _WORDS[name][1] if name in _WORDS else ""
+        return f"… by the edit {name.removeprefix('style_flips_edit_')}", ""
+    return _WORDS.get(name, (name.replace("_", " "), ""))
 
 
 def sample_line(report: RLReadinessReport) -> str:

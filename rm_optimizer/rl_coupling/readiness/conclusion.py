@@ -74,7 +74,10 @@ def conclude(evidence: Evidence, fit: FittedReadiness | None) -> Conclusion:
     score, cautions = _scored(evidence, fit)
     obstacles = _obstacles(evidence)
     limits = _limits(evidence)
-    components = {} if score is None or fit is None else _components(evidence, fit.of(evidence.algorithm))
+    components = {}  # change of the prediction by each feature, against a reward model of average features
+    if score is not None and fit is not None:
+        for term in fit.of(evidence.algorithm).features:
+            components[term.name] = term.weight * (evidence.features[term.name].value - term.mean) / term.std
     if obstacles:
         verdict, basis = ReadinessVerdict.not_recommended, obstacles[0][0]
     elif (undecided := _undecided(evidence)) is not None:
@@ -87,7 +90,10 @@ def conclude(evidence: Evidence, fit: FittedReadiness | None) -> Conclusion:
             if highest is ReadinessVerdict.not_recommended:
                 verdict, basis = highest, f"{undecided}; at the upper ends of the intervals, {place}"
     elif score is None or fit is None:
-        verdict, basis = ReadinessVerdict.unknown, _without_score(evidence)
+        verdict = ReadinessVerdict.unknown
+        basis = "no oracle compared responses of the policy, so there is no probe and no score"
+        if evidence.probes:
+            basis = f"{_told(evidence.probes[0])}; there is no score"
     else:
         verdict, basis = _placed(score, fit.of(evidence.algorithm))
         if limits and verdict is ReadinessVerdict.ready:
@@ -123,14 +129,6 @@ def _scored(evidence: Evidence, fit: FittedReadiness | None) -> tuple[Estimate |
     if outside := fit.outside(features, algorithm):
         cautions.insert(0, f"the score extrapolates: {', '.join(outside)} lies outside what the study saw")
     return fit.score(features, algorithm), cautions
-
-
-def _components(evidence: Evidence, outcome: FittedOutcome) -> dict[str, float]:
-    """Change of the prediction by each feature, against a reward model of average features."""
-    return {
-        term.name: term.weight * (evidence.features[term.name].value - term.mean) / term.std
-        for term in outcome.features
-    }
 
 
 def _obstacles(evidence: Evidence) -> list[tuple[str, str]]:
@@ -186,12 +184,6 @@ def _placed(score: Estimate, outcome: FittedOutcome) -> tuple[ReadinessVerdict, 
     )
     verdict, place = places[sum(score.value >= cut for cut in outcome.cut_points)]
     return verdict, f"predicted {outcome.outcome}: {score:.2f} {outcome.unit}, {place} the study's reward models"
-
-
-def _without_score(evidence: Evidence) -> str:
-    if not evidence.probes:
-        return "no oracle compared responses of the policy, so there is no probe and no score"
-    return f"{_told(evidence.probes[0])}; there is no score"
 
 
 def _told(probe: ProbeRecord) -> str:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.pairs import PairOptions
-
-if TYPE_CHECKING:
-    from rm_optimizer.core.pairs.dataset import PreferenceDataset
-    from rm_optimizer.data_efficiency.cleaning.wrong_labels import SuspectedLabels
 
 
 def data_clean(
@@ -33,7 +29,14 @@ def data_clean(
     The labels are judged by models that were not trained on their conversation. OUT.suspects.jsonl holds the removed
     pairs, the least probable label first. OUT.report.json holds the expected number of wrong labels among them.
     """
+    import numpy as np
+
+    from rm_optimizer.core.pairs.conversations import conversation_groups
+    from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.data_efficiency.cleaning.wrong_labels import held_out_chances, suspected_labels, turned
     from rm_optimizer.evaluation.score_file import require_new
+    from rm_optimizer.interfaces.commands.labels.features import fixed_differences
+    from rm_optimizer.interfaces.saved_model import SavedModel
     from rm_optimizer.records.files import write_json_lines, write_text
 
     suspects_file, report_file = (out.with_name(f"{out.name}.{name}") for name in ("suspects.jsonl", "report.json"))
@@ -42,7 +45,17 @@ def data_clean(
     if not 0 < false_positive_rate < 1:
         raise ConfigError(f"--false-positive-rate must lie in (0, 1), got {false_positive_rate}")
     pairs = source.load(data)
-    suspects, chances, accuracy = _suspects(pairs, model, false_positive_rate, seed)
+    judged = [place for place, pair in enumerate(pairs) if pair.label == 1]
+    if num_soft := len(pairs) - len(judged):
+        print(f"{num_soft:,} pairs with a tie or a soft label stay, and are not judged")
+    plain = PreferenceDataset.from_pairs([pairs[place] for place in judged])
+    differences = fixed_differences(plain, None if model is None else SavedModel(model).load())
+    groups = np.array(conversation_groups([pair.prompt for pair in plain]))
+    dynamics = held_out_chances(*turned(differences, seed), groups, seed=seed)
+    found = suspected_labels(dynamics.confidence, false_positive_rate=false_positive_rate)
+    chances = dynamics.confidence[[*found.positions]].tolist()
+    suspects = replace(found, positions=tuple(judged[position] for position in found.positions))
+    accuracy = float(dynamics.correctness.mean())
     places = set(suspects.positions)
     rows = [{**pairs[place].to_dict(), "chance": c} for place, c in zip(suspects.positions, chances, strict=True)]
     write_json_lines(suspects_file, rows)
@@ -58,28 +71,3 @@ def data_clean(
     else:
         print(f"estimated share of wrong labels: {suspects.flipped_share:.0%}")
     print(f"held-out accuracy of the linear models: {accuracy:.1%}; near 50% they tell nothing")
-
-
-def _suspects(
-    pairs: PreferenceDataset, model: str | None, false_positive_rate: float, seed: int
-) -> tuple[SuspectedLabels, list[float], float]:
-    """Suspected labels, the probability of each, and the held-out accuracy; ties and soft labels are left out."""
-    import numpy as np
-
-    from rm_optimizer.core.pairs.conversations import conversation_groups
-    from rm_optimizer.core.pairs.dataset import PreferenceDataset
-    from rm_optimizer.data_efficiency.cleaning.wrong_labels import held_out_chances, suspected_labels, turned
-    from rm_optimizer.interfaces.commands.labels.features import fixed_differences
-    from rm_optimizer.interfaces.saved_model import SavedModel
-
-    judged = [place for place, pair in enumerate(pairs) if pair.label == 1]
-    if num_soft := len(pairs) - len(judged):
-        print(f"{num_soft:,} pairs with a tie or a soft label stay, and are not judged")
-    plain = PreferenceDataset.from_pairs([pairs[place] for place in judged])
-    differences = fixed_differences(plain, None if model is None else SavedModel(model).load())
-    groups = np.array(conversation_groups([pair.prompt for pair in plain]))
-    dynamics = held_out_chances(*turned(differences, seed), groups, seed=seed)
-    suspects = suspected_labels(dynamics.confidence, false_positive_rate=false_positive_rate)
-    chances = dynamics.confidence[[*suspects.positions]].tolist()
-    places = tuple(judged[position] for position in suspects.positions)
-    return replace(suspects, positions=places), chances, float(dynamics.correctness.mean())
