@@ -49,6 +49,7 @@ check: $(DEV)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/mypy studies
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .

@@ -357,8 +357,8 @@ def batching_rows(config: TrainConfig, seed: int, splits: Splits, folder: Path) 
     if path.is_file():
         return list(json.loads(path.read_text()))
     data = PreferenceDataset.load(str(splits.train))
-    longer = {"max_length": BATCHING_LENGTH, "attn_implementation": Attention.auto} if config.model.path else {}
-    model = build_model(replace(config.model, **longer), data, seed).train()
+    longer: dict[str, Any] = {"max_length": BATCHING_LENGTH, "attn_implementation": Attention.auto}
+    model = build_model(replace(config.model, **(longer if config.model.path else {})), data, seed).train()
     tokens = tokenize_pairs(data.pairs, model.renderer, None)
     collator = PairCollator(tokens, data.pairs, model.renderer.pad_token_id)
     budgets = {"pair_aware": config.batching.micro_token_budget, "padded": ONE_PASS}

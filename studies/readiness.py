@@ -41,7 +41,7 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.calibration import equal_mass_bins, expected_calibration_error, fold
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
-from rm_optimizer.core.metrics.intervals import student_mean
+from rm_optimizer.core.metrics.intervals import clustered_share, student_mean
 from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
@@ -53,7 +53,6 @@ from rm_optimizer.rl_coupling.readiness.features import (
     agreement,
     pair_accuracy,
     probe_questions,
-    probe_win_rate,
     relative_to_ceiling,
     reward_spread,
     tempered_scores,
@@ -186,7 +185,7 @@ def _features(
         wins = _probed(proxy, gold, n, world.seed)
         for labels in LABELS:
             found[f"probe_{n}@{labels}"] = np.array(
-                [probe_win_rate(won[:labels], asked[:labels]).value for won, asked in wins]
+                [clustered_share(won[:labels], asked[:labels]).value for won, asked in wins]
             )
     found |= _of_short_runs(world, models, prompts, schedule, generator)
     noise = torch.randn(len(prompts), RATED, generator=generator).numpy()
@@ -272,7 +271,7 @@ def _of_short_runs(
     asked = moved.prompts.numpy()
     return {
         f"short_run@{labels}": np.array(
-            [probe_win_rate(won[:labels], of[:labels]).value for won, of in zip(wins, asked, strict=True)]
+            [clustered_share(won[:labels], of[:labels]).value for won, of in zip(wins, asked, strict=True)]
         )
         for labels in LABELS
         if labels <= wins.shape[1]

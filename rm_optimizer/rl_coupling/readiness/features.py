@@ -76,16 +76,6 @@ def probe_questions(
     return ProbeQuestions(prompt, pick, other + (other >= pick))
 
 
-def probe_win_rate(wins: Float[np.ndarray, " questions"], prompt: Clusters) -> Estimate:
-    """Share of questions in which the pick is preferred, ties one half; chance is 0.5.
-
-    Args:
-        wins: probability by the oracle that the pick is the better response, in [0, 1].
-        prompt: prompt of each question.
-    """
-    return clustered_share(wins, prompt)
-
-
 def pair_accuracy(
     margin: Float[np.ndarray, " pairs"], prompt: Clusters, label: Float[np.ndarray, " pairs"] | None = None
 ) -> Estimate:

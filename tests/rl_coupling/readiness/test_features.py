@@ -14,7 +14,6 @@ from rm_optimizer.rl_coupling.readiness.features import (
     length_sensitivity,
     pair_accuracy,
     probe_questions,
-    probe_win_rate,
     relative_to_ceiling,
     reward_spread,
     tempered_scores,
@@ -36,7 +35,7 @@ def test_probe_of_a_perfect_model_wins_as_often_as_the_best_of_n_beats_another(r
     ranks = np.arange(12)
     best = np.diff(np.concatenate([[0.0], [np.prod((k - np.arange(4)) / (12 - np.arange(4))) for k in range(1, 13)]]))
     exact = float((best * ranks / 11).sum())
-    found = probe_win_rate(wins, asked.prompt)
+    found = clustered_share(wins, asked.prompt)
     assert abs(found.value - exact) < 4 * found.standard_error
 
 
