@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import datetime
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 
@@ -105,7 +106,10 @@ def template_date(model: BradleyTerryRM) -> Check:
         texts = [model.renderer.text(*DEFAULT_PROBE[0]) for _ in range(2)]
         what = "render_fn, called twice, gives"
     elif model.renderer.kind == "chat_template":
-        texts = [_text_on(model, day, *DEFAULT_PROBE[0]) for day in _DAYS]
+        prompt, response = DEFAULT_PROBE[0]
+        turns = [message.to_dict() for message in (*as_messages(prompt), Message("assistant", response))]
+        write = partial(model.tokenizer.apply_chat_template, turns, tokenize=False)  # a template's `set` comes first
+        texts = [write(strftime_now=day.strftime, date_string=day.strftime("%d %b %Y")) for day in _DAYS]
         what = f"the chat template, on {_DAYS[0]:%d %b %Y} and {_DAYS[1]:%d %b %Y}, gives"
     else:
         return skipped("template_date", expected, "the tokenizer has no chat template, and the plain form has no date")
@@ -114,13 +118,6 @@ def template_date(model: BradleyTerryRM) -> Check:
     good, bad = f"{what} one text", f"{what} two texts, so rewards change by the day; {remedy}"
     details = {name: getattr(model.renderer, name) for name in ("kind", "template_hash", "pinned_date")}
     return judged("template_date", is_same, len(set(texts)), "different texts", expected, good, bad, details=details)
-
-
-def _text_on(model: BradleyTerryRM, day: datetime, prompt: Prompt, response: str) -> str:
-    """The chat template's text on a given day; a template's own `set` overrides both date names."""
-    turns = [message.to_dict() for message in (*as_messages(prompt), Message("assistant", response))]
-    clock = {"strftime_now": day.strftime, "date_string": day.strftime("%d %b %Y")}
-    return str(model.tokenizer.apply_chat_template(turns, tokenize=False, **clock))
 
 
 def rendered_together(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
