@@ -16,17 +16,11 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, as_messages
+from rm_optimizer.core.rows.messages import control_tokens
 from rm_optimizer.records.codec import JsonRecord
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 """Quantiles of the token lengths; the last is the longest."""
-
-
-_CONTROL = (
-    r"<\|[\w ]{2,40}\|>|<\uff5c[^\uff5c\n]{2,40}\uff5c>|</?s>|\[/?INST\]|<</?SYS>>|<extra_id_\d+>|"
-    r"<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk|sep|cls|mask)>|\[(?:CLS|SEP|MASK|PAD)\]"
-)
-"""Tokens that chat templates and tokenizers of common families write around content."""
 
 
 _UNKNOWN = Estimate(math.nan, None, 0)
@@ -158,7 +152,7 @@ def audit_pairs(
         renderer: renderer of the conversations; its length limit decides which are truncated.
         special_tokens: special tokens of its tokenizer, which are counted beside those of common families.
     """
-    control = re.compile("|".join([*map(re.escape, special_tokens), _CONTROL]))
+    control = control_tokens(special_tokens)
     splits = {name: _audit_split(dataset, renderer, control) for name, dataset in datasets.items()}
     pairs_of_splits = itertools.combinations(datasets.items(), 2)
     overlaps = tuple(_overlap(first, second) for first, second in pairs_of_splits)

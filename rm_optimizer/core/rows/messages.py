@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,6 +30,11 @@ _PROSE_WORDS = 10
 _FIELD_NAMES = ('"role"', '"from"', "'role'", "'from'")
 _OTHER_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[^\\nrtxuU'\"]")
 """A backslash as `repr` never writes one."""
+_CONTROL = (
+    r"<\|[\w ]{2,40}\|>|<\uff5c[^\uff5c\n]{2,40}\uff5c>|</?s>|\[/?INST\]|<</?SYS>>|<extra_id_\d+>|"
+    r"<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk|sep|cls|mask)>|\[(?:CLS|SEP|MASK|PAD)\]"
+)
+"""Tokens that chat templates and tokenizers of common families write around content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +249,11 @@ def _content(value: Any) -> Any:
         if part.get("type") == "text" and isinstance(part.get("text"), str):
             return part["text"]
     return value
+
+
+def control_tokens(special_tokens: Iterable[str]) -> re.Pattern[str]:
+    """Pattern of tokens that stand for the frame of a conversation: of common families, and these of a tokenizer."""
+    return re.compile("|".join([*map(re.escape, special_tokens), _CONTROL]))
 
 
 def require_characters(name: str, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,7 +15,7 @@ from pathlib import Path
 import transformers
 from transformers import PreTrainedTokenizerBase
 
-from rm_optimizer.core.rows.messages import Message, Prompt
+from rm_optimizer.core.rows.messages import Message, Prompt, as_messages, control_tokens
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 from rm_optimizer.serving.engine import EngineDescription
@@ -49,6 +50,7 @@ class InputReader:
         max_length: most tokens that the model reads.
         vocab_size: exclusive upper bound of the token ids.
         max_request_tokens: most tokens of all sequences of a request.
+        count_control: function that takes the number of responses and prompts of a request with a control token inside.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -56,14 +58,13 @@ class InputReader:
     max_length: int
     vocab_size: int
     max_request_tokens: int
+    count_control: Callable[[int], None] = lambda count: None
 
     @classmethod
-    def of(cls, description: EngineDescription, max_request_tokens: int) -> InputReader:
-        """Reader for an engine's model.
-
-        Args:
-            description: description of the engine's model.
-            max_request_tokens: most tokens of all sequences of a request.
+    def of(
+        cls, description: EngineDescription, max_request_tokens: int, count_control: Callable[[int], None]
+    ) -> InputReader:
+        """Reader for an engine's model; the arguments are those of the class.
 
         Raises:
             CheckpointError: if conversations are rendered differently than by the engine's model.
@@ -78,7 +79,8 @@ class InputReader:
                 "/classify reads the text of a conversation as other tokens than training did; send it messages or "
                 "token ids, or use /rm/score or /get_reward"
             )
-        return cls(tokenizer, renderer, description.max_length, description.vocab_size, max_request_tokens)
+        limits = description.max_length, description.vocab_size, max_request_tokens
+        return cls(tokenizer, renderer, *limits, count_control)
 
     def token_ids(self, value: list[int] | list[list[int]]) -> list[TokenSequence]:
         """Token ids of `/classify`'s `input`, checked.
@@ -151,6 +153,10 @@ class InputReader:
         return self._conversations(prompts, [text for item in items for text in item.responses], names)
 
     @cached_property
+    def _control(self) -> re.Pattern[str]:
+        return control_tokens(self.tokenizer.all_special_tokens)
+
+    @cached_property
     def _rendered(self) -> RenderedTexts:
         return RenderedTexts(self.renderer)
 
@@ -206,7 +212,10 @@ class InputReader:
                 raise InvalidRequest(str(error), names[0] if len(names) == 1 else None) from error
             return [encoding.ids for encoding in encodings]
 
-        return self._in_slices(sizes, tokenize, names)
+        rows = self._in_slices(sizes, tokenize, names)
+        texts = (message.content for prompt in different.values() for message in as_messages(prompt))
+        self.count_control(sum(self._control.search(text) is not None for text in chain(responses, texts)))
+        return rows
 
     def _in_slices(
         self, sizes: Sequence[int], tokenize: Callable[[slice], Sequence[Sequence[int]]], names: Sequence[str]

@@ -21,6 +21,8 @@ class ServerMetrics:
         self.queued_tokens = Gauge("rm_queued_tokens", "Tokens of accepted, unanswered requests.", registry=here)
         self.disconnected = Counter("rm_disconnected", "Requests dropped because their client left.", registry=here)
         self.truncated = Counter("rm_truncated", "Sequences of /get_reward that were cut.", registry=here)
+        held = "Texts of conversations with a control token inside."
+        self.control_tokens = Counter("rm_control_tokens", held, registry=here)
         self.sequences = Counter("rm_sequences", "Sequences scored.", registry=here)
         self.tokens = Counter("rm_tokens", "Tokens of the sequences scored.", registry=here)
         self.unique_tokens = Counter("rm_unique_tokens", "Of these, common starts counted once.", registry=here)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from prometheus_client import Counter
+
 import rm_optimizer
 from rm_optimizer.serving.engine import Engine, ScoredBatch
 from rm_optimizer.serving.options import DEFAULT_QUEUED_TOKENS
@@ -50,7 +52,7 @@ class RewardService:
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="rm-tokenizer")
         self._characters = FairShare(MAX_WAITING_CHARACTERS)
         self._created = int(time.time())
-        self._has_truncated = False
+        self._has_warned = set[str]()
         self._sound_revision: int | None = None
         self._counted_restarts = 0
 
@@ -62,7 +64,9 @@ class RewardService:
         """
         await self.engine.start()
         description = self.engine.description
-        reader = await asyncio.to_thread(InputReader.of, description, self.batcher.max_queued_tokens)
+        reader = await asyncio.to_thread(
+            InputReader.of, description, self.batcher.max_queued_tokens, self._count_control
+        )
         self.parity = await check_parity(self.engine, reader, description.export)
         self.batcher.start()
         self._reader = reader
@@ -140,14 +144,28 @@ class RewardService:
 
     def count_truncated(self, count: int) -> None:
         """Count sequences that were cut, and warn of the first."""
-        if count and not self._has_truncated:
-            self._has_truncated = True
-            _log.warning(
-                "/get_reward was sent texts of more than the model's %d tokens; they are cut from the left as in "
-                "training, extra_logs.truncated says which, rm_truncated counts them",
-                self.engine.description.max_length,
-            )
-        self.metrics.truncated.inc(count)
+        most = self.engine.description.max_length
+        self._count(
+            self.metrics.truncated,
+            count,
+            f"/get_reward was sent texts of more than the model's {most} tokens; they are cut from the left as in "
+            "training, extra_logs.truncated says which, rm_truncated counts them",
+        )
+
+    def _count_control(self, count: int) -> None:
+        self._count(
+            self.metrics.control_tokens,
+            count,
+            "texts hold control tokens such as <|im_end|>, which are read as if the template had written them, as in "
+            "training; a policy can forge a turn so: strip them from responses. rm_control_tokens counts such texts",
+        )
+
+    def _count(self, counter: Counter, count: int, said: str) -> None:
+        """Count, and warn of the first."""
+        if count and said not in self._has_warned:
+            self._has_warned.add(said)
+            _log.warning(said)
+        counter.inc(count)
 
     async def score(self, sequences: list[TokenSequence]) -> ScoredBatch:
         """Finite rewards of the sequences, all of one version.
