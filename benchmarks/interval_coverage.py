@@ -9,6 +9,7 @@ of four equal arms, with two seeds each, in which Holm's rule calls any arm diff
 from __future__ import annotations
 
 import argparse
+from functools import cache
 
 import numpy as np
 from scipy.special import expit, ndtr
@@ -20,6 +21,8 @@ PROMPTS = (2, 3, 5, 8, 30, 40)
 SEEDS = (2, 3, 5)
 PAIRS = 12
 """Pairs of a prompt."""
+CENTER = 0.5
+"""Mean margin."""
 OF_PROMPTS = 0.7
 """Deviation of the prompts' margins beside 1 of the pairs'."""
 
@@ -40,20 +43,29 @@ def main() -> None:
         print(f"{name}: {value:.3f}")
 
 
-def of_prompts(num_prompts: int, repetitions: int) -> dict[str, float]:
-    """Coverage of the accuracy's, the NLL's and the Brier score's intervals."""
-    center = 0.5
-    many = center + np.random.default_rng(1).normal(0, np.hypot(1, OF_PROMPTS), 4_000_000)
-    truth = {
-        "accuracy": float(ndtr(center / np.hypot(1, OF_PROMPTS))),
+@cache
+def _truth() -> dict[str, float]:
+    """Values of the population."""
+    many = CENTER + np.random.default_rng(1).normal(0, np.hypot(1, OF_PROMPTS), 500_000)
+    names = list(map(str, range(len(many))))
+    found = evaluate_pairs(many, np.zeros_like(many), beta=1.0, prompt_ids=names, num_bootstrap=0, seed=0)
+    return {
+        "accuracy": float(ndtr(CENTER / np.hypot(1, OF_PROMPTS))),
+        "mean_margin": CENTER,
         "nll": float(np.logaddexp(0, -many).mean()),
         "brier": float(((1 - expit(many)) ** 2).mean()),
+        "ece": found.ece.value,
     }
+
+
+def of_prompts(num_prompts: int, repetitions: int) -> dict[str, float]:
+    """Coverage of the intervals of accuracy, mean margin, NLL, Brier score and calibration error."""
+    truth = _truth()
     held = dict.fromkeys(truth, 0)
     prompts = np.repeat(np.arange(num_prompts), PAIRS).astype(str)
     for seed in range(repetitions):
         rng = np.random.default_rng([2, num_prompts, seed])
-        margin = center + np.repeat(rng.normal(0, OF_PROMPTS, num_prompts), PAIRS) + rng.normal(0, 1, len(prompts))
+        margin = CENTER + np.repeat(rng.normal(0, OF_PROMPTS, num_prompts), PAIRS) + rng.normal(0, 1, len(prompts))
         zeros = np.zeros_like(margin)
         metrics = evaluate_pairs(margin, zeros, beta=1.0, prompt_ids=prompts.tolist(), num_bootstrap=500, seed=seed)
         for name, value in truth.items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,12 @@ from rm_optimizer.core.metrics.calibration import (
 )
 from rm_optimizer.core.metrics.collapse import CollapseVerdict, detect_collapse
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
+from rm_optimizer.core.metrics.intervals import (
+    FEWEST_RESAMPLED,
+    cluster_bootstrap,
+    with_honest_width,
+    with_student_interval,
+)
 from rm_optimizer.core.metrics.pair_columns import PairColumns
 from rm_optimizer.records.codec import JsonRecord, json_values
 
@@ -288,6 +293,10 @@ def _mean_estimates(pairs: PairColumns, logit: np.ndarray, num_bootstrap: int, s
 def _ece_estimate(
     folded: FoldedPairs, bins: np.ndarray, cluster: np.ndarray, num_bootstrap: int, seed: int
 ) -> Estimate:
+    """Calibration error with the wider one of the basic bootstrap's and Student's interval.
+
+    Noise raises it, most of all with few prompts: the interval of fewer than `FEWEST_RESAMPLED` prompts begins at 0.
+    """
     used = np.unique(bins, return_inverse=True)[1]
     terms = np.zeros((len(used), int(used.max()) + 2))
     terms[np.arange(len(used)), used] = folded.weight * (folded.confidence - folded.outcome)
@@ -298,6 +307,10 @@ def _ece_estimate(
 
     sums = _cluster_sums(terms, cluster)
     estimate = cluster_bootstrap(sums, error, num_bootstrap=num_bootstrap, seed=seed, kind="basic")[0]
+    student = with_student_interval(estimate)
+    if estimate.low is not None and estimate.high is not None and student.low is not None and student.high is not None:
+        low = 0.0 if len(sums) < FEWEST_RESAMPLED else min(estimate.low, student.low)
+        estimate = replace(estimate, low=low, high=max(estimate.high, student.high))
     return with_honest_width(estimate, sums[:, -1], bounds=(0.0, 1.0))
 
 
