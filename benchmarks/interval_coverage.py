@@ -16,6 +16,7 @@ from scipy.special import expit, ndtr
 
 from rm_optimizer.core.metrics.effects import PairedScores, holm_adjusted, paired_effect
 from rm_optimizer.core.metrics.pairwise import evaluate_pairs
+from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
 
 PROMPTS = (2, 3, 5, 8, 30, 40)
 SEEDS = (2, 3, 5)
@@ -35,6 +36,7 @@ def main() -> None:
     lines = {}
     for prompts in PROMPTS:
         lines |= {f"{name}_{prompts}": value for name, value in of_prompts(prompts, args.repetitions).items()}
+        lines[f"best_of_8_{prompts}"] = of_best_of_n(prompts, args.repetitions)
     for seeds in SEEDS:
         for spread in (0.0, 0.1, 1.0):
             lines[f"seeds_{seeds}_of_{spread}"] = of_seeds(seeds, spread, args.repetitions)
@@ -72,6 +74,20 @@ def of_prompts(num_prompts: int, repetitions: int) -> dict[str, float]:
             estimate = getattr(metrics, name)
             held[name] += estimate.low <= value <= estimate.high
     return {name: count / repetitions for name, count in held.items()}
+
+
+def of_best_of_n(num_prompts: int, repetitions: int) -> float:
+    """Coverage of the expected gold reward of the best of eight, with skewed effects of prompts."""
+    draws = 16
+    best = float(np.random.default_rng(5).normal(0, 1, (400_000, 8)).max(axis=1).mean()) / 2
+    held = 0
+    for seed in range(repetitions):
+        rng = np.random.default_rng([6, num_prompts, seed])
+        proxy = rng.normal(0, 1, (num_prompts, draws))
+        gold = proxy / 2 + rng.normal(0, 1, (num_prompts, draws)) + rng.exponential(1, (num_prompts, 1)) - 1
+        point = BestOfNCurve.measure(proxy, gold, sizes=[8], num_bootstrap=500, seed=seed).points[0].gold
+        held += point.low <= best <= point.high
+    return held / repetitions
 
 
 def _arms(rng: np.random.Generator, seeds: int, spread: float, arms: int) -> tuple[np.ndarray, list[str]]:
