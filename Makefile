@@ -28,7 +28,7 @@ help:
 	@echo "make test-slow    run the slow tests: stress, kills, many processes, compilers, documented commands"
 	@echo "make zoo          hold every text-classification family of transformers to one contract (two minutes)"
 	@echo "make test-vllm    install vLLM for the CPU in an environment of its own and run the tests that need it"
-	@echo "make check        ruff and mypy"
+	@echo "make check        ruff, mypy and the budgets of lines"
 	@echo "make format       let ruff format and sort the code"
 
 quickstart: $(USED)
@@ -50,6 +50,7 @@ check: $(DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/mypy studies
+	$(BIN)/python tools/budget.py
 
 format: $(DEV)
 	$(BIN)/ruff check --fix .

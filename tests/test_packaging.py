@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import subprocess
 import sys
 import tomllib
 import zipfile
-from importlib.metadata import PackageNotFoundError, requires
+from importlib.metadata import PackageNotFoundError, packages_distributions, requires
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name as canonical
 
 ROOT = Path(__file__).resolve().parent.parent
 UNWANTED = {"torchvision", "torchaudio", "torchcodec"}
@@ -21,6 +23,24 @@ OVERRIDES = [
     ["model=tiny", "optimizer=lion", "training.epochs=2", "logger=wandb"],
     ["experiment=quickstart", "seed=3", "data.columns={prompt: question}"],
 ]
+
+
+def test_every_required_package_is_imported_and_every_import_is_required():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    optional = [line for lines in project["optional-dependencies"].values() for line in lines]
+    required = {canonical(Requirement(line).name) for line in project["dependencies"]}
+    known = required | {canonical(Requirement(line).name) for line in optional}
+    modules = packages_distributions()
+    used: set[str] = set()
+    for path in (ROOT / "rm_optimizer").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
+            used |= {canonical(name) for each in names for name in modules.get(each.split(".")[0], [])}
+    # TensorBoard writes through Lightning's logger; the others come with transformers, torch, Lightning and FastAPI.
+    assert required - used == {"tensorboard"}
+    brought = {"huggingface-hub", "packaging", "pyyaml", "jinja2", "lightning-utilities", "pydantic", "pydantic-core"}
+    assert used - known - brought <= {"rm-optimizer", "starlette"}
 
 
 @pytest.fixture(scope="module")
