@@ -236,6 +236,15 @@ def test_reasoning_in_the_response_is_kept_or_refused():
         renderer(FORGETTING).text("2 + 2?", response)
 
 
+@pytest.mark.parametrize("written", ["replace('\\n', ' ')", "split() | join(' ')", "replace('    ', '')"])
+def test_line_breaks_indents_and_blanks_that_a_template_drops_are_refused(written: str):
+    template = "{% for m in messages %}<s>{{ m['role'] }}: {{ m['content'].CHANGE }}</s>{% endfor %}"
+    code = "def f():\n    return  1"
+    assert code in renderer(template.replace("CHANGE", "strip()")).text("Code?", f"{code}\n")
+    with pytest.raises(DataError, match=r"leaves out a part of message 2"):
+        renderer(template.replace("CHANGE", written)).text("Code?", code)
+
+
 @pytest.mark.parametrize("role", ["developer", "narrator", "observation"])
 def test_a_role_that_a_template_does_not_print_is_named(role: str):
     prompt = (Message(role, "Be brief."), Message("user", "Why?"))

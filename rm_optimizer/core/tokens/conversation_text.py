@@ -81,13 +81,16 @@ def plain_prompt(messages: Sequence[Message]) -> str:
 
 
 def first_lost(contents: Sequence[str], text: str) -> int | None:
-    """Index of the first content that is not whole in the text, each at its own place; None if all are.
+    r"""Index of the first content that is not whole in the text, each at its own place; None if all are.
 
-    Blanks are ignored, since templates strip and add them. A content may be in the text as a JSON string.
+    Blanks at its ends are ignored, since templates strip them, and more blanks may stand inside it, such as an indent.
+    A content may be in the text as a JSON string.
 
     Example:
         >>> first_lost(["Why?", "<think>Hm.</think>Because."], "User: Why? Assistant: Because.")
         1
+        >>> first_lost(["one\ntwo"], "User: one two"), first_lost(["one\ntwo"], "User:\n  one\n  two")
+        (0, None)
     """
     place = 0
     for content in contents:
@@ -103,9 +106,16 @@ def _first_lost_anywhere(contents: Sequence[str], text: str) -> int | None:
     rest = "".join(text.split())
     for index in sorted(range(len(contents)), key=lambda i: -len(contents[i])):
         quoted = (json.dumps(contents[index], ensure_ascii=ascii)[1:-1] for ascii in (False, True))
-        forms = ("".join(form.split()) for form in (contents[index], *quoted))
-        form = next((form for form in forms if form in rest), None)
+        forms = (form for form in (contents[index], *quoted) if _has_blanks(form, text))
+        form = next((bare for form in forms if (bare := "".join(form.split())) in rest), None)
         if form is None:
             return index
         rest = rest.replace(form, "\0", 1) if form else rest
     return None
+
+
+def _has_blanks(content: str, text: str) -> bool:
+    """True if the content stands in the text with no fewer line breaks and no less indent and blanks than it has."""
+    words, runs = re.split(r"\s+", content.strip()), re.findall(r"\s+", content.strip())
+    gaps = [*(r"[^\S\n]*\n" * run.count("\n") + rf"[^\S\n]{{{len(run.rpartition(chr(10))[2])},}}" for run in runs), ""]
+    return re.search("".join(map("".join, zip(map(re.escape, words), gaps, strict=True))), text) is not None
