@@ -17,19 +17,22 @@ There is one function for each kind of input.
 from __future__ import annotations
 
 import argparse
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from xml.etree import ElementTree
 
-import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tests.builders import fresh_reward_model
 from tests.core import call_forms
 from tests.core.pairs import row_layouts
 from tests.core.storage import folder_forms
 from tests.serving.doors import FAMILIES, crossings
+
+ROOT = Path(__file__).resolve().parents[1]
+BAD_COMMANDS = "tests/bad_input/test_commands.py"
 
 
 def rows() -> dict[str, int]:
@@ -56,25 +59,16 @@ def models() -> dict[str, int]:
     return counted(found)
 
 
-class _Counts:
-    """Counts of the tests of a run of pytest."""
-
-    def __init__(self) -> None:
-        self.passed, self.failed = 0, list[str]()
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Count a test's call, and any failure."""
-        self.passed += report.when == "call" and report.passed
-        self.failed += [report.nodeid] if report.failed else []
-
-
 def sentences() -> dict[str, int]:
     """Run the bad command lines of the tests, which are one list, and return the counts."""
-    counts = _Counts()
-    tests = Path(__file__).parents[1] / "tests" / "bad_input" / "test_commands.py"
-    pytest.main(["-q", "-p", "no:cacheprovider", "--no-summary", str(tests)], plugins=[counts])
-    tried = counts.passed + len(counts.failed)
-    return {"tried": tried, "right": counts.passed, "refused": 0, "wrong_without_a_word": len(counts.failed)}
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", f"--junitxml={report}", BAD_COMMANDS], cwd=ROOT, check=False
+        )
+        suite = ElementTree.parse(report).getroot()[0]
+    tried, wrong = int(suite.attrib["tests"]), int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+    return {"tried": tried, "right": tried - wrong, "refused": 0, "wrong_without_a_word": wrong}
 
 
 def counted(found: Sequence[tuple[str, str]]) -> dict[str, int]:

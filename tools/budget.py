@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 7320,
+    "core": 7324,
     "serving": 4559,
     "landscape": 4061,
     "reporting": 3024,
@@ -24,7 +24,7 @@ ROOMS: Mapping[str, int] = {
     "experiments": 1921,
     "data_efficiency": 1281,
     "schema": 952,
-    "doctor": 909,
+    "doctor": 913,
     "optim": 747,
     "records": 740,
     "evaluation": 532,
@@ -36,8 +36,8 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 57,
     "import lines": 6070,
     "import lines inside functions": 363,
-    "lines of code": 33859,
-    "private functions with one caller": 806,
+    "lines of code": 33867,
+    "private functions with one caller": 807,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

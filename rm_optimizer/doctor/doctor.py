@@ -66,8 +66,13 @@ def diagnose(
         on_stage: function called with the description of the next stage, the number of stages done and of all stages.
 
     Raises:
+        TypeError: if the model is no `BradleyTerryRM`.
         DataError: if a data set is empty, or every pair is equal after truncation.
     """
+    if not isinstance(model, BradleyTerryRM):
+        raise TypeError(
+            f"model must be a BradleyTerryRM, whose weights and rendering it checks, got {type(model).__name__}"
+        )
     started = time.perf_counter()
     data = dict(data or {})
     for name, dataset in data.items():

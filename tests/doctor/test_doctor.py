@@ -565,3 +565,8 @@ def test_the_command_prints_the_verdict_writes_it_and_returns_its_code(model, da
     diagnosis = Diagnosis.from_json(json_file.read_text())
     assert failed(diagnosis) == {"split_leakage"}
     assert Diagnosis.from_json(diagnosis.to_json()) == diagnosis
+
+
+def test_what_is_no_model_of_ours_is_one_sentence():
+    with pytest.raises(TypeError, match=r"model must be a BradleyTerryRM, .* got Linear"):
+        diagnose(torch.nn.Linear(2, 1), seed=0)
