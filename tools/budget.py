@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 7324,
     "serving": 4559,
-    "landscape": 4061,
+    "landscape": 4073,
     "reporting": 3024,
     "rl_coupling": 2692,
     "training": 2669,
@@ -34,9 +34,9 @@ LIMITS: Mapping[str, int] = {
     "files": 487,
     "files of less than 40 lines": 20,
     "functions of seven parameters or more": 57,
-    "import lines": 6070,
+    "import lines": 6071,
     "import lines inside functions": 363,
-    "lines of code": 33867,
+    "lines of code": 33879,
     "private functions with one caller": 807,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

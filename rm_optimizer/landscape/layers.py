@@ -15,6 +15,7 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.evaluation.draws import PairSample
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_gram
+from rm_optimizer.landscape.estimates.trace import ProbeSums
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.gauss_newton import CurvatureRows
@@ -178,7 +179,8 @@ def block_traces(
     is `2 (||R_bb||_F^2 - ||diag R_bb||^2) + sum_{c != b} ||R_bc||_F^2`. Vectors over one block (Hutchinson, 1990) would
     avoid the sum over other blocks, but cost products for each block. `tr(G_b)` is known and `G z` is computed
     from its rows, so the Gauss-Newton matrix adds nothing to the variance. The vectors are independent, and the
-    interval over them is Student's. Estimates of different blocks share their vectors and are correlated.
+    interval over them is Student's, with a variance of at least `ProbeSums.least_variance_of_block`. Estimates of
+    different blocks share their vectors and are correlated.
 
     Args:
         hessian: the Hessian `H`.
@@ -189,13 +191,18 @@ def block_traces(
         seed: seed of the random vectors.
     """
     random = RandomVectors(hessian, seed)
-    forms: dict[str, list[float]] = {name: [] for name in blocks}
+    sums = {name: ProbeSums() for name in blocks}
     for start in range(0, num_probes, VECTORS_AT_ONCE):  # few at a time, so that memory does not grow with their number
         probes = random.signs(min(VECTORS_AT_ONCE, num_probes - start))
-        products = probes * (hessian.apply(probes) - gauss_newton(probes))
+        images = hessian.apply(probes) - gauss_newton(probes)
         for name, ranges in blocks.items():
-            forms[name] += torch.stack([products[:, slice(*columns)].sum(dim=1) for columns in ranges]).sum(0).tolist()
-    return {name: student_mean(known[name] + np.array(form)) for name, form in forms.items()}
+            parts = (torch.cat([rows[:, slice(*columns)] for columns in ranges], dim=1) for rows in (probes, images))
+            for probe, image in zip(*parts, strict=True):
+                sums[name].add(probe, image)
+    return {
+        name: student_mean(known[name] + np.array(each.forms), least_variance=each.least_variance_of_block)
+        for name, each in sums.items()
+    }
 
 
 def top_eigenvalues(

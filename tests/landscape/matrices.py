@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import torch
+from scipy.stats import t as student_t
 from torch import Tensor
 
 from rm_optimizer.landscape.operators.base import MatrixOperator
@@ -30,3 +31,26 @@ def operator(name: str) -> MatrixOperator:
 @cache
 def top(name: str) -> Eigenpairs:
     return lanczos(operator(name), 10, which="magnitude", tolerance=1e-4)
+
+
+@cache
+def hard_for_intervals(name: str) -> MatrixOperator:
+    """Matrices whose quadratic forms of random signs are skewed, heavy-tailed or often equal."""
+    drawn = torch.Generator().manual_seed(2)
+    matrix = torch.zeros(SIZE, SIZE, dtype=torch.float64)
+    if name == "all ones":
+        matrix += 1
+    elif name == "two coordinates":
+        matrix[0, 1] = matrix[1, 0] = 1
+    elif name == "rank 8":
+        basis = torch.linalg.qr(torch.randn(SIZE, 8, generator=drawn, dtype=torch.float64))[0]
+        matrix = (basis * torch.arange(1.0, 9.0, dtype=torch.float64)) @ basis.T
+    else:  # few entries with the tails of Student's distribution of 1.5 degrees of freedom
+        places = torch.randint(SIZE, (2, 2 * SIZE), generator=drawn)
+        uniform = torch.rand(2 * SIZE, generator=drawn, dtype=torch.float64).numpy()
+        matrix[places[0], places[1]] = torch.from_numpy(student_t.ppf(uniform, 1.5))
+        matrix = matrix + matrix.T
+    return MatrixOperator(matrix)
+
+
+HARD = ("all ones", "two coordinates", "rank 8", "sparse heavy-tailed")

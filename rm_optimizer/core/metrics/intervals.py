@@ -111,12 +111,13 @@ class StudentMean:
         return float(student_t.ppf(0.5 + CONFIDENCE / 2, self.freedom))
 
 
-def student_mean(samples: Float[np.ndarray, " samples"], *, bias: float = 0.0) -> Estimate:
+def student_mean(samples: Float[np.ndarray, " samples"], *, bias: float = 0.0, least_variance: float = 0.0) -> Estimate:
     """Mean of independent samples with Student's interval `mean ± t s / sqrt(n)`; one sample gets none.
 
     Args:
         samples: numbers, at least one.
         bias: size of an error that all samples share; adds to the standard error as an independent one does.
+        least_variance: lower bound on the variance of a sample, for samples that are often alike.
 
     Example:
         >>> str(student_mean(np.array([1.0, 2.0, 3.0])))
@@ -125,7 +126,7 @@ def student_mean(samples: Float[np.ndarray, " samples"], *, bias: float = 0.0) -
     count, value = len(samples), float(samples.mean())
     if count < 2:
         return Estimate(value, None, count)
-    error = math.hypot(float(samples.std(ddof=1)) / math.sqrt(count), bias)
+    error = math.hypot(math.sqrt(max(float(samples.var(ddof=1)), least_variance) / count), bias)
     return StudentMean(value, error, count - 1, count).estimate
 
 

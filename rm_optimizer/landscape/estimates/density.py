@@ -69,19 +69,24 @@ class SpectralDensity(JsonRecord):
     def moment(self, power: int) -> Estimate:
         """`sum_i lambda_i^power`: the trace for 1, the square of the Frobenius norm for 2.
 
-        The interval is Student's over the random vectors. Each vector gives an unbiased value if the power is below
-        twice the steps. The standard error of a higher power includes the change by the last step, as in `statistic`.
+        The interval is Student's over the random vectors. With `B = A^power`, a form `z^T B z` of signs has variance
+        `2 (||B||_F^2 - ||diag B||^2)`. The larger one of the sample's variance and of the bound
+        `2 (tr(B^2) - tr(B)^2 / n)` is used, since few forms are often alike. Each vector gives an unbiased value if the
+        power is below twice the steps. The standard error of a higher power includes the change by the last step, as in
+        `statistic`.
         """
         known = float(sum(value**power for value in self.exact))
         if not self.nodes:
             return Estimate(known, 0.0, 0, known, known, IntervalKind.exact)
 
-        def samples(density: SpectralDensity) -> np.ndarray:
-            return density._totals(lambda values: values[None] ** power)[:, 0] + known
+        def samples(density: SpectralDensity) -> Float[np.ndarray, "kinds vectors"]:
+            return density._totals(lambda values: np.stack([values**power, values ** (2 * power)]))[:, :2].T
 
+        forms, squares = samples(self)
         is_unbiased = power < 2 * max(map(len, self.nodes))
-        change = 0.0 if is_unbiased else float((samples(self) - samples(self._one_step_less())).mean())
-        return student_mean(samples(self), bias=change)
+        change = 0.0 if is_unbiased else float((forms - samples(self._one_step_less())[0]).mean())
+        bound = 2 * float(squares.mean() - forms.mean() ** 2 / self.num_parameters)
+        return student_mean(known + forms, bias=change, least_variance=bound)
 
     def _totals(self, terms: Terms) -> Float[np.ndarray, "vectors columns"]:
         """Totals of each vector over the unknown eigenvalues, with a 1 appended that counts vectors in sums."""

@@ -25,7 +25,7 @@ def hutchinson_trace(
 ) -> Estimate:
     """Mean of `z^T A z` over vectors of random signs (Hutchinson, 1990).
 
-    The interval is Student's, with the variance of `_ProbeSums`. Of a positive semidefinite matrix it is
+    The interval is Student's, with the variance of `ProbeSums`. Of a positive semidefinite matrix it is
     `_chi_squared`'s, since the mean of few squares is skewed.
     """
     _require_products(num_products, 1, "hutchinson")
@@ -186,7 +186,7 @@ def _sketch(images: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
 def _mean_of_probes(
     operator: SymmetricOperator, random: RandomVectors, count: int, *, known: float = 0.0, is_semidefinite: bool = False
 ) -> Estimate:
-    sums = _ProbeSums()
+    sums = ProbeSums()
     for start in range(0, count, VECTORS_AT_ONCE):  # few at a time, so that memory does not grow with their number
         probes = random.signs(min(VECTORS_AT_ONCE, count - start))
         for probe, image in zip(probes, operator.apply(probes), strict=True):
@@ -198,7 +198,7 @@ def _mean_of_probes(
     return StudentMean(known + float(quadratic.mean()), error, sums.freedom, count).estimate
 
 
-class _ProbeSums:
+class ProbeSums:
     """Forms `z^T R z` of random signs, and their variance from the products `R z` rather than from the forms alone.
 
     With `d = z * R z`, entry by entry, a form is the sum of `d`, and `cov(d_i, d_k) = R_ik^2 = R_ki^2`. So its variance
@@ -237,6 +237,19 @@ class _ProbeSums:
         """Variance of a form; of one vector the bound `2 ||R z||^2`, whose mean is `2 ||R||_F^2`."""
         count = len(self.forms)
         return 2 * (self._spread / (count - 1) if count > 1 else self.squares[0])
+
+    @property
+    def least_variance_of_block(self) -> float:
+        """Lower bound on the variance of forms `z_b^T (R z)_b` of a block, for vectors `z` over all blocks.
+
+        The sum of the variances of the terms `z_i (R z)_i` counts `||R_bb||_F^2 - ||diag R_bb||^2` once and not twice.
+        Two terms of one entry `R_ik` are equal in all vectors with probability `2^(1 - vectors)`, and then look like
+        the diagonal, which has no variance. Where that is no rare event, the variance is `2 ||(R z)_b||^2` at least.
+        The worst coverage simulated was 0.90, for a matrix of rank 1 all of whose parameters are one block.
+        """
+        count = len(self.forms)
+        is_likely_equal = 2.0 ** (1 - count) > 1 - CONFIDENCE
+        return max(self._spread / max(count - 1, 1), 2 * float(np.mean(self.squares)) if is_likely_equal else 0.0)
 
     @property
     def freedom(self) -> float:
