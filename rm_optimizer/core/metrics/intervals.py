@@ -117,7 +117,7 @@ def student_mean(samples: Float[np.ndarray, " samples"], *, bias: float = 0.0, l
     Args:
         samples: numbers, at least one.
         bias: size of an error that all samples share; adds to the standard error as an independent one does.
-        least_variance: lower bound on the variance of a sample, for samples that are often alike.
+        least_variance: variance of a sample to assume at least, for few samples that are often alike.
 
     Example:
         >>> str(student_mean(np.array([1.0, 2.0, 3.0])))

@@ -69,9 +69,9 @@ class SpectralDensity(JsonRecord):
     def moment(self, power: int) -> Estimate:
         """`sum_i lambda_i^power`: the trace for 1, the square of the Frobenius norm for 2.
 
-        The interval is Student's over the random vectors. With `B = A^power`, a form `z^T B z` of signs has variance
-        `2 (||B||_F^2 - ||diag B||^2)`. The larger one of the sample's variance and of the bound
-        `2 (tr(B^2) - tr(B)^2 / n)` is used, since few forms are often alike. Each vector gives an unbiased value if the
+        The interval is Student's over the random vectors. With `B = A^power`, a form `z^T B z` of random signs has the
+        variance `2 (||B||_F^2 - ||diag B||^2)`, at most `2 (tr(B^2) - tr(B)^2 / n)`. The larger one of this bound and
+        of the sample's variance is used, since few forms are often alike. Each vector gives an unbiased value if the
         power is below twice the steps. The standard error of a higher power includes the change by the last step, as in
         `statistic`.
         """

@@ -240,11 +240,11 @@ class ProbeSums:
 
     @property
     def least_variance_of_block(self) -> float:
-        """Lower bound on the variance of forms `z_b^T (R z)_b` of a block, for vectors `z` over all blocks.
+        """Least variance to assume for forms `z_b^T (R z)_b` of a block, with vectors `z` over all blocks.
 
         The sum of the variances of the terms `z_i (R z)_i` counts `||R_bb||_F^2 - ||diag R_bb||^2` once and not twice.
         Two terms of one entry `R_ik` are equal in all vectors with probability `2^(1 - vectors)`, and then look like
-        the diagonal, which has no variance. Where that is no rare event, the variance is `2 ||(R z)_b||^2` at least.
+        the diagonal, which has no variance. Where that is no rare event, the bound `2 ||(R z)_b||^2` is assumed.
         The worst coverage simulated was 0.90, for a matrix of rank 1 all of whose parameters are one block.
         """
         count = len(self.forms)
