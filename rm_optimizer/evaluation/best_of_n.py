@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, with_honest_width
 from rm_optimizer.core.pairs.pair import PreferencePair
 
 FEWEST_RESPONSES = 3
@@ -78,9 +78,7 @@ def best_of_n(
 
 def _of_lists(long: Mapping[tuple[str, str], _List], num_bootstrap: int, seed: int) -> BestOfN:
     rows = np.array([[*item.shares(), 1.0] for item in long.values()])
-    prompts = np.unique([prompt for prompt, _ in long], return_inverse=True)[1]
-    sums = np.zeros((int(prompts.max()) + 1, rows.shape[1]))
-    np.add.at(sums, prompts, rows)
+    sums = cluster_totals(rows, [prompt for prompt, _ in long])
     found = cluster_bootstrap(sums, lambda sums: sums[..., :1] / sums[..., -1:], num_bootstrap=num_bootstrap, seed=seed)
     return BestOfN(
         num_lists=len(long),

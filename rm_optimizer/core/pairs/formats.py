@@ -18,6 +18,7 @@ from rm_optimizer.core.rows.messages import (
     LAST_TURN,
     Message,
     Prompt,
+    are_texts,
     as_messages,
     begins_with_turn,
     is_empty,
@@ -146,7 +147,7 @@ def _compare_lists(row: Row, rule: KwiseRule) -> list[Comparison]:
 def _texts(row: Row, name: str) -> list[str]:
     value = row.get(name)
     texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+    if not are_texts(texts):
         raise ValueError(f"{name} must be a text or a list of texts, got {shown_kind(value)}")
     return texts
 
@@ -201,7 +202,7 @@ def _conversation(row: Row, name: str) -> tuple[Message, ...]:
     """Prompt and response: a list that begins with the assistant is a completion, any other the whole conversation."""
     turns, prompt = read_messages(name, row.get(name)), row.get("prompt")
     prompt = None if is_empty(prompt) else read_prompt(prompt)
-    is_within = isinstance(prompt, str) and any(turn == Message("user", prompt) for turn in turns)
+    is_within = isinstance(prompt, str) and Message("user", prompt) in turns
     if prompt and turns[0].role == "assistant" and not is_within:
         turns = as_messages(prompt) + turns
     elif isinstance(prompt, str):
@@ -326,16 +327,12 @@ def _fits_transcripts(row: Row) -> bool:
 
 def _fits_messages(row: Row) -> bool:
     sides = (row.get("chosen"), row.get("rejected"))
-    return all(isinstance(side, list) and not _are_texts(side) for side in sides)
-
-
-def _are_texts(value: list[Any]) -> bool:
-    return bool(value) and all(isinstance(item, str) for item in value)
+    return all(isinstance(side, list) and not are_texts(side) for side in sides)
 
 
 def _fits_lists(row: Row) -> bool:
     sides = (row.get("chosen"), row.get("rejected"))
-    are_sides = all(isinstance(side, str) or (isinstance(side, list) and _are_texts(side)) for side in sides)
+    are_sides = all(isinstance(side, str) or are_texts(side) for side in sides)
     return "prompt" in row and are_sides and any(isinstance(side, list) for side in sides)
 
 

@@ -69,7 +69,6 @@ def load_source(
         max_bad_share: most bad rows that may be dropped, as a share of all rows.
         spelling: form of option names in messages.
         rows: the source's rows if they are in memory; None reads them.
-        spelling: form of option names in messages.
 
     Raises:
         DataError: if the source cannot be read, its columns fit no format, a row is bad, too many are, or no pair is

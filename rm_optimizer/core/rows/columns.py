@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rm_optimizer.core.rows.messages import is_assistant, is_empty, is_message, parsed_text
+from rm_optimizer.core.rows.messages import are_texts, is_assistant, is_empty, is_message, parsed_text
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.core.rows.row_context import is_context
 from rm_optimizer.errors import DataError, did_you_mean
@@ -150,7 +150,7 @@ def _inside(value: Any, step: str) -> Any:
 
 def _parsed(row: Row, structured: frozenset[str]) -> Row:
     changed: Row = {}
-    for name in ("chosen", "rejected", "response_a", "response_b", *_LISTS):
+    for name in (*_SIDES[0], *_SIDES[1], *_LISTS):
         value = row.get(name)
         if isinstance(value, str) and (name in structured or name in _LISTS):
             value = parsed_text(value)
@@ -216,17 +216,13 @@ def structured_columns(
 def _kind(value: Any) -> str:
     """Kind of a cell: text that spells messages or texts or looks like messages that cannot be read, a list, other."""
     if not isinstance(value, str):
-        return "list" if _are_texts(value) else "other"
+        return "list" if are_texts(value) else "other"
     parsed = parsed_text(value)
     if is_assistant(parsed) or (isinstance(parsed, list) and parsed and all(map(is_message, parsed))):
         return "messages"
     if parsed is None and _MESSAGES.match(value):
         return "unreadable"
-    return "texts" if _are_texts(parsed) else "other"
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+    return "texts" if are_texts(parsed) else "other"
 
 
 def _require_columns(first: Sequence[Row], path: str, columns: Columns, spelling: Spelling) -> None:

@@ -1,7 +1,8 @@
 """Messages and prompts: one reader of prompts for files, commands, the Python API and the server.
 
-A prompt comes as text, as an HH-style transcript, as a list of messages or as the JSON text of one. All of them become
-the same messages here, so that a file, a command, the Python API and a server give the same reward to the same prompt.
+A prompt comes as text, as an HH-style transcript, as a list of messages or as the text of one, in JSON or as Python
+prints it. All of them become the same messages here, so that a file, a command, the Python API and a server give the
+same reward to the same prompt.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 _TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
 LAST_TURN = "\n\nAssistant:"
@@ -115,7 +116,7 @@ def begins_with_turn(text: str) -> bool:
 
 
 def read_prompt(value: object) -> Prompt:
-    """A prompt in any form: text, a transcript that ends in `Assistant:`, messages, or the text of messages in JSON.
+    """A prompt in any form: text, a transcript that ends in `Assistant:`, messages, or the text of messages.
 
     Raises:
         ValueError: if it is none of these, or a message of it cannot be used.
@@ -183,6 +184,11 @@ def is_message(value: object) -> bool:
     return isinstance(value, Mapping) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys())
 
 
+def are_texts(value: object) -> TypeGuard[list[str]]:
+    """True for a list of texts that is not empty."""
+    return isinstance(value, list) and bool(value) and all(isinstance(item, str) for item in value)
+
+
 def is_assistant(value: object) -> bool:
     """True for a value like a message of the assistant."""
     if not isinstance(value, Mapping) or not is_message(value):
@@ -192,7 +198,7 @@ def is_assistant(value: object) -> bool:
 
 
 def read_messages(name: str, value: object) -> tuple[Message, ...]:
-    """Messages from a cell: a list of `{role, content}` or `{from, value}` objects, or its JSON text.
+    """Messages from a cell: a list of `{role, content}` or `{from, value}` objects, or its text.
 
     Args:
         name: the column, for the text of errors.
@@ -205,6 +211,8 @@ def read_messages(name: str, value: object) -> tuple[Message, ...]:
         value = messages_text(value) or value
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{name} must be a list of messages, got {shown_kind(value)}")
+    if isinstance(value, tuple) and all(isinstance(item, Message) for item in value):
+        return value  # pairs of one prompt share it
     try:
         return tuple(_read_message(name, number, item) for number, item in enumerate(value, 1))
     except ValueError as error:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rm_optimizer.core.rows.messages import Prompt, is_empty, require_characters, require_response
+from rm_optimizer.core.rows.messages import Prompt, are_texts, is_empty, require_characters, require_response
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.core.rows.row_context import row_prompt
 from rm_optimizer.errors import DataError
@@ -100,7 +100,7 @@ def _checked(path: Path, number: int, row: dict[str, Any]) -> ResponseRow:
         raise DataError(f"{where}: there is a column '{REWARD}' already; rename it or leave it out")
     listed = "responses" in row
     responses = row["responses"] if listed else [row["response"]]
-    if not isinstance(responses, list) or not responses or not all(isinstance(text, str) for text in responses):
+    if not are_texts(responses):
         expected = "responses must be a list of texts" if listed else "response must be text"
         raise DataError(f"{where}: {expected}, got {_shown(row['responses' if listed else 'response'])}")
     try:

@@ -14,10 +14,10 @@ from rm_optimizer.core.rows.readers import Row
 
 CONTEXT_COLUMNS = frozenset({"system", "input"})
 """Columns that are read into the prompt."""
-UNREAD_COLUMNS = (
+UNREAD_COLUMNS = frozenset({
     "tools", "functions", "tool_calls", "chat_template_kwargs", "documents", "history", "context", "system_prompt",
     "system_message", "input", "image", "images", "audio", "audios", "video", "videos",
-)  # fmt: skip
+})  # fmt: skip
 """Columns that would change what the model reads, and that are not read unless they are mapped."""
 
 

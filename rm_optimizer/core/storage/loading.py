@@ -163,7 +163,7 @@ def _load(source: str | Path, options: LoadOptions) -> LoadedModel:
 def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
     origin = {"revision": options.revision, "trust_remote_code": options.trust_remote_code}
     found = [cached_file(source.location, name, revision=options.revision, **_IF_THERE) for name in _OWN_FILES]
-    folder = Path(found[0] or os.devnull).parent
+    folder = Path(found[0]).parent if found[0] else Path(os.devnull)
     record = read_record(folder)
     arguments = build_arguments(AutoConfig.from_pretrained(source.location, **origin), options)
     if options.quantize:

@@ -13,7 +13,6 @@ from itertools import chain, repeat
 from pathlib import Path
 
 import transformers
-from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.rows.messages import Message, Prompt, as_messages, control_tokens
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
@@ -53,7 +52,7 @@ class InputReader:
         count_control: function that takes the number of responses and prompts of a request with a control token inside.
     """
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     renderer: ConversationRenderer
     max_length: int
     vocab_size: int
@@ -264,12 +263,12 @@ class InputReader:
         return tuple(ids)
 
 
-def stored_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+def stored_tokenizer(folder: Path) -> transformers.PreTrainedTokenizerBase:
     """Tokenizer of a folder. One without a model is loaded by its class: `AutoTokenizer` imports torch and SciPy."""
     stored = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     is_plain = not (folder / "config.json").exists() and "auto_map" not in stored
     kind = getattr(transformers, stored.get("tokenizer_class", ""), None) if is_plain else None
-    tokenizer: PreTrainedTokenizerBase = (kind or transformers.AutoTokenizer).from_pretrained(folder)
+    tokenizer: transformers.PreTrainedTokenizerBase = (kind or transformers.AutoTokenizer).from_pretrained(folder)
     return tokenizer
 
 
