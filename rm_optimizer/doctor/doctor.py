@@ -9,7 +9,7 @@ from functools import cached_property
 
 import numpy as np
 
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
 from rm_optimizer.doctor import data as doctor_data
@@ -69,10 +69,7 @@ def diagnose(
         TypeError: if the model is no `BradleyTerryRM`.
         DataError: if a data set is empty, or every pair is equal after truncation.
     """
-    if not isinstance(model, BradleyTerryRM):
-        raise TypeError(
-            f"model must be a BradleyTerryRM, whose weights and rendering it checks, got {type(model).__name__}"
-        )
+    require_bradley_terry(model)
     started = time.perf_counter()
     data = dict(data or {})
     for name, dataset in data.items():

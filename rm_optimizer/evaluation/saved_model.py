@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.trained_pairs import TrainedOn, TrainedPairs
@@ -119,6 +119,7 @@ def evaluate_model(
         ConfigError: if the folder is one of a run or a model, or another process writes into it.
         DataError: if a conversation cannot be rendered and bad rows are not dropped, or too many rows are bad.
     """
+    require_bradley_terry(model)
     output_dir = as_path("output_dir", output_dir)
     partial_dir = output_dir if partial_dir is None else as_path("partial_dir", partial_dir)
     checkpoint = str(checkpoint)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rm_optimizer.core.model.identity import weights_digest
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.draws import FEWEST, Prompts
 from rm_optimizer.landscape.estimates.cross_fitting import FEW_PROMPTS, num_prompts
@@ -64,6 +64,9 @@ class HessianAnalyzer:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     group: dist.ProcessGroup | None = None
+
+    def __post_init__(self) -> None:
+        require_bradley_terry(self.model)
 
     def compute_spectrum(
         self,

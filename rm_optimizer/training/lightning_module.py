@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.losses import configured_pair_losses
-from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload
+from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload, require_bradley_terry
 from rm_optimizer.core.model.sharding import (
     in_step,
     is_sharded,
@@ -70,6 +70,7 @@ class RewardModelLightning(pl.LightningModule):
         pair_ids: Callable[[np.ndarray], list[str]],
         run_dir: Path,
     ) -> None:
+        require_bradley_terry(model)
         super().__init__()
         self.automatic_optimization = False
         self.model = model

@@ -39,6 +39,13 @@ They choose keys (DeepSeek-V3.2), read entities (LUKE) or boxes (LiLT), or only 
 """
 _KEEPS_BASE = (True, False, "gaussian", "orthogonal")
 """Initializations of the factors that do not change the frozen weights; all others do."""
+_EXACT = (
+    "task_type peft_type auto_mapping peft_version base_model_name_or_path revision inference_mode r target_modules "
+    "exclude_modules lora_alpha lora_dropout fan_in_fan_out bias use_rslora modules_to_save init_lora_weights "
+    "layers_to_transform layers_pattern rank_pattern alpha_pattern loftq_config eva_config corda_config lora_ga_config "
+    "use_dora target_parameters runtime_config"
+)
+"""Settings of peft (read in 0.21) with which the adapted matrix stays the frozen one and a product, summed."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +139,12 @@ def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) 
         ConfigError: if a target names no layer, or the configuration asks for what could not be saved exactly.
     """
     wanted = _chosen(config)
-    _require_exact(wanted)
+    require_exact(wanted)
+    if wanted.init_lora_weights not in _KEEPS_BASE:
+        raise ConfigError(
+            "LoraConfig.init_lora_weights must be left at its default for a reward model, got "
+            f"{wanted.init_lora_weights!r}: such an adapter could not be saved and merged exactly"
+        )
     head_side, beside = head_side_modules(model), parts_beside_text(model)
     wanted.task_type = import_peft().TaskType.SEQ_CLS
     wanted.modules_to_save = sorted({*(wanted.modules_to_save or ()), *head_side})
@@ -300,21 +312,21 @@ def _name_base(config: LoraConfig, model: PreTrainedModel) -> None:
     config.revision = None if is_folder else getattr(model.config, "_commit_hash", None)
 
 
-def _require_exact(config: LoraConfig) -> None:
-    rewrites = config.init_lora_weights not in _KEEPS_BASE
-    refused = {
-        "init_lora_weights": config.init_lora_weights if rewrites else None,
-        "trainable_token_indices": config.trainable_token_indices,
-        "layer_replication": config.layer_replication,
-        "target_parameters": getattr(config, "target_parameters", None),
-        "modules_to_save": config.modules_to_save if isinstance(config.modules_to_save, str) else None,
-    }
-    for name, value in refused.items():
-        if value:
-            raise ConfigError(
-                f"LoraConfig.{name} must be left at its default for a reward model, got {value!r}: "
-                "such an adapter could not be saved and merged exactly"
-            )
+def require_exact(config: LoraConfig, where: str = "LoraConfig.") -> None:
+    """Refuse a configuration whose adapter is no sum of a frozen matrix and a product, so that it cannot be merged.
+
+    Raises:
+        ConfigError: naming the setting, after `where`.
+    """
+    default = type(config)()
+    settings = {name: value for name, value in vars(config).items() if value != getattr(default, name, None)}
+    if not isinstance(config.modules_to_save, str):
+        settings = {name: value for name, value in settings.items() if name not in _EXACT.split()}
+    for name, value in settings.items():
+        raise ConfigError(
+            f"{where}{name} must be left at its default for a reward model, got {value!r}: "
+            "such an adapter could not be saved and merged exactly"
+        )
 
 
 def is_under(name: str, modules: Collection[str]) -> bool:

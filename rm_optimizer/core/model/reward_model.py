@@ -398,6 +398,19 @@ class BradleyTerryRM(BaseRewardModel):
         require_parity(certificate, rewards, computing_dtype(self.model), source)
 
 
+def require_bradley_terry(model: object) -> None:
+    """Refuse a model without the head, tokens and rendering of a `BradleyTerryRM`, whose rewards alone are not enough.
+
+    Raises:
+        TypeError: if it is another model, a path or a name.
+    """
+    if not isinstance(model, BradleyTerryRM):
+        raise TypeError(
+            f"model must be a BradleyTerryRM, whose weights, tokens and rendering are read here, got "
+            f"{type(model).__name__}; load one with BradleyTerryRM.from_pretrained(FOLDER_OR_NAME)"
+        )
+
+
 def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:
     """Payload of a `.ckpt` under `checkpoint.PAYLOAD_KEY`, from which `from_pretrained` reads the file."""
     return describe_model(model.model, model.tokenizer, model.identity())

@@ -23,6 +23,7 @@ from rm_optimizer.core.classifier.adapters import (
     is_under,
     lora_config,
     modules_named,
+    require_exact,
     saved_modules,
 )
 from rm_optimizer.core.classifier.head import head_name
@@ -154,7 +155,8 @@ class StoredAdapter:
         """Read the adapter of a folder.
 
         Raises:
-            CheckpointError: if it is not LoRA's, names no base, or its `export.json` is torn.
+            CheckpointError: if it is not LoRA's, names no base, or its `export.json` is truncated.
+            ConfigError: if it has a setting with which it could not be merged exactly.
         """
         config = import_peft().PeftConfig.from_pretrained(str(folder))
         kind = str(getattr(config.peft_type, "value", config.peft_type))
@@ -165,6 +167,7 @@ class StoredAdapter:
             )
         if not config.base_model_name_or_path:
             raise CheckpointError(f"the adapter in {folder} does not name its base model in {ADAPTER_FILE}")
+        require_exact(config, f"{folder / ADAPTER_FILE}: ")
         return cls(folder, config, read_record(folder))
 
     @property

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from rm_optimizer.core.model.features import scored_features
 from rm_optimizer.core.model.identity import scorer_digest
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, require_finite
 from rm_optimizer.data_efficiency.acquisition.ray_blocks import on_ray
 from rm_optimizer.errors import ConfigError, DataError
@@ -137,6 +137,7 @@ def read_pool(
         margins = np.array([found.individual_margins for found in predictions]).T
         on_progress(len(pairs))
         return Pool(margins, lengths, known)
+    require_bradley_terry(model)
     shape = (len(pairs), model.reward_head.in_features)
 
     def computed(kept: Float[np.ndarray, "pairs hidden"], start: int) -> Iterator[Float[np.ndarray, " block"]]:

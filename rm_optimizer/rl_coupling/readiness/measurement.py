@@ -15,7 +15,7 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import clustered_share
 from rm_optimizer.core.model.features import features
 from rm_optimizer.core.model.identity import scorer_digest
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
 from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
@@ -114,6 +114,7 @@ def measure_readiness(
         ConfigError: if an option is out of range, or the algorithm is unknown.
         DataError: if there are too few pairs, prompts or responses, or the oracle answers nothing.
     """
+    require_bradley_terry(model)
     started = time.perf_counter()
     if algorithm not in tuple(Algorithm):
         raise ConfigError(did_you_mean("algorithm", str(algorithm), tuple(Algorithm)))

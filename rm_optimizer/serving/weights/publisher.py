@@ -14,7 +14,7 @@ import httpx
 from pydantic import ValidationError
 from torch import Tensor
 
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.errors import (
     ConfigError,
     PublishFailed,
@@ -94,8 +94,11 @@ class RMPublisherAdapter(PickledByArguments):
                 connection is lost during the swap, which the text then states.
             ConfigError: if the mode does not suit the model, or the version's name the protocol.
         """
-        model = weights if isinstance(weights, BradleyTerryRM) else None
-        tensors = dict(weights) if isinstance(weights, Mapping) else sent_tensors(weights, self.mode)
+        if isinstance(weights, Mapping):
+            model, tensors = None, dict(weights)
+        else:
+            require_bradley_terry(weights)
+            model, tensors = weights, sent_tensors(weights, self.mode)
         payload = Payload(tensors, manifest(tensors))
         probe = None if model is None else weight_probe(model)
         batch_id, deadline = uuid.uuid4().hex, Deadline(self.url, self.timeout_seconds)

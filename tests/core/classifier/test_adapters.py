@@ -310,8 +310,9 @@ def test_a_users_lora_config_is_copied_with_only_what_must_change():
         LoraConfig(r=2, target_modules=["value"], use_dora=True),
         LoraConfig(r=2, target_modules=["key"], modules_to_save=["LayerNorm"]),
         LoraConfig(r=2, target_modules=["key", "query"], rank_pattern={"query": 3}, exclude_modules=r".*layer\.0.*"),
+        LoraConfig(r=2, target_modules=["key"], target_parameters=["encoder.layer.0.attention.self.query.weight"]),
     ],
-    ids=["all-linear", "regex", "bias-lora", "bias-all", "dora", "more-modules", "patterns"],
+    ids=["all-linear", "regex", "bias-lora", "bias-all", "dora", "more-modules", "patterns", "parameters"],
 )
 def test_peft_options_survive_adapter_folder_and_merge(config: LoraConfig, tmp_path: Path):
     model = adapted("bert", tmp_path / "base", config)
@@ -337,7 +338,8 @@ def test_peft_options_survive_adapter_folder_and_merge(config: LoraConfig, tmp_p
         ),
         (AdapterConfig(kind=AdapterKind.qlora, rank=1, alpha=1.0, dropout=0.0), "adapter=qlora needs a base"),
         (LoraConfig(init_lora_weights="pissa"), "init_lora_weights must be left"),
-        (LoraConfig(trainable_token_indices=[1]), "trainable_token_indices must be left"),
+        (LoraConfig(trainable_token_indices=[1]), r"LoraConfig.trainable_token_indices must be left.* got \[1\]"),
+        (LoraConfig(lora_bias=True), "LoraConfig.lora_bias must be left"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_in_a_sentence(config: AdapterConfig | LoraConfig, message: str):
@@ -459,6 +461,39 @@ def test_forms_of_adapters_made_by_peft_load_merge_and_score_as_there(options: d
     model.save_pretrained(tmp_path / "merged")
     merged = BradleyTerryRM.from_pretrained(tmp_path / "merged").score(PROMPTS, RESPONSES)
     torch.testing.assert_close(merged, model.score(PROMPTS, RESPONSES), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"trainable_token_indices": [1]},
+        {"alora_invocation_tokens": [1]},
+        {"lora_bias": True},
+        {"layer_replication": [[0, 1], [0, 1]]},
+        {"ensure_weight_tying": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+@pytest.mark.filterwarnings("ignore:aLoRA", "ignore:`lora_bias=True`", "ignore:You have requested")
+def test_adapters_of_peft_that_could_not_be_merged_are_refused_when_loaded(options: dict[str, Any], tmp_path: Path):
+    made_by_peft(tmp_path, target_modules=["k_proj"], **options)
+    (name,) = options
+    with pytest.raises(ConfigError, match=rf"adapter_config\.json: {name} must be left at its default"):
+        BradleyTerryRM.from_pretrained(tmp_path / "adapter", max_length=64)
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora", "gaussian", "orthogonal"])
+def test_adapters_load_and_merge_whatever_their_factors_started_from(start: str, tmp_path: Path):
+    theirs = made_by_peft(tmp_path, target_modules=["k_proj"], init_lora_weights=start)
+    model = BradleyTerryRM.from_pretrained(tmp_path / "adapter", max_length=64)
+    with torch.no_grad():
+        theirs.base_model.model.config.pad_token_id = model.pad_choice.token_id
+        logits = theirs(**model.tokenize(PROMPTS, RESPONSES)).logits[:, 0]
+    rewards = model.score(PROMPTS, RESPONSES)
+    torch.testing.assert_close(rewards, logits, rtol=1e-5, atol=1e-5)
+    model.save_pretrained(tmp_path / "merged")
+    merged = BradleyTerryRM.from_pretrained(tmp_path / "merged").score(PROMPTS, RESPONSES)
+    torch.testing.assert_close(merged, rewards, rtol=1e-5, atol=1e-5)
 
 
 def test_an_adapter_of_two_labels_or_beside_whole_weights_is_refused_with_its_cause(tmp_path: Path):
