@@ -16,13 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted
-from rm_optimizer.interfaces.entry import launch
 from rm_optimizer.interfaces.exits import one_exit
 
 if TYPE_CHECKING:
-    from omegaconf import DictConfig
     from pytorch_lightning.loggers import Logger
 
+    from rm_optimizer.interfaces.command_line import CommandLine, Composed
     from rm_optimizer.landscape.analysis_context import AnalysisInput, AnalysisResult
     from rm_optimizer.landscape.measured_loss import MeasuredLoss
     from rm_optimizer.landscape.runs.evolution import WeightsByStep
@@ -37,15 +36,17 @@ log = logging.getLogger("rm_optimizer")
 
 
 def main() -> None:
-    """Check the command line, then let Hydra run it; a user's mistake becomes one sentence and an exit code."""
+    """Check the command line, then run it; a user's mistake becomes one sentence and an exit code."""
     with one_exit():
-        sys.argv[1:] = completed(sys.argv[1:])
-        check_command(sys.argv[1:])
-        launch(run, MAIN_FILE)
+        line = read(sys.argv[1:])
+        if (checked := _checked(line)) is not None:
+            checked.run(analyze)
+        else:
+            line.launch(analyze)
 
 
-def completed(arguments: Sequence[str]) -> list[str]:
-    """The arguments with the options that the named run recorded; options that the user typed come last and win.
+def read(arguments: Sequence[str]) -> CommandLine[AnalyzeConfig]:
+    """The command line with the options that the named run recorded; options that the user typed come last and win.
 
     Args:
         arguments: options and flags in Hydra's form, without the program's name.
@@ -53,20 +54,18 @@ def completed(arguments: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if a flag or an override cannot be read.
     """
-    from rm_optimizer.interfaces.flags import flags_first, only_tells, parse_flags, require_given_once
+    from rm_optimizer.interfaces.command_line import CommandLine
     from rm_optimizer.records.recall import recalled
     from rm_optimizer.schema.landscape import AnalyzeConfig
 
-    flags = parse_flags(arguments, AnalyzeConfig)
-    if only_tells(flags):
-        return list(arguments)
-    require_given_once(flags.overrides)
-    if named := [line for line in flags.overrides if line.lstrip("+").startswith("hydra.run.dir=")]:
+    line = CommandLine.parse(arguments, AnalyzeConfig, MAIN_FILE)
+    if line.only_tells:
+        return line
+    line.require_given_once()
+    if named := [given for given in line.overrides if given.lstrip("+").startswith("hydra.run.dir=")]:
         folder = named[-1].partition("=")[2]
         raise ConfigError(f"rm-opt analyze writes into output_dir, not hydra.run.dir; give output_dir={folder}")
-    ordered = flags_first(arguments, AnalyzeConfig)
-    num_flags = len(ordered) - len(flags.overrides)
-    return [*ordered[:num_flags], *recalled(flags.overrides), *flags.overrides]
+    return line.of([*recalled(line.overrides), *line.overrides])
 
 
 def check_command(arguments: Sequence[str]) -> None:
@@ -78,27 +77,19 @@ def check_command(arguments: Sequence[str]) -> None:
     Raises:
         ConfigError: if a flag, group, option or value is unknown or out of range, or the folder cannot be written.
     """
-    from rm_optimizer.interfaces.command_line import checked
-    from rm_optimizer.interfaces.flags import only_tells, parse_flags
-    from rm_optimizer.schema.landscape import AnalyzeConfig
+    _checked(read(arguments))
 
-    flags = parse_flags(arguments, AnalyzeConfig)
-    if only_tells(flags):
-        return
-    if not any(line.startswith("checkpoint=") for line in flags.overrides) and flags.config_dir is None:
+
+def _checked(line: CommandLine[AnalyzeConfig]) -> Composed[AnalyzeConfig] | None:
+    """The options of the analysis that will start; None if Hydra only prints."""
+    if line.only_tells:
+        return None
+    if not any(given.startswith("checkpoint=") for given in line.overrides) and line.flags.config_dir is None:
         raise ConfigError("a model to analyze must be given: --checkpoint RUN, or a folder, .ckpt or hub id")
-    if flags.multirun:
+    if line.flags.multirun:
         raise ConfigError("rm-opt analyze measures one thing of one model; start a command for each, not --multirun")
-    name = flags.config_name or MAIN_FILE
-    checked(flags.overrides, AnalyzeConfig, name=name, config_dir=flags.config_dir, writable=flags.cfg is None)
-
-
-def run(config: DictConfig) -> None:
-    """Run the analysis of the composed configuration."""
-    from rm_optimizer.schema import typed
-    from rm_optimizer.schema.landscape import AnalyzeConfig
-
-    analyze(typed(config, AnalyzeConfig))
+    composed = line.composed()
+    return composed if line.runs_once else None
 
 
 def analyze(options: AnalyzeConfig) -> Path:

@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import math
 import sys
-from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
-from rm_optimizer.interfaces.entry import launch
 from rm_optimizer.interfaces.exits import one_exit, rank, report
 from rm_optimizer.interfaces.sweep import SWEEP_FILE, Job, Sweep, failed_job, naming_sweep_folder
+from rm_optimizer.records.quoting import in_quotes
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from pytorch_lightning.callbacks import Callback
 
+    from rm_optimizer.interfaces.command_line import CommandLine, Composed
     from rm_optimizer.schema import TrainConfig
     from rm_optimizer.training.folder.result import RunResult
 
@@ -35,26 +35,55 @@ COMPARISON = "comparison"
 
 
 def main() -> None:
-    """Check the command line, then let Hydra run it; a user's mistake becomes one sentence and an exit code."""
+    """Check the command line, then run it; a user's mistake becomes one sentence and an exit code."""
     with one_exit():
-        sys.argv[1:] = _in_order(sys.argv[1:])
-        if (config := check_command(sys.argv[1:])) is not None:
-            if _has_ended(config):
-                return
-            _require_devices(config)
-        named = _named_folder(config, sys.argv[1:])
-        sys.argv[1:] = _with_model_preset(sys.argv[1:])
-        sys.argv += _among_processes(sys.argv[1:])
-        try:
-            with _held(named, sweep=config is None):
-                launch(run, "config")
-        finally:
-            if SWEEP.jobs:
-                print(f"\n{SWEEP.table()}\n{SWEEP.folder}/{SWEEP_FILE} holds this table")
+        from rm_optimizer.interfaces.command_line import CommandLine
+        from rm_optimizer.schema import TrainConfig
+
+        line = CommandLine.parse(sys.argv[1:], TrainConfig)
+        checked = _checked(line)
+        if checked is None:
+            _tell_or_sweep(line)
+        elif not _has_ended(checked.options):
+            from rm_optimizer.training.folder.lock import reserved
+            from rm_optimizer.training.processes import launched_processes, process_overrides, require_devices
+
+            require_devices(checked.options.hardware)
+            if (processes := launched_processes()) is not None:
+                folder = str(checked.config.hydra.run.dir)
+                line = line.of([*line.overrides, *process_overrides(processes, folder, line.overrides)])
+                checked = line.composed()
+            sys.argv[1:] = line.words()  # Lightning repeats them for the processes that it starts
+            with reserved(Path(checked.options.output_dir)) if rank() == 0 else nullcontext():
+                checked.run(_trained)
+
+
+def _tell_or_sweep(line: CommandLine[TrainConfig]) -> None:
+    """Let Hydra print, or run the jobs of a sweep, and compare those that finished."""
+    from rm_optimizer.interfaces.command_line import planned_sweep
+    from rm_optimizer.schema.implied import completed
+    from rm_optimizer.training.folder.lock import reserved
+
+    if line.only_tells or not line.flags.multirun:
+        line.of(completed(line.overrides)).launch(run)
+        return
+    folder = planned_sweep(line.overrides, name=line.main_file, config_dir=line.flags.config_dir).folder
+    try:
+        with naming_sweep_folder(), reserved(folder):
+            line.of(_in_folder(completed(line.overrides), folder)).launch(run)
+    finally:
         if SWEEP.jobs:
-            _compare(SWEEP)
-        if SWEEP.exit_code:
-            sys.exit(SWEEP.exit_code)
+            print(f"\n{SWEEP.table()}\n{SWEEP.folder}/{SWEEP_FILE} holds this table")
+    if SWEEP.jobs:
+        _compare(SWEEP)
+    if SWEEP.exit_code:
+        sys.exit(SWEEP.exit_code)
+
+
+def _in_folder(overrides: Sequence[str], folder: Path) -> list[str]:
+    """The overrides, with the folder of the sweep, whose time is filled in once."""
+    option = "hydra.sweep.dir="
+    return [*(item for item in overrides if not item.startswith(option)), f"{option}{in_quotes(str(folder))}"]
 
 
 def _compare(sweep: Sweep) -> None:
@@ -74,50 +103,6 @@ def _compare(sweep: Sweep) -> None:
     print_comparison(comparison)
     write_comparison(comparison, sweep.folder / COMPARISON)
     print(f"JSON, Parquet and pictures: {sweep.folder / COMPARISON}")
-
-
-def _named_folder(config: TrainConfig | None, arguments: Sequence[str]) -> Path | None:
-    """The folder of a run or sweep if the user named it and this process is the first to write into it, else None.
-
-    Args:
-        config: options of the single run that will start; None for a sweep, or if Hydra only prints.
-        arguments: options and flags in Hydra's form.
-    """
-    options = ("hydra.sweep.dir=",) if config is None else ("hydra.run.dir=", "output_dir=")
-    named = [item for item in arguments if item.startswith(options) and "${" not in item]
-    if rank() != 0 or not named:
-        return None
-    return _sweep_folder(arguments, named[-1]) if config is None else Path(config.output_dir)
-
-
-@contextmanager
-def _held(folder: Path | None, sweep: bool) -> Iterator[None]:
-    """Lock a folder before Hydra writes into it."""
-    from rm_optimizer.training.folder.lock import reserved
-
-    with ExitStack() as stack:
-        if folder is not None:
-            with naming_sweep_folder() if sweep else nullcontext():
-                stack.enter_context(reserved(folder))
-        yield
-
-
-def _sweep_folder(arguments: Sequence[str], named: str) -> Path | None:
-    from rm_optimizer.interfaces.flags import only_tells, parse_flags
-    from rm_optimizer.records.recall import override_values
-    from rm_optimizer.schema import TrainConfig
-
-    flags = parse_flags(arguments, TrainConfig)
-    if not flags.multirun or flags.cfg is not None or only_tells(flags):
-        return None
-    (folder,) = override_values([named]).values()
-    return Path(str(folder))
-
-
-def _require_devices(config: TrainConfig) -> None:
-    from rm_optimizer.training.processes import require_devices
-
-    require_devices(config.hardware)
 
 
 def show(result: RunResult) -> None:
@@ -150,23 +135,6 @@ def option_callbacks(config: TrainConfig) -> list[Callback]:
     return found
 
 
-def _in_order(arguments: Sequence[str]) -> list[str]:
-    from rm_optimizer.interfaces.flags import flags_first
-    from rm_optimizer.schema import TrainConfig
-
-    return flags_first(arguments, TrainConfig)
-
-
-def _with_model_preset(arguments: Sequence[str]) -> list[str]:
-    """The arguments, with the preset for a model that is named by its path."""
-    from rm_optimizer.interfaces.flags import parse_flags
-    from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.schema.implied import completed
-
-    overrides = list(parse_flags(arguments, TrainConfig).overrides)
-    return [*arguments, *completed(overrides)[len(overrides) :]]
-
-
 def check_command(arguments: Sequence[str]) -> TrainConfig | None:
     """Compose and check the options, without running them.
 
@@ -180,72 +148,60 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
         ConfigError: if a flag, group, option or value is unknown or out of range, or the run folder cannot be written,
             holds another run or is in use.
     """
-    from rm_optimizer.interfaces.command_line import checked
-    from rm_optimizer.interfaces.flags import only_tells, parse_flags, require_given_once
+    from rm_optimizer.interfaces.command_line import CommandLine
+    from rm_optimizer.schema import TrainConfig
+
+    checked = _checked(CommandLine.parse(arguments, TrainConfig))
+    return None if checked is None else checked.options
+
+
+def _checked(line: CommandLine[TrainConfig]) -> Composed[TrainConfig] | None:
     from rm_optimizer.records.run_folder import require_usable
     from rm_optimizer.records.run_options import RunRequest
-    from rm_optimizer.schema import TrainConfig
     from rm_optimizer.training.folder.lock import require_free
     from rm_optimizer.training.processes import require_launched
 
-    flags = parse_flags(arguments, TrainConfig)
-    if only_tells(flags):
+    if line.only_tells:
         return None
     if rank() == 0:  # Lightning adds hydra.run.dir again, in quotes, for the processes that it starts
-        require_given_once(flags.overrides)
-    if flags.multirun and flags.cfg is not None:
+        line.require_given_once()
+    is_sweep, prints = line.flags.multirun, line.flags.cfg is not None
+    if is_sweep and prints:
         raise ConfigError("--cfg prints one configuration; leave out --multirun and the sweep's other values")
-    name = flags.config_name or "config"
-    folders: set[str] = set()
-    configs: list[TrainConfig] = []
-    for number, overrides in _jobs(flags) if flags.multirun else [(None, flags.overrides)]:
-        config = checked(
-            overrides,
-            TrainConfig,
-            name=name,
-            config_dir=flags.config_dir,
-            writable=flags.cfg is None,
-            sweeps=flags.multirun or flags.cfg is not None,
-            job=number,
-        )
-        if flags.multirun:
-            with naming_sweep_folder():
-                _require_own_folder(config, folders)
-        if flags.multirun and config.hardware.devices > 1:
-            raise ConfigError(
-                f"--multirun takes hardware.devices=1, got {config.hardware.devices}; start one command a configuration"
-            )
-        if flags.cfg is None:
-            require_launched(config.hardware)
-            configs.append(config)
-    for config in configs:
-        _require_paths(config)
-    for config in configs:
-        _require_compatible(config)
-    if flags.multirun or flags.cfg is not None:
+    jobs = _jobs(line) if is_sweep else [line.composed()]
+    if prints:
+        return None
+    for job in jobs:
+        require_launched(job.options.hardware)
+    for job in jobs:
+        _require_paths(job.options)
+    from rm_optimizer.optim import check_compatible  # imports torch, so only after options are checked
+
+    for job in jobs:
+        check_compatible(job.options.optimizer, job.options.hardware, job.options.schedule)
+    if is_sweep:
         return None
     if rank() == 0:  # the other processes find the folder that the first one wrote into
-        require_usable(RunRequest.of(config))
-        require_free(Path(config.output_dir))
-    return config
+        require_usable(RunRequest.of(jobs[0].options))
+        require_free(Path(jobs[0].options.output_dir))
+    return jobs[0]
 
 
-def _jobs(flags: Namespace) -> list[tuple[int, list[str]]]:
-    """Numbers and overrides of jobs that together hold every value of a sweep, and of jobs whose folder exists.
-
-    All overrides name the sweep's folder with the current time filled in.
-    """
+def _jobs(line: CommandLine[TrainConfig]) -> list[Composed[TrainConfig]]:
+    """The jobs that together hold every value of a sweep, and those whose folder exists, each in its own folder."""
     from rm_optimizer.interfaces.command_line import planned_sweep
-    from rm_optimizer.records.quoting import in_quotes
 
-    name, option = flags.config_name or "config", "hydra.sweep.dir="
-    plan = planned_sweep(flags.overrides, name=name, config_dir=flags.config_dir)
-    here = f"{option}{in_quotes(str(plan.folder))}"
+    plan = planned_sweep(line.overrides, name=line.main_file, config_dir=line.flags.config_dir)
     begun = (number for number in range(len(plan.jobs)) if (plan.folder / str(number)).is_dir())
-    return [
-        (number, [*(line for line in plan.jobs[number] if not line.startswith(option)), here])
-        for number in sorted({*plan.covering, *begun})
-    ]
+    jobs, folders = [], set[str]()
+    for number in sorted({*plan.covering, *begun}):
+        job = line.of(_in_folder(plan.jobs[number], plan.folder)).composed(job=number)
+        with naming_sweep_folder():
+            _require_own_folder(job.options, folders)
+        if (devices := job.options.hardware.devices) > 1:
+            raise ConfigError(f"--multirun takes hardware.devices=1, got {devices}; start one command a configuration")
+        jobs.append(job)
+    return jobs
 
 
 def _require_own_folder(config: TrainConfig, taken: set[str]) -> None:
@@ -276,12 +232,6 @@ def _require_paths(config: TrainConfig) -> None:
             read_rows(file, lambda number, reason: None)  # it looks at the file, and reads rows once they are asked for
 
 
-def _require_compatible(config: TrainConfig) -> None:
-    from rm_optimizer.optim import check_compatible  # imports torch, so only after options are checked
-
-    check_compatible(config.optimizer, config.hardware, config.schedule)
-
-
 def _has_ended(config: TrainConfig) -> bool:
     """True if `resume=auto` finds a run that has ended. Its summary is printed again, and nothing else happens."""
     from rm_optimizer.records.run_folder import RESULT_FILE
@@ -303,40 +253,21 @@ def _has_ended(config: TrainConfig) -> bool:
     return True
 
 
-def _among_processes(arguments: Sequence[str]) -> list[str]:
-    """Overrides that a process of torchrun or SLURM adds, so that all processes work in one run folder."""
-    from rm_optimizer.interfaces.flags import only_tells, parse_flags
-    from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.training.processes import launched_processes, process_overrides
-
-    flags, processes = parse_flags(arguments, TrainConfig), launched_processes()
-    if only_tells(flags) or flags.cfg is not None or processes is None:
-        return []
-    from rm_optimizer.interfaces.command_line import run_folder
-
-    folder = run_folder(flags.overrides, name=flags.config_name or "config", config_dir=flags.config_dir)
-    return process_overrides(processes, folder, flags.overrides)
-
-
 def run(config: DictConfig) -> float:
-    """Train by the composed configuration and return the objective that a sweep minimizes.
+    """Train a job of a sweep by its composed configuration, and return the objective that the sweep minimizes.
 
-    If a job of a sweep fails, its error is reported, its objective is infinite, and the next job starts.
+    If the job fails, its error is reported, its objective is infinite, and the next job starts.
     """
     from hydra.core.hydra_config import HydraConfig
-    from hydra.types import RunMode
+
+    from rm_optimizer.schema import TrainConfig, typed
 
     hydra = HydraConfig.get()
-    if hydra.mode == RunMode.MULTIRUN:
-        sweep = Path(hydra.sweep.dir)
-        return _job(config, list(hydra.overrides.task), sweep, str(sweep / str(hydra.sweep.subdir)))
-    return _trained(config)
-
-
-def _job(config: DictConfig, overrides: list[str], sweep: Path, folder: str) -> float:
+    sweep, overrides = Path(hydra.sweep.dir), list(hydra.overrides.task)
+    folder = str(sweep / str(hydra.sweep.subdir))
     try:
         with naming_sweep_folder():
-            objective = _trained(config)
+            objective = _trained(typed(config, TrainConfig))
     except Exception as error:
         SWEEP.add(failed_job(overrides, folder, error), sweep)
         if not isinstance(error, RMOptimizerError):
@@ -349,14 +280,12 @@ def _job(config: DictConfig, overrides: list[str], sweep: Path, folder: str) -> 
     return objective
 
 
-def _trained(config: DictConfig) -> float:
+def _trained(options: TrainConfig) -> float:
     from rm_optimizer.records.disk import writing
     from rm_optimizer.records.run_options import RunRequest
-    from rm_optimizer.schema import TrainConfig, typed
     from rm_optimizer.training.folder.start import ended_run
     from rm_optimizer.training.run import train_reward_model
 
-    options = typed(config, TrainConfig)
     ended = ended_run(RunRequest.of(options)) is not None
     with writing(Path(options.output_dir)):
         result = train_reward_model(options, callbacks=option_callbacks(options))

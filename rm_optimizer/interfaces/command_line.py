@@ -1,111 +1,49 @@
-"""Check of a command line before it runs: every group, option and value, and the run folder. Imports no torch."""
+"""Command line of a program whose options Hydra composes: parsed once, composed and checked once, then run.
+
+Imports no torch. The object that is checked is the object that runs, so what was refused cannot start.
+"""
 
 from __future__ import annotations
 
+import argparse
+import copy
+import difflib
 import os
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from functools import wraps
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any, Generic, NoReturn, cast, get_type_hints
 
+import hydra
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
+from hydra._internal.callbacks import Callbacks
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.utils import run_job
 from hydra.errors import HydraException
+from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.interfaces.exits import one_exit
 from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.schema.compose import ConfigT, config_root, typed
-from rm_optimizer.schema.diagnose import all_names, explain, option_names, unknown_option
+from rm_optimizer.schema.diagnose import explain, unknown_option, walk_options
 from rm_optimizer.schema.implied import completed, refuse_unread
 from rm_optimizer.schema.store import register
 from rm_optimizer.schema.values import require_switches
-
-
-def checked(
-    overrides: Sequence[str],
-    kind: type[ConfigT],
-    *,
-    name: str = "config",
-    config_dir: str | None = None,
-    writable: bool = True,
-    sweeps: bool = False,
-    job: int | None = None,
-) -> ConfigT:
-    """Compose the options of these overrides, and check every name and value.
-
-    Args:
-        overrides: overrides of the command line, in Hydra's grammar, without sweeps.
-        kind: dataclass of the whole configuration.
-        name: name of the main configuration file.
-        config_dir: folder of the user's presets, searched before the package's.
-        writable: True also checks that the run folder can be made.
-        sweeps: True accepts presets that hold a sweep, of which only --multirun uses more than the first value.
-        job: number of the job in a sweep, which sets its folder; None for a single run.
-
-    Raises:
-        ConfigError: if anything is wrong; the text is one sentence.
-    """
-    try:
-        with _hydra(overrides):
-            _check_group_values(overrides, GlobalHydra.instance().config_loader())
-            config = _composed(completed(overrides), name, config_dir)
-            if not sweeps:
-                _require_no_sweep(config, overrides)
-            built = _finished(config, kind, writable, job)
-            require_switches(config, overrides)
-            refuse_unread(overrides, config)
-            return built
-    finally:
-        HydraConfig.instance().cfg = None
-
-
-def _require_no_sweep(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse a preset that holds a sweep for a single run, which would use none of the sweep's values."""
-    if config.hydra.sweeper.get("params"):
-        swept = ", ".join(map(str, config.hydra.sweeper.params))
-        given = next((item for item in overrides if item.lstrip("+").startswith("experiment=")), "this preset")
-        raise ConfigError(f"{given} is a sweep over {swept}, which one run would not make; add --multirun")
-
-
-def run_folder(overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None) -> str:
-    """The value of `hydra.run.dir` for these overrides, with times filled in.
-
-    Raises:
-        ConfigError: if an override is wrong.
-    """
-    with _hydra(overrides):
-        return str(_composed(overrides, name, config_dir).hydra.run.dir)
-
-
-@contextmanager
-def _hydra(overrides: Sequence[str]) -> Iterator[None]:
-    """Context in which Hydra composes; its errors become one sentence about the overrides."""
-    register()
-    try:
-        with initialize_config_dir(config_root(), version_base="1.3"):
-            yield
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(explain(error, overrides)) from error
-
-
-def _composed(overrides: Sequence[str], name: str, config_dir: str | None) -> DictConfig:
-    """The configuration with Hydra's own options, not yet checked."""
-    search = []
-    if config_dir is not None:
-        if not Path(config_dir).is_dir():
-            raise ConfigError(f"--config-dir must name an existing folder, got '{config_dir}'")
-        search = [f"hydra.searchpath=[{in_quotes(str(Path(config_dir).resolve()))}]"]
-    return hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
 
 
 @dataclass(frozen=True)
@@ -123,6 +61,230 @@ class SweepPlan:
     covering: list[int]
 
 
+@dataclass(frozen=True)
+class Composed(Generic[ConfigT]):
+    """Options that were composed and checked, ready to run.
+
+    Args:
+        options: the options.
+        config: the same with Hydra's own options.
+        loader: Hydra's loader of presets, which its callbacks may ask.
+    """
+
+    options: ConfigT
+    config: DictConfig
+    loader: ConfigLoader
+
+    def run(self, task: Callable[[ConfigT], object]) -> None:
+        """Call the task as Hydra (1.3, `Hydra.run`) would: in its folder, with its log and its three files.
+
+        A failure inside the task ends the process there with its sentence and exit code. Hydra lets an exit pass, but
+        would print a line of its own before an exception.
+        """
+        name, callbacks = self.config.hydra.job.config_name, Callbacks(self.config)
+        callbacks.on_run_start(config=self.config, config_name=name)
+        done = run_job(
+            lambda config: _reported(task)(self.options),
+            self.config,
+            job_dir_key="hydra.run.dir",
+            job_subdir_key=None,
+            hydra_context=HydraContext(config_loader=self.loader, callbacks=callbacks),
+        )
+        callbacks.on_run_end(config=self.config, config_name=name, job_return=done)
+        _ = done.return_value  # raises what the task raised
+
+
+@dataclass(frozen=True)
+class CommandLine(Generic[ConfigT]):
+    """Hydra's flags and the overrides of a command line.
+
+    Args:
+        kind: dataclass of the whole configuration.
+        flags: Hydra's flags, as its own parser reads them, and the overrides.
+        main_file: name of the main configuration file.
+    """
+
+    kind: type[ConfigT]
+    flags: argparse.Namespace
+    main_file: str
+
+    @classmethod
+    def parse(cls, arguments: Sequence[str], kind: type[ConfigT], main_file: str = "config") -> CommandLine[ConfigT]:
+        """Read the arguments, without the program's name.
+
+        Raises:
+            ConfigError: if a flag is unknown or lacks its value.
+        """
+        parser = get_args_parser()
+        parser.error = _refuse  # type: ignore[method-assign]
+        flags, unknown = parser.parse_known_args(list(arguments))
+        for flag in unknown:
+            if flag.startswith("-"):
+                known = [name for name in parser._option_string_actions if name[1] == "-"]
+                raise ConfigError(_unknown_flag(flag, kind, known))
+        flags.overrides += unknown
+        return cls(kind, flags, flags.config_name or main_file)
+
+    @property
+    def overrides(self) -> list[str]:
+        """The overrides, in the order typed."""
+        return list(self.flags.overrides)
+
+    @property
+    def only_tells(self) -> bool:
+        """True if Hydra prints information instead of composing a configuration."""
+        asks = (self.flags.help, self.flags.hydra_help, self.flags.shell_completion, self.flags.info)
+        return any((*asks, self.flags.experimental_rerun, self.flags.config_path))
+
+    @property
+    def runs_once(self) -> bool:
+        """True if one run starts: no sweep, and Hydra does not print."""
+        return not (self.only_tells or self.flags.multirun or self.flags.cfg)
+
+    def of(self, overrides: Sequence[str]) -> CommandLine[ConfigT]:
+        """The same flags with other overrides."""
+        flags = copy.copy(self.flags)
+        flags.overrides = list(overrides)
+        return CommandLine(self.kind, flags, self.main_file)
+
+    def words(self) -> list[str]:
+        """The arguments with Hydra's flags first, since its parser takes only one uninterrupted series of overrides.
+
+        Example:
+            >>> from rm_optimizer.schema import TrainConfig
+            >>> CommandLine.parse(["seed=1", "--cfg", "job", "optimizer=muon"], TrainConfig).words()
+            ['--cfg=job', 'seed=1', 'optimizer=muon']
+        """
+        words = []
+        for action in get_args_parser()._actions:
+            value = getattr(self.flags, action.dest, None)
+            if action.option_strings and value not in (None, False):
+                words.append(action.option_strings[0] if action.nargs == 0 else f"{action.option_strings[0]}={value}")
+        return [*words, *self.overrides]
+
+    def require_given_once(self) -> None:
+        """Refuse an option that is set twice; Hydra would silently use the last value.
+
+        Raises:
+            ConfigError: naming the option and both values.
+        """
+        seen: dict[str, str] = {}
+        for line in self.overrides:
+            name, equals, value = line.partition("=")
+            option = name.lstrip("+")
+            if equals and seen.setdefault(option, value) != value:
+                raise ConfigError(f"{option} is given twice, as {seen[option]} and as {value}; give it once")
+
+    def composed(self, *, job: int | None = None) -> Composed[ConfigT]:
+        """Compose and check the options, of one job if they are swept.
+
+        Raises:
+            ConfigError: if anything is wrong; the text is one sentence.
+        """
+        return composed(
+            self.overrides,
+            self.kind,
+            name=self.main_file,
+            config_dir=self.flags.config_dir,
+            writable=self.flags.cfg is None,
+            sweeps=not self.runs_once,
+            job=job,
+        )
+
+    def launch(self, run: Callable[[Any], object]) -> None:
+        """Let Hydra run the jobs of a sweep, or print; it reads `sys.argv`."""
+        sys.argv[1:] = self.words()
+        os.environ.setdefault("HYDRA_FULL_ERROR", "1")
+        register()
+        hydra.main(version_base="1.3", config_path=config_root(), config_name=self.main_file)(_reported(run))()
+
+
+def _reported(task: Callable[[Any], object]) -> Callable[[Any], object]:
+    """The task, ending the process with a sentence and an exit code where it fails."""
+
+    @wraps(task)
+    def reported(options: Any) -> object:
+        with one_exit():
+            return task(options)
+
+    return reported
+
+
+def checked(overrides: Sequence[str], kind: type[ConfigT], **choices: Any) -> ConfigT:
+    """Options of these overrides, composed and checked by `composed`, which takes the same choices."""
+    return composed(overrides, kind, **choices).options
+
+
+def composed(
+    overrides: Sequence[str],
+    kind: type[ConfigT],
+    *,
+    name: str = "config",
+    config_dir: str | None = None,
+    writable: bool = True,
+    sweeps: bool = False,
+    job: int | None = None,
+) -> Composed[ConfigT]:
+    """Compose the options of these overrides, and check every name and value.
+
+    Args:
+        overrides: overrides of the command line, in Hydra's grammar, without sweeps.
+        kind: dataclass of the whole configuration.
+        name: name of the main configuration file.
+        config_dir: folder of the user's presets, searched before the package's.
+        writable: True also checks that the run folder can be made.
+        sweeps: True accepts presets that hold a sweep, of which only --multirun uses more than the first value.
+        job: number of the job in a sweep, which sets its folder; None for a single run.
+
+    Raises:
+        ConfigError: if anything is wrong; the text is one sentence.
+    """
+    try:
+        with _hydra(overrides, name):
+            loader = GlobalHydra.instance().config_loader()
+            _check_group_values(overrides, loader)
+            config = _composed(completed(overrides), name, config_dir)
+            if not sweeps:
+                _require_no_sweep(config, overrides)
+            built = _finished(config, kind, writable, job)
+            require_switches(config, overrides)
+            refuse_unread(overrides, config)
+            return Composed(built, config, loader)
+    finally:
+        HydraConfig.instance().cfg = None
+
+
+def _require_no_sweep(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a preset that holds a sweep for a single run, which would use none of the sweep's values."""
+    if config.hydra.sweeper.get("params"):
+        swept = ", ".join(map(str, config.hydra.sweeper.params))
+        given = next((item for item in overrides if item.lstrip("+").startswith("experiment=")), "this preset")
+        raise ConfigError(f"{given} is a sweep over {swept}, which one run would not make; add --multirun")
+    if config.hydra.mode == RunMode.MULTIRUN:
+        raise ConfigError("hydra.mode=MULTIRUN is a sweep; leave it out, and add --multirun")
+
+
+@contextmanager
+def _hydra(overrides: Sequence[str], name: str) -> Iterator[None]:
+    """Context in which Hydra composes; its errors become one sentence about the overrides."""
+    register()
+    try:
+        with initialize_config_dir(config_root(), "train" if name == "config" else name, version_base="1.3"):
+            yield
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        raise ConfigError(explain(error, overrides)) from error
+
+
+def _composed(overrides: Sequence[str], name: str, config_dir: str | None) -> DictConfig:
+    """The configuration with Hydra's own options, not yet checked."""
+    search = []
+    if config_dir is not None:
+        if not Path(config_dir).is_dir():
+            raise ConfigError(f"--config-dir must name an existing folder, got '{config_dir}'")
+        search = [f"hydra.searchpath=[{in_quotes(str(Path(config_dir).resolve()))}]"]
+    return hydra_compose(config_name=name, overrides=[*search, *overrides], return_hydra_config=True)
+
+
 def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir: str | None = None) -> SweepPlan:
     """The jobs that Hydra makes from the overrides and the sweeps in their presets, which come first.
 
@@ -134,7 +296,7 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
     Raises:
         ConfigError: if an override cannot be read or composed.
     """
-    with _hydra(overrides):
+    with _hydra(overrides, name):
         config = _composed([options[0] for options in _choices(overrides)], name, config_dir)
         of_presets = [f"{option}={values}" for option, values in (config.hydra.sweeper.get("params") or {}).items()]
         choices = _choices([*of_presets, *overrides])
@@ -160,19 +322,23 @@ def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int 
     """Fill in the values that Hydra sets when a run starts, and build the dataclasses."""
     with read_write(config), open_dict(config):
         folder, is_output = config.hydra.run.dir, "${output_dir}" in OmegaConf.to_yaml(config.hydra.run)
+        config.hydra.mode = config.hydra.mode or RunMode.RUN
         if job is not None:
             config.hydra.job.num = job
             folder = f"{config.hydra.sweep.dir}/{config.hydra.sweep.subdir}"
         config.hydra.runtime.output_dir = str(Path(folder).absolute())
     HydraConfig.instance().set_config(config)
-    with read_write(config), open_dict(config):
-        del config["hydra"]
-    _check_known(config)
-    built = typed(config, kind)
+    own = config.copy()
+    with read_write(own), open_dict(own):
+        del own["hydra"]
+    for option, is_declared, _ in walk_options(own):
+        if not is_declared:  # added with a plus, and read by no code
+            raise ConfigError(unknown_option(option, own))
+    built = typed(own, kind)
     if writable:
         if not is_output:
             _check_writable("hydra.run.dir" if job is None else "hydra.sweep.dir", Path(folder))
-        _check_writable("output_dir", Path(config.output_dir))
+        _check_writable("output_dir", Path(own.output_dir))
     return built
 
 
@@ -182,14 +348,6 @@ def _check_group_values(overrides: Sequence[str], loader: ConfigLoader) -> None:
         options = loader.get_group_options(item.key_or_group, ObjectType.CONFIG)
         if options and isinstance(item.value(), int | float):
             raise ConfigError(did_you_mean(item.key_or_group, str(item.value()), options))
-
-
-def _check_known(config: DictConfig) -> None:
-    """Refuse options added with `+` that no dataclass declares, since no code reads them."""
-    declared = set(option_names(config))
-    for option in all_names(config):
-        if option not in declared:
-            raise ConfigError(unknown_option(option, config))
 
 
 def _check_writable(option: str, folder: Path) -> None:
@@ -208,3 +366,27 @@ def _check_writable(option: str, folder: Path) -> None:
             f"{option} must be a folder that can be written, got '{folder}' ({parent}: {error.strerror}); "
             f"set {option}=FOLDER"
         ) from error
+
+
+def _unknown_flag(flag: str, kind: type, known: Sequence[str]) -> str:
+    """Sentence about an unknown flag: an option that is set without dashes, or the most similar flag."""
+    name = flag.partition("=")[0].lstrip("-").replace("-", "_")
+    options = list(_options("", kind))
+    meant = [option for option in options if option.rpartition(".")[2] == name]
+    meant += [option for option in difflib.get_close_matches(name, options, n=1) if "." not in option]
+    if meant:
+        return f"unknown flag '{flag}'; options are set without dashes: {meant[0]}=VALUE"
+    return did_you_mean("flag", flag, known)
+
+
+def _options(prefix: str, kind: type) -> Iterator[str]:
+    """Dotted names of all options; for the optimizer, only those that all optimizers share."""
+    hints = get_type_hints(kind)
+    for field in fields(kind):
+        yield f"{prefix}{field.name}"
+        if is_dataclass(hints[field.name]):
+            yield from _options(f"{prefix}{field.name}.", cast(type, hints[field.name]))
+
+
+def _refuse(message: str) -> NoReturn:
+    raise ConfigError(message)

@@ -55,24 +55,28 @@ def explain(error: BaseException, overrides: Sequence[str]) -> str:
     return " ".join(str(error).split())
 
 
-def all_names(node: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of everything in structured nodes; free mappings and lists are values, not options."""
-    if not (isinstance(node, DictConfig) and not node._is_none() and is_dataclass(OmegaConf.get_type(node))):
+def walk_options(node: Any, prefix: str = "") -> Iterator[tuple[str, bool, Any]]:
+    """Dotted names in structured nodes, whether a dataclass declares them, and their values (None if not yet known).
+
+    Free mappings and lists are values, not options.
+    """
+    kind = OmegaConf.get_type(node) if isinstance(node, DictConfig) and not node._is_none() else None
+    if not is_dataclass(kind):
         return
+    declared = {field.name for field in fields(kind)}
     for key in node:
-        name = f"{prefix}{key!s}"
-        yield name
-        if not OmegaConf.is_missing(node, key) and not OmegaConf.is_interpolation(node, str(key)):
-            yield from all_names(node._get_node(key), f"{name}.")
+        name, is_open = (
+            f"{prefix}{key!s}",
+            OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key)),
+        )
+        yield name, key in declared, None if is_open else node[key]
+        if not is_open:
+            yield from walk_options(node._get_node(key), f"{name}.")
 
 
 def option_names(config: DictConfig) -> Iterator[str]:
     """Dotted names of the options that the dataclasses declare."""
-    for name in all_names(config):
-        parent, _, leaf = name.rpartition(".")
-        declared = OmegaConf.get_type(OmegaConf.select(config, parent) if parent else config)
-        if declared is not None and leaf in {field.name for field in fields(declared)}:
-            yield name
+    return (name for name, is_declared, _ in walk_options(config) if is_declared)
 
 
 PATH_OPTIONS = {"data": "data.train", "model": "model.path"}

@@ -11,7 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from rm_optimizer.schema.checks import require
-from rm_optimizer.schema.diagnose import option_names
+from rm_optimizer.schema.diagnose import walk_options
 
 
 def require_finite(config: DictConfig) -> None:
@@ -20,13 +20,9 @@ def require_finite(config: DictConfig) -> None:
     Raises:
         ConfigError: naming the first such option.
     """
-    for option in option_names(config):
-        parent, _, leaf = option.rpartition(".")
-        node = OmegaConf.select(config, parent) if parent else config
-        if OmegaConf.is_missing(node, leaf) or OmegaConf.is_interpolation(node, leaf):
-            continue
-        value = node[leaf]
-        require(not isinstance(value, float) or math.isfinite(value), option, "be a finite number", value)
+    for option, _, value in walk_options(config):
+        if isinstance(value, float) and not math.isfinite(value):
+            require(False, option, "be a finite number", value)
 
 
 def require_switches(config: DictConfig, overrides: Sequence[str]) -> None:

@@ -75,7 +75,7 @@ def lora_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def analyzed(checkpoint: str | Path, *overrides: str, quick: list[str] = QUICK) -> Path:
-    arguments = entry.completed([f"checkpoint='{checkpoint}'", *quick, *overrides])
+    arguments = entry.read([f"checkpoint='{checkpoint}'", *quick, *overrides]).overrides
     return entry.analyze(checked(arguments, AnalyzeConfig, name="analyze"))
 
 
@@ -210,7 +210,9 @@ def test_wandb_and_tensorboard_hold_numbers_eigenvalues_pictures_and_tables(run_
 
     folder = analyzed(run_dir, "landscape=gauss_newton", "logger=wandb", "logger.name=ends", f"output_dir={tmp_path}")
     again = [f"checkpoint='{run_dir}'", *QUICK, "landscape=gauss_newton", f"output_dir={tmp_path}"]
-    assert results_folder(checked(entry.completed(again), AnalyzeConfig, name="analyze")) == folder  # not another one
+    assert (
+        results_folder(checked(entry.read(again).overrides, AnalyzeConfig, name="analyze")) == folder
+    )  # not another one
     result = HessianSpectrum.from_json((folder / "gauss_newton.json").read_text())
     step = json.loads((folder / "gauss_newton.json").read_text())["analysis"]["step"]
     table = pq.read_table(folder / "spectrum.parquet").to_pylist()

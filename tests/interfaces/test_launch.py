@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from rm_optimizer.interfaces.cli import app
-from rm_optimizer.interfaces.flags import flags_first, parse_flags
+from rm_optimizer.interfaces.command_line import CommandLine
 from rm_optimizer.interfaces.launch import become, quoted
 from rm_optimizer.schema import TrainConfig
 
@@ -76,9 +76,9 @@ ORDERS = [
 
 @pytest.mark.parametrize("typed", ORDERS, ids=" ".join)
 def test_flags_may_stand_anywhere_among_the_options(typed):
-    found = parse_flags(flags_first(typed, TrainConfig), TrainConfig)
-    assert found == parse_flags(typed, TrainConfig)
-    get_args_parser().parse_args(flags_first(typed, TrainConfig))  # Hydra's own call, which refuses what is left over
+    line = CommandLine.parse(typed, TrainConfig)
+    assert CommandLine.parse(line.words(), TrainConfig) == line
+    get_args_parser().parse_args(line.words())  # Hydra's own call, which refuses what is left over
 
 
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), min_size=1, max_size=20))

@@ -10,6 +10,7 @@ import pytest
 
 from rm_optimizer import train as entry
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces import command_line
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.folder import lock as run_lock_module
@@ -68,13 +69,14 @@ def test_hydra_writes_only_into_a_folder_that_no_other_process_has(
 ):
     launched: list[str] = []
 
-    def launch(*program: object) -> None:
+    def launch(line: object, task: object) -> None:
         with pytest.raises(ConfigError, match="is in use"):
             require_free(tmp_path / "run")
         with run_lock(tmp_path / "run"):
             launched.append(sys.argv[-1])
 
-    monkeypatch.setattr(entry, "launch", launch)
+    monkeypatch.setattr(command_line.CommandLine, "launch", launch)
+    monkeypatch.setattr(command_line.Composed, "run", launch)
     arguments = ["train", *FEW, *(part.format(tmp_path / "run") for part in begin)]
     monkeypatch.setattr(sys, "argv", list(arguments))
     entry.main()

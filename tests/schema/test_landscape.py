@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rm_optimizer.analyze import completed
+from rm_optimizer.analyze import read
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.records.recall import recalled
@@ -19,7 +19,7 @@ from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig, Split, ig
 
 
 def composed(*arguments: str) -> AnalyzeConfig:
-    return checked(completed(arguments), AnalyzeConfig, name="analyze", writable=False)
+    return checked(read(arguments).overrides, AnalyzeConfig, name="analyze", writable=False)
 
 
 @pytest.fixture
@@ -133,7 +133,7 @@ def test_other_models_are_in_no_run(tmp_path, run_folder):
 
 
 def test_flags_may_stand_before_and_after(run_folder):
-    arguments = completed(["--cfg", "job", f"checkpoint='{run_folder}'", "seed=3"])
+    arguments = read(["--cfg", "job", f"checkpoint='{run_folder}'", "seed=3"]).words()
     assert arguments[0] == "--cfg=job"
     assert arguments[-2:] == [f"checkpoint='{run_folder}'", "seed=3"]
 

@@ -271,7 +271,7 @@ def test_the_run_the_analysis_and_the_analyzer_draw_the_same_pairs(small_config:
     config = small_config(tmp_path / "run", *WATCHED, *data, "training.max_steps=1")
     train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, measure)])
     arguments = [f"checkpoint={tmp_path / 'run'}", "split=train", "landscape.num_pairs=8"]
-    measured = load_measured_loss(checked(entry.completed(arguments), AnalyzeConfig, name="analyze"))
+    measured = load_measured_loss(checked(entry.read(arguments).overrides, AnalyzeConfig, name="analyze"))
     assert sorted(int(i) for batch in measured.sample.batches for i in batch.pair_index) == measure.pairs[0]
     assert any(index > 3 for index in measure.pairs[0])
     analyzer = HessianAnalyzer(measured.model, loss=measured.loss, params="head", seed=measured.sample.seed)
