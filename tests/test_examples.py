@@ -46,6 +46,7 @@ def start(tmp_path_factory, python):
         ("custom_callback.py", [*FEW, "data.synthetic.num_train=32", "data.synthetic.num_val=8"], "step 2: margin "),
         ("best_of_n.py", ["outputs/from_table/best"], "best of 64: reward "),
         ("cold_start_rlhf.py", ["1"], "step 1: KL "),
+        ("nano_reward_model.py", ["pairs.jsonl", "pairs.jsonl"], "accuracy "),
         ("serve_and_update.py", ["outputs/from_table/best"], "\ndoubled "),
     ],
 )
