@@ -3,8 +3,13 @@ r"""A Bradley-Terry reward model in one file of plain torch, without this packag
 Read it first. `rm_optimizer` adds any base model, exact batching, resume, certificates and intervals that hold, around
 this core. The tests hold its losses to the package's own. To write the quick start's pairs to files, and train on them:
 
-    python -c "import json; from rm_optimizer import PreferenceWorld as World; w = World().pairs(16000, 1000); [open(
-    f'{n}.jsonl', 'w').writelines(json.dumps(p.to_dict()) + '\n' for p in getattr(w, n)) for n in ('train', 'val')]"
+    python -c "
+    import json
+    from rm_optimizer.core.pairs.synthetic import SyntheticConfig, synthetic_world
+    world = synthetic_world(SyntheticConfig(num_train=16000))
+    for name in ('train', 'val'):
+        print(*(json.dumps(pair.to_dict()) for pair in getattr(world, name)), sep='\n', file=open(f'{name}.jsonl', 'w'))
+    "
     python examples/nano_reward_model.py train.jsonl val.jsonl
 """
 
