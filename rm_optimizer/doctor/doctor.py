@@ -28,8 +28,8 @@ Stage = tuple[str, Callable[[], Iterable[Check]]]
 _LEARNED = ("label_agreement", "calibration", "label_groups", "beats_length", "reward_length")
 _NEEDS_REWARDS = (*_LEARNED, "prompt_only", "label_signal", "label_shuffle")
 _NEEDS_WEIGHTS = (
-    *("head_init", "head_dtype", "head_trainable", "padding", "plain_forward", "batch", "prefix_sharing", "dropout"),
-    *("attention_kernel", "save_reload", "reward_spread", *_NEEDS_REWARDS),
+    *("head_init", "adapter_trained", "head_dtype", "head_trainable", "padding", "plain_forward", "batch"),
+    *("prefix_sharing", "dropout", "attention_kernel", "save_reload", "reward_spread", *_NEEDS_REWARDS),
 )
 _NEEDS_DATA = (
     *("split_leakage", "unseen_pairs", "labels", "margins", "repeated_pairs", "contradictions", "truncation_rate"),
@@ -156,6 +156,7 @@ class _Examination:
             doctor_head.single_label(model),
             doctor_head.raw_reward(model),
             doctor_head.head_init(model),
+            doctor_head.adapter_trained(model),
             doctor_head.head_dtype(model, probe),
             doctor_head.head_trainable(model, probe),
         ]

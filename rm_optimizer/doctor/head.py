@@ -7,11 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
+from rm_optimizer.core.classifier.adapters import has_adapter, has_untrained_adapter
 from rm_optimizer.core.classifier.head import RewardHead, head_side_modules, initialize_head
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.plan import pad_sequences
-from rm_optimizer.doctor.diagnosis import Check, Status, judged
+from rm_optimizer.doctor.diagnosis import Check, Status, judged, skipped
 from rm_optimizer.doctor.probe_conversations import running
 
 
@@ -51,6 +52,29 @@ def head_init(model: BradleyTerryRM) -> Check:
     expected, unit = f"finite and more than 0; {fresh_std:.3g} at the start", "root mean square of the weights"
     details = {"origin": model.head_init, "fresh": str(is_fresh)}
     return judged("head_init", is_usable, std, unit, expected, good, bad, details=details)
+
+
+def adapter_trained(model: BradleyTerryRM) -> Check:
+    """An adapter beside a trained head was trained too."""
+    if not has_adapter(model.model):
+        return skipped("adapter_trained", "", "the model has no adapter")
+    is_zero = has_untrained_adapter(model.model)
+    good = "adapter and head are at their start" if is_zero else "the adapter has trained weights"
+    bad = (
+        "all lora_B are zero, so the adapter adds nothing to the base beside a trained head; check that training "
+        "reached it, and that its weights were saved"
+    )
+    is_good, expected = not is_zero or is_head_fresh(model), "not zero beside a trained head"
+    return judged(
+        "adapter_trained",
+        is_good,
+        "zero" if is_zero else "not zero",
+        "factors B",
+        expected,
+        good,
+        bad,
+        otherwise=Status.warn,
+    )
 
 
 def head_dtype(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import Estimate, finite_array
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.codec import JsonRecord
@@ -51,8 +52,8 @@ class BestOfNCurve(JsonRecord, indent=2):
     @classmethod
     def measure(
         cls,
-        proxy: Float[np.ndarray, "prompts samples"],
-        gold: Float[np.ndarray, "prompts samples"] | None = None,
+        proxy: ArrayLike,
+        gold: ArrayLike | None = None,
         *,
         sizes: Sequence[int] | None = None,
         num_bootstrap: int = 1000,
@@ -61,7 +62,7 @@ class BestOfNCurve(JsonRecord, indent=2):
         """The curve of a pool of rewards, unbiased for every n up to the pool's size.
 
         Args:
-            proxy: rewards by which the best response is selected.
+            proxy: rewards by which the best response is selected, shape (prompts, samples).
             gold: rewards of the same responses by which the selection is judged.
             sizes: values of n; None takes the pool's size and the powers of 2 below it.
             num_bootstrap: resamples over prompts for the intervals; 0 gives none.
@@ -71,14 +72,16 @@ class BestOfNCurve(JsonRecord, indent=2):
             DataError: if a reward is not finite, or the two kinds differ in number.
             ConfigError: if a size is below 1 or above the pool's size.
         """
-        proxy, gold = require_rewards(proxy, gold)
-        num_prompts, num_samples = proxy.shape
+        if gold is None:
+            rewards = [finite_array(proxy, "proxy rewards", ["prompt", "sample"])]
+        else:
+            rewards = [*require_both(proxy, gold)]
+        num_prompts, num_samples = rewards[0].shape
         sizes = powers_of_two(num_samples) if sizes is None else sorted(set(sizes))
         if not sizes or sizes[0] < 1 or sizes[-1] > num_samples:
             got = ", ".join(map(str, sizes)) or "none"
             raise ConfigError(f"sizes must lie in 1 … {num_samples}, the responses to each prompt, got {got}")
-        rewards = [proxy] if gold is None else [proxy, gold]
-        columns = selected_means(proxy, rewards, sizes)
+        columns = selected_means(rewards[0], rewards, sizes)
         flat = columns.transpose(1, 0, 2).reshape(num_prompts, -1)
         found = cluster_bootstrap(
             np.concatenate([flat, np.ones((num_prompts, 1))], axis=1),
@@ -86,7 +89,7 @@ class BestOfNCurve(JsonRecord, indent=2):
             num_bootstrap=num_bootstrap,
             seed=seed,
         )
-        divergence = np.mean([pool_divergence(row, sizes) for row in proxy], axis=0).tolist()
+        divergence = np.mean([pool_divergence(row, sizes) for row in rewards[0]], axis=0).tolist()
         return cls(
             tuple(
                 BestOfNPoint(
@@ -202,23 +205,16 @@ def _subset_share(num_samples: int, n: int) -> Float[np.ndarray, " ends"]:
     return share
 
 
-def require_rewards(proxy: np.ndarray, gold: np.ndarray | None) -> tuple[np.ndarray, np.ndarray | None]:
-    """Rewards as float64 tables of one shape.
+def require_both(proxy: ArrayLike, gold: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """Rewards as float64 tables of one shape, (prompts, samples).
 
     Raises:
-        DataError: if a reward is not finite, or the two kinds differ in number.
+        DataError: if a reward is no finite number, or the two kinds differ in number.
     """
-    proxy = np.asarray(proxy, dtype=np.float64)
-    if proxy.ndim != 2 or not proxy.size:
-        raise DataError(f"rewards must have the shape (prompts, samples), got {proxy.shape}")
-    gold = None if gold is None else np.asarray(gold, dtype=np.float64)
-    if gold is not None and gold.shape != proxy.shape:
-        raise DataError(f"expected a gold reward for each of the {proxy.shape} proxy rewards, got {gold.shape}")
-    for name, rewards in (("proxy", proxy), ("gold", gold)):
-        if rewards is not None and not np.isfinite(rewards).all():
-            prompt, sample = np.argwhere(~np.isfinite(rewards))[0]
-            raise DataError(
-                f"{name} rewards must be finite, got {rewards[prompt, sample]} for prompt {prompt + 1}, column "
-                f"{sample + 1}; leave the prompt out or give another checkpoint"
-            )
-    return proxy, gold
+    first, second = (
+        finite_array(rewards, name, ["prompt", "sample"])
+        for rewards, name in ((proxy, "proxy rewards"), (gold, "gold rewards"))
+    )
+    if first.shape != second.shape:
+        raise DataError(f"expected a gold reward for each of the {first.shape} proxy rewards, got {second.shape}")
+    return first, second

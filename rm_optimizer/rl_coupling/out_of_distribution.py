@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 from scipy.linalg import cho_factor, cho_solve
 
+from rm_optimizer.core.metrics.estimate import finite_array
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.codec import JsonRecord
@@ -84,7 +86,7 @@ class MahalanobisDetector:
     deviations and covariance, the other half the threshold.
 
     Args:
-        reference: features of reference responses, from `core.model.features.features`.
+        reference: features of reference responses, shape (responses, hidden), from `core.model.features.features`.
         false_positive_rate: largest probability that a response like the reference ones is flagged.
         seed: seed of the halves.
 
@@ -93,10 +95,8 @@ class MahalanobisDetector:
         DataError: if the features are not finite, or there are too few of them for the rate.
     """
 
-    def __init__(
-        self, reference: Float[np.ndarray, "reference hidden"], *, false_positive_rate: float = 0.05, seed: int = 0
-    ) -> None:
-        reference = _finite(reference)
+    def __init__(self, reference: ArrayLike, *, false_positive_rate: float = 0.05, seed: int = 0) -> None:
+        reference = finite_array(reference, "features", ["response", "feature"])
         fitted, held_out = halves(len(reference), seed)
         if len(fitted) < 2:
             raise DataError(f"expected at least 4 reference responses, got {len(reference)}; give more")
@@ -108,13 +108,13 @@ class MahalanobisDetector:
         self.false_positive_rate = false_positive_rate
         self.threshold = conformal_threshold(self.distances(reference[held_out]), false_positive_rate)
 
-    def distances(self, features: Float[np.ndarray, "responses hidden"]) -> Float[np.ndarray, " responses"]:
-        """Distances of the responses; about 1 for responses like the reference ones."""
-        apart = (_finite(features) - self._mean) / self._scale
+    def distances(self, features: ArrayLike) -> Float[np.ndarray, " responses"]:
+        """Distances of responses by their features, shape (responses, hidden); about 1 for ones like the reference."""
+        apart = (finite_array(features, "features", ["response", "feature"]) - self._mean) / self._scale
         squared = np.einsum("rh,hr->r", apart, cho_solve(self._factor, apart.T))
         return np.asarray(np.sqrt(np.maximum(squared, 0.0) / len(self._mean)))
 
-    def detect(self, features: Float[np.ndarray, "responses hidden"]) -> OODDetection:
+    def detect(self, features: ArrayLike) -> OODDetection:
         """Compare the responses' distances with the threshold."""
         return detection(self.distances(features), self.threshold, self.false_positive_rate)
 
@@ -134,11 +134,3 @@ def shrunk_covariance(rows: Float[np.ndarray, "rows hidden"]) -> Float[np.ndarra
     error = (fourth - float((covariance**2).sum())) / (num_rows * hidden)
     share = 1.0 if spread <= 0 else min(max(error, 0.0), spread) / spread
     return np.asarray((1 - share) * covariance + max(share, 1e-12) * mean * np.eye(hidden))
-
-
-def _finite(features: Float[np.ndarray, "rows hidden"]) -> np.ndarray:
-    rows = np.asarray(features, dtype=np.float64)
-    broken = np.flatnonzero(~np.isfinite(rows).all(axis=1))
-    if len(broken):
-        raise DataError(f"features must be finite, got NaN or infinity in row {broken[0]}; give another checkpoint")
-    return rows

@@ -14,13 +14,14 @@ from enum import StrEnum
 
 import numpy as np
 from jaxtyping import Float
+from numpy.typing import ArrayLike
 from scipy.integrate import trapezoid
 
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import Estimate, finite_array
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, student_mean
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.codec import JsonRecord
-from rm_optimizer.rl_coupling.best_of_n_curve import kl_bound, powers_of_two, require_rewards, selected_means
+from rm_optimizer.rl_coupling.best_of_n_curve import kl_bound, powers_of_two, require_both, selected_means
 from rm_optimizer.rl_coupling.out_of_distribution import halves
 
 _GRID = 200
@@ -120,8 +121,8 @@ class OveroptimizationCurve(JsonRecord, indent=2):
     @classmethod
     def of_best_of_n(
         cls,
-        proxy: Float[np.ndarray, "prompts samples"],
-        gold: Float[np.ndarray, "prompts samples"],
+        proxy: ArrayLike,
+        gold: ArrayLike,
         *,
         sizes: Sequence[int] | None = None,
         num_bootstrap: int = 1000,
@@ -130,7 +131,7 @@ class OveroptimizationCurve(JsonRecord, indent=2):
         """The curve of best-of-n selection from a pool, at distances `sqrt(log n - (n - 1) / n)`.
 
         Args:
-            proxy: rewards by which the best response is selected.
+            proxy: rewards by which the best response is selected, shape (prompts, samples).
             gold: gold rewards of the same responses.
             sizes: values of n above 1, at least three; None takes powers of 2.
             num_bootstrap: resamples over prompts, at least 2.
@@ -140,9 +141,7 @@ class OveroptimizationCurve(JsonRecord, indent=2):
             DataError: if a reward is not finite, the shapes differ, or a reward is the same for all responses.
             ConfigError: if the sizes are too few or outside the pool.
         """
-        proxy, checked = require_rewards(proxy, gold)
-        assert checked is not None, "gold rewards were given"
-        gold = checked
+        proxy, gold = require_both(proxy, gold)
         num_samples = proxy.shape[1]
         chosen = sorted({n for n in (powers_of_two(num_samples) if sizes is None else sizes) if n != 1})
         if chosen and not 1 < chosen[0] <= chosen[-1] <= num_samples:
@@ -158,8 +157,8 @@ class OveroptimizationCurve(JsonRecord, indent=2):
     def of_checkpoints(
         cls,
         divergence: Sequence[float],
-        proxy: Float[np.ndarray, "prompts checkpoints"],
-        gold: Float[np.ndarray, "prompts checkpoints"],
+        proxy: ArrayLike,
+        gold: ArrayLike,
         *,
         scales: tuple[float, float] = (1.0, 1.0),
         num_bootstrap: int = 1000,
@@ -171,7 +170,7 @@ class OveroptimizationCurve(JsonRecord, indent=2):
             divergence: divergence of each checkpoint from the first, in nats, in the order of training, from 0. Points
                 and fit leave out a checkpoint nearer to the first than an earlier one: sorted by distance it would
                 precede the earlier one, so that growth between them would look like a fall.
-            proxy: mean proxy reward of each checkpoint's responses to each prompt.
+            proxy: mean proxy reward of each checkpoint's responses to each prompt, shape (prompts, checkpoints).
             gold: mean gold reward of the same responses.
             scales: standard deviations of proxy and gold within prompts under the first checkpoint.
             num_bootstrap: resamples over prompts, at least 2.
@@ -181,16 +180,15 @@ class OveroptimizationCurve(JsonRecord, indent=2):
             DataError: if a number is not finite, a shape is wrong, or the first divergence is not 0.
             ConfigError: if there are too few checkpoints for the fit.
         """
-        proxy, checked = require_rewards(proxy, gold)
-        assert checked is not None, "gold rewards were given"
-        nats = np.asarray(divergence, dtype=np.float64)
-        if nats.shape != proxy.shape[1:] or nats[0] != 0 or not np.isfinite(nats).all():
+        proxy, gold = require_both(proxy, gold)
+        nats = finite_array(divergence, "divergences", ["checkpoint"])
+        if nats.shape != proxy.shape[1:] or nats[0] != 0:
             raise DataError(
                 f"expected a divergence for each of the {proxy.shape[1]} checkpoints, from 0 on, got {list(divergence)}"
             )
         if not min(scales) > 0:
             raise ConfigError(f"scales must be positive, got {scales}")
-        kinds = zip((proxy, checked), scales, strict=True)
+        kinds = zip((proxy, gold), scales, strict=True)
         gains = np.stack([(kind[:, 1:] - kind[:, :1]) / scale for kind, scale in kinds])
         return _curve(Optimization.rl, np.sqrt(np.maximum(nats[1:], 0)).tolist(), gains, num_bootstrap, seed)
 

@@ -18,6 +18,7 @@ import torch
 from rich.console import Console
 from typer import Exit
 
+from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.head import RewardHead
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model import reward_model as reward_model_module
@@ -40,6 +41,7 @@ from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel
 from rm_optimizer.reporting.doctor_table import print_diagnosis
 from rm_optimizer.rl_coupling import openrlhf_reward_func
+from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client.reward_function import trl_reward
 from tests.builders import (
     FAMILIES,
@@ -110,7 +112,8 @@ def test_a_healthy_model_passes_every_check_and_stays_as_it_was(model, data):
     stages: list[tuple[int, int]] = []
     diagnosis = diagnose(model, data, seed=0, on_stage=lambda _, done, total: stages.append((done, total)))
     assert (diagnosis.verdict, diagnosis.exit_code) == (Status.ok, 0), failed(diagnosis) | warned(diagnosis)
-    assert diagnosis.names(Status.skipped) == ["tokenizer_file", "template_date", "unseen_pairs", "label_groups"]
+    not_asked = ["tokenizer_file", "template_date", "adapter_trained", "unseen_pairs", "label_groups"]
+    assert diagnosis.names(Status.skipped) == not_asked
     page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
     assert [check.name for check in diagnosis.checks if f"`{check.name}`" not in page] == []
     assert model.training
@@ -127,6 +130,7 @@ def test_a_base_model_with_a_fresh_head_passes_and_skips_what_needs_training(fam
     assert not failed(diagnosis)
     assert diagnosis.check("head_init").details["fresh"] == "True"
     skipped = {
+        "adapter_trained",
         "tokenizer_file",
         "unseen_pairs",
         "label_agreement",
@@ -196,6 +200,20 @@ def test_dropout_that_an_adapter_asks_for_warns(model):
     model.model.score.lora_dropout = torch.nn.Dropout(0.1)
     model.model.score.register_forward_pre_hook(lambda head, inputs: (head.lora_dropout(inputs[0]),))
     assert doctor_model.dropout(model, probe_ids(model)).status is Status.warn
+
+
+def test_an_adapter_of_zeros_beside_a_trained_head_warns(model):
+    config = AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0)
+    add_adapter(model.model, config, seed=0)
+    assert "adapter_trained" in warned(diagnose(model, seed=0))
+    for name, value in model.model.named_parameters():
+        if ".lora_B." in name:
+            torch.nn.init.normal_(value)
+            break
+    assert diagnose(model, seed=0).check("adapter_trained").status is Status.ok
+    fresh = fresh_reward_model("llama", max_length=128)
+    add_adapter(fresh.model, config, seed=0)
+    assert diagnose(fresh, seed=0).check("adapter_trained").status is Status.ok
 
 
 def test_slower_attention_than_there_is_warns(model):

@@ -17,7 +17,7 @@ from rm_optimizer.rl_coupling.best_of_n_curve import (
     exact_divergence,
     kl_bound,
     pool_divergence,
-    require_rewards,
+    require_both,
     selected_means,
 )
 
@@ -111,7 +111,7 @@ def test_the_bound_holds_and_is_reached_without_ties():
         (np.ones((2, 3)), {"sizes": [0]}, ConfigError, "sizes must lie in 1 … 3"),
         (np.ones((2, 3)), {"sizes": [4]}, ConfigError, "got 4"),
         (np.ones((2, 3)), {"sizes": []}, ConfigError, "got none"),
-        (np.array([[1.0, np.nan]]), {}, DataError, "got nan for prompt 1, column 2"),
+        (np.array([[1.0, np.nan]]), {}, DataError, "got nan in prompt 1, sample 2"),
         (np.ones((2, 3)), {"gold": np.full((2, 3), np.inf)}, DataError, "gold rewards must be finite"),
     ],
 )
@@ -129,4 +129,4 @@ def test_wrong_rewards_are_refused(proxy, options, error, says):
 )
 def test_rewards_of_another_shape_are_refused(proxy, gold, says):
     with pytest.raises(DataError, match=says):
-        require_rewards(proxy, gold)
+        require_both(proxy, gold)

@@ -49,7 +49,7 @@ def test_wrong_references_are_refused():
     rows = np.random.default_rng(3).normal(size=(60, 4))
     broken = rows.copy()
     broken[7, 1] = np.nan
-    with pytest.raises(DataError, match="row 7"):
+    with pytest.raises(DataError, match="response 8, feature 2"):
         MahalanobisDetector(broken)
     with pytest.raises(DataError, match="equal features"):
         MahalanobisDetector(np.ones((60, 4)))

@@ -136,7 +136,7 @@ def test_best_of_n_does_not_depend_on_zero_and_unit_of_a_reward():
             ConfigError,
             "scales must be positive",
         ),
-        (lambda c: c.of_checkpoints(NATS, *np.full((2, 3, 7), np.nan)), DataError, "got nan for prompt 1, column 1"),
+        (lambda c: c.of_checkpoints(NATS, *np.full((2, 3, 7), np.nan)), DataError, "got nan in prompt 1, sample 1"),
         (lambda c: c.of_best_of_n(*np.ones((2, 3, 16))), DataError, "the proxy reward is the same for all responses"),
         (
             lambda c: c.of_best_of_n(np.arange(48.0).reshape(3, 16), np.ones((3, 16))),

@@ -89,6 +89,12 @@ def has_adapter(model: PreTrainedModel) -> bool:
     return ADAPTER_NAME in getattr(model, "peft_config", {})
 
 
+def has_untrained_adapter(model: PreTrainedModel) -> bool:
+    """True if the classifier has LoRA layers and every factor B is zero, as before the first step."""
+    factors = [value for name, value in model.named_parameters() if ".lora_B." in name]
+    return bool(factors) and not any(value.any() for value in factors)
+
+
 def lora_config(model: PreTrainedModel) -> LoraConfig:
     """Complete peft configuration of an adapted classifier; plain peft restores the head from it too."""
     return model.peft_config[ADAPTER_NAME]

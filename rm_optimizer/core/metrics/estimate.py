@@ -1,11 +1,17 @@
-"""A number with its uncertainty."""
+"""A number with its uncertainty, and numbers that a program hands over."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import numpy as np
+from jaxtyping import Float64
+from numpy.typing import ArrayLike
+
+from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
 
 CONFIDENCE = 0.95
@@ -69,3 +75,35 @@ class Estimate(JsonRecord):
 
     def __str__(self) -> str:
         return format(self, "")
+
+
+def finite_array(values: ArrayLike, name: str, axes: Sequence[str]) -> Float64[np.ndarray, ...]:
+    """Numbers of a list, array or tensor on any device as float64, one axis for each name.
+
+    Args:
+        values: the numbers.
+        name: what they are, for the message, in the plural.
+        axes: what the axes count, outermost first, in the singular.
+
+    Raises:
+        DataError: if there are none, a value is no finite number, or the rows have another form.
+
+    Example:
+        >>> finite_array([[1, 2], [3]], "rewards", ["prompt", "sample"])
+        Traceback (most recent call last):
+        ...
+        rm_optimizer.errors.DataError: rewards must be numbers by (prompt, sample), one length in each axis, got ...
+    """
+    form = f"{name} must be numbers by ({', '.join(axes)}), one length in each axis"
+    try:
+        on_cpu = values.detach().cpu() if hasattr(values, "detach") else values
+        array = np.asarray(on_cpu.double() if hasattr(on_cpu, "double") else on_cpu, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise DataError(f"{form}, got {' '.join(str(error).split())}") from error
+    if array.ndim != len(axes) or not array.size:
+        raise DataError(f"{form}, got the shape {array.shape}")
+    if not np.isfinite(array).all():
+        place = np.argwhere(~np.isfinite(array))[0]
+        where = ", ".join(f"{axis} {index + 1}" for axis, index in zip(axes, place, strict=True))
+        raise DataError(f"{name} must be finite, got {array[tuple(place)]} in {where}; leave it out or check the model")
+    return array

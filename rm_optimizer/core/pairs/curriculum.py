@@ -6,12 +6,12 @@ import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
-from jaxtyping import Float
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
+from rm_optimizer.core.metrics.estimate import finite_array
 from rm_optimizer.core.pairs.orders import PairOrder
-from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.errors import ConfigError
 
 STAGES = ((0.3, (0.5, 0.4, 0.1)), (0.7, (0.2, 0.6, 0.2)), (math.inf, (0.1, 0.5, 0.4)))
 """Shares of easy, medium and hard pairs while the progress, in [0, 1), is below the first number."""
@@ -48,7 +48,7 @@ class CurriculumSampler(Sampler[int]):
 
     def __init__(
         self,
-        margins: Sequence[float] | Float[np.ndarray, " pairs"],
+        margins: ArrayLike,
         *,
         easy_above: float = 0.7,
         hard_below: float = 0.2,
@@ -59,9 +59,7 @@ class CurriculumSampler(Sampler[int]):
         segments: int = 10,
         seed: int = 0,
     ) -> None:
-        size = np.abs(np.asarray(margins, dtype=float))
-        if not len(size) or not np.isfinite(size).all():
-            raise DataError("a curriculum needs a finite margin for every pair; give pairs with the column margin")
+        size = np.abs(finite_array(margins, "margins", ["pair"]))
         if not hard_below <= easy_above or (quantiles and not (hard_below >= 0 and easy_above <= 1)):
             raise ConfigError(
                 f"hard_below must not exceed easy_above{', both in [0, 1]' if quantiles else ''}, got {hard_below} and "

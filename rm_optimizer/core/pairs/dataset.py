@@ -13,7 +13,7 @@ from typing import Any, Protocol, overload
 from rm_optimizer.core.pairs.conversations import continued, conversation_groups, prompt_keys
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, listed, prompt_id
-from rm_optimizer.core.pairs.source_pairs import load_source, load_sources, mixed, mixed_rows
+from rm_optimizer.core.pairs.source_pairs import load_source, load_sources, mixed, mixed_rows, told_otherwise
 from rm_optimizer.core.pairs.sources import DataSource, parse_sources
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import PairRows, SkippedRow
@@ -95,10 +95,12 @@ class PreferenceDataset(Sequence[PreferencePair]):
         if kind is PreferencePair or not rows:
             return cls(tuple(rows))
         options = {"kwise_rule": KwiseRule.all, "on_bad_row": OnBadRow(on_bad_row), "spelling": Spelling.python}
-        found = load_source(DataSource("pairs"), rows=rows, **options)  # type: ignore[arg-type]
-        for note in found.notes:
+        source = DataSource("pairs")
+        found = load_source(source, rows=rows, **options)  # type: ignore[arg-type]
+        notes = (*found.notes, *told_otherwise(source, found.pairs))
+        for note in notes:
             _log.warning(note)
-        return cls(found.pairs, found.skipped, found.rows, found.notes)
+        return cls(found.pairs, found.skipped, found.rows, notes)
 
     @classmethod
     def joined(cls, parts: Sequence[PreferenceDataset]) -> PreferenceDataset:

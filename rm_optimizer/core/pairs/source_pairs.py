@@ -113,14 +113,18 @@ def load_sources(
         files = [replace(item, path=file) for file in part.files]
         found = [(file, load_source(file, **options)) for file in files]
         notes += [note.replace(file.path, part.path, 1) for file, result in found for note in result.notes]
-        unread = [(pair.metadata, pair.label) for _, result in found for pair in result.pairs]
-        sides = (item.columns.get("chosen") or "chosen", item.columns.get("rejected") or "rejected")
-        notes += contrary_notes(part.path, sides, unread)
+        notes += told_otherwise(replace(item, path=part.path), [pair for _, result in found for pair in result.pairs])
         if part.left_out:
             others = f"{', '.join(part.left_out[:5])}{', …' if len(part.left_out) > 5 else ''}"
             notes.append(f"{part.path}: {len(files)} files are read, {len(part.left_out)} are left out: {others}")
         loaded += [(file, result.called(name, file.name)) for file, result in found]
     return loaded, tuple(dict.fromkeys(notes))
+
+
+def told_otherwise(source: DataSource, pairs: Sequence[PreferencePair]) -> tuple[str, ...]:
+    """Sentences on columns of a source that are not read, and by which the other response is the better one."""
+    sides = (source.columns.get("chosen") or "chosen", source.columns.get("rejected") or "rejected")
+    return tuple(contrary_notes(source.path, sides, [(pair.metadata, pair.label) for pair in pairs]))
 
 
 def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[PreferencePair, ...]:

@@ -26,7 +26,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import extract_commit_hash
 
-from rm_optimizer.core.classifier.adapters import attach
+from rm_optimizer.core.classifier.adapters import attach, has_untrained_adapter
 from rm_optimizer.core.classifier.building import LoadOptions, build, build_arguments, finished, reason_of
 from rm_optimizer.core.classifier.head import head_name, require_trained_head
 from rm_optimizer.core.classifier.quantization import quantization_arguments
@@ -122,10 +122,9 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
         loaded = _load(source, options)
     if not options.new_head:
         require_trained_head(loaded.model, loaded.drawn, source, loaded.unread)
-        factors = [value for name, value in loaded.model.named_parameters() if ".lora_B." in name]
         if not loaded.model.get_submodule(head_name(loaded.model)).weight.any():
             _log.warning("%s has a reward head of zeros, so every response gets the same reward; train it", source)
-        if factors and not any(value.any() for value in factors):
+        if has_untrained_adapter(loaded.model):
             _log.warning("%s has an adapter that was not trained: all its lora_B are zero", source)
     return loaded
 

@@ -15,7 +15,7 @@ from jaxtyping import Float, Int
 from scipy.special import expit, gammaln, log_expit
 
 from rm_optimizer.core.metrics.calibration import TemperatureFit, fit_temperature
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import Estimate, finite_array
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, clustered_share, with_honest_width
 from rm_optimizer.errors import ConfigError, DataError
 
@@ -58,7 +58,7 @@ def probe_questions(
         ConfigError: if n or the number of questions is out of range.
         DataError: if a pool has fewer than two responses, or a reward is not finite.
     """
-    pool = _finite(proxy, "rewards")
+    pool = finite_array(proxy, "rewards", ["prompt", "sample"])
     num_prompts, num_samples = pool.shape
     if num_samples < 2:
         raise DataError("the probe compares responses of one prompt; draw at least 2 to each prompt")
@@ -94,7 +94,7 @@ def agreement(
     margin: Float[np.ndarray, " pairs"], label: Float[np.ndarray, " pairs"] | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return 1, 0.5 or 0 for each pair that is ranked as labeled, tied or reversed, and which pairs are decided."""
-    margin = _finite(margin, "margins")
+    margin = finite_array(margin, "margins", ["pair"])
     side = np.ones_like(margin) if label is None else np.sign(np.asarray(label) - 0.5)
     return 0.5 + 0.5 * side * np.sign(margin), side != 0
 
@@ -194,7 +194,7 @@ def tempered_scores(
         num_bootstrap: resamples over prompts; 0 gives jackknife errors and no intervals.
         seed: seed of the halves and the resamples.
     """
-    margin = _finite(margin, "margins")
+    margin = finite_array(margin, "margins", ["pair"])
     y = np.ones_like(margin) if label is None else np.asarray(label, dtype=np.float64)
     place = np.unique(np.asarray(prompt), return_inverse=True)[1]
     second_half = (np.random.default_rng(seed).permutation(int(place.max()) + 1) % 2 == 1)[place]
@@ -224,7 +224,7 @@ def reward_spread(
         num_bootstrap: resamples over prompts; 0 gives a jackknife error and no interval.
         seed: seed of the resamples.
     """
-    pool = _finite(rewards, "rewards")
+    pool = finite_array(rewards, "rewards", ["prompt", "sample"])
     if min(pool.shape) < 2:
         raise DataError(f"the spread of rewards needs at least 2 prompts and 2 responses to each, got {pool.shape}")
     mean, within = pool.mean(axis=1) - pool.mean(), pool.var(axis=1, ddof=1)
@@ -255,7 +255,7 @@ def tied_groups(rewards: Float[np.ndarray, "prompts samples"], group_size: int) 
         >>> tied_groups(np.array([[1.0, 1.0, 2.0], [0.0, 0.0, 0.0]]), 2).value.__round__(4)
         0.6667
     """
-    pool = _finite(rewards, "rewards")
+    pool = finite_array(rewards, "rewards", ["prompt", "sample"])
     num_samples = pool.shape[1]
     if not 2 <= group_size <= num_samples:
         raise ConfigError(f"group_size must lie in 2 … {num_samples}, the responses to each prompt, got {group_size}")
@@ -275,7 +275,7 @@ def epistemic_std(members: Float[np.ndarray, "members prompts samples"]) -> Esti
     Args:
         members: rewards by each of at least two members.
     """
-    pools = _finite(members, "rewards")
+    pools = finite_array(members, "rewards", ["member", "prompt", "sample"])
     if len(pools) < 2:
         raise DataError("the disagreement of an ensemble needs at least 2 members, got 1")
     centered = pools - pools.mean(axis=2, keepdims=True)
@@ -310,7 +310,7 @@ def length_sensitivity(
         The correlation in [-1, 1]; NaN where rewards or lengths do not vary within prompts.
     """
     columns = [rewards, lengths] if control is None else [rewards, lengths, control]
-    pools = np.stack([_finite(column, "rewards and lengths") for column in columns])
+    pools = np.stack([finite_array(column, "rewards and lengths", ["prompt", "sample"]) for column in columns])
     centered = pools - pools.mean(axis=2, keepdims=True)
     products = np.einsum("aps,bps->pab", centered, centered)
     size = len(columns)
@@ -342,10 +342,3 @@ def _inverse_temperature(margin: np.ndarray, label: np.ndarray) -> float:
 
 def _log_choose(count: np.ndarray, size: int) -> np.ndarray:
     return np.asarray(gammaln(count + 1) - gammaln(size + 1) - gammaln(count - size + 1))
-
-
-def _finite(values: np.ndarray, what: str) -> np.ndarray:
-    array = np.asarray(values, dtype=np.float64)
-    if not array.size or not np.isfinite(array).all():
-        raise DataError(f"{what} must be finite numbers, got {'none' if not array.size else 'others'}; check the model")
-    return array

@@ -158,6 +158,8 @@ def test_a_second_account_of_the_preference_is_counted_and_said(name: str, tmp_p
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (note,) = PreferenceDataset.load(str(path), columns=columns).notes
     assert re.match(f"{re.escape(str(path))}: {says}", note)
+    if not columns:
+        assert PreferenceDataset.from_pairs(rows).notes == (note.replace(str(path), "pairs", 1),)
 
 
 def test_an_account_that_agrees_or_is_left_out_is_not_said(tmp_path: Path):
