@@ -31,10 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.errors import TrainingDiverged
-from rm_optimizer.experiments.study.driver import TRIALS, Study
-from rm_optimizer.experiments.study.executors import InlineExecutor, ProcessExecutor
-from rm_optimizer.experiments.study.plan import planned_trial, publish
-from rm_optimizer.experiments.study.trial import CLAIM_FILE, RESULT_FILE
+from rm_optimizer.experiments.study import TRIALS, Study, planned_trial, publish
+from rm_optimizer.experiments.trial import CLAIM_FILE, RESULT_FILE, InlineExecutor, ProcessExecutor
 
 TASK = "study_faults:measure"
 REPEATED = "repeated"
@@ -135,7 +133,8 @@ def large(folder: Path, trials: int) -> None:
     study = Study(folder)
     study.run(InlineExecutor(), retries=1)
     lap("run")
-    print(f"trials_done: {len(study.status().seconds)}")
+    counts = study.status().counts
+    print(f"trials_done: {counts['finished'] + counts['diverged']}")
     lap("status")
     rows = [*study.rows()]
     lap("table")

@@ -8,16 +8,15 @@ from functools import cached_property
 from pathlib import Path
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments.cost import StudyCost, study_cost
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import TUNE, arm_trial
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
 from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, freeze
 from rm_optimizer.experiments.optimizer_comparison.options import ComparisonOptions
 from rm_optimizer.experiments.optimizer_comparison.stages import FIRST_TUNING_SEED, Stages
-from rm_optimizer.experiments.study.cost import StudyCost, study_cost
-from rm_optimizer.experiments.study.driver import Study, StudyStatus
-from rm_optimizer.experiments.study.executors import executor_named
-from rm_optimizer.experiments.study.tasks import config_of
-from rm_optimizer.experiments.study.trial_lines import TrialLines
+from rm_optimizer.experiments.study import Study, StudyStatus, TrialLines
+from rm_optimizer.experiments.training_trials import config_of
+from rm_optimizer.experiments.trial import executor_named
 from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.reporting.optimizer_findings import print_findings
 from rm_optimizer.reporting.pages.exhibits import Exhibits

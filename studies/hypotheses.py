@@ -54,7 +54,7 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatches, PairCo
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.evaluation.pair_rewards import score_pairs
-from rm_optimizer.experiments.study.shared_options import require_shared
+from rm_optimizer.experiments.training_trials import require_shared
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import replacing, write_text
 from rm_optimizer.records.provenance import commit, machine, versions

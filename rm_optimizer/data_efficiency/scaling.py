@@ -15,10 +15,9 @@ from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.pairs.dataset import load_training_data
 from rm_optimizer.data_efficiency.power_law import fit_power_laws
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.experiments.study.driver import OnTrial, Study
-from rm_optimizer.experiments.study.executors import Executor, InlineExecutor
-from rm_optimizer.experiments.study.plan import PlannedTrial, publish
-from rm_optimizer.experiments.study.tasks import TRAIN, training_trial
+from rm_optimizer.experiments.study import OnTrial, PlannedTrial, Study, publish
+from rm_optimizer.experiments.training_trials import TRAIN, training_trial
+from rm_optimizer.experiments.trial import Executor, InlineExecutor
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.data import Streaming

@@ -25,8 +25,8 @@ from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFin
 from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, freeze, pairs_file
 from rm_optimizer.experiments.optimizer_comparison.rates import chosen_rate, next_rate, rate_grid
 from rm_optimizer.experiments.optimizer_comparison.stages import Stages
-from rm_optimizer.experiments.study.driver import Study
-from rm_optimizer.experiments.study.executors import InlineExecutor
+from rm_optimizer.experiments.study import Study
+from rm_optimizer.experiments.trial import InlineExecutor
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape import OptimizerComparison
 from rm_optimizer.optim import build_optimizer

@@ -12,11 +12,10 @@ import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer.errors import ConfigError, Interrupted
-from rm_optimizer.experiments.study import cost
-from rm_optimizer.experiments.study.driver import Study
-from rm_optimizer.experiments.study.executors import InlineExecutor, ProcessExecutor, RayExecutor
-from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyPlan, planned_trial, publish
-from rm_optimizer.experiments.study.tasks import config_of, train, training_trial
+from rm_optimizer.experiments import cost
+from rm_optimizer.experiments.study import PLAN_FILE, Study, StudyPlan, planned_trial, publish
+from rm_optimizer.experiments.training_trials import config_of, train, training_trial
+from rm_optimizer.experiments.trial import InlineExecutor, ProcessExecutor, RayExecutor
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.records.run_options import options_of
 from rm_optimizer.schema import TrainConfig, compose, typed

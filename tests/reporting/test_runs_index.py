@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from rm_optimizer.experiments.study.plan import planned_trial, publish
+from rm_optimizer.experiments.study import planned_trial, publish
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.reporting.runs_index.index_page import as_address, as_name, sparkline
 from rm_optimizer.reporting.runs_index.index_server import IndexServer

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from typer.testing import CliRunner
 
-from rm_optimizer.experiments.study.plan import FROZEN_FILE, compares_optimizers, planned_trial, publish
-from rm_optimizer.experiments.study.tasks import TRAIN
+from rm_optimizer.experiments.study import FROZEN_FILE, compares_optimizers, planned_trial, publish
+from rm_optimizer.experiments.training_trials import TRAIN
 from rm_optimizer.interfaces.cli import app
 
 

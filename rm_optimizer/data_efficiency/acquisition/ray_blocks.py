@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rm_optimizer.experiments.study.executors import connected_ray
+from rm_optimizer.experiments.trial import connected_ray
 
 ResultT = TypeVar("ResultT")
 

@@ -18,8 +18,8 @@ from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, score_pairs
 from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, pairs_file
 from rm_optimizer.experiments.optimizer_comparison.recorder import ArmRecorder, LearningCurve
-from rm_optimizer.experiments.study.plan import PlannedTrial, planned_trial
-from rm_optimizer.experiments.study.tasks import RUN, config_of, logged_in_study
+from rm_optimizer.experiments.study import PlannedTrial, planned_trial
+from rm_optimizer.experiments.training_trials import RUN, config_of, logged_in_study
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.optim.registry import OPTIMIZERS

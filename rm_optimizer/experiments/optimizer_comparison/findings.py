@@ -23,8 +23,8 @@ from rm_optimizer.experiments.optimizer_comparison.options import Budget
 from rm_optimizer.experiments.optimizer_comparison.rates import ChosenRate, chosen_rate, rate_grid
 from rm_optimizer.experiments.optimizer_comparison.recorder import CurvePoint, LearningCurve
 from rm_optimizer.experiments.optimizer_comparison.stages import Stages
-from rm_optimizer.experiments.study.driver import Study
-from rm_optimizer.experiments.study.trial import TrialResult
+from rm_optimizer.experiments.study import Study
+from rm_optimizer.experiments.trial import TrialResult
 from rm_optimizer.experiments.verdicts import Verdict, judge
 from rm_optimizer.records.codec import JsonRecord
 

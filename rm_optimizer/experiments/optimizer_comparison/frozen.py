@@ -12,9 +12,9 @@ from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, load_pairs, require_disjoint_prompts
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.experiments.cost import steps_of
 from rm_optimizer.experiments.optimizer_comparison.options import ComparisonOptions
-from rm_optimizer.experiments.study.cost import steps_of
-from rm_optimizer.experiments.study.plan import FROZEN_FILE
+from rm_optimizer.experiments.study import FROZEN_FILE
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import write_json_lines, write_text
 from rm_optimizer.records.run_options import flat, is_among, options_of

@@ -13,9 +13,8 @@ from jaxtyping import Float
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import CURVE_FILE, FINAL, MARGINS_FILE
 from rm_optimizer.experiments.optimizer_comparison.recorder import LearningCurve
-from rm_optimizer.experiments.study.driver import Study
-from rm_optimizer.experiments.study.plan import PlannedTrial
-from rm_optimizer.experiments.study.trial import RESULT_FILE, WORK, TrialResult
+from rm_optimizer.experiments.study import PlannedTrial, Study
+from rm_optimizer.experiments.trial import RESULT_FILE, WORK, TrialResult
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.experiments.study.shared_options import require_shared
+from rm_optimizer.experiments.training_trials import require_shared
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.records.codec import JsonRecord

@@ -13,7 +13,7 @@ import torch
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.tokens.batching import MacroBatch
-from rm_optimizer.experiments.study.step_clock import StepClock
+from rm_optimizer.experiments.cost import StepClock
 from rm_optimizer.optim.mechanism import StartingPoint, check_mechanism, mechanism_state
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.training.callbacks.loop import evaluation_of

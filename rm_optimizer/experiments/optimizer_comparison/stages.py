@@ -18,10 +18,17 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import FINAL, TASK, TUNE, arm_trial, takes_adamw_rate
 from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen
 from rm_optimizer.experiments.optimizer_comparison.rates import ChosenRate, chosen_rate, next_rate, rate_grid
-from rm_optimizer.experiments.study.driver import TRIALS, OnTrial, Study, StudyStatus
-from rm_optimizer.experiments.study.executors import Executor
-from rm_optimizer.experiments.study.plan import FROZEN_FILE, PLAN_FILE, PlannedTrial, publish
-from rm_optimizer.experiments.study.trial import Trial, TrialResult
+from rm_optimizer.experiments.study import (
+    FROZEN_FILE,
+    PLAN_FILE,
+    TRIALS,
+    OnTrial,
+    PlannedTrial,
+    Study,
+    StudyStatus,
+    publish,
+)
+from rm_optimizer.experiments.trial import Executor, Trial, TrialResult
 
 FIRST_TUNING_SEED = 1000
 """First tuning seed; final seeds start at 0."""

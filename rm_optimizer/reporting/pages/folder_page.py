@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.study.plan import PLAN_FILE, StudyPlan, compares_optimizers
+from rm_optimizer.experiments.study import PLAN_FILE, StudyPlan, compares_optimizers
 from rm_optimizer.reporting.model_card import markdown_report
 from rm_optimizer.reporting.pages.document import Document
 from rm_optimizer.reporting.pages.exhibits import Exhibits

@@ -8,7 +8,7 @@ from pathlib import Path
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, NotFinished, findings
 from rm_optimizer.experiments.optimizer_comparison.options import Budget
 from rm_optimizer.experiments.optimizer_comparison.stages import Stages
-from rm_optimizer.experiments.study.driver import Study
+from rm_optimizer.experiments.study import Study
 from rm_optimizer.reporting.optimizer_findings import finding_tables, methods
 from rm_optimizer.reporting.optimizer_plots import (
     plot_arm_differences,

@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rm_optimizer.experiments.study.driver import DAMAGED
-from rm_optimizer.experiments.study.plan import StudyPlan
+from rm_optimizer.experiments.study import DAMAGED, StudyPlan
 from rm_optimizer.reporting.pages.document import Part
 
 TrialRows = Sequence[Mapping[str, Any]]

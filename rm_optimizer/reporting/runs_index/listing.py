@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.study.driver import TRIALS
-from rm_optimizer.experiments.study.plan import FROZEN_FILE, PLAN_FILE, StudyPlan, compares_optimizers
-from rm_optimizer.experiments.study.trial import RESULT_FILE as TRIAL_RESULT
+from rm_optimizer.experiments.study import FROZEN_FILE, PLAN_FILE, TRIALS, StudyPlan, compares_optimizers
+from rm_optimizer.experiments.trial import RESULT_FILE as TRIAL_RESULT
 from rm_optimizer.records.run_folder import DIVERGED_FILE, METRICS_FILE, OPTIONS_FILE, RESULT_FILE, RunFolder
 
 DEEPEST = 6

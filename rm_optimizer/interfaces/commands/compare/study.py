@@ -11,8 +11,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.commands.compare.trials import Executors, Retries, Workers, print_plan
 
 if TYPE_CHECKING:
-    from rm_optimizer.experiments.study.driver import StudyStatus
-    from rm_optimizer.experiments.study.plan import PlannedTrial
+    from rm_optimizer.experiments.study import PlannedTrial, StudyStatus
 
 Folder = Annotated[Path, Argument(help="Folder of the study.")]
 
@@ -25,8 +24,8 @@ def plan(
     ] = True,
 ) -> None:
     """Write the list of trials. They are the combinations of values that `rm-opt train --multirun` would run."""
-    from rm_optimizer.experiments.study.plan import publish
-    from rm_optimizer.experiments.study.tasks import TRAIN
+    from rm_optimizer.experiments.study import publish
+    from rm_optimizer.experiments.training_trials import TRAIN
 
     trials = planned_trainings(overrides)
     publish(study, TRAIN, trials)
@@ -35,7 +34,7 @@ def plan(
 
 def run(study: Folder, executor: Executors = "process", workers: Workers = None, retries: Retries = 2) -> None:
     """Run the trials that have no result. Repeat a stopped command to continue it."""
-    from rm_optimizer.experiments.study.plan import compares_optimizers
+    from rm_optimizer.experiments.study import compares_optimizers
 
     if compares_optimizers(study):
         from rm_optimizer.compare import run_stages
@@ -47,7 +46,7 @@ def run(study: Folder, executor: Executors = "process", workers: Workers = None,
 
 def retry(study: Folder, executor: Executors = "process", workers: Workers = None, retries: Retries = 2) -> None:
     """Run failed trials again, and those without a result."""
-    from rm_optimizer.experiments.study.driver import Study
+    from rm_optimizer.experiments.study import Study
 
     print(f"failed trials to run again: {Study(study).forget_failures()}")
     run(study, executor, workers, retries)
@@ -55,7 +54,7 @@ def retry(study: Folder, executor: Executors = "process", workers: Workers = Non
 
 def status(study: Folder) -> None:
     """Print the number of trials in each state. Errors of failed trials are printed too."""
-    from rm_optimizer.experiments.study.driver import Study
+    from rm_optimizer.experiments.study import Study
 
     _print_status(Study(study).status())
 
@@ -65,7 +64,7 @@ def report(
     bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
 ) -> None:
     """Compare the finished trials, and write a report. Tables and pictures are written into STUDY/report."""
-    from rm_optimizer.experiments.study.plan import compares_optimizers
+    from rm_optimizer.experiments.study import compares_optimizers
 
     if compares_optimizers(study):
         from rm_optimizer.compare import report as report_optimizers
@@ -78,8 +77,8 @@ def report(
 def _report_runs(study: Path, bootstrap: int) -> None:
     from rm_optimizer.experiments.compared_runs import read_runs
     from rm_optimizer.experiments.run_comparison import compare_runs
-    from rm_optimizer.experiments.study.driver import Study
-    from rm_optimizer.experiments.study.tasks import RUN
+    from rm_optimizer.experiments.study import Study
+    from rm_optimizer.experiments.training_trials import RUN
     from rm_optimizer.records.files import write_rows
     from rm_optimizer.reporting.comparison import print_comparison, write_comparison
 
@@ -123,7 +122,7 @@ def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
     """
     from dataclasses import replace
 
-    from rm_optimizer.experiments.study.tasks import training_trial
+    from rm_optimizer.experiments.training_trials import training_trial
     from rm_optimizer.interfaces.command_line import checked, planned_sweep
     from rm_optimizer.interfaces.sweep import own_overrides
     from rm_optimizer.schema import TrainConfig
@@ -140,9 +139,8 @@ def planned_trainings(overrides: list[str]) -> list[PlannedTrial]:
 
 
 def _run(folder: Path, executor: str, workers: int | None, retries: int) -> None:
-    from rm_optimizer.experiments.study.driver import Study
-    from rm_optimizer.experiments.study.executors import executor_named
-    from rm_optimizer.experiments.study.trial_lines import TrialLines
+    from rm_optimizer.experiments.study import Study, TrialLines
+    from rm_optimizer.experiments.trial import executor_named
 
     study = Study(folder)
     lines = TrialLines.of(study)

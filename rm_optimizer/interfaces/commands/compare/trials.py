@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 if TYPE_CHECKING:
-    from rm_optimizer.experiments.study.plan import PlannedTrial
+    from rm_optimizer.experiments.study import PlannedTrial
 
 Executors = Annotated[str, Option("--executor", help="Where trials run: inline, process or ray.")]
 Workers = Annotated[
@@ -24,6 +24,7 @@ def print_plan(folder: Path, trials: Sequence[PlannedTrial], *, estimate: bool =
         print(f"{trial.name}  {trial.label}")
     print(f"{len(trials)} trials; rm-opt compare run {folder} starts them", flush=True)
     if estimate:
-        from rm_optimizer.experiments.study.cost import planned_cost
+        from rm_optimizer.experiments.cost import study_cost
+        from rm_optimizer.experiments.training_trials import config_of
 
-        print(planned_cost([trial.spec for trial in trials]))
+        print(study_cost([config_of(trial.spec["options"]) for trial in trials]))

@@ -43,9 +43,9 @@ def scaling(
     curves into FOLDER. Repeat a stopped command to continue it.
     """
     from rm_optimizer.data_efficiency.scaling import measure_scaling
-    from rm_optimizer.experiments.study.executors import executor_named
-    from rm_optimizer.experiments.study.shared_options import require_shared
-    from rm_optimizer.experiments.study.trial_lines import TrialLines
+    from rm_optimizer.experiments.study import TrialLines
+    from rm_optimizer.experiments.training_trials import require_shared
+    from rm_optimizer.experiments.trial import executor_named
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.reporting.label_studies.scaling import print_scaling, write_scaling
     from rm_optimizer.schema import TrainConfig

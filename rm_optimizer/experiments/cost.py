@@ -9,16 +9,48 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rm_optimizer.experiments.study.step_clock import StepClock
-from rm_optimizer.experiments.study.tasks import config_of
+import pytorch_lightning as pl
+
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
+from rm_optimizer.training.callbacks.loop import evaluation_of
 
 MEASURED_STEPS = 3
 """Number of optimizer steps that are measured."""
 EVALUATED_SHARE = 0.2
 """Cost of evaluations as a share of the cost of training, if the options do not set their number."""
+
+
+class StepClock(pl.Callback):
+    """Callback that measures the time of each step without evaluations.
+
+    Attributes:
+        steps: seconds of each step.
+        steps_per_epoch: number of optimizer steps of an epoch; 0 before the first step.
+        evaluating: seconds of all evaluations until the end of the last step.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[float] = []
+        self.steps_per_epoch = 0
+        self.evaluating = 0.0
+        self._began = self._evaluated = 0.0
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Start timing the step."""
+        evaluation = evaluation_of(trainer)
+        self.steps_per_epoch = evaluation.datamodule.steps_per_epoch
+        self._evaluated, self._began = evaluation.seconds, time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the step."""
+        elapsed, self.evaluating = time.perf_counter() - self._began, evaluation_of(trainer).seconds
+        self.steps.append(elapsed - (self.evaluating - self._evaluated))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,15 +73,6 @@ class StudyCost:
         return f"{self.runs} runs, about {hours} one after another, at {step} a step"
 
 
-def _measured(config: TrainConfig, scratch: str) -> TrainConfig:
-    """Options of the first steps of a run, with one evaluation and no logger, in a folder of their own."""
-    short = replace(
-        config.training, max_steps=MEASURED_STEPS, checkpoint_every=MEASURED_STEPS, evals_per_epoch=1, progress=False
-    )
-    logger = replace(config.logger, tensorboard=False, wandb=False)
-    return replace(config, training=short, output_dir=scratch, logger=logger)
-
-
 def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
     """Cost of training with each of these options, from a few steps with the first.
 
@@ -64,9 +87,14 @@ def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
     """
     clock = StepClock()
     first = configs[0]
+    training = replace(
+        first.training, max_steps=MEASURED_STEPS, checkpoint_every=MEASURED_STEPS, evals_per_epoch=1, progress=False
+    )
+    logger = replace(first.logger, tensorboard=False, wandb=False)
     with tempfile.TemporaryDirectory() as scratch:
         before = time.monotonic()
-        train_reward_model(_measured(first, scratch), callbacks=[clock])
+        short = replace(first, training=training, output_dir=scratch, logger=logger)
+        train_reward_model(short, callbacks=[clock])
         whole = time.monotonic() - before
     step, pairs = min(clock.steps), clock.steps_per_epoch * first.batching.batch_size
     evaluation = clock.evaluating / (1 + first.training.eval_at_start)  # the last one, and perhaps the first
@@ -74,11 +102,6 @@ def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
     start = max(0.0, whole - sum(clock.steps) - clock.evaluating)
     seconds = sum(start + _run_seconds(config, pairs, pass_seconds, evaluation) for config in configs)
     return StudyCost(runs=len(configs), step_seconds=step, hours=seconds / 3600)
-
-
-def planned_cost(specs: Sequence[dict[str, Any]]) -> StudyCost:
-    """Estimate of `study_cost` for trials whose specs contain the `options` of their runs."""
-    return study_cost([config_of(spec["options"]) for spec in specs])
 
 
 def steps_of(config: TrainConfig, num_pairs: int) -> int:

@@ -1,1 +1,0 @@
-"""Study runner: a fixed list of trials that several processes may share without repeating any."""

@@ -1,0 +1,371 @@
+"""Trial in its folder, claimed by one process and finished when `result.json` exists, and executors of trials.
+
+The operating system releases the claim of a process that ends, even after a kill.
+
+`python -m rm_optimizer.experiments.trial FOLDER` measures the trial in a folder.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rm_optimizer.errors import ConfigError, Interrupted, MissingExtra, TrainingDiverged, did_you_mean
+from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.records.file_lock import locked, sign
+from rm_optimizer.records.files import write_text
+from rm_optimizer.records.provenance import num_cores
+
+SPEC_FILE, RESULT_FILE, FAILURE_FILE, CLAIM_FILE = "spec.json", "result.json", "failure.json", "claim"
+OUTPUT_FILE = "output.log"
+"""Output of a trial's process, in the trial's folder."""
+WORK = "work"
+"""Folder for the task's files; it is kept between attempts, so that a task can continue after a kill."""
+CLAIMED, FAILED, STOPPED = 75, 1, 130
+"""Exit codes of a trial that another process holds, of a failed one and of a stopped one."""
+RecordT = TypeVar("RecordT", bound=JsonRecord)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialSpec(JsonRecord, indent=1):
+    """The trial of a folder, `spec.json`.
+
+    Args:
+        task: function that measures it, as `package.module:name`.
+        label: short text that distinguishes it from the other trials.
+        spec: JSON values with which the task is called.
+    """
+
+    task: str
+    label: str
+    spec: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialResult(JsonRecord, indent=1):
+    """The outcome of a trial, `result.json`; a diverged trial has a result too.
+
+    Args:
+        status: `finished` or `diverged`.
+        values: numbers that the task returned; empty for a diverged trial.
+        seconds: wall seconds of the last attempt.
+        attempts: number of attempts, including the last one.
+        error: error message of a diverged trial; None for a finished one.
+    """
+
+    status: str
+    values: dict[str, float | int | str | None]
+    seconds: float
+    attempts: int
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrialFailure(JsonRecord, indent=1):
+    """Failed attempts of a trial without a result, `failure.json`.
+
+    Args:
+        attempts: number of failed attempts.
+        error: error of the last one.
+        traceback: traceback of this error.
+    """
+
+    attempts: int
+    error: str
+    traceback: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The trial of a folder.
+
+    Args:
+        folder: the folder.
+    """
+
+    folder: Path
+
+    @property
+    def result(self) -> TrialResult | None:
+        """The outcome; None if there is none yet."""
+        return self._read(TrialResult, RESULT_FILE)
+
+    @property
+    def failure(self) -> TrialFailure | None:
+        """Failed attempts; None if there are none."""
+        return self._read(TrialFailure, FAILURE_FILE)
+
+    @property
+    def attempts(self) -> int:
+        """Number of failed attempts so far."""
+        return self.failure.attempts if self.failure else 0
+
+    @property
+    def is_claimed(self) -> bool:
+        """True while a living process measures the trial."""
+        try:
+            file = (self.folder / CLAIM_FILE).open("r+")
+        except OSError:
+            return False
+        with file:
+            return not locked(file)
+
+    @contextmanager
+    def claim(self) -> Iterator[bool]:
+        """Context in which this process holds the trial; it yields False if another process holds it.
+
+        Raises:
+            ConfigError: if the file system has no locks.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / CLAIM_FILE).open("a+") as file:
+            try:
+                is_ours = locked(file)
+            except OSError as error:
+                raise ConfigError(
+                    f"a study needs a file system with locks, but {self.folder} is on one without ({error.strerror}); "
+                    "choose another folder"
+                ) from error
+            if is_ours:
+                sign(file)
+            yield is_ours
+
+    def fail(self, error: str, where: str = "") -> None:
+        """Record a failed attempt."""
+        record = TrialFailure(attempts=self.attempts + 1, error=error, traceback=where)
+        write_text(self.folder / FAILURE_FILE, record.to_json() + "\n")
+
+    def measure(self) -> int:
+        """Claim and measure the trial, unless it is finished, and return an exit code.
+
+        An error of the task is recorded and gives `FAILED`. Only a stop by the user gives `STOPPED`.
+        """
+        with self.claim() as is_ours:
+            if not is_ours:
+                return CLAIMED
+            if self.result is not None:  # another driver finished it before the claim
+                return 0
+            try:
+                result = self._outcome()
+            except (KeyboardInterrupt, Interrupted):
+                return STOPPED
+            except Exception as error:
+                self.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
+                return FAILED
+            write_text(self.folder / RESULT_FILE, result.to_json() + "\n")
+            (self.folder / FAILURE_FILE).unlink(missing_ok=True)
+            return 0
+
+    def _outcome(self) -> TrialResult:
+        started = time.monotonic()
+        spec = TrialSpec.from_json((self.folder / SPEC_FILE).read_text(encoding="utf-8"))
+        work = self.folder / WORK
+        work.mkdir(exist_ok=True)
+        status, values, sentence = "finished", {}, None
+        module, _, name = spec.task.partition(":")
+        try:
+            values = dict(getattr(import_module(module), name)(spec.spec, work))
+        except TrainingDiverged as error:
+            status, sentence = "diverged", str(error)
+        seconds, attempts = time.monotonic() - started, self.attempts + 1
+        return TrialResult(status=status, values=values, seconds=seconds, attempts=attempts, error=sentence)
+
+    def _read(self, kind: type[RecordT], name: str) -> RecordT | None:
+        try:
+            return kind.from_json((self.folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise ConfigError(
+                f"{self.folder / name} is damaged, or of another version; remove it to measure the trial again"
+            ) from error
+
+
+class InlineExecutor:
+    """Executor that runs each trial in this process."""
+
+    slots = 1
+
+    def start(self, folder: Path) -> int:
+        """Run the trial to its end, and return its exit code.
+
+        Raises:
+            KeyboardInterrupt: if the user stopped it.
+        """
+        if (code := Trial(folder).measure()) == STOPPED:
+            raise KeyboardInterrupt
+        return code
+
+    def code(self, handle: int) -> int:
+        """The exit code."""
+        return handle
+
+    def stop(self, handles: Sequence[int]) -> None:
+        """Do nothing, since no trial runs outside `start`."""
+
+
+class ProcessExecutor:
+    """Executor that runs each trial in a new interpreter, which shares nothing with the others.
+
+    Args:
+        slots: most trials at a time.
+        threads: number of CPU threads of each trial.
+        devices: names for `CUDA_VISIBLE_DEVICES`, one for each slot; if empty, the variable is not changed.
+    """
+
+    def __init__(self, slots: int, threads: int, devices: Sequence[str] = ()) -> None:
+        self.slots = slots
+        self._threads = threads
+        self._free = [*devices]
+        self._used: dict[subprocess.Popen[bytes], str] = {}
+
+    def start(self, folder: Path) -> subprocess.Popen[bytes]:
+        """Start the trial's process; its output goes to `output.log` in the trial's folder."""
+        device = self._free.pop() if self._free else None
+        with (folder / OUTPUT_FILE).open("ab") as output:
+            process = subprocess.Popen(
+                _command(folder),
+                env=_environment(self._threads) | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+        if device is not None:
+            self._used[process] = device
+        return process
+
+    def code(self, handle: subprocess.Popen[bytes]) -> int | None:
+        """Exit code of the process; its device is free again."""
+        code = handle.poll()
+        if code is not None and handle in self._used:
+            self._free.append(self._used.pop(handle))
+        return code
+
+    def stop(self, handles: Sequence[subprocess.Popen[bytes]]) -> None:
+        """Terminate each process, and kill those that have not ended after ten seconds."""
+        for process in handles:
+            process.terminate()
+        for process in handles:
+            try:
+                process.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+class RayExecutor:
+    """Executor that runs each trial in a new interpreter on a Ray cluster, whose nodes all have the study's folder.
+
+    Args:
+        threads: number of CPUs of each trial.
+        gpus: number of GPUs of each trial, which may be a fraction.
+        address: address of the cluster; None uses `RAY_ADDRESS`, or starts Ray on this machine.
+
+    Raises:
+        MissingExtra: if Ray is not installed.
+    """
+
+    def __init__(self, threads: int, gpus: float = 0.0, address: str | None = None) -> None:
+        self._ray = connected_ray(address)
+        resources = self._ray.cluster_resources()
+        most = resources.get("CPU", 1) // threads
+        self.slots = max(1, int(min(most, resources.get("GPU", 0) // gpus) if gpus else most))
+        self._remote = self._ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=0)(_measure)
+        self._threads = threads
+
+    def start(self, folder: Path) -> Any:
+        """Submit the trial to the cluster, and return its task."""
+        return self._remote.remote(str(folder.resolve()), self._threads)
+
+    def code(self, handle: Any) -> int | None:
+        """Exit code of the task's process; -9 for a lost worker."""
+        done, _ = self._ray.wait([handle], timeout=0)
+        try:
+            return int(self._ray.get(handle)) if done else None
+        except self._ray.exceptions.RayError:
+            return -9
+
+    def stop(self, handles: Sequence[Any]) -> None:
+        """Cancel the tasks."""
+        for task in handles:
+            self._ray.cancel(task, force=True)
+
+
+def connected_ray(address: str | None = None) -> Any:
+    """The `ray` module, connected to a cluster.
+
+    Args:
+        address: address of the cluster; None uses `RAY_ADDRESS`, or starts Ray on this machine.
+
+    Raises:
+        MissingExtra: if Ray is not installed.
+    """
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtra("ray", "ray") from error
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+    return ray
+
+
+Executor = InlineExecutor | ProcessExecutor | RayExecutor
+
+
+def executor_named(name: str, workers: int | None) -> Executor:
+    """An executor by its name, with the cores and GPUs of this machine divided among the trials.
+
+    Args:
+        name: inline, process or ray.
+        workers: number of trials at a time; None means one for each GPU, or one without GPUs.
+
+    Raises:
+        ConfigError: if the name is unknown, or `inline` has several workers.
+    """
+    if name not in ("inline", "process", "ray"):
+        raise ConfigError(did_you_mean("--executor", name, ("inline", "process", "ray")))
+    if name == "inline":
+        if workers not in (None, 1):
+            raise ConfigError(
+                "--executor inline runs one trial at a time; leave out --workers, or take --executor process"
+            )
+        return InlineExecutor()
+    import torch  # not needed for a plan
+
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = named.split(",") if named else [str(index) for index in range(torch.cuda.device_count())]
+    if name == "ray":
+        return RayExecutor(max(1, num_cores() // (workers or 1)), gpus=1.0 if devices else 0.0)
+    slots = workers or max(1, len(devices))
+    return ProcessExecutor(slots, max(1, num_cores() // slots), devices[:slots])
+
+
+def _measure(folder: str, threads: int) -> int:
+    """Run the trial's process on the node of this task, and return its exit code."""
+    with Path(folder, OUTPUT_FILE).open("ab") as output:
+        command = _command(Path(folder))
+        return subprocess.run(command, env=_environment(threads), stdout=output, stderr=output, check=False).returncode
+
+
+def _command(folder: Path) -> list[str]:
+    return [sys.executable, "-m", "rm_optimizer.experiments.trial", str(folder)]
+
+
+def _environment(threads: int) -> dict[str, str]:
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    return {**os.environ, **counts, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}
+
+
+if __name__ == "__main__":
+    sys.exit(Trial(Path(sys.argv[1])).measure())
