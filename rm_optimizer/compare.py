@@ -11,8 +11,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.cost import StudyCost, study_cost
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import TUNE, arm_trial
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
-from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, freeze
-from rm_optimizer.experiments.optimizer_comparison.options import ComparisonOptions
+from rm_optimizer.experiments.optimizer_comparison.setting import ComparisonOptions, Frozen, freeze
 from rm_optimizer.experiments.optimizer_comparison.stages import FIRST_TUNING_SEED, Stages
 from rm_optimizer.experiments.study import Study, StudyStatus, TrialLines
 from rm_optimizer.experiments.training_trials import config_of

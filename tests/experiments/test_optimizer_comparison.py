@@ -20,11 +20,9 @@ from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.errors import ConfigError, TrainingDiverged
 from rm_optimizer.experiments.optimizer_comparison import arm_trial, stages
-from rm_optimizer.experiments.optimizer_comparison.across import across_datasets
-from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
-from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, freeze, pairs_file
-from rm_optimizer.experiments.optimizer_comparison.rates import chosen_rate, next_rate, rate_grid
-from rm_optimizer.experiments.optimizer_comparison.stages import Stages
+from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, across_datasets, findings
+from rm_optimizer.experiments.optimizer_comparison.setting import Frozen, freeze, pairs_file
+from rm_optimizer.experiments.optimizer_comparison.stages import Stages, chosen_rate, next_rate, rate_grid
 from rm_optimizer.experiments.study import Study
 from rm_optimizer.experiments.trial import InlineExecutor
 from rm_optimizer.interfaces.cli import app

@@ -1,34 +1,43 @@
-"""Trial of a comparison: training of an arm with one seed, and scoring of its last weights."""
+"""Trial of a comparison: training of an arm with one seed, its record, and scoring of its last weights."""
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
+import pytorch_lightning as pl
 import torch
 
+from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, score_pairs
-from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, pairs_file
-from rm_optimizer.experiments.optimizer_comparison.recorder import ArmRecorder, LearningCurve
+from rm_optimizer.experiments.cost import StepClock
+from rm_optimizer.experiments.optimizer_comparison.setting import Frozen, pairs_file
 from rm_optimizer.experiments.study import PlannedTrial, planned_trial
 from rm_optimizer.experiments.training_trials import RUN, config_of, logged_in_study
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.solve import SpectrumOptions
-from rm_optimizer.optim.registry import OPTIMIZERS
+from rm_optimizer.optim.mechanism import StartingPoint, check_mechanism, mechanism_state
+from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import replacing, write_text
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.training import train_reward_model
+from rm_optimizer.training.callbacks.loop import evaluation_of
+from rm_optimizer.training.callbacks.rss import rss_bytes
 from rm_optimizer.training.folder.checkpoints import checkpoint_path
+from rm_optimizer.training.lightning_module import RewardModelLightning
 
 TASK = "rm_optimizer.experiments.optimizer_comparison.arm_trial:train_and_judge"
 TUNE, FINAL = "tune", "final"
@@ -38,6 +47,115 @@ CURVATURE = SpectrumOptions(which="largest", tolerance=0.02, max_products=30, tr
 """Tolerance of the top eigenvalue, and number of products for the trace."""
 _SCORES = ("accuracy", "nll", "brier", "ece", "mean_margin", "longer_wins", "over_length")
 _SPREADS = ("margin_std", "tie_rate", "reward_mean", "reward_std", "ece_noise_floor")
+WARM_UP = 2
+"""Number of first steps that are not timed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint(JsonRecord):
+    """An evaluation during training.
+
+    Args:
+        step: optimizer steps done.
+        tokens: training tokens until then, without padding.
+        seconds: seconds of the steps until then.
+        nll: validation NLL.
+        accuracy: validation accuracy.
+    """
+
+    step: int
+    tokens: int
+    seconds: float
+    nll: float
+    accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningCurve(JsonRecord):
+    """Evaluations of a run, `curve.json` in a trial's work folder.
+
+    Args:
+        points: evaluations in order.
+    """
+
+    points: tuple[CurvePoint, ...]
+
+
+class ArmRecorder(StepClock):
+    """Callback that records a run without changing it, and refuses an optimizer whose first step breaks its rule.
+
+    Args:
+        optimizer: name of the optimizer in the registry.
+
+    Attributes:
+        initial: digest of the weights before the first step.
+        points: evaluations in order.
+    """
+
+    def __init__(self, optimizer: str) -> None:
+        super().__init__()
+        self._optimizer, self.initial = optimizer, ""
+        self._before: StartingPoint | None = None
+        self.points: list[CurvePoint] = []
+        self._order = hashlib.sha256()
+        self._tokens = self._peak = self._clipped = self._state_bytes = self._passes = 0
+
+    @property
+    def values(self) -> dict[str, float | int | str | None]:
+        """Recorded numbers of the run."""
+        timed = self.steps[WARM_UP:] or self.steps
+        return {
+            "initial": self.initial,
+            "order": self._order.hexdigest()[:16],
+            "tokens": self._tokens,
+            "step_seconds": median(timed),
+            "train_seconds": sum(self.steps),
+            "passes_per_step": self._passes / len(self.steps),
+            "clipped_share": self._clipped / len(self.steps),
+            "state_bytes": self._state_bytes,
+            "peak_memory_bytes": self._peak,
+        }
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Compute the digest of the weights before training."""
+        assert isinstance(pl_module, RewardModelLightning)
+        self.initial = weights_digest(pl_module.model)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Copy the weights before the first step, and start timing the step."""
+        if not self.steps:
+            self._before = mechanism_state(trainer.optimizers[0])
+        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the step, and the evaluation if there was one."""
+        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(batch, MacroBatch)
+        super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        self._order.update(np.ascontiguousarray(batch.pair_index, dtype="<i8").tobytes())
+        self._tokens += sum(micro.num_tokens for micro in batch.micro)
+        limit = pl_module.gradient_clip_norm or float("inf")
+        self._clipped += pl_module.step_metrics["train/grad_norm"] > limit
+        self._passes = pl_module.passes_made
+        # Without a GPU this is the present resident memory, of which the largest is kept.
+        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss_bytes()
+        self._peak = max(self._peak, memory)
+        if self._before is not None:
+            check_mechanism(trainer.optimizers[0], self._optimizer, self._before, passes=self._passes)
+            self._before = None
+            tensors = (value for state in trainer.optimizers[0].state.values() for value in state.values())
+            self._state_bytes = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
+        latest = evaluation_of(trainer).latest
+        if latest is not None and latest.step == trainer.global_step:
+            scores = {"nll": latest.metrics.nll.value, "accuracy": latest.metrics.accuracy.value}
+            point = CurvePoint(step=latest.step, tokens=self._tokens, seconds=sum(self.steps), **scores)
+            self.points.append(point)
 
 
 def arm_trial(
@@ -84,11 +202,6 @@ def arm_trial(
     return planned_trial(f"{stage} {arm}, lr {rate:g}, seed {seed}", spec, identity)
 
 
-def takes_adamw_rate(arm: str) -> bool:
-    """True for an optimizer with an AdamW part, which gets the learning rate that tuning chose for AdamW."""
-    return OPTIMIZERS[arm].name == "muon"
-
-
 def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str | None]:
     """Train from the start, score the last weights, and remove them; files of an earlier attempt are not used.
 
@@ -126,7 +239,11 @@ def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
         data = PreferenceDataset.load(path)
         rewards = scored(config, model, data)
         margins[name] = config.loss.beta * rewards.margin
-        found |= {f"{name}_{score}": value for score, value in _scores(config, rewards, data).items()}
+        metrics = metrics_of(rewards, data, beta=config.loss.beta, num_bootstrap=0, seed=0)
+        values = {score: getattr(metrics, score).value for score in _SCORES}
+        values |= {score: getattr(metrics, score) for score in _SPREADS}
+        values["temperature"] = metrics.temperature.temperature
+        found |= {f"{name}_{score}": value for score, value in values.items()}
     if spec["curvature_pairs"]:
         found |= _curvature(config, model, spec["curvature_pairs"])
     with replacing(folder / MARGINS_FILE) as temporary, temporary.open("wb") as file:
@@ -142,14 +259,6 @@ def scored(config: TrainConfig, model: BradleyTerryRM, data: PreferenceDataset) 
     with torch.autocast(model.device.type, torch.bfloat16) if half else contextlib.nullcontext():
         tokens = tokenize_pairs(data.pairs, model.renderer, None)
         return score_pairs(model, tokens, data, token_budget=config.batching.eval_token_budget, prefix_sharing=False)
-
-
-def _scores(config: TrainConfig, rewards: PairRewards, data: PreferenceDataset) -> dict[str, float | None]:
-    metrics = metrics_of(rewards, data, beta=config.loss.beta, num_bootstrap=0, seed=0)
-    values = {name: getattr(metrics, name).value for name in _SCORES}
-    return (
-        values | {name: getattr(metrics, name) for name in _SPREADS} | {"temperature": metrics.temperature.temperature}
-    )
 
 
 def _curvature(config: TrainConfig, model: BradleyTerryRM, num_pairs: int) -> dict[str, float | int | None]:

@@ -1,8 +1,13 @@
-"""Findings of a comparison: scores, costs and chosen rates of each arm, and warnings to the reader."""
+"""Findings of a comparison: scores, costs and chosen rates of each arm, and warnings to the reader.
+
+A trial whose files cannot be read is left out and named. Findings on several data sets are combined in two numbers for
+each optimizer.
+"""
 
 from __future__ import annotations
 
 import math
+import zipfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,21 +15,26 @@ from statistics import fmean, median
 from typing import Any
 
 import numpy as np
+from jaxtyping import Float
 
+from rm_optimizer.core.metrics.aggregates import interquartile_mean, probability_of_improvement
 from rm_optimizer.core.metrics.calibration import ReliabilityBin, fold, reliability_curve
 from rm_optimizer.core.metrics.effects import SCORES, paired_effect
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.optimizer_comparison.arm_trial import TUNE
-from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen, pairs_file
-from rm_optimizer.experiments.optimizer_comparison.measured_trials import FinalRun, MeasuredTrials
-from rm_optimizer.experiments.optimizer_comparison.options import Budget
-from rm_optimizer.experiments.optimizer_comparison.rates import ChosenRate, chosen_rate, rate_grid
-from rm_optimizer.experiments.optimizer_comparison.recorder import CurvePoint, LearningCurve
-from rm_optimizer.experiments.optimizer_comparison.stages import Stages
-from rm_optimizer.experiments.study import Study
-from rm_optimizer.experiments.trial import TrialResult
+from rm_optimizer.experiments.optimizer_comparison.arm_trial import (
+    CURVE_FILE,
+    FINAL,
+    MARGINS_FILE,
+    TUNE,
+    CurvePoint,
+    LearningCurve,
+)
+from rm_optimizer.experiments.optimizer_comparison.setting import Budget, Frozen, pairs_file
+from rm_optimizer.experiments.optimizer_comparison.stages import ChosenRate, Stages, chosen_rate, rate_grid
+from rm_optimizer.experiments.study import PlannedTrial, Study
+from rm_optimizer.experiments.trial import RESULT_FILE, WORK, TrialResult
 from rm_optimizer.experiments.verdicts import Verdict, judge
 from rm_optimizer.records.codec import JsonRecord
 
@@ -35,6 +45,8 @@ COSTS = (
 )
 """Numbers of a final trial whose means over seeds are reported without a verdict."""
 FEW_SEEDS = 5
+NUM_BOOTSTRAP = 2000
+"""Number of resamples for intervals over data sets."""
 _PER_SEED = {"nll": "test_nll", "accuracy": "test_accuracy", "top_eigenvalue": "top_eigenvalue"}
 """Numbers of a final trial that are kept for each seed, by their names in a finding."""
 
@@ -135,6 +147,63 @@ class NotFinished(ConfigError):
     """An optimizer of a comparison has no finished final run yet."""
 
 
+@dataclass(frozen=True)
+class _FinalRun:
+    """A finished final run: its seed, result and evaluations, and beta times the margin of each test pair."""
+
+    seed: int
+    result: TrialResult
+    curve: LearningCurve
+    margins: Float[np.ndarray, " pairs"]
+
+
+class _MeasuredTrials:
+    """Trials of a study with a result, in the order of the plan, and sentences on those that cannot be read."""
+
+    def __init__(self, study: Study, num_test: int) -> None:
+        self._study, self._num_test = study, num_test
+        self.unread: list[str] = []
+        self.results: list[tuple[PlannedTrial, TrialResult]] = []
+        for planned in study.plan.trials:
+            try:
+                result = study.trial(planned).result
+            except ConfigError as error:
+                self.unread.append(f"left out, {planned.label}: {error}")
+                continue
+            if result is not None:
+                self.results.append((planned, result))
+
+    def finals(self, arm: str, num_seeds: int) -> tuple[list[_FinalRun], int]:
+        """Finished final runs of an optimizer in the order of their seeds, and the number of diverged ones."""
+        runs, diverged = [], 0
+        for planned, result in self.results:
+            seed = int(planned.spec["options"]["seed"])
+            if (planned.spec["stage"], planned.spec["arm"]) != (FINAL, arm) or seed >= num_seeds:
+                continue
+            if result.status == "diverged":
+                diverged += 1
+            elif (run := self._final(planned, seed, result)) is not None:
+                runs.append(run)
+        return runs, diverged
+
+    def _final(self, planned: PlannedTrial, seed: int, result: TrialResult) -> _FinalRun | None:
+        work, name = self._study.trial(planned).folder / WORK, CURVE_FILE
+        try:
+            curve = LearningCurve.from_json((work / CURVE_FILE).read_text(encoding="utf-8"))
+            name = MARGINS_FILE
+            with (work / MARGINS_FILE).open("rb") as stream, np.load(stream) as file:
+                margins = np.asarray(file["test"], dtype=np.float64)
+            if margins.shape != (self._num_test,):
+                raise ValueError(f"{margins.size} margins for {self._num_test} pairs")
+        except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile):
+            self.unread.append(
+                f"left out, {planned.label}: {work / name} is missing or damaged; remove {RESULT_FILE} "
+                f"beside {WORK} to measure it again"
+            )
+            return None
+        return _FinalRun(seed, result, curve, margins)
+
+
 def findings(folder: Path) -> ComparisonFindings:
     """Findings of the finished trials of a comparison.
 
@@ -146,7 +215,7 @@ def findings(folder: Path) -> ComparisonFindings:
     """
     frozen, study = Stages(folder).frozen, Study(folder)
     test = PreferenceDataset.load(str(pairs_file(folder, "test")))
-    trials = MeasuredTrials(study, len(test))
+    trials = _MeasuredTrials(study, len(test))
     rates = tuple(_rate_points(trials))
     finals = {arm: trials.finals(arm, frozen.options.seeds) for arm in frozen.options.optimizers}
     finished = {arm: runs for arm, (runs, _) in finals.items()}
@@ -198,7 +267,7 @@ def findings(folder: Path) -> ComparisonFindings:
     )
 
 
-def _rate_points(trials: MeasuredTrials) -> Iterator[RatePoint]:
+def _rate_points(trials: _MeasuredTrials) -> Iterator[RatePoint]:
     for planned, result in trials.results:
         spec = planned.spec
         if spec["stage"] == TUNE:
@@ -220,7 +289,7 @@ def _mean_scores(points: Sequence[RatePoint]) -> dict[float, float]:
     }
 
 
-def _require_paired(finished: Mapping[str, Sequence[FinalRun]]) -> None:
+def _require_paired(finished: Mapping[str, Sequence[_FinalRun]]) -> None:
     """Refuse runs of one seed that differ in their first weights, their training pairs or the order of the pairs."""
     for name, what in (
         ("train_fingerprint", "training pairs"),
@@ -257,7 +326,7 @@ def _time_to(target: float, curves: Sequence[LearningCurve]) -> TimeToTarget:
     )
 
 
-def _margins(runs: Sequence[FinalRun]) -> np.ndarray:
+def _margins(runs: Sequence[_FinalRun]) -> np.ndarray:
     return np.stack([run.margins for run in runs])
 
 
@@ -282,3 +351,75 @@ def _warnings(frozen: Frozen, arms: Sequence[ArmFinding]) -> list[str]:
         if arm.diverged:
             found.append(f"{arm.name}: {arm.diverged} final seeds diverged; they are in no mean")
     return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmAcross(JsonRecord):
+    """An optimizer over several data sets (Agarwal et al., 2021, Section 4.3).
+
+    Args:
+        name: name of the optimizer.
+        accuracy: interquartile mean of the test accuracy over data sets and seeds.
+        improvement: probability that one of its runs has a smaller test NLL than a run of the reference, on a random
+            data set; None for the reference.
+    """
+
+    name: str
+    accuracy: Estimate
+    improvement: Estimate | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcrossDatasets(JsonRecord, indent=1):
+    """Comparisons of the same optimizers on several data sets.
+
+    Args:
+        reference: optimizer that the others are compared with.
+        test_pairs: digest of the test pairs of each comparison.
+        seeds: number of seeds of each optimizer on each data set.
+        arms: the optimizers.
+    """
+
+    reference: str
+    test_pairs: tuple[str, ...]
+    seeds: int
+    arms: tuple[ArmAcross, ...]
+
+
+def across_datasets(comparisons: Sequence[ComparisonFindings]) -> AcrossDatasets:
+    """Aggregate comparisons of the same optimizers on at least three data sets.
+
+    Args:
+        comparisons: findings of the comparisons, each with its own test pairs.
+
+    Raises:
+        ConfigError: if there are fewer than three, they differ in optimizers, reference or seeds, or share test pairs.
+    """
+    options = [found.frozen.options for found in comparisons]
+    for name, values in (
+        ("optimizers", {tuple(sorted(each.optimizers)) for each in options}),
+        ("reference", {each.reference for each in options}),
+        ("finished seeds", {len(arm.seeds) for found in comparisons for arm in found.arms}),
+    ):
+        if len(values) > 1:
+            shown = " and ".join(sorted(str(value) for value in values))
+            raise ConfigError(f"comparisons on several data sets must have the same {name}, got {shown}")
+    tests = tuple(found.frozen.fingerprints["test"] for found in comparisons)
+    if len(set(tests)) < len(tests):
+        raise ConfigError("comparisons on several data sets must have different test pairs; two of these have the same")
+    reference = options[0].reference
+
+    def scores(arm: str, score: str) -> Float[np.ndarray, "datasets seeds"]:
+        return np.array([each.per_seed[score] for found in comparisons for each in found.arms if each.name == arm])
+
+    sample = {"num_bootstrap": NUM_BOOTSTRAP, "seed": 0}
+    nll = {name: scores(name, "nll") for name in options[0].optimizers}
+    arms = tuple(
+        ArmAcross(
+            name=name,
+            accuracy=interquartile_mean(scores(name, "accuracy"), **sample),
+            improvement=None if name == reference else probability_of_improvement(-own, -nll[reference], **sample),
+        )
+        for name, own in nll.items()
+    )
+    return AcrossDatasets(reference=reference, test_pairs=tests, seeds=nll[reference].shape[1], arms=arms)

@@ -15,9 +15,8 @@ from pathlib import Path
 from statistics import fmean
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.optimizer_comparison.arm_trial import FINAL, TASK, TUNE, arm_trial, takes_adamw_rate
-from rm_optimizer.experiments.optimizer_comparison.frozen import Frozen
-from rm_optimizer.experiments.optimizer_comparison.rates import ChosenRate, chosen_rate, next_rate, rate_grid
+from rm_optimizer.experiments.optimizer_comparison.arm_trial import FINAL, TASK, TUNE, arm_trial
+from rm_optimizer.experiments.optimizer_comparison.setting import Frozen
 from rm_optimizer.experiments.study import (
     FROZEN_FILE,
     PLAN_FILE,
@@ -29,10 +28,85 @@ from rm_optimizer.experiments.study import (
     publish,
 )
 from rm_optimizer.experiments.trial import Executor, Trial, TrialResult
+from rm_optimizer.optim.registry import OPTIMIZERS
+from rm_optimizer.records.codec import JsonRecord
 
 FIRST_TUNING_SEED = 1000
 """First tuning seed; final seeds start at 0."""
 ADAMW = "adamw"
+HALF_DECADE = math.sqrt(10.0)
+"""Factor from one learning rate to the next."""
+MOST_EXTRA = 2
+"""Most rates that are added beyond the edges of the grid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenRate(JsonRecord):
+    """The learning rate that tuning chose.
+
+    Args:
+        rate: learning rate; None if every run of every rate diverged.
+        nll: mean validation NLL of its tuning runs, which is biased low because the rate was chosen by it.
+        at_edge: True if the rate is the smallest or largest one tried, so that a better one may lie beyond.
+        extra: number of rates added beyond the grid.
+    """
+
+    rate: float | None
+    nll: float
+    at_edge: bool
+    extra: int
+
+
+def rate_grid(center: float, count: int) -> tuple[float, ...]:
+    """Learning rates in half decades around a center, to three digits.
+
+    Args:
+        center: rate of the preset.
+        count: number of rates, odd.
+
+    Example:
+        >>> rate_grid(1e-4, 3)
+        (3.16e-05, 0.0001, 0.000316)
+    """
+    return tuple(_rounded(center * HALF_DECADE**power) for power in range(-(count // 2), count // 2 + 1))
+
+
+def next_rate(scores: Mapping[float, float], grid: Sequence[float]) -> float | None:
+    """The next rate to try beyond an edge if the best rate is at that edge; None if none is to be tried.
+
+    Args:
+        scores: mean validation NLL of each rate that was tried; infinite if a run diverged.
+        grid: rates of the first grid.
+    """
+    tried = sorted(scores)
+    best = min(tried, key=lambda rate: scores[rate])
+    if len(tried) - len(grid) >= MOST_EXTRA or math.isinf(scores[best]):
+        return None
+    if best == tried[0]:
+        return _rounded(best / HALF_DECADE)
+    return _rounded(best * HALF_DECADE) if best == tried[-1] else None
+
+
+def chosen_rate(scores: Mapping[float, float], grid: Sequence[float]) -> ChosenRate:
+    """The rate with the smallest mean validation NLL, or the smaller of two equally good ones.
+
+    Args:
+        scores: mean validation NLL of each rate that was tried; infinite if a run diverged.
+        grid: rates of the first grid.
+    """
+    tried = sorted(scores)
+    best = min(tried, key=lambda rate: scores[rate])
+    is_known = math.isfinite(scores[best])
+    return ChosenRate(
+        rate=best if is_known else None,
+        nll=scores[best] if is_known else math.nan,
+        at_edge=is_known and best in (tried[0], tried[-1]),
+        extra=len(tried) - len(grid),
+    )
+
+
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3g}")
 
 
 @dataclass(frozen=True)
@@ -50,7 +124,6 @@ class TunedArm:
     beside: float | None
 
 
-@dataclass(frozen=True)
 class Stages:
     """The trials of a comparison in its folder.
 
@@ -58,7 +131,10 @@ class Stages:
         folder: the folder, which holds a frozen setting.
     """
 
-    folder: Path
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._results: dict[str, TrialResult] = {}
+        self._trials: dict[tuple[object, ...], PlannedTrial] = {}
 
     @cached_property
     def frozen(self) -> Frozen:
@@ -85,7 +161,7 @@ class Stages:
         """Tuning runs of an optimizer; None if it uses the rate tuned for AdamW and that is not known yet."""
         options = self.frozen.options
         beside = None
-        if takes_adamw_rate(arm) and ADAMW in options.optimizers:
+        if OPTIMIZERS[arm].name == "muon" and ADAMW in options.optimizers:
             chosen = self.chosen(ADAMW)
             if chosen is None:
                 return None
@@ -124,12 +200,9 @@ class Stages:
 
     def result(self, planned: PlannedTrial) -> TrialResult | None:
         """The result of a trial; None if it has none yet."""
-        if planned.name not in self._results:
-            result = Trial(self.folder / TRIALS / planned.name).result
-            if result is None:
-                return None
+        if planned.name not in self._results and (result := Trial(self.folder / TRIALS / planned.name).result):
             self._results[planned.name] = result
-        return self._results[planned.name]
+        return self._results.get(planned.name)
 
     def run(
         self,
@@ -158,14 +231,6 @@ class Stages:
             if not status.is_done or len(self.trials()) == len(known):
                 return status
 
-    @cached_property
-    def _results(self) -> dict[str, TrialResult]:
-        return {}
-
-    @cached_property
-    def _trials(self) -> dict[tuple[object, ...], PlannedTrial]:
-        return {}
-
     def _trial(self, stage: str, arm: str, rate: float, seed: int, beside: float | None) -> PlannedTrial:
         key = (stage, arm, rate, seed, beside)
         if key not in self._trials:
@@ -176,9 +241,9 @@ class Stages:
         """Mean validation NLL of each rate, infinite if a run diverged; None while a run has no result."""
         scores: dict[float, float] = {}
         for rate, runs in trials.items():
-            results = [self.result(run) for run in runs]
-            if any(result is None for result in results):
+            results = [result for run in runs if (result := self.result(run)) is not None]
+            if len(results) < len(runs):
                 return None
-            losses = [result.values.get("val_nll") for result in results if result is not None]
+            losses = [result.values.get("val_nll") for result in results]
             scores[rate] = fmean(loss if isinstance(loss, int | float) else math.inf for loss in losses)
         return scores

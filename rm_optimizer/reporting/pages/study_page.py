@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, NotFinished, findings
-from rm_optimizer.experiments.optimizer_comparison.options import Budget
+from rm_optimizer.experiments.optimizer_comparison.setting import Budget
 from rm_optimizer.experiments.optimizer_comparison.stages import Stages
 from rm_optimizer.experiments.study import Study
 from rm_optimizer.reporting.optimizer_findings import finding_tables, methods

@@ -99,8 +99,7 @@ def across(
     json_file: Annotated[Path | None, Option("--json", help="Also write the numbers to this JSON file.")] = None,
 ) -> None:
     """Combine comparisons of the same optimizers. They must be on three or more data sets."""
-    from rm_optimizer.experiments.optimizer_comparison.across import across_datasets
-    from rm_optimizer.experiments.optimizer_comparison.findings import findings
+    from rm_optimizer.experiments.optimizer_comparison.findings import across_datasets, findings
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
     from rm_optimizer.reporting.tables import cell_text, new_table, output_console
 

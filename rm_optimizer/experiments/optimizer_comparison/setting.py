@@ -1,28 +1,43 @@
-"""Options of a comparison of optimizers, and refusal of options under which the comparison would be unfair."""
+"""Setting of a comparison of optimizers: options that are refused if unfair, and pairs, model and steps of every arm.
+
+The setting is written and hashed before the first run.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from rm_optimizer.errors import ConfigError, did_you_mean
+import numpy as np
+
+from rm_optimizer.core.model.identity import weights_digest
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, load_pairs, require_disjoint_prompts
+from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.experiments.cost import steps_of
+from rm_optimizer.experiments.study import FROZEN_FILE
 from rm_optimizer.experiments.training_trials import require_shared
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.records.files import write_json_lines, write_text
+from rm_optimizer.records.run_options import flat, is_among, options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import ScheduleName
+from rm_optimizer.training.base_model import build_model
 
 REFERENCE = "adamw"
 """The arm that others are compared with, if it is among the optimizers."""
 OWNED = MappingProxyType(
     {
         "optimizer": "learning rates are tuned and the other options are each preset's",
-        "seed": "tuning and final runs have seeds of their own",
+        "seed": "tuning and final runs have different seeds",
         "schedule": "every optimizer takes its preset's; schedule.warmup_ratio and schedule.min_lr_ratio may be set",
         "output_dir": "--output names the folder",
         "hydra.run.dir": "--output names the folder",
@@ -46,6 +61,11 @@ LEAST = MappingProxyType(
 """Smallest allowed values of the sizes."""
 SHARED = ("schedule.warmup_ratio", "schedule.min_lr_ratio")
 """Options of these groups that may be set, with the same value for all optimizers."""
+KEPT = ("id", "source", "subset")
+"""Metadata that the written pairs keep."""
+HELD_OUT = 0.2
+"""Share of the prompts that is held out if no validation pairs are given; it is divided into validation and test."""
+_OF_AN_ARM = ("optimizer", "schedule", "seed", "output_dir", "data", "model.adamw_lr", "model.lora_lr", "logger")
 
 
 class Budget(StrEnum):
@@ -56,34 +76,15 @@ class Budget(StrEnum):
     paper = "paper"
 
 
-@dataclass(frozen=True)
-class BudgetSizes:
-    """Numbers of runs of a budget.
-
-    Args:
-        rates: number of learning rates of each optimizer, odd.
-        tuning_seeds: number of seeds of each rate.
-        seeds: number of final seeds of each optimizer.
-        pairs: most training pairs; None means all.
-        test_pairs: most validation pairs, and most test pairs; None means all.
-        curvature_pairs: number of training pairs for the measurement of curvature.
-    """
-
-    rates: int
-    tuning_seeds: int
-    seeds: int
-    pairs: int | None
-    test_pairs: int | None
-    curvature_pairs: int
-
-
-BUDGETS: Mapping[Budget, BudgetSizes] = MappingProxyType(
+_SMOKE = {"rates": 3, "tuning_seeds": 1, "seeds": 2, "pairs": 256, "val_pairs": 256, "test_pairs": 256}
+BUDGETS: Mapping[Budget, Mapping[str, int]] = MappingProxyType(
     {
-        Budget.smoke: BudgetSizes(3, 1, 2, 256, 256, 16),
-        Budget.standard: BudgetSizes(5, 1, 5, None, None, 64),
-        Budget.paper: BudgetSizes(7, 2, 10, None, None, 256),
+        Budget.smoke: _SMOKE | {"curvature_pairs": 16},
+        Budget.standard: {"rates": 5, "tuning_seeds": 1, "seeds": 5, "curvature_pairs": 64},
+        Budget.paper: {"rates": 7, "tuning_seeds": 2, "seeds": 10, "curvature_pairs": 256},
     }
 )
+"""Sizes of each budget, by their names in `ComparisonOptions`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,8 +143,7 @@ class ComparisonOptions(JsonRecord, indent=1):
         """
         if budget not in Budget.__members__:
             raise ConfigError(did_you_mean("--budget", budget, Budget.__members__))
-        sizes = BUDGETS[Budget(budget)]
-        fields: dict[str, Any] = {"val_pairs": sizes.test_pairs, **vars(sizes)}
+        fields: dict[str, Any] = {**BUDGETS[Budget(budget)]}
         fields |= {name: value for name, value in given.items() if value is not None}
         reference = reference or (REFERENCE if REFERENCE in optimizers else next(iter(optimizers), REFERENCE))
         return cls(budget=Budget(budget), train=train, optimizers=tuple(optimizers), reference=reference, **fields)
@@ -156,7 +156,7 @@ class ComparisonOptions(JsonRecord, indent=1):
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
         if self.rates % 2 == 0 or self.rates < 3:
             raise ConfigError(
-                f"--rates must be odd and at least 3, so that each preset's rate stands in the middle and an optimum "
+                f"--rates must be odd and at least 3, so that each preset's rate is in the middle and an optimum "
                 f"at the edge is seen; got {self.rates}"
             )
         require_shared(self.overrides, OWNED, "a comparison of optimizers", but=SHARED)
@@ -206,14 +206,9 @@ def _require_optimizers(optimizers: tuple[str, ...], reference: str) -> None:
 
 @cache
 def _composed(optimizer: str, overrides: tuple[str, ...]) -> TrainConfig:
+    """Options of a run; several devices and constant schedules are refused, since their effects would be compared."""
     shared = [override for override in overrides if not override.lstrip("+").startswith("data.")]
     config = typed(compose([f"optimizer={optimizer}", *shared, "output_dir=OUTPUT"]), TrainConfig)
-    _require_fair(config)
-    return config
-
-
-def _require_fair(config: TrainConfig) -> None:
-    """Refuse several devices and constant schedules, whose effects would be compared instead of the optimizers'."""
     if config.hardware.devices * config.hardware.num_nodes > 1:
         raise ConfigError(
             f"a comparison runs each trial on one device, got hardware.devices={config.hardware.devices}; "
@@ -225,3 +220,138 @@ def _require_fair(config: TrainConfig) -> None:
             f"{config.optimizer.name} would be compared without a decay of its learning rate, which "
             "hides its best weights; leave the schedule to the presets"
         )
+    return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Frozen(JsonRecord, indent=1):
+    """The setting of a comparison, `frozen.json`.
+
+    Args:
+        digest: digest of the model, the pairs, the shared options and the steps, which is part of every trial's name.
+        options: options of the comparison.
+        model: digest of the base model's weights with the head of seed 0.
+        fingerprints: digests of the pairs, by split: `train`, `val` and `test`.
+        sizes: number of pairs, by split.
+        prompts: number of different prompts, by split.
+        shared: digest of the options that all runs share.
+        steps: optimizer steps of every run.
+    """
+
+    digest: str
+    options: ComparisonOptions
+    model: str
+    fingerprints: dict[str, str]
+    sizes: dict[str, int]
+    prompts: dict[str, int]
+    shared: str
+    steps: int
+
+    @classmethod
+    def read(cls, folder: Path) -> Frozen | None:
+        """The setting of the comparison in a folder; None if there is none.
+
+        Raises:
+            ConfigError: if it is damaged.
+        """
+        path = folder / FROZEN_FILE
+        try:
+            return cls.from_json(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (ValueError, TypeError) as error:
+            raise ConfigError(f"{path} is damaged; start the comparison in another folder") from error
+
+
+def pairs_file(folder: Path, split: str) -> Path:
+    """File of the pairs of a split, `train`, `val` or `test`, in the folder of a comparison."""
+    return folder / "data" / f"{split}.jsonl"
+
+
+def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
+    """Write the pairs and the setting of a comparison, or read the setting if the folder holds the same comparison.
+
+    Args:
+        options: options of the comparison.
+        folder: folder of the comparison.
+
+    Raises:
+        ConfigError: if options are refused, or the folder holds another comparison.
+        DataError: if pairs cannot be read, or the splits share prompts.
+    """
+    options.require_fair()
+    splits = _splits(options)
+    known = Frozen.read(folder)
+    fingerprints = {part: data.fingerprint for part, data in splits.items()}
+    if known is not None:
+        before = replace(known.options, seeds=options.seeds)  # only the number of final seeds may change
+        if before != options or known.fingerprints != fingerprints:
+            names = [name for name in vars(options) if getattr(before, name) != getattr(options, name)]
+            changed = ", ".join(names) or "pairs in the same files"
+            raise ConfigError(f"{folder} holds a comparison with other {changed}; choose another --output")
+        known = replace(known, options=options)
+        write_text(folder / FROZEN_FILE, known.to_json() + "\n")
+        return known
+    for part, data in splits.items():
+        rows = []
+        for pair in data.pairs:
+            row = pair.to_dict()
+            metadata = row.pop("metadata")
+            rows.append(row | {name: metadata[name] for name in KEPT if metadata.get(name) is not None})
+        write_json_lines(pairs_file(folder, part), rows)
+    config = options.config(options.reference)
+    contents = {
+        "model": weights_digest(build_model(config.model, splits["train"], seed=0).model),
+        "fingerprints": fingerprints,
+        "shared": digest([[name, value] for name, value in flat(options_of(config)) if not is_among(name, _OF_AN_ARM)]),
+        "steps": steps_of(config, len(splits["train"])),
+    }
+    frozen = Frozen(
+        digest=digest(contents),
+        options=options,
+        sizes={part: len(data) for part, data in splits.items()},
+        prompts={part: len(set(data.prompt_ids)) for part, data in splits.items()},
+        **contents,  # type: ignore[arg-type]
+    )
+    write_text(folder / FROZEN_FILE, frozen.to_json() + "\n")
+    return frozen
+
+
+def _splits(options: ComparisonOptions) -> dict[str, PreferenceDataset]:
+    named = [override for override in options.overrides if override.lstrip("+").startswith("data.")]
+    data = typed(compose([*named, "model=custom", "model.path=x", "output_dir=."]), TrainConfig).data
+    train = load_pairs(options.train, data)
+    if options.val is None:
+        train, held_out = train.split_by_prompt(HELD_OUT, data.split_seed)
+    else:
+        held_out = load_pairs(options.val, data)
+    if options.test is None:
+        sizes = options.val_pairs, options.test_pairs
+        share = 0.5 if sizes[0] is None or sizes[1] is None else sizes[1] / (sizes[0] + sizes[1])
+        val, test = held_out.split_by_prompt(share, data.split_seed)
+    else:
+        val, test = held_out, load_pairs(options.test, data)
+    require_disjoint_prompts(train, val)
+    for name, other in (("training", train), ("validation", val)):
+        if not set(other.prompt_ids).isdisjoint(test.prompt_ids):
+            raise DataError(
+                f"test prompts must be untouched, but some are in the {name} pairs; remove them from --test"
+            )
+    return {
+        "train": train if options.pairs is None else train.subset(options.pairs, data.split_seed),
+        "val": _limited(val, options.pairs_per_prompt, options.val_pairs, data.split_seed),
+        "test": _limited(test, options.pairs_per_prompt, options.test_pairs, data.split_seed),
+    }
+
+
+def _limited(data: PreferenceDataset, per_prompt: int | None, most: int | None, seed: int) -> PreferenceDataset:
+    """A random subset of at most `most` pairs, in their order, with at most `per_prompt` pairs of each prompt."""
+    if per_prompt is not None:
+        seen: Counter[str] = Counter()
+        kept = []
+        for position in np.random.default_rng(seed).permutation(len(data)).tolist():
+            seen[data.prompt_ids[position]] += 1
+            if seen[data.prompt_ids[position]] <= per_prompt:
+                kept.append(position)
+        data = PreferenceDataset.from_pairs(data[position] for position in sorted(kept))
+    return data if most is None else data.subset(most, seed)
