@@ -283,7 +283,6 @@ WAYS: dict[str, Run] = {
     ),
     "rm-opt report outputs/run": Run(prints="page: outputs/run/report/index.html", slow=True),
     "rm-opt report outputs/optimizers": Run("rm-opt report --help", prints="--format"),
-    "rm-opt report outputs --serve": Run("rm-opt report --help", prints="--serve"),
     "rm-opt report outputs/run --format md": Run(prints="## Known weaknesses", slow=True),
     "python studies/cleaning.py outputs/cleaning": Run(
         f"python {ROOT}/studies/cleaning.py outputs/cleaning --splits 2 --pairs 60", prints="AUROC: flipped labels"

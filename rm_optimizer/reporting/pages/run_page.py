@@ -75,7 +75,7 @@ def _finished(run_dir: Path) -> RunResult:
         raise DataError(
             f"{run_dir} {'holds no run' if run_dir.is_dir() else 'is no folder with a run'} ({RESULT_FILE} is missing) "
             "and no study; name the folder of a finished run, or of a comparison of optimizers. "
-            "Several runs: rm-opt compare FOLDER, or rm-opt report FOLDER --serve"
+            "Several runs: rm-opt compare FOLDER"
         )
     if (error := RunFolder(run_dir).divergence) is not None:
         raise DataError(f"{run_dir} holds a run that diverged, so it has no page: {error}")

@@ -1,1 +1,0 @@
-"""Index of a folder of runs and studies, for a browser on this machine."""
