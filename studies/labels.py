@@ -28,13 +28,12 @@ from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.pairs.conversations import conversation_groups
 from rm_optimizer.core.pairs.orders import random_positions
-from rm_optimizer.data_efficiency.acquisition.pool import Pool
-from rm_optimizer.data_efficiency.acquisition.rules import RULES, acquisition_function
-from rm_optimizer.data_efficiency.cleaning.wrong_labels import turned
-from rm_optimizer.data_efficiency.linear_reward import LinearReward, fit_linear_reward
-from rm_optimizer.data_efficiency.power_law import fit_power_laws
+from rm_optimizer.data_efficiency.feature_rules import RULES, acquisition_function
+from rm_optimizer.data_efficiency.linear_reward import LinearReward, fit_linear_reward, fixed_differences
+from rm_optimizer.data_efficiency.pool import Pool
+from rm_optimizer.data_efficiency.scaling import fit_power_laws
+from rm_optimizer.data_efficiency.wrong_labels import turned
 from rm_optimizer.errors import ConfigError, DataError, RMOptimizerError
-from rm_optimizer.interfaces.commands.labels.features import fixed_differences
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.reporting.tables import new_table, output_console

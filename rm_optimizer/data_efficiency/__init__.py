@@ -11,16 +11,16 @@ from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
     from rm_optimizer.core.pairs.curriculum import CurriculumSampler as CurriculumSampler
-    from rm_optimizer.data_efficiency.acquisition.functions import AcquisitionFunction as AcquisitionFunction
-    from rm_optimizer.data_efficiency.acquisition.functions import UncertaintySampling as UncertaintySampling
-    from rm_optimizer.data_efficiency.acquisition.pool import Pool as Pool
-    from rm_optimizer.data_efficiency.acquisition.pool import read_pool as read_pool
-    from rm_optimizer.data_efficiency.acquisition.rules import acquisition_function as acquisition_function
+    from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction as AcquisitionFunction
+    from rm_optimizer.data_efficiency.acquisition import UncertaintySampling as UncertaintySampling
     from rm_optimizer.data_efficiency.active_learning import ActiveLearner as ActiveLearner
     from rm_optimizer.data_efficiency.active_learning import run_active_loop as run_active_loop
-    from rm_optimizer.data_efficiency.cleaning.annotators import noise_ceiling as noise_ceiling
-    from rm_optimizer.data_efficiency.cleaning.wrong_labels import Cartography as Cartography
-    from rm_optimizer.data_efficiency.cleaning.wrong_labels import held_out_chances as held_out_chances
-    from rm_optimizer.data_efficiency.cleaning.wrong_labels import suspected_labels as suspected_labels
+    from rm_optimizer.data_efficiency.feature_rules import acquisition_function as acquisition_function
+    from rm_optimizer.data_efficiency.pool import Pool as Pool
+    from rm_optimizer.data_efficiency.pool import read_pool as read_pool
+    from rm_optimizer.data_efficiency.votes import noise_ceiling as noise_ceiling
+    from rm_optimizer.data_efficiency.wrong_labels import Cartography as Cartography
+    from rm_optimizer.data_efficiency.wrong_labels import held_out_chances as held_out_chances
+    from rm_optimizer.data_efficiency.wrong_labels import suspected_labels as suspected_labels
 
 export_lazily(globals())

@@ -12,10 +12,10 @@ import numpy as np
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
-from rm_optimizer.data_efficiency.acquisition.functions import RandomSampling
-from rm_optimizer.data_efficiency.acquisition.pool import read_pool
-from rm_optimizer.data_efficiency.acquisition.rules import acquisition_function
-from rm_optimizer.data_efficiency.labeling.questions import (
+from rm_optimizer.data_efficiency.acquisition import RandomSampling
+from rm_optimizer.data_efficiency.feature_rules import acquisition_function
+from rm_optimizer.data_efficiency.pool import read_pool
+from rm_optimizer.data_efficiency.questions import (
     Answers,
     Question,
     answered_chance,

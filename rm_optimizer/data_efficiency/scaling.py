@@ -1,4 +1,4 @@
-"""Learning curves over the number of training pairs, and the number of pairs that a gain in accuracy needs."""
+"""Learning curve over the number of pairs: its power law, and the number of pairs that a gain needs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from jaxtyping import Float
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.pairs.dataset import load_training_data
-from rm_optimizer.data_efficiency.power_law import fit_power_laws
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.study import OnTrial, PlannedTrial, Study, publish
 from rm_optimizer.experiments.training_trials import TRAIN, training_trial
@@ -22,6 +21,52 @@ from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.data import Streaming
 from rm_optimizer.training.folder.record import absolute_source
+
+_EXPONENTS = np.linspace(0.02, 3.0, 150)
+
+
+@dataclass(frozen=True)
+class PowerLaws:
+    """Rising laws ``level - scale n^-exponent``, one for each curve; NaN if no rising law fits.
+
+    Args:
+        level: limit of the curve.
+        scale: positive factor.
+        exponent: positive exponent; larger values approach the limit faster.
+    """
+
+    level: Float[np.ndarray, " curves"]
+    scale: Float[np.ndarray, " curves"]
+    exponent: Float[np.ndarray, " curves"]
+
+    def at(self, numbers: Float[np.ndarray, " numbers"]) -> Float[np.ndarray, "curves numbers"]:
+        """Values at these numbers of pairs."""
+        return np.asarray(self.level[:, None] - self.scale[:, None] * numbers ** -self.exponent[:, None])
+
+    def reach(self, targets: Float[np.ndarray, " curves"]) -> Float[np.ndarray, " curves"]:
+        """Numbers of pairs at which the laws have these values; infinite if they never do."""
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            found = (self.scale / (self.level - targets)) ** (1 / self.exponent)
+        return np.where(self.level > targets, found, np.inf)
+
+
+def fit_power_laws(numbers: Float[np.ndarray, " numbers"], curves: Float[np.ndarray, "curves numbers"]) -> PowerLaws:
+    """Best rising law of each curve by least squares, over a grid of exponents from 0.02 to 3.
+
+    Args:
+        numbers: numbers of pairs, ascending.
+        curves: values at these numbers.
+    """
+    best, error = np.full((3, len(curves)), np.nan), np.full(len(curves), np.inf)
+    for exponent in _EXPONENTS:
+        design = np.stack([np.ones_like(numbers), -(numbers**-exponent)], axis=1)
+        coefficients = curves @ np.linalg.pinv(design).T
+        errors = ((coefficients @ design.T - curves) ** 2).sum(axis=1)
+        is_better = (errors < error) & (coefficients[:, 1] > 0)
+        best[:2, is_better], best[2, is_better] = coefficients[is_better].T, exponent
+        error[is_better] = errors[is_better]
+    return PowerLaws(*best)
+
 
 FEWEST_SIZES = 4
 """Least number of sizes to fit a law with three coefficients."""

@@ -23,7 +23,7 @@ from rm_optimizer import (
     measure_readiness,
 )
 from rm_optimizer.core.pairs.pair import Prompt
-from rm_optimizer.data_efficiency.acquisition.functions import MarginSampling
+from rm_optimizer.data_efficiency.acquisition import MarginSampling
 from rm_optimizer.training.lightning_module import RewardModelLightning
 
 PAIRS = [PreferencePair("Why?", "Because.", "No."), PreferencePair("Who?", "I.", "You.")]

@@ -12,17 +12,16 @@ from scipy.stats import norm
 
 from rm_optimizer import PreferencePair, RewardModelEnsemble
 from rm_optimizer.core.pairs.pair import Scorer
-from rm_optimizer.data_efficiency import Pool, acquisition_function, read_pool
-from rm_optimizer.data_efficiency.acquisition import pool
-from rm_optimizer.data_efficiency.acquisition.functions import BALD, LengthStratified, StochasticBALD
-from rm_optimizer.data_efficiency.acquisition.optimal_design import (
+from rm_optimizer.data_efficiency import Pool, acquisition_function, pool, read_pool
+from rm_optimizer.data_efficiency.acquisition import BALD, LengthStratified, StochasticBALD
+from rm_optimizer.data_efficiency.feature_rules import (
+    RULES,
     BoundaryOptimal,
     DOptimal,
     LastLayerInformation,
     VOptimal,
     density_at_zero,
 )
-from rm_optimizer.data_efficiency.acquisition.rules import RULES
 from rm_optimizer.errors import ConfigError, DataError
 from tests.builders import tiny_reward_model
 

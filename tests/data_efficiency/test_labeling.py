@@ -14,9 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer import PreferencePair
-from rm_optimizer.data_efficiency.labeling.answer_log import open_answer_log
-from rm_optimizer.data_efficiency.labeling.page_server import PageServer
-from rm_optimizer.data_efficiency.labeling.questions import questions_of, read_answers, read_questions, write_questions
+from rm_optimizer.data_efficiency.labeling_page import PageServer, open_answer_log
+from rm_optimizer.data_efficiency.questions import questions_of, read_answers, read_questions, write_questions
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.interfaces.cli import app
 

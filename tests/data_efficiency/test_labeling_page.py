@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from rm_optimizer import Message, PreferencePair
-from rm_optimizer.data_efficiency.labeling.answer_log import open_answer_log
-from rm_optimizer.data_efficiency.labeling.questions import questions_of, read_answers, read_questions, write_questions
+from rm_optimizer.data_efficiency.labeling_page import open_answer_log
+from rm_optimizer.data_efficiency.questions import questions_of, read_answers, read_questions, write_questions
 from tests.browser import IS_INSTALLED, opened_browser
 from tests.data_efficiency.test_labeling import served
 

@@ -10,8 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer import Message, PreferenceDataset, PreferencePair
-from rm_optimizer.data_efficiency.acquisition.rules import RULES
-from rm_optimizer.data_efficiency.labeling.questions import questions_of, read_answers, read_questions, write_questions
+from rm_optimizer.data_efficiency.feature_rules import RULES
+from rm_optimizer.data_efficiency.questions import questions_of, read_answers, read_questions, write_questions
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.commands.labels.select import DEFAULT_RULE

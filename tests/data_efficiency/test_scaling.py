@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from rm_optimizer.data_efficiency.power_law import fit_power_laws
-from rm_optimizer.data_efficiency.scaling import ScalingReport, scaling_report
+from rm_optimizer.data_efficiency.scaling import ScalingReport, fit_power_laws, scaling_report
 from rm_optimizer.interfaces.cli import app
 from tests.training.conftest import SMALL
 

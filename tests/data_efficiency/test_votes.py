@@ -10,7 +10,7 @@ from scipy.special import logit
 from typer.testing import CliRunner
 
 from rm_optimizer import PreferencePair
-from rm_optimizer.data_efficiency.cleaning.votes import VoteCalibration, Votes, vote_calibration, votes_of
+from rm_optimizer.data_efficiency.votes import VoteCalibration, Votes, vote_calibration, votes_of
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from tests.builders import tiny_reward_model

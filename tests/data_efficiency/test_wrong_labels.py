@@ -11,8 +11,8 @@ from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
 from rm_optimizer.core.metrics.calibration import flipped_labels
-from rm_optimizer.data_efficiency.cleaning.annotators import noise_ceiling
-from rm_optimizer.data_efficiency.cleaning.wrong_labels import (
+from rm_optimizer.data_efficiency.votes import noise_ceiling
+from rm_optimizer.data_efficiency.wrong_labels import (
     Cartography,
     held_out_chances,
     suspected_labels,

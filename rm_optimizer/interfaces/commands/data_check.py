@@ -88,7 +88,7 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
 
 def _print_agreement(datasets: Mapping[str, PreferenceDataset]) -> None:
     """Print the agreement of annotators for each split whose pairs have votes."""
-    from rm_optimizer.data_efficiency.cleaning.votes import votes_of
+    from rm_optimizer.data_efficiency.votes import votes_of
     from rm_optimizer.reporting.tables import output_console, summary_table
 
     for name, dataset in datasets.items():

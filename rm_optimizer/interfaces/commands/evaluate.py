@@ -87,7 +87,7 @@ def _report_votes(folder: Path, data: PreferenceDataset, beta: float, bootstrap:
     """Compare the model with the votes of annotators, if pairs have votes."""
     import numpy as np
 
-    from rm_optimizer.data_efficiency.cleaning.votes import vote_calibration, votes_of
+    from rm_optimizer.data_efficiency.votes import vote_calibration, votes_of
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.reporting.label_studies.votes import report_votes
 

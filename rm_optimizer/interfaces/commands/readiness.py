@@ -55,7 +55,7 @@ class OracleFlags:
             ConfigError: naming them.
             DataError: if the answers cannot be read.
         """
-        from rm_optimizer.data_efficiency.labeling.questions import SUFFIXES, read_answers
+        from rm_optimizer.data_efficiency.questions import SUFFIXES, read_answers
         from rm_optimizer.evaluation.score_file import require_new
 
         if self.gold is not None and self.comparisons is not None:
@@ -83,7 +83,7 @@ class OracleFlags:
             ConfigError: if the oracle is the model in question.
             DataError: if the answers cannot be read, or there are none.
         """
-        from rm_optimizer.data_efficiency.labeling.questions import read_answers
+        from rm_optimizer.data_efficiency.questions import read_answers
         from rm_optimizer.rl_coupling.readiness.oracle import Comparisons, ScorerOracle
 
         if self.comparisons is not None:
@@ -165,7 +165,7 @@ def readiness(
     options = sizes.options()
     oracle.check(context, responses)
     from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
-    from rm_optimizer.data_efficiency.cleaning.votes import votes_of
+    from rm_optimizer.data_efficiency.votes import votes_of
     from rm_optimizer.doctor.diagnosis import FAILED_EXIT_CODE
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
     from rm_optimizer.records.files import write_text
@@ -291,7 +291,7 @@ def _write_questions(pool: ResponsePool, algorithm: str, options: ReadinessOptio
     import numpy as np
 
     from rm_optimizer.core.pairs.pair import PreferencePair
-    from rm_optimizer.data_efficiency.labeling.questions import questions_of, write_questions
+    from rm_optimizer.data_efficiency.questions import questions_of, write_questions
     from rm_optimizer.rl_coupling.readiness.measurement import probe_sizes
     from rm_optimizer.rl_coupling.readiness.probe import planned_questions
 

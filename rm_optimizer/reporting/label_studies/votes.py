@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from rm_optimizer.data_efficiency.cleaning.annotators import NoiseCeiling
-from rm_optimizer.data_efficiency.cleaning.votes import VoteCalibration
+from rm_optimizer.data_efficiency.votes import NoiseCeiling, VoteCalibration
 from rm_optimizer.records.files import write_text
 from rm_optimizer.reporting.style import BLUE, GRAY, draw_legend, new_figure, save_figure
 from rm_optimizer.reporting.tables import Cell, output_console, summary_table

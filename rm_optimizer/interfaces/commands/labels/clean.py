@@ -33,9 +33,9 @@ def data_clean(
 
     from rm_optimizer.core.pairs.conversations import conversation_groups
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
-    from rm_optimizer.data_efficiency.cleaning.wrong_labels import held_out_chances, suspected_labels, turned
+    from rm_optimizer.data_efficiency.linear_reward import fixed_differences
+    from rm_optimizer.data_efficiency.wrong_labels import held_out_chances, suspected_labels, turned
     from rm_optimizer.evaluation.score_file import require_new
-    from rm_optimizer.interfaces.commands.labels.features import fixed_differences
     from rm_optimizer.interfaces.saved_model import SavedModel
     from rm_optimizer.records.files import write_json_lines, write_text
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 if TYPE_CHECKING:
-    from rm_optimizer.data_efficiency.labeling.answer_log import AnswerLog
+    from rm_optimizer.data_efficiency.labeling_page import AnswerLog
 
 
 def label(
@@ -20,9 +20,8 @@ def label(
 
     Every answer is saved at once, in NAME.labels.jsonl beside the questions. Repeat a stopped command to continue it.
     """
-    from rm_optimizer.data_efficiency.labeling.answer_log import open_answer_log
-    from rm_optimizer.data_efficiency.labeling.page_server import PageServer
-    from rm_optimizer.data_efficiency.labeling.questions import read_questions
+    from rm_optimizer.data_efficiency.labeling_page import PageServer, open_answer_log
+    from rm_optimizer.data_efficiency.questions import read_questions
 
     read = read_questions(questions)
     found = {item.pair_id: item for item, _ in read}

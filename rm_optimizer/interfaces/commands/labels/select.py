@@ -52,9 +52,9 @@ def select(
 
     These are the pairs whose labels help the model most. People answer the questions here or in another tool.
     """
-    from rm_optimizer.data_efficiency.acquisition.pool import read_pool
-    from rm_optimizer.data_efficiency.acquisition.rules import acquisition_function
-    from rm_optimizer.data_efficiency.labeling.questions import questions_of, require_question_file, write_questions
+    from rm_optimizer.data_efficiency.feature_rules import acquisition_function
+    from rm_optimizer.data_efficiency.pool import read_pool
+    from rm_optimizer.data_efficiency.questions import questions_of, require_question_file, write_questions
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.records.progress import progress
     from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE
@@ -91,7 +91,7 @@ def label_import(
     out: Annotated[Path, Option("--out", help="JSON Lines file for the preference pairs, for `data.train`.")],
 ) -> None:
     """Turn answered questions into training pairs. The label of a question is the mean of its answers."""
-    from rm_optimizer.data_efficiency.labeling.questions import read_answers
+    from rm_optimizer.data_efficiency.questions import read_answers
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.records.files import write_json_lines
 
@@ -122,7 +122,7 @@ def _pool(
 
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.pairs.orders import random_positions
-    from rm_optimizer.data_efficiency.labeling.questions import asked_once
+    from rm_optimizer.data_efficiency.questions import asked_once
 
     pairs = _unlabeled(source, pool)
     known = [] if not labeled else [*source.load(labeled)]

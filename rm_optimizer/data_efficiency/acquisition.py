@@ -14,7 +14,7 @@ from scipy.special import expit, xlogy
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.data_efficiency.acquisition.pool import Pool, read_pool
+from rm_optimizer.data_efficiency.pool import Pool, read_pool
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 
@@ -15,8 +18,8 @@ from rm_optimizer.core.model.features import scored_features
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, require_finite
-from rm_optimizer.data_efficiency.acquisition.ray_blocks import on_ray
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.experiments.trial import connected_ray
 from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
@@ -145,7 +148,7 @@ def read_pool(
         on_progress(start)
         firsts = range(start, len(pairs), BLOCK_PAIRS)
         tasks = ((pairs[first : first + BLOCK_PAIRS], first, token_budget) for first in firsts)
-        on_workers = on_ray(scored_block, model, tasks, ray_workers) if ray_workers else None
+        on_workers = _scored_on_ray(model, tasks, ray_workers) if ray_workers else None
         for first, (block, margins) in zip(firsts, on_workers or (scored_block(model, *t) for t in tasks), strict=True):
             kept[first : first + len(block)] = block
             yield margins
@@ -201,3 +204,19 @@ def scored_block(
     require_finite(rewards.tolist(), lambda index: f"pair {first + index % len(pairs) + 1} of the pool")
     num = len(pairs)
     return vectors[:num] - vectors[num:], rewards[:num] - rewards[num:]
+
+
+def _scored_on_ray(
+    model: BradleyTerryRM, tasks: Iterator[tuple[Any, ...]], num_workers: int
+) -> Iterator[tuple[Float[np.ndarray, "block hidden"], Float[np.ndarray, " block"]]]:
+    """Results of `scored_block(model, *task)` in the order of the tasks, by workers that receive the model once.
+
+    At most `num_workers` tasks run at a time. Each uses a GPU if this machine has one.
+    """
+    ray = connected_ray()
+    remote = ray.remote(num_cpus=1, num_gpus=1 if torch.cuda.is_available() else 0)(scored_block)
+    shared = ray.put(model)
+    waiting = deque(remote.remote(shared, *task) for task in islice(tasks, num_workers))
+    while waiting:
+        yield ray.get(waiting.popleft())
+        waiting.extend(remote.remote(shared, *task) for task in islice(tasks, 1))

@@ -1,1 +1,0 @@
-"""Labels that are probably wrong, and how far annotators agree."""

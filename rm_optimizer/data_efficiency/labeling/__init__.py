@@ -1,1 +1,0 @@
-"""Questions for people who label pairs, their answers, and a local page for answering."""
