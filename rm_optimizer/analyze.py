@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rm_optimizer.landscape.measured_loss import MeasuredLoss
     from rm_optimizer.landscape.runs.evolution import WeightsByStep
     from rm_optimizer.records.run_folder import RunFolder
-    from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
+    from rm_optimizer.schema.landscape import AnalyzeConfig
 
 OnProgress = Callable[[str, int, int | None, str], None]
 """Callback with the name of the current work, the amount done, the total amount if known, and a remark."""
@@ -121,10 +121,10 @@ def _analyze_into(folder: Path, options: AnalyzeConfig) -> None:
     from rm_optimizer.records.files import write_text
     from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
 
-    kind, used = options.landscape.type, replace(options, landscape=_warn_of_ignored(options.landscape))
+    kind = options.landscape.type
     try:
         with _progress(options.progress) as on_progress:
-            finding = _measured(used, folder, on_progress)
+            finding = _measured(options, folder, on_progress)
     except KeyboardInterrupt:
         raise Interrupted("stopped before there was a result to write; the same command starts again") from None
     _record(options, folder)
@@ -140,17 +140,6 @@ def _analyze_into(folder: Path, options: AnalyzeConfig) -> None:
         again = "goes on from them" if finding.is_kept else "starts anew"
         raise Interrupted(f"stopped; partial results, labeled so, are in {folder}; the same command {again}")
     print(f"JSON, pictures and Parquet: {folder}")
-
-
-def _warn_of_ignored(config: LandscapeConfig) -> LandscapeConfig:
-    """Warn of unused options that the user set, and return the options without the unused ones."""
-    from rm_optimizer.schema.compose import preset_values
-    from rm_optimizer.schema.landscape import ignored_options, without_ignored
-
-    ignored = ignored_options(config, preset_values("landscape", config.type))
-    if ignored:
-        log.warning("landscape=%s (method=%s) does not use %s", config.type, config.method, ", ".join(ignored))
-    return without_ignored(config)
 
 
 def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> AnalysisResult[Any]:

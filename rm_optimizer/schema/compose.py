@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -21,17 +21,6 @@ def config_root() -> str:
     """Directory of the YAML presets: `rm_optimizer/configs` in a wheel, `configs` in a checkout."""
     shipped = PACKAGE / "configs"
     return str(shipped if shipped.is_dir() else PACKAGE.parent / "configs")
-
-
-def preset_values(group: str, name: str) -> dict[str, Any]:
-    """Values that a preset sets, by option, without those of presets that it builds on.
-
-    Example:
-        >>> preset_values("landscape", "hessian")["num_pairs"]
-        256
-    """
-    values = cast("dict[str, Any]", OmegaConf.to_container(OmegaConf.load(Path(config_root(), group, f"{name}.yaml"))))
-    return {option: value for option, value in values.items() if option != "defaults"}
 
 
 def model_overrides(name: str) -> list[str]:

@@ -32,8 +32,8 @@ def completed(overrides: Sequence[str]) -> list[str]:
 def refuse_unread(overrides: Sequence[str], config: DictConfig) -> None:
     """Refuse options that nothing will read: those whose field names a condition that the configuration does not meet.
 
-    Of the two learning rates of a model, an adapter reads one and full fine-tuning the other. An analysis is not
-    checked, since its overrides also hold all that its run recorded.
+    Of the two learning rates of a model, an adapter reads one and full fine-tuning the other. Of an analysis only the
+    options of its landscape are checked, since its overrides also hold all that its run recorded.
 
     Args:
         overrides: overrides that the user typed; values of presets may be unread.
@@ -42,12 +42,13 @@ def refuse_unread(overrides: Sequence[str], config: DictConfig) -> None:
     Raises:
         ConfigError: naming the option and the one that it needs.
     """
-    if "training" not in config:
-        return
+    is_run = "training" in config
     adapter = OmegaConf.select(config, "adapter.kind")
-    unread, read = ("adamw_lr", "lora_lr") if has_adapter(config) else ("lora_lr", "adamw_lr")
+    unread, read = ("adamw_lr", "lora_lr") if is_run and has_adapter(config) else ("lora_lr", "adamw_lr")
     for line in overrides:
         option = line.lstrip("+").partition("=")[0]
+        if not is_run and not option.startswith("landscape."):
+            continue
         if option == f"model.{unread}":
             raise ConfigError(
                 f"model.{unread} is not read with adapter={getattr(adapter, 'value', adapter)}; set model.{read}, "
@@ -68,11 +69,16 @@ def refuse_unread(overrides: Sequence[str], config: DictConfig) -> None:
 
 def _require_met(option: str, group: str, need: str, owner: DictConfig) -> None:
     """Raise unless one alternative of a field's condition is met by the options of its group."""
+    values: dict[str, list[str]] = {}
     for each in need.lstrip("!").split("|"):
         name, _, wanted = each.partition("=")
         found = OmegaConf.select(owner, name)
         if str(found) == wanted if wanted else bool(found) != need.startswith("!"):
             return
-    asked = " or ".join(f"{group}.{each}" for each in need.lstrip("!").split("|"))
+        values.setdefault(name, []).append(wanted)
+    asked = " or ".join(f"{group}.{name}" + f"={', '.join(each)}" * any(each) for name, each in values.items())
     condition = f"while {asked} is null" if need.startswith("!") else f"with {asked}"
-    raise ConfigError(f"{option} has an effect only {condition}, got {group}.{name}={found}; leave {option} out")
+    got = next(iter(values))
+    raise ConfigError(
+        f"{option} has an effect only {condition}, got {group}.{got}={OmegaConf.select(owner, got)}; leave {option} out"
+    )

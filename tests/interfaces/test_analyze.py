@@ -379,17 +379,6 @@ def test_an_adapter_that_is_gone_is_said_with_what_is_left(lora_run, tmp_path):
         analyzed(tmp_path / "run", f"output_dir={tmp_path / 'out'}")
 
 
-def test_what_a_type_ignores_is_said_once(run_dir, tmp_path, caplog):
-    options = ["landscape.method=full", "landscape.top_k=7", "landscape.num_points=3", "landscape.num_directions=1"]
-    analyzed(run_dir, "landscape=slices", *options, f"output_dir={tmp_path / 'slices'}")
-    others = ["landscape.method=lanczos", "landscape.top_k=1", "landscape.num_probes=2", "landscape.product=forward"]
-    analyzed(run_dir, "landscape=gauss_newton", *others, f"output_dir={tmp_path / 'spectrum'}")
-    assert [record.getMessage() for record in caplog.records if "does not use" in record.getMessage()] == [
-        "landscape=slices (method=full) does not use landscape.method=full, landscape.top_k=7",
-        "landscape=gauss_newton (method=lanczos) does not use landscape.product=forward",
-    ]
-
-
 def test_ctrl_c_leaves_a_labeled_part_and_the_same_command_completes_it(run_dir, tmp_path, monkeypatch):
     options = ["landscape=surface", "landscape.num_points=3", f"output_dir={tmp_path}"]
     with monkeypatch.context() as patch:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from rm_optimizer.analyze import read
 from rm_optimizer.errors import ConfigError
@@ -14,8 +15,7 @@ from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.records.recall import recalled
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import TrainConfig, config_root
-from rm_optimizer.schema.compose import preset_values
-from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig, Split, ignored_options, without_ignored
+from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig, Split
 
 
 def composed(*arguments: str) -> AnalyzeConfig:
@@ -56,43 +56,48 @@ def test_a_run_gives_its_pairs_loss_seed_and_folder(run_folder):
 
 
 @pytest.mark.parametrize("kind", list(AnalysisType))
-def test_no_preset_sets_what_its_type_ignores(kind):
-    preset = composed("checkpoint=a", f"landscape={kind}").landscape
-    assert without_ignored(preset) == preset
+def test_no_preset_sets_what_its_type_does_not_read(kind):
+    preset = OmegaConf.load(Path(config_root(), "landscape", f"{kind}.yaml"))
+    options = [f"landscape.{name}={value}" for name, value in preset.items() if name not in ("defaults", "type")]
+    assert composed("checkpoint=a", f"landscape={kind}", *options) == composed("checkpoint=a", f"landscape={kind}")
 
 
 @pytest.mark.parametrize(
-    ("options", "ignored"),
+    ("options", "refused"),
     [
-        (["landscape=slices", "landscape.method=full", "landscape.tolerance=0.1"], ["tolerance=0.1", "method=full"]),
-        (["landscape=slices", "landscape.directions=eigenvectors", "landscape.tolerance=0.1"], []),
-        (["landscape=hessian", "landscape.method=full", "landscape.top_k=7"], ["top_k=7"]),
-        (["landscape=hessian", "landscape.method=pyhessian", "landscape.max_products=7"], ["max_products=7"]),
-        (["landscape=gauss_newton", "landscape.method=lanczos", "landscape.top_k=7"], []),
-        (["landscape=gauss_newton", "landscape.method=lanczos", "landscape.num_sampled=5"], []),
+        (["landscape=slices", "landscape.tolerance=0.1"], "directions=eigenvectors, got landscape.type=slices"),
+        (["landscape=slices", "landscape.method=full"], "landscape.type=hessian, .*layers, got landscape.type=slices"),
+        (["landscape=slices", "landscape.directions=eigenvectors", "landscape.tolerance=0.1"], None),
+        (["landscape=hessian", "landscape.method=full", "landscape.top_k=7"], "got landscape.method=full"),
+        (["landscape=hessian", "landscape.method=pyhessian", "landscape.max_products=7"], "got landscape.method=pyhessian"),
+        (["landscape=hessian", "landscape.method=pyhessian", "landscape.tolerance=0.1"], None),
+        (["landscape=gauss_newton", "landscape.method=lanczos", "landscape.top_k=7"], None),
+        (["landscape=gauss_newton", "landscape.method=lanczos", "landscape.num_sampled=5"], None),
+        (["landscape=gauss_newton", "landscape.num_sampled=5"], None),
+        (["landscape=fisher", "landscape.which=smallest"], "landscape.method=lanczos, got .*gauss_newton_exact"),
+        (["landscape=fisher", "landscape.product=reverse"], "got landscape.type=fisher"),
         (
-            ["landscape=fisher", "landscape.which=smallest", "landscape.product=reverse"],
-            ["which=smallest", "product=reverse"],
+            ["landscape=hessian", "landscape.which=smallest", "landscape.product=reverse", "landscape.memory_gib=2"],
+            None,
         ),
-        (["landscape=hessian", "landscape.which=smallest", "landscape.product=reverse", "landscape.memory_gib=2"], []),
-        (["landscape=layers", "landscape.memory_gib=2", "landscape.which=largest"], ["which=largest"]),
-        (["landscape=layers", "landscape.num_sampled=1"], ["num_sampled=1"]),
-        (["landscape=layers", "landscape.method=lanczos", "landscape.num_sampled=1"], []),
-        (["landscape=trajectory", "landscape.span=2", "landscape.num_points=3"], ["span=2.0"]),
-        (["landscape=evolution", "landscape.method=gauss_newton_exact"], []),
-        (["landscape=between", "landscape.method=gauss_newton_exact", "landscape.num_probes=9"], ["num_probes=9"]),
+        (["landscape=layers", "landscape.memory_gib=2"], None),
+        (["landscape=layers", "landscape.which=largest"], "got landscape.type=layers"),
+        (["landscape=layers", "landscape.num_sampled=1"], "landscape.method=lanczos, got landscape.type=layers"),
+        (["landscape=layers", "landscape.num_probes=3"], None),
+        (["landscape=layers", "landscape.method=lanczos", "landscape.num_sampled=1"], None),
+        (["landscape=trajectory", "landscape.span=2", "landscape.num_points=3"], "got landscape.type=trajectory"),
+        (["landscape=evolution", "landscape.method=gauss_newton_exact"], None),
+        (["landscape=between", "landscape.method=gauss_newton_exact", "landscape.num_probes=9"], "gauss_newton_exact"),
+        (["landscape=surface", "landscape.others=[a]"], "landscape.type=between, got landscape.type=surface"),
     ],
-    ids=lambda value: "" if not value else value[-1],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
 )
-def test_what_a_type_or_its_method_ignores_is_named(options, ignored):
-    config = composed("checkpoint=a", *options).landscape
-    preset = preset_values("landscape", config.type)
-    assert set(ignored_options(config, preset)) == {f"landscape.{option}" for option in ignored}
-    used = without_ignored(config)
-    assert without_ignored(used) == used
-    names = {option.partition("=")[0] for option in ignored}
-    left = {item.name for item in fields(config) if getattr(used, item.name) != getattr(config, item.name)}
-    assert names <= left <= names | preset.keys()
+def test_what_a_type_or_its_method_does_not_read_is_refused(options, refused):
+    if refused is None:
+        composed("checkpoint=a", *options)
+        return
+    with pytest.raises(ConfigError, match=rf"^landscape\.\w+ has an effect only with .*{refused}; leave landscape"):
+        composed("checkpoint=a", *options)
 
 
 @pytest.mark.parametrize("kind", ["evolution", "between"])
