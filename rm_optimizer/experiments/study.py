@@ -11,7 +11,7 @@ import json
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -232,78 +232,61 @@ class Study:
         Raises:
             Interrupted: if the user stopped it; the same call continues.
         """
-        work = _Work(self, executor, retries, on_trial or (lambda planned, result: None))
-        try:
-            work.to_the_end()
-        except KeyboardInterrupt:
-            executor.stop([handle for _, handle, _ in work.running])
-            raise Interrupted("stopped; the same command goes on with the trials that have no result") from None
-        return self.status()
+        tell = on_trial or (lambda planned, result: None)
+        waiting: deque[PlannedTrial] = deque()
+        running: list[tuple[PlannedTrial, Any, int]] = []  # with their handles, and the attempts before this one
+        elsewhere: list[PlannedTrial] = []  # run by other processes
 
-
-@dataclass
-class _Work:
-    """State of a driver: trials that wait, that it runs, and that other processes run.
-
-    A running trial has its handle and the number of attempts before this one.
-    """
-
-    study: Study
-    executor: Executor
-    retries: int
-    on_trial: OnTrial
-    waiting: deque[PlannedTrial] = field(default_factory=deque)
-    running: list[tuple[PlannedTrial, Any, int]] = field(default_factory=list)
-    elsewhere: list[PlannedTrial] = field(default_factory=list)
-
-    def to_the_end(self) -> None:
-        for planned in self.study.plan.trials:
-            trial = self.study.trial(planned)
-            if trial.result is None and trial.attempts <= self.retries:
-                self.waiting.append(planned)
-        while self.waiting or self.running or self.elsewhere:
-            while self.waiting and len(self.running) < self.executor.slots:
-                self._start(self.waiting.popleft())
-            deadline = time.monotonic() + WAIT_SECONDS
-            while not self._collected() and time.monotonic() < deadline:
-                time.sleep(0.05)
-            # Trials that other processes ended without a result are started again.
-            ended = [planned for planned in self.elsewhere if not self.study.trial(planned).is_claimed]
-            self.elsewhere = [planned for planned in self.elsewhere if planned not in ended]
-            self.waiting.extend(ended)
-
-    def _start(self, planned: PlannedTrial) -> None:
-        trial = self.study.trial(planned)
-        if (result := trial.result) is not None:
-            self.on_trial(planned, result)
-        elif trial.is_claimed:
-            self.elsewhere.append(planned)
-        else:
-            spec = TrialSpec(task=self.study.plan.task, label=planned.label, spec=planned.spec)
-            write_text(trial.folder / SPEC_FILE, spec.to_json() + "\n")
-            attempts = trial.attempts
-            self.running.append((planned, self.executor.start(trial.folder), attempts))
-
-    def _collected(self) -> bool:
-        """Settle the trials that ended, and return True if there were any."""
-        codes = [self.executor.code(handle) for _, handle, _ in self.running]
-        ended = [(*each, code) for each, code in zip(self.running, codes, strict=True) if code is not None]
-        self.running = [each for each, code in zip(self.running, codes, strict=True) if code is None]
-        for planned, _, attempts, code in ended:
-            trial = self.study.trial(planned)
+        def start(planned: PlannedTrial) -> None:
+            trial = self.trial(planned)
             if (result := trial.result) is not None:
-                self.on_trial(planned, result)
+                tell(planned, result)
+            elif trial.is_claimed:
+                elsewhere.append(planned)
+            else:
+                spec = TrialSpec(task=self.plan.task, label=planned.label, spec=planned.spec)
+                write_text(trial.folder / SPEC_FILE, spec.to_json() + "\n")
+                attempts = trial.attempts
+                running.append((planned, executor.start(trial.folder), attempts))
+
+        def settle(planned: PlannedTrial, attempts: int, code: int) -> None:
+            trial = self.trial(planned)
+            if (result := trial.result) is not None:
+                tell(planned, result)
             elif code == CLAIMED:
-                self.elsewhere.append(planned)
+                elsewhere.append(planned)
             else:
                 if trial.attempts == attempts:  # the process could not record the failure itself
                     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
                     trial.fail(f"its process {how}; what it printed is in {trial.folder / OUTPUT_FILE}")
-                if trial.attempts <= self.retries:
-                    self.waiting.append(planned)
+                if trial.attempts <= retries:
+                    waiting.append(planned)
                 else:
-                    self.on_trial(planned, None)
-        return bool(ended)
+                    tell(planned, None)
+
+        for planned in self.plan.trials:
+            trial = self.trial(planned)
+            if trial.result is None and trial.attempts <= retries:
+                waiting.append(planned)
+        try:
+            while waiting or running or elsewhere:
+                while waiting and len(running) < executor.slots:
+                    start(waiting.popleft())
+                deadline = time.monotonic() + WAIT_SECONDS
+                while not (ended := [(r, code) for r in running if (code := executor.code(r[1])) is not None]):
+                    if time.monotonic() > deadline:
+                        break
+                    time.sleep(0.05)
+                for one, code in ended:
+                    running.remove(one)
+                    settle(one[0], one[2], code)
+                released = [planned for planned in elsewhere if not self.trial(planned).is_claimed]
+                elsewhere = [planned for planned in elsewhere if planned not in released]
+                waiting.extend(released)  # those without a result are started again
+        except KeyboardInterrupt:
+            executor.stop([handle for _, handle, _ in running])
+            raise Interrupted("stopped; the same command goes on with the trials that have no result") from None
+        return self.status()
 
 
 class TrialLines:

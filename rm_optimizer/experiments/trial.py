@@ -155,30 +155,26 @@ class Trial:
                 return CLAIMED
             if self.result is not None:  # another driver finished it before the claim
                 return 0
+            started, attempts = time.monotonic(), self.attempts + 1
+            status, values, sentence = "finished", {}, None
             try:
-                result = self._outcome()
+                spec = TrialSpec.from_json((self.folder / SPEC_FILE).read_text(encoding="utf-8"))
+                work = self.folder / WORK
+                work.mkdir(exist_ok=True)
+                module, _, name = spec.task.partition(":")
+                values = dict(getattr(import_module(module), name)(spec.spec, work))
+            except TrainingDiverged as error:
+                status, sentence = "diverged", str(error)
             except (KeyboardInterrupt, Interrupted):
                 return STOPPED
             except Exception as error:
                 self.fail(f"{type(error).__name__}: {error}", traceback.format_exc())
                 return FAILED
+            seconds = time.monotonic() - started
+            result = TrialResult(status=status, values=values, seconds=seconds, attempts=attempts, error=sentence)
             write_text(self.folder / RESULT_FILE, result.to_json() + "\n")
             (self.folder / FAILURE_FILE).unlink(missing_ok=True)
             return 0
-
-    def _outcome(self) -> TrialResult:
-        started = time.monotonic()
-        spec = TrialSpec.from_json((self.folder / SPEC_FILE).read_text(encoding="utf-8"))
-        work = self.folder / WORK
-        work.mkdir(exist_ok=True)
-        status, values, sentence = "finished", {}, None
-        module, _, name = spec.task.partition(":")
-        try:
-            values = dict(getattr(import_module(module), name)(spec.spec, work))
-        except TrainingDiverged as error:
-            status, sentence = "diverged", str(error)
-        seconds, attempts = time.monotonic() - started, self.attempts + 1
-        return TrialResult(status=status, values=values, seconds=seconds, attempts=attempts, error=sentence)
 
     def _read(self, kind: type[RecordT], name: str) -> RecordT | None:
         try:
