@@ -103,7 +103,7 @@ class OptimizerComparison:
         configs = []
         for arm in arms:
             rate = self.options.config(arm).optimizer.lr
-            trial = arm_trial(frozen, self.folder, TUNE, arm, rate, FIRST_TUNING_SEED, beside=None)
+            trial = arm_trial(frozen, self.folder, TUNE, arm, rate, FIRST_TUNING_SEED, adamw_lr=None)
             configs += [config_of(trial.spec["options"])] * (stages.num_planned // len(arms))
         return study_cost(configs)
 
@@ -121,7 +121,7 @@ class OptimizerComparison:
         """Print the tables of the finished runs, and write page, text, JSON and pictures into `report/` of the folder.
 
         Returns:
-            Path of the text, in Markdown; the pictures are beside it.
+            Path of the text, in Markdown; the pictures are in the same folder.
         """
         return report(self.folder)
 
@@ -166,6 +166,6 @@ def _require_done(status: StudyStatus, folder: Path) -> None:
     if status.errors:
         name, error = next(iter(status.errors.items()))
         raise ConfigError(
-            f"{len(status.errors)} runs failed, such as {name}: {error}; mend the reason, then rm-opt compare retry "
+            f"{len(status.errors)} runs failed, such as {name}: {error}; fix the cause, then rm-opt compare retry "
             f"{folder}"
         )

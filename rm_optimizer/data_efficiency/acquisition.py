@@ -38,7 +38,9 @@ class AcquisitionFunction(ABC):
     def score(
         self, pairs: Sequence[PreferencePair], model_or_ensemble: BradleyTerryRM | RewardModelEnsemble
     ) -> Float[np.ndarray, " pairs"]:
-        """Value of each pair's label alone, in the rule's own unit; larger is better.
+        """Value of each pair's label alone, in the rule's own unit.
+
+        Larger is better.
 
         Args:
             pairs: unlabeled pairs; their labels are not read.
@@ -51,7 +53,9 @@ class AcquisitionFunction(ABC):
         """Value of each pair's label alone, given the pool's labeled pairs."""
 
     def select(self, pool: Pool, k: int, *, seed: int = 0) -> NDArray[np.int64]:
-        """Positions of `k` unlabeled pairs to label together, best first; the seed breaks ties.
+        """Positions of `k` unlabeled pairs to label together, best first.
+
+        The seed breaks ties.
 
         Args:
             pool: the pairs.
@@ -166,7 +170,10 @@ class MarginSampling(AcquisitionFunction):
 
 
 class EntropySampling(AcquisitionFunction):
-    """Pairs whose predicted preference is least certain; with one model the order is that of `margin`."""
+    """Pairs whose predicted preference is least certain.
+
+    With one model the order is that of `margin`.
+    """
 
     name = "entropy"
 

@@ -1,4 +1,7 @@
-"""Active learning: ask for labels, train on the answers, and ask again; resumable after a kill."""
+"""Active learning: ask for labels, train on the answers, and ask again.
+
+A loop that was killed continues.
+"""
 
 from __future__ import annotations
 
@@ -129,7 +132,10 @@ class ActiveLearner:
             return self._answers(state)
 
     def answers(self, num_batches: int | None = None) -> Answers:
-        """Training pairs of the answers so far to the first `num_batches` calls of `ask`; None counts all."""
+        """Training pairs of the answers so far to the first `num_batches` calls of `ask`.
+
+        None counts all calls.
+        """
         with self._state() as (state, _):
             return self._answers(state, num_batches)
 
@@ -198,7 +204,9 @@ def run_active_loop(
     budget: int | None = None,
     patience: int | None = None,
 ) -> list[LearningRound]:
-    """Ask, train on all answers, and choose the next questions by the trained model; repeat a stopped call to continue.
+    """Ask, train on all answers, and choose the next questions by the trained model.
+
+    Repeat a stopped call to continue.
 
     `config.output_dir` holds the questions and answers, and one run folder for each round in `rounds/`.
 

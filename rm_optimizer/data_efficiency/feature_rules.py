@@ -45,7 +45,10 @@ class Coreset(AcquisitionFunction):
     name = "coreset"
 
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
-        """Distance of the pair's feature difference from the nearest labeled one; its norm if no pair is labeled."""
+        """Distance of the pair's feature difference from the nearest labeled one.
+
+        It is the norm of the difference if no pair is labeled.
+        """
         differences = pool.require_differences(self.name)
         squares = _square_norms(differences)
         nearest, labeled = squares.copy(), np.flatnonzero(pool.is_labeled)
@@ -217,7 +220,9 @@ class BoundaryOptimal(VOptimal):
 def density_at_zero(
     means: Float[np.ndarray, " pairs"], variances: Float[np.ndarray, " pairs"]
 ) -> Float[np.ndarray, " pairs"]:
-    """Density at 0 of normal margins, divided by the largest one; 0 if the variance is 0.
+    """Density at 0 of normal margins, divided by the largest one.
+
+    It is 0 if the variance is 0.
 
     Args:
         means: mean of each margin.
@@ -268,13 +273,18 @@ class LastLayerInformation:
 
     @property
     def reductions(self) -> Float[np.ndarray, " pairs"]:
-        """``z'A^-1 C A^-1 z`` of each pair, with `C` the mean of ``z z'`` over the pool; computed when first read."""
+        """``z'A^-1 C A^-1 z`` of each pair, with `C` the mean of ``z z'`` over the pool.
+
+        It is computed when first read.
+        """
         if self._reductions is None:
             self._reductions = self._forms(self._covariance @ self._moments @ self._covariance)
         return self._reductions
 
     def weigh_moments(self, weights: Float[np.ndarray, " pairs"]) -> None:
-        """Replace `C` by the weighted mean of ``z z'``; to be called before `reductions` are read.
+        """Replace `C` by the weighted mean of ``z z'``.
+
+        Call it before `reductions` are read.
 
         Args:
             weights: weight of each pair, not negative and not all 0.

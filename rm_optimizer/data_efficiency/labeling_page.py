@@ -64,7 +64,10 @@ class AnswerLog:
 
     @property
     def first_share(self) -> Estimate | None:
-        """Share of answers for a side that prefer the response shown first; None without such answers."""
+        """Share of answers for a side that prefer the response shown first.
+
+        It is None without such answers.
+        """
         sides = [row["label"] for row in self._rows.values() if row["label"] in ("A", "B")]
         if not sides:
             return None
@@ -106,10 +109,10 @@ class AnswerLog:
 def open_answer_log(
     path: Path, questions: Sequence[Question], *, answered: Set[str] = frozenset(), seed: int = 0
 ) -> Iterator[AnswerLog]:
-    """Open the answers beside a file of questions, for one process at a time.
+    """Open the answers to a file of questions, for one process at a time.
 
     Args:
-        path: file of the questions; its answers are in `NAME.labels.jsonl` beside it.
+        path: file of the questions; its answers are in `NAME.labels.jsonl` in the same folder.
         questions: all questions of the file.
         answered: ids of questions with an answer in the file, which are not asked.
         seed: seed of the order of each question's responses.

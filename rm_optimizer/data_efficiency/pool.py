@@ -144,7 +144,10 @@ def read_pool(
     shape = (len(pairs), model.reward_head.in_features)
 
     def computed(kept: Float[np.ndarray, "pairs hidden"], start: int) -> Iterator[Float[np.ndarray, " block"]]:
-        """Margins of the pairs from `start` on, block by block; their differences are written into `kept`."""
+        """Margins of the pairs from `start` on, block by block.
+
+        Their differences are written into `kept`.
+        """
         on_progress(start)
         firsts = range(start, len(pairs), BLOCK_PAIRS)
         tasks = ((pairs[first : first + BLOCK_PAIRS], first, token_budget) for first in firsts)

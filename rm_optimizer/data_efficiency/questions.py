@@ -33,7 +33,7 @@ SUFFIXES = (".csv", ".jsonl", ".json")
 _WORDS = {"a": 1.0, "b": 0.0, "tie": 0.5, "left": 1.0, "right": 0.0, "skip": None, "": None}
 _ANSWER = "label"
 ANSWER_LOG_SUFFIX = ".labels.jsonl"
-"""Suffix of the file of answers that the labeling page keeps beside a file of questions."""
+"""Suffix of the file of answers that the labeling page keeps next to a file of questions."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,10 @@ def question_id(prompt: Prompt, responses: Iterable[str]) -> str:
 
 
 def asked_once(pairs: Iterable[PreferencePair]) -> dict[str, PreferencePair]:
-    """Pairs by the identity of their question; of pairs that repeat one another, in either order, the first."""
+    """Pairs by the identity of their question.
+
+    The first one is kept of pairs that repeat one another, in either order.
+    """
     found: dict[str, PreferencePair] = {}
     for pair in pairs:
         found.setdefault(question_id(pair.prompt, (pair.chosen, pair.rejected)), pair)
@@ -140,13 +143,13 @@ def write_questions(questions: Sequence[Question], path: Path) -> None:
 
 
 def read_answers(path: Path) -> Answers:
-    """Training pairs from a file of answered questions and from the labeling page's answers beside it.
+    """Training pairs from a file of answered questions and from the labeling page's answers.
 
     An answer is `A`, `B`, `tie`, `skip` (or nothing), or the probability that response A is better.
 
     Raises:
         DataError: if the file cannot be read, an answer is none of these, a question's texts were changed, or the
-            answers beside the file belong to other questions.
+            answers of the page belong to other questions.
     """
     if path.name.endswith(ANSWER_LOG_SUFFIX):
         return merged_answers(_logged(path))
@@ -159,7 +162,9 @@ def read_answers(path: Path) -> Answers:
 
 
 def read_questions(path: Path) -> list[tuple[Question, list[float | None]]]:
-    """Questions of a file, each with the probabilities of response A in the file's answers; None is a skip.
+    """Questions of a file, each with the probabilities of response A in the file's answers.
+
+    A skip is None.
 
     Raises:
         DataError: if the file cannot be read, an answer is not valid, or a question's texts were changed.
@@ -186,7 +191,10 @@ def standing_rows(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def _logged(path: Path) -> list[tuple[Question, list[float | None]]]:
-    """Questions and answers of the labeling page's file; a line cut by a kill was never confirmed."""
+    """Questions and answers of the labeling page's file.
+
+    A line cut by a kill was never confirmed.
+    """
     rows = [*read_ledger(path)]
     if not all(isinstance(row, dict) and {"pair_id", _ANSWER} <= row.keys() for row in rows):
         raise DataError(f"{path}: expected the answers that rm-opt label keeps; name the file of questions instead")
@@ -194,7 +202,10 @@ def _logged(path: Path) -> list[tuple[Question, list[float | None]]]:
 
 
 def merged_answers(answered: Iterable[tuple[Question, Sequence[float | None]]]) -> Answers:
-    """Training pairs from questions with the probabilities of response A in their answers; None is a skip."""
+    """Training pairs from questions with the probabilities of response A in their answers.
+
+    A skip is None.
+    """
     found: dict[str, list[float]] = {}
     texts: dict[str, tuple[Prompt, str, str]] = {}
     seen: set[str] = set()
@@ -224,7 +235,10 @@ def _pair(key: str, texts: tuple[Prompt, str, str], chances: Sequence[float]) ->
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of the file; the label of a row from an annotation tool's export is its list of answers."""
+    """Rows of the file.
+
+    The label of a row from an annotation tool's export is its list of answers.
+    """
 
     def refuse(number: int, reason: str) -> None:
         raise DataError(f"{path}, {row_unit(path)} {number}: {reason}")
@@ -236,7 +250,10 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float | None]]:
-    """The question of a row, and the probabilities of response A in its answers; None is a skip."""
+    """The question of a row, and the probabilities of response A in its answers.
+
+    A skip is None.
+    """
     missing = [name for name in ("prompt", "response_a", "response_b") if not row.get(name)]
     if missing:
         raise DataError(f"{where}: expected the columns of rm-opt select, but {missing[0]} is missing")
@@ -246,7 +263,7 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
         key = question_id(prompt, sides)
         if _is_identity(row.get("pair_id"), key):
             return Question(key, prompt, *sides, 0), [answered_chance(one, where) for one in _given(row)]
-    raise DataError(f"{where}: pair_id is not that of its texts; leave prompt and responses as they were asked")
+    raise DataError(f"{where}: pair_id does not belong to its texts; leave prompt and responses as they were asked")
 
 
 def _given(row: Mapping[str, Any]) -> list[Any]:
@@ -268,7 +285,9 @@ def _is_identity(cell: object, key: str) -> bool:
 
 
 def answered_chance(answer: object, where: str) -> float | None:
-    """Probability of response A in an answer; None for a skip or no answer.
+    """Probability of response A in an answer.
+
+    It is None for a skip or no answer.
 
     Args:
         answer: A, B, tie, skip, nothing, or the probability itself.
@@ -299,7 +318,9 @@ _JSON_MIN = ("annotation_id", "annotator")
 
 
 def exported_answers(row: Mapping[str, Any], where: str) -> list[Any] | None:
-    """Answers of an exported row as given, or `skip`; None if no tool has added answers.
+    """Answers of an exported row as given, or `skip`.
+
+    It is None if no tool has added answers.
 
     Args:
         row: cells of the row.

@@ -27,7 +27,9 @@ _EXPONENTS = np.linspace(0.02, 3.0, 150)
 
 @dataclass(frozen=True)
 class PowerLaws:
-    """Rising laws ``level - scale n^-exponent``, one for each curve; NaN if no rising law fits.
+    """Rising laws ``level - scale n^-exponent``, one for each curve.
+
+    It is NaN if no rising law fits.
 
     Args:
         level: limit of the curve.
@@ -44,7 +46,10 @@ class PowerLaws:
         return np.asarray(self.level[:, None] - self.scale[:, None] * numbers ** -self.exponent[:, None])
 
     def reach(self, targets: Float[np.ndarray, " curves"]) -> Float[np.ndarray, " curves"]:
-        """Numbers of pairs at which the laws have these values; infinite if they never do."""
+        """Numbers of pairs at which the laws have these values.
+
+        It is infinite if they never do.
+        """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             found = (self.scale / (self.level - targets)) ** (1 / self.exponent)
         return np.where(self.level > targets, found, np.inf)
@@ -145,7 +150,9 @@ def measure_scaling(
     executor: Executor | None = None,
     watch: Callable[[Study], OnTrial] | None = None,
 ) -> ScalingReport:
-    """Train at several sizes and fit the learning curve; repeat a stopped call to continue it.
+    """Train at several sizes and fit the learning curve.
+
+    Repeat a stopped call to continue it.
 
     Args:
         config: options of the runs; their sizes and seeds are replaced.
@@ -278,7 +285,10 @@ def _drawn(values: Float[np.ndarray, "seeds sizes"], num_draws: int, generator: 
 
 
 def _estimate(values: Float[np.ndarray, " draws"], num_seeds: int) -> Estimate:
-    """Value of the fitted law, with the spread of the simulated ones; no spread if too many of them do not rise."""
+    """Value of the fitted law, with the spread of the simulated ones.
+
+    It has no spread if too many of them do not rise.
+    """
     drawn = values[1:][~np.isnan(values[1:])]
     if np.isnan(values[0]) or len(drawn) < CONFIDENCE * (len(values) - 1):
         return Estimate(float("nan"), None, num_seeds)

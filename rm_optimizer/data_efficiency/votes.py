@@ -37,7 +37,7 @@ class NoiseCeiling(JsonRecord):
         one_by_others: accuracy of the other annotators' majority at predicting one annotator; a tie counts half. On
             labels that are single votes, a good model may stay below it.
         majority: expected share of pairs whose majority is the same in a second group of equal size.
-        vote_ceiling: largest possible accuracy at predicting a vote, that of the true probability of each pair.
+        vote_ceiling: largest possible accuracy at predicting a vote, by the true probability of each pair.
         majority_ceiling: largest possible accuracy at predicting the majority, for labels that are majorities.
 
     The last three come from a Beta-binomial fit of the votes.
@@ -89,7 +89,10 @@ def noise_ceiling(
 
 
 def _majority(lead: np.ndarray) -> np.ndarray:
-    """Accuracy of the others' majority at an annotator's answer, by their lead for it; one half if they are split."""
+    """Accuracy of the others' majority at an annotator's answer, by their lead for it.
+
+    It is one half if they are split.
+    """
     return np.asarray(0.5 + 0.5 * np.sign(lead))
 
 
@@ -174,7 +177,9 @@ class VoteCalibration(JsonRecord, indent=1):
 
 
 def votes_of(pairs: Sequence[PreferencePair]) -> Votes | None:
-    """Votes in the columns `votes_chosen` and `votes_rejected` of the pairs; None if no pair has votes.
+    """Votes in the columns `votes_chosen` and `votes_rejected` of the pairs.
+
+    It is None if no pair has votes.
 
     Raises:
         DataError: if a number of votes is negative or no number.
@@ -191,7 +196,7 @@ def votes_of(pairs: Sequence[PreferencePair]) -> Votes | None:
         if not all(0 <= votes < np.inf for votes in counts):
             raise DataError(
                 f"pair {place + 1} has {given[0]!r} and {given[1]!r} in {' and '.join(COLUMNS)}; expected numbers of "
-                "votes, 0 or more; mend the row, or rename the columns if they are no votes"
+                "votes, 0 or more; correct the row, or rename the columns if they hold no votes"
             )
         if sum(counts) > 0:
             rows.append((place, *counts, pair.prompt_id))

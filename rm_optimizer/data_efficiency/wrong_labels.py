@@ -39,7 +39,10 @@ class Cartography:
 
     @property
     def confidence(self) -> Float[np.ndarray, " pairs"]:
-        """Mean over epochs of the label's probability; low for pairs that are hard to learn and for wrong labels."""
+        """Mean over epochs of the label's probability.
+
+        Low for pairs that are hard to learn and for wrong labels.
+        """
         return np.asarray(self.chances.mean(axis=0))
 
     @property
@@ -49,7 +52,10 @@ class Cartography:
 
     @property
     def correctness(self) -> Float[np.ndarray, " pairs"]:
-        """Share of epochs in which the label is the more probable answer; a tie counts half."""
+        """Share of epochs in which the label is the more probable answer.
+
+        A tie counts half.
+        """
         return np.asarray((self.chances > 0.5).mean(axis=0) + 0.5 * (self.chances == 0.5).mean(axis=0))
 
 

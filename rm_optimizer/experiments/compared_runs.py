@@ -59,7 +59,10 @@ class ComparedRun:
 
     @cached_property
     def by_key(self) -> dict[PairKey, PairReward]:
-        """The rewards by pair; copies of a pair in the file have keys of their own."""
+        """The rewards by pair.
+
+        Copies of a pair in the file have different keys.
+        """
         seen: Counter[tuple[str, float, float]] = Counter()
         found: dict[PairKey, PairReward] = {}
         for row in self.rewards:
@@ -139,11 +142,17 @@ class FoundRuns:
     left_out: tuple[str, ...] = ()
 
 
-def _ended(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """Folders of finished and diverged runs, and sentences on the unfinished runs in folders of runs.
+def read_runs(paths: Sequence[Path]) -> FoundRuns:
+    """Read the runs in these folders.
+
+    A folder of runs, such as a sweep's, gives the runs that finished or diverged.
+
+    Args:
+        paths: run folders, their `best/` folders, or folders of runs.
 
     Raises:
-        ConfigError: if a path holds no run, or is the folder of an unfinished run.
+        ConfigError: if a path holds no run, a run is named twice or has not finished, or there are fewer than two runs.
+        DataError: if a file of a run is missing or damaged.
     """
     folders: list[Path] = []
     left_out: list[str] = []
@@ -158,20 +167,6 @@ def _ended(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
                 )
             else:
                 left_out.append(f"{folder} has not finished and is left out")
-    return folders, left_out
-
-
-def read_runs(paths: Sequence[Path]) -> FoundRuns:
-    """Read the runs in these folders; of a folder of runs, such as a sweep's, those that finished or diverged.
-
-    Args:
-        paths: run folders, their `best/` folders, or folders of runs.
-
-    Raises:
-        ConfigError: if a path holds no run, a run is named twice or has not finished, or there are fewer than two runs.
-        DataError: if a file of a run is missing or damaged.
-    """
-    folders, left_out = _ended(paths)
     twice = [path for path, count in Counter(folder.resolve() for folder in folders).items() if count > 1]
     if twice:
         raise ConfigError(f"each run must be named once, but {twice[0]} is named twice; leave one of them out")
@@ -212,8 +207,8 @@ def _run_folders(path: Path) -> Iterator[tuple[Path, bool]]:
     if _is_run(path):
         yield path, True
         return
-    inside = sorted({file.parent for name in _MARKS for depth in ("*", "*/*") for file in path.glob(f"{depth}/{name}")})
-    runs = [folder for folder in inside if _is_run(folder)]
+    marks = [f"{depth}/{name}" for name in (OPTIONS_FILE, RESULT_FILE) for depth in ("*", "*/*")]
+    runs = {file.parent for mark in marks for file in path.glob(mark) if _is_run(file.parent)}
     if runs:
         yield from ((folder, False) for folder in sorted(runs, key=_natural))
         return
@@ -223,9 +218,6 @@ def _run_folders(path: Path) -> Iterator[tuple[Path, bool]]:
             f"{RESULT_FILE}, and no folder of a run"
         )
     yield run.path, True
-
-
-_MARKS = (OPTIONS_FILE, RESULT_FILE)
 
 
 def _is_run(path: Path) -> bool:

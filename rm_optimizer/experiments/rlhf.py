@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -35,14 +34,6 @@ START_FOLDER = "start"
 """Folder of the world's language model, inside the folder of the run."""
 
 
-@dataclass(frozen=True)
-class _Prompts:
-    """Prompts for training, and other ones for measurements."""
-
-    trained: Sequence[Prompt]
-    measured: Sequence[Prompt]
-
-
 def run_rlhf(
     config: RLHFRunConfig,
     *,
@@ -67,8 +58,8 @@ def run_rlhf(
     options, folder = config.rlhf, Path(config.output_dir)
     if options.policy != WORLD:
         require_language_model(options.policy)
-    prompts = _prompts(config)
-    gold = _gold(config, [*prompts.trained, *prompts.measured])
+    trained, measured = _prompts(config)
+    gold = _gold(config, [*trained, *measured])
     with _reward(config, folder, on_stage) as reward:
         policy = options.policy
         if policy == WORLD:
@@ -78,8 +69,8 @@ def run_rlhf(
         return optimize_policy(
             policy,
             reward,
-            prompts.trained,
-            prompts.measured,
+            trained,
+            measured,
             folder,
             options,
             gold=gold,
@@ -93,8 +84,8 @@ def _world(config: RLHFRunConfig) -> PreferenceWorld:
     return PreferenceWorld(config.data.synthetic.seed, gold=Gold())
 
 
-def _prompts(config: RLHFRunConfig) -> _Prompts:
-    """Prompts of the file, the world or the pairs; no measured prompt is a training prompt.
+def _prompts(config: RLHFRunConfig) -> tuple[list[Prompt], list[Prompt]]:
+    """Prompts for training and other ones for measurements, of the file, the world or the pairs.
 
     Raises:
         ConfigError: if there are none, or too few.
@@ -116,11 +107,14 @@ def _prompts(config: RLHFRunConfig) -> _Prompts:
         raise ConfigError(
             f"rlhf.measured_prompts must leave prompts to train on, got {num} of the {len(measured)} in {where}"
         )
-    return _Prompts(trained, measured)
+    return trained, measured
 
 
 def _gold(config: RLHFRunConfig, prompts: Sequence[Prompt]) -> Scorer | None:
-    """The gold scorer, or None without one; the world's scores all prompts first, since it must have each of them."""
+    """The gold scorer, or None without one.
+
+    The world's scorer scores all prompts first, since it must have each of them.
+    """
     name = config.rlhf.gold or (WORLD if config.rlhf.policy == WORLD else None)
     if name is None:
         return None

@@ -140,7 +140,10 @@ class RunComparison(JsonRecord, indent=2):
     diverged: tuple[DivergedScores, ...] = ()
 
     def rows(self) -> list[dict[str, Any]]:
-        """The numbers as rows of one table, with one score in a row; its `level` is `run`, `arm` or `difference`."""
+        """The numbers as rows of one table, with one score in a row.
+
+        Its `level` is `run`, `arm` or `difference`.
+        """
         found: list[dict[str, Any]] = []
         for run in self.runs:
             about = {"level": "run", "arm": run.arm, "run": run.name, "seed": run.seed, "num_seeds": 1}
@@ -166,7 +169,9 @@ _COLUMNS = ("level", "arm", "baseline", "run", "seed", "num_seeds", "score", *_O
 
 
 def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunComparison:
-    """Compare runs on their common validation pairs; the first finished run's arm is the baseline.
+    """Compare runs on their common validation pairs.
+
+    The first finished run's arm is the baseline.
 
     Args:
         found: two runs or more.
@@ -179,9 +184,23 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
     prompts = [runs[0].by_key[key].prompt_id for key in pairs]
     metrics = {run.name: run.metrics(pairs, num_bootstrap=num_bootstrap) for run in runs}
     everything = _named(_arms([*runs, *found.diverged]))
-    arms = {name: own for name, each in everything.items() if (own := _finished(each))}
+    finished = {name: [run for run in each if isinstance(run, ComparedRun)] for name, each in everything.items()}
+    arms = {name: own for name, own in finished.items() if own}
     table = _Table(pairs, prompts, num_bootstrap)
-    scores = tuple(_run_scores(run, name, metrics[run.name]) for name, members in arms.items() for run in members)
+    scores = tuple(
+        RunScores(
+            name=run.name,
+            folder=str(run.folder.path),
+            arm=name,
+            seed=run.seed,
+            num_pairs=len(run.rewards),
+            scores=_scores(metrics[run.name]),
+            collapse=collapse.reason if (collapse := metrics[run.name].collapse).collapsed else None,
+            costs={cost: getattr(run.result, cost) for cost in COSTS},
+        )
+        for name, members in arms.items()
+        for run in members
+    )
     baseline = next(iter(arms))
     paired = {name: _seed_pairs(arms[baseline], members) for name, members in arms.items() if name != baseline}
     return RunComparison(
@@ -222,7 +241,10 @@ class _Table:
         return np.stack([run.logits(self.pairs) for run in runs])
 
     def mean(self, runs: Sequence[ComparedRun], score: Score) -> Estimate:
-        """Mean score of the runs; no score can be negative, so the interval starts at 0 or above."""
+        """Mean score of the runs.
+
+        No score can be negative, so the interval starts at 0 or above.
+        """
         found = self._effect(self.logits(runs), None, score)
         return found if found.low is None else replace(found, low=max(found.low, 0.0))
 
@@ -238,12 +260,11 @@ class _Table:
         )
 
 
-def _finished(runs: Sequence[ComparedRun | DivergedRun]) -> list[ComparedRun]:
-    return [run for run in runs if isinstance(run, ComparedRun)]
-
-
 def _arms(runs: Sequence[ComparedRun | DivergedRun]) -> list[list[ComparedRun | DivergedRun]]:
-    """Runs grouped by equal options, in the order of their first runs; a repeated seed starts another arm."""
+    """Runs grouped by equal options, in the order of their first runs.
+
+    A repeated seed starts another arm.
+    """
     arms: list[list[ComparedRun | DivergedRun]] = []
     for run in runs:
         for arm in arms:
@@ -292,23 +313,13 @@ def _shown(value: object) -> str:
 
 
 def _seed_pairs(baseline: Sequence[ComparedRun], arm: Sequence[ComparedRun]) -> list[tuple[ComparedRun, ComparedRun]]:
-    """Pairs of runs of the same seed; without a common seed, in order, since independent draws may be paired."""
+    """Pairs of runs of the same seed.
+
+    Without a common seed they are paired in order, since independent draws may be paired.
+    """
     by_seed = {run.seed: run for run in baseline}
     common = [(by_seed[run.seed], run) for run in arm if run.seed in by_seed]
     return common or list(zip(baseline, arm, strict=False))
-
-
-def _run_scores(run: ComparedRun, arm: str, metrics: PairwiseMetrics) -> RunScores:
-    return RunScores(
-        name=run.name,
-        folder=str(run.folder.path),
-        arm=arm,
-        seed=run.seed,
-        num_pairs=len(run.rewards),
-        scores=_scores(metrics),
-        collapse=metrics.collapse.reason if metrics.collapse.collapsed else None,
-        costs={name: getattr(run.result, name) for name in COSTS},
-    )
 
 
 def _scores(metrics: PairwiseMetrics) -> dict[str, Estimate]:

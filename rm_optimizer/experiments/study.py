@@ -84,7 +84,7 @@ class StudyPlan(JsonRecord, indent=1):
         """The plan of the study in a folder.
 
         Raises:
-            ConfigError: if there is none, or it is damaged.
+            ConfigError: if there is no plan, or it is damaged.
         """
         path = folder / PLAN_FILE
         try:
@@ -290,7 +290,9 @@ class Study:
 
 
 class TrialLines:
-    """Printer of trials as they end, with the estimated time for the remaining ones; an `on_trial` of `Study.run`.
+    """Printer of trials as they end, with the estimated time for the remaining ones.
+
+    It is an `on_trial` of `Study.run`.
 
     Args:
         done: number of trials that have a result at the start.

@@ -70,7 +70,9 @@ def training_trial(label: str, config: TrainConfig) -> PlannedTrial:
 
 
 def train(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str | None]:
-    """Train a reward model and return its validation metrics; a run that was killed continues from its checkpoint.
+    """Train a reward model and return its validation metrics.
+
+    A run that was killed continues from its checkpoint.
 
     Args:
         spec: `options` of the run, and the `contents` of its pairs.
@@ -136,7 +138,9 @@ def _contents(config: TrainConfig) -> dict[str, Any]:
 
 
 def _content(source: Any) -> Any:
-    """Sources of pairs with paths replaced by the digests of their files, in order; hub names remain.
+    """Sources of pairs with paths replaced by the digests of their files, in order.
+
+    Hub names remain.
 
     Hidden files of a folder are left out.
     """
@@ -157,6 +161,9 @@ def _content(source: Any) -> Any:
 
 @cache
 def _digest(path: str, size: int, changed: int) -> str:
-    """SHA-256 of a file; size and time of change are part of the key, so that a changed file is read again."""
+    """SHA-256 of a file.
+
+    Size and time of change are part of the key, so that a changed file is read again.
+    """
     with Path(path).open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

@@ -53,7 +53,9 @@ class TrialSpec(JsonRecord, indent=1):
 
 @dataclass(frozen=True, kw_only=True)
 class TrialResult(JsonRecord, indent=1):
-    """The outcome of a trial, `result.json`; a diverged trial has a result too.
+    """The outcome of a trial, `result.json`.
+
+    A diverged trial has a result too.
 
     Args:
         status: `finished` or `diverged`.
@@ -122,7 +124,9 @@ class Trial:
 
     @contextmanager
     def claim(self) -> Iterator[bool]:
-        """Context in which this process holds the trial; it yields False if another process holds it.
+        """Context in which this process holds the trial.
+
+        It yields False if another process holds it.
 
         Raises:
             ConfigError: if the file system has no locks.
@@ -226,7 +230,10 @@ class ProcessExecutor:
         self._used: dict[subprocess.Popen[bytes], str] = {}
 
     def start(self, folder: Path) -> subprocess.Popen[bytes]:
-        """Start the trial's process; its output goes to `output.log` in the trial's folder."""
+        """Start the trial's process.
+
+        Its output goes to `output.log` in the trial's folder.
+        """
         device = self._free.pop() if self._free else None
         with (folder / OUTPUT_FILE).open("ab") as output:
             process = subprocess.Popen(

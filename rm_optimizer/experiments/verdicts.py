@@ -49,8 +49,8 @@ class Verdict(JsonRecord):
         margin: difference that does not matter.
         equivalence_p: p-value against a difference of at least the margin, from two one-sided tests; for the primary
             score after Holm's correction.
-        verdict: `better` or `worse` if the (corrected) p-value is below 0.05, else `equivalent` if that of equivalence
-            is below 0.05, else `inconclusive`.
+        verdict: `better` or `worse` if the (corrected) p-value is below 0.05, else `equivalent` if
+            `equivalence_p` is below 0.05, else `inconclusive`.
         power: probability of finding a true difference as large as the margin.
         detectable: smallest true difference that would be found with probability 0.8.
         seed_correlation: correlation of both arms' scores over seeds; None with fewer than three seeds, or if the
@@ -86,7 +86,7 @@ def judge(
     """Verdicts on every arm except the reference, in every score.
 
     Differences are paired by seed and prompt; `PairedScores` describes their error. p-values are from Student's t test,
-    and those of the primary score are adjusted over challengers (Holm, 1979). Power is for the strictest Holm level.
+    and for the primary score they are adjusted over challengers (Holm, 1979). Power is for the strictest Holm level.
 
     Args:
         margins: margins of each arm times beta, with the seeds in the same order.
@@ -200,7 +200,7 @@ def _check(
     if reference not in margins:
         raise ConfigError(did_you_mean("reference", reference, tuple(margins)))
     if len(margins) < 2:
-        raise ConfigError(f"a verdict needs an arm beside the reference {reference}; add one")
+        raise ConfigError(f"a verdict needs another arm than the reference {reference}; add one")
     for arm, values in margins.items():
         if values.shape != margins[reference].shape or values.shape[1] != len(prompts):
             raise ConfigError(

@@ -101,7 +101,7 @@ def test_answers_to_one_question_are_averaged_repeats_and_contradictions_counted
     [
         ({"label": "C"}, "label must be A, B, tie, skip or a probability"),
         ({"label": "1.5"}, "label must be A, B, tie"),
-        ({"response_a": "another"}, "pair_id is not that of its texts"),
+        ({"response_a": "another"}, "pair_id does not belong to its texts"),
         ({"prompt": ""}, "prompt is missing"),
     ],
 )
@@ -144,7 +144,7 @@ def test_a_spreadsheet_may_round_an_identity_that_looks_like_a_number(tmp_path):
         assert read_answers(path).pairs[0].metadata["id"] == question.pair_id
     for cell in (f"{float(question.pair_id) * 1.01:.5E}", "nan", "x"):
         path.write_text(json.dumps({**question.row(), "pair_id": cell, "label": "A"}) + "\n")
-        with pytest.raises(DataError, match="pair_id is not that of its texts"):
+        with pytest.raises(DataError, match="pair_id does not belong to its texts"):
             read_answers(path)
 
 

@@ -232,9 +232,7 @@ def test_an_arm_that_saw_another_order_is_no_pair(finished, tmp_path, monkeypatc
     text = path.read_text()
     try:
         path.write_text(text.replace(json.loads(text)["values"]["order"], "0" * 16))
-        with pytest.raises(
-            ConfigError, match=r"order of the pairs of .*, seed 1, are not those of the other optimizers"
-        ):
+        with pytest.raises(ConfigError, match=r"order of the pairs of .*, seed 1, differ from the other optimizers"):
             findings(run.folder)
     finally:
         path.write_text(text)
@@ -243,7 +241,7 @@ def test_an_arm_that_saw_another_order_is_no_pair(finished, tmp_path, monkeypatc
 def test_an_arm_that_is_another_optimizer_is_refused(pairs, tmp_path, monkeypatch):
     options = comparison(pairs, tmp_path / "out", "adamw", "lion").options
     trial = arm_trial.arm_trial(
-        freeze(options, tmp_path / "out"), tmp_path / "out", "tune", "lion", 1e-4, 0, beside=None
+        freeze(options, tmp_path / "out"), tmp_path / "out", "tune", "lion", 1e-4, 0, adamw_lr=None
     )
 
     def built(model: BradleyTerryRM, config: object, **given: Any) -> Optimizer:

@@ -63,7 +63,7 @@ def test_differences_are_those_of_the_arms_scores_and_smaller_ones_are_found_wit
     ("change", "sentence"),
     [
         ({"reference": "adam"}, "unknown reference 'adam'; did you mean 'adamw'"),
-        ({"arms": {"adamw": np.zeros((2, PAIRS))}}, "needs an arm beside the reference adamw"),
+        ({"arms": {"adamw": np.zeros((2, PAIRS))}}, "needs another arm than the reference adamw"),
         ({"arms": {"adamw": np.zeros((1, PAIRS)), "lion": np.zeros((1, PAIRS))}}, "at least two common seeds, got 1"),
         ({"arms": {"adamw": np.zeros((2, PAIRS)), "lion": np.zeros((3, PAIRS))}}, "margins of the same seeds"),
         ({"equivalence": {"nll": 0.0}}, "equivalence margins must be positive numbers, got 0.0 for nll"),

@@ -159,9 +159,11 @@ class ArmRecorder(StepClock):
 
 
 def arm_trial(
-    frozen: Frozen, folder: Path, stage: str, arm: str, rate: float, seed: int, *, beside: float | None
+    frozen: Frozen, folder: Path, stage: str, arm: str, rate: float, seed: int, *, adamw_lr: float | None
 ) -> PlannedTrial:
-    """A trial of a comparison; its name depends on the contents of files, not on their paths.
+    """A trial of a comparison.
+
+    Its name depends on the contents of files, not on their paths.
 
     Args:
         frozen: the comparison's setting.
@@ -170,11 +172,11 @@ def arm_trial(
         arm: the optimizer.
         rate: its learning rate.
         seed: seed of head, data order and dropout.
-        beside: learning rate of the AdamW part of an optimizer that has one; None means the preset's.
+        adamw_lr: learning rate of the AdamW part of an optimizer that has one; None means the preset's.
     """
     shared = frozen.options.config(arm)
     train, val = (str(pairs_file(folder.resolve(), part)) for part in ("train", "val"))
-    half: dict[str, Any] = {} if beside is None else {"adamw_lr": beside}
+    half: dict[str, Any] = {} if adamw_lr is None else {"adamw_lr": adamw_lr}
     training = replace(
         shared.training,
         max_steps=frozen.steps,
@@ -203,7 +205,9 @@ def arm_trial(
 
 
 def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str | None]:
-    """Train from the start, score the last weights, and remove them; files of an earlier attempt are not used.
+    """Train from the start, score the last weights, and remove them.
+
+    Files of an earlier attempt are not used.
 
     Args:
         spec: `options` of the run, files of the pairs that are `scored`, and `curvature_pairs`.

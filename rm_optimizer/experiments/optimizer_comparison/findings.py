@@ -72,7 +72,9 @@ class RatePoint(JsonRecord):
 
 @dataclass(frozen=True, kw_only=True)
 class TimeToTarget(JsonRecord):
-    """Medians over seeds of the cost until the target is reached; NaN if half of the seeds or more miss it.
+    """Medians over seeds of the cost until the target is reached.
+
+    It is NaN if half of the seeds or more miss it.
 
     Args:
         steps: optimizer steps.
@@ -222,7 +224,7 @@ def findings(folder: Path) -> ComparisonFindings:
     if missing := [arm for arm, runs in finished.items() if not runs]:
         unread = "".join(f"; {line}" for line in trials.unread)
         raise NotFinished(
-            f"no final run of {', '.join(missing)} is finished yet{unread}; rm-opt compare run {folder} goes on"
+            f"no final run of {', '.join(missing)} is finished yet{unread}; rm-opt compare run {folder} continues it"
         )
     _require_paired(finished)
     options = frozen.options
@@ -302,13 +304,16 @@ def _require_paired(finished: Mapping[str, Sequence[_FinalRun]]) -> None:
                 value = run.result.values.get(name)
                 if seen.setdefault(run.seed, value) != value:
                     raise ConfigError(
-                        f"the {what} of {arm}, seed {run.seed}, are not those of the other optimizers; the comparison "
+                        f"the {what} of {arm}, seed {run.seed}, differ from the other optimizers; the comparison "
                         "would not be paired: run it in another folder"
                     )
 
 
 def _time_to(target: float, curves: Sequence[LearningCurve]) -> TimeToTarget:
-    """Medians over runs of the first evaluation at or below the target; a run that misses it counts as infinite."""
+    """Medians over runs of the first evaluation at or below the target.
+
+    A run that misses it counts as infinite.
+    """
     reached = [next((point for point in curve.points if point.nll <= target), None) for curve in curves]
 
     def middle(values: Sequence[float]) -> float:
@@ -343,8 +348,8 @@ def _warnings(frozen: Frozen, arms: Sequence[ArmFinding]) -> list[str]:
     for arm in arms:
         if arm.chosen.at_edge:
             found.append(
-                f"{arm.name}: the best learning rate {arm.chosen.rate:g} stands at the edge of those tried: a better "
-                "one may lie beyond"
+                f"{arm.name}: the best learning rate {arm.chosen.rate:g} is at the edge of the rates tried: a "
+                "better one may lie beyond"
             )
         elif arm.chosen.extra:
             found.append(f"{arm.name}: learning rates added beyond the grid's edge: {arm.chosen.extra}")

@@ -41,7 +41,7 @@ OWNED = MappingProxyType(
         "schedule": "every optimizer takes its preset's; schedule.warmup_ratio and schedule.min_lr_ratio may be set",
         "output_dir": "--output names the folder",
         "hydra.run.dir": "--output names the folder",
-        "resume": "a comparison goes on where it stopped by itself",
+        "resume": "a comparison continues where it stopped",
         "publish": "weights of a comparison are not kept",
         "data.train": "--data names the training pairs",
         "data.val": "--val names the validation pairs",
@@ -206,7 +206,10 @@ def _require_optimizers(optimizers: tuple[str, ...], reference: str) -> None:
 
 @cache
 def _composed(optimizer: str, overrides: tuple[str, ...]) -> TrainConfig:
-    """Options of a run; several devices and constant schedules are refused, since their effects would be compared."""
+    """Options of a run.
+
+    Several devices and constant schedules are refused, since their effects would be compared.
+    """
     shared = [override for override in overrides if not override.lstrip("+").startswith("data.")]
     config = typed(compose([f"optimizer={optimizer}", *shared, "output_dir=OUTPUT"]), TrainConfig)
     if config.hardware.devices * config.hardware.num_nodes > 1:
@@ -249,7 +252,9 @@ class Frozen(JsonRecord, indent=1):
 
     @classmethod
     def read(cls, folder: Path) -> Frozen | None:
-        """The setting of the comparison in a folder; None if there is none.
+        """The setting of the comparison in a folder.
+
+        It is None if the folder holds none.
 
         Raises:
             ConfigError: if it is damaged.

@@ -72,19 +72,18 @@ def rate_grid(center: float, count: int) -> tuple[float, ...]:
 
 
 def next_rate(scores: Mapping[float, float], grid: Sequence[float]) -> float | None:
-    """The next rate to try beyond an edge if the best rate is at that edge; None if none is to be tried.
+    """The next rate to try beyond an edge if the best rate is at that edge.
+
+    It is None if no further rate is tried.
 
     Args:
         scores: mean validation NLL of each rate that was tried; infinite if a run diverged.
         grid: rates of the first grid.
     """
-    tried = sorted(scores)
-    best = min(tried, key=lambda rate: scores[rate])
-    if len(tried) - len(grid) >= MOST_EXTRA or math.isinf(scores[best]):
+    best = chosen_rate(scores, grid)
+    if best.rate is None or not best.at_edge or best.extra >= MOST_EXTRA:
         return None
-    if best == tried[0]:
-        return _rounded(best / HALF_DECADE)
-    return _rounded(best * HALF_DECADE) if best == tried[-1] else None
+    return _rounded(best.rate / HALF_DECADE if best.rate == min(scores) else best.rate * HALF_DECADE)
 
 
 def chosen_rate(scores: Mapping[float, float], grid: Sequence[float]) -> ChosenRate:
@@ -116,12 +115,12 @@ class TunedArm:
     Args:
         grid: rates of the first grid.
         trials: trials of each planned rate, one for each tuning seed.
-        beside: learning rate of its AdamW part; None if it has none, or the preset's is used.
+        adamw_lr: learning rate of its AdamW part; None if it has none, or the preset's is used.
     """
 
     grid: tuple[float, ...]
     trials: Mapping[float, Sequence[PlannedTrial]]
-    beside: float | None
+    adamw_lr: float | None
 
 
 class Stages:
@@ -158,37 +157,46 @@ class Stages:
         return len(options.optimizers) * (options.rates * options.tuning_seeds + options.seeds)
 
     def tuned(self, arm: str) -> TunedArm | None:
-        """Tuning runs of an optimizer; None if it uses the rate tuned for AdamW and that is not known yet."""
+        """Tuning runs of an optimizer.
+
+        It is None if it uses the rate tuned for AdamW and that is not known yet.
+        """
         options = self.frozen.options
-        beside = None
+        adamw_lr = None
         if OPTIMIZERS[arm].name == "muon" and ADAMW in options.optimizers:
             chosen = self.chosen(ADAMW)
             if chosen is None:
                 return None
-            beside = chosen.rate
+            adamw_lr = chosen.rate
         grid = rate_grid(options.config(arm).optimizer.lr, options.rates)
         rates, seeds = list(grid), range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + options.tuning_seeds)
         while True:
-            trials = {rate: [self._trial(TUNE, arm, rate, seed, beside) for seed in seeds] for rate in rates}
+            trials = {rate: [self._trial(TUNE, arm, rate, seed, adamw_lr) for seed in seeds] for rate in rates}
             scores = self._scores(trials)
             extra = None if scores is None else next_rate(scores, grid)
             if extra is None:
-                return TunedArm(grid, trials, beside)
+                return TunedArm(grid, trials, adamw_lr)
             rates.append(extra)
 
     def chosen(self, arm: str) -> ChosenRate | None:
-        """The learning rate that tuning chose for an optimizer; None until its tuning runs are finished."""
+        """The learning rate that tuning chose for an optimizer.
+
+        It is None until its tuning runs are finished.
+        """
         tuned = self.tuned(arm)
         scores = None if tuned is None else self._scores(tuned.trials)
         return None if tuned is None or scores is None else chosen_rate(scores, tuned.grid)
 
     def final(self, arm: str) -> list[PlannedTrial]:
-        """Final runs of an optimizer, one for each seed; empty until all are tuned, or if all its rates diverged."""
+        """Final runs of an optimizer, one for each seed.
+
+        It is empty until all are tuned, or if all its rates diverged.
+        """
         chosen = {name: self.chosen(name) for name in self.frozen.options.optimizers}
         tuned, own = self.tuned(arm), chosen[arm]
         if any(found is None for found in chosen.values()) or tuned is None or own is None or own.rate is None:
             return []
-        return [self._trial(FINAL, arm, own.rate, seed, tuned.beside) for seed in range(self.frozen.options.seeds)]
+        return [self._trial(FINAL, arm, own.rate, seed, tuned.adamw_lr) for seed in range(self.frozen.options.seeds)]
 
     def trials(self) -> list[PlannedTrial]:
         """All trials that are known so far: tuning runs, then final runs seed by seed."""
@@ -231,14 +239,17 @@ class Stages:
             if not status.is_done or len(self.trials()) == len(known):
                 return status
 
-    def _trial(self, stage: str, arm: str, rate: float, seed: int, beside: float | None) -> PlannedTrial:
-        key = (stage, arm, rate, seed, beside)
+    def _trial(self, stage: str, arm: str, rate: float, seed: int, adamw_lr: float | None) -> PlannedTrial:
+        key = (stage, arm, rate, seed, adamw_lr)
         if key not in self._trials:
-            self._trials[key] = arm_trial(self.frozen, self.folder, stage, arm, rate, seed, beside=beside)
+            self._trials[key] = arm_trial(self.frozen, self.folder, stage, arm, rate, seed, adamw_lr=adamw_lr)
         return self._trials[key]
 
     def _scores(self, trials: Mapping[float, Sequence[PlannedTrial]]) -> dict[float, float] | None:
-        """Mean validation NLL of each rate, infinite if a run diverged; None while a run has no result."""
+        """Mean validation NLL of each rate, infinite if a run diverged.
+
+        It is None while a run has no result.
+        """
         scores: dict[float, float] = {}
         for rate, runs in trials.items():
             results = [result for run in runs if (result := self.result(run)) is not None]

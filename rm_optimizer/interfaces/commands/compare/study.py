@@ -146,9 +146,7 @@ def _run(folder: Path, executor: str, workers: int | None, retries: int) -> None
     state = study.run(executor_named(executor, workers), retries=retries, on_trial=lines)
     _print_status(state)
     if state.counts["failed"]:
-        raise ConfigError(
-            f"{state.counts['failed']} trials failed; mend the reason, then rm-opt compare retry {folder}"
-        )
+        raise ConfigError(f"{state.counts['failed']} trials failed; fix the cause, then rm-opt compare retry {folder}")
 
 
 def _print_status(state: StudyStatus) -> None:

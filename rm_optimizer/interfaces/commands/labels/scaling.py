@@ -14,10 +14,10 @@ from rm_optimizer.interfaces.commands.compare.trials import Executors, Workers
 OWNED = MappingProxyType(
     {
         "data.max_pairs": "--sizes says how many pairs",
-        "data.split_seed": "each run has a seed of its own",
+        "data.split_seed": "each run has its own seed",
         "seed": "--seeds says how many",
-        "output_dir": "runs stand in the folder of the study",
-        "hydra.run.dir": "runs stand in the folder of the study",
+        "output_dir": "runs are in the folder of the study",
+        "hydra.run.dir": "runs are in the folder of the study",
     }
 )
 """Options that the study sets itself, each with the reason."""
