@@ -146,7 +146,7 @@ class LandscapeConfig(Options, group="landscape"):
     memory_gib: float | None = within("(0, inf)", None, needs=_WITH_LAYERS)
     """Most GiB for each of lanczos's vectors, rows of pairs, and kept graphs; null takes half of the free memory, 3.7,
     and half of the free memory."""
-    num_sampled: int | None = within("[0, inf)", None, needs=f"{_WITH_LAYERS},{_types(*_SPECTRA)}|{_methods(_LANCZOS)}")
+    num_sampled: int | None = within("[0, inf)", None, needs=f"{_WITH_LAYERS},{_methods(_LANCZOS)}|{_types(*_SPECTRA)}")
     """Number of largest eigenvalues to cross-fit; null takes `top_k`, and one for a Hessian's block in `layers`. The
     Hessian needs a model with forward derivatives for this."""
     tolerance: float = within("(0, 1)", 1e-3, needs=f"{_WITH_LAYERS}|{_EIGENVECTORS},{_SAMPLES}|{_EIGENVECTORS}")
@@ -155,7 +155,7 @@ class LandscapeConfig(Options, group="landscape"):
         "[1, inf)", None, needs=f"{_WITH_LAYERS}|{_EIGENVECTORS},{_methods(*_SEARCHES)}|{_EIGENVECTORS}"
     )
     """Most Hessian-vector products; null is enough for most spectra."""
-    num_probes: int = within("[2, inf)", 20, needs=f"{_WITH_LAYERS},{_types(AnalysisType.layers)}|{_SAMPLES}")
+    num_probes: int = within("[2, inf)", 20, needs=f"{_WITH_LAYERS},{_SAMPLES}|{_types(AnalysisType.layers)}")
     """Random probes for the trace and the density."""
     trace_method: TraceMethod = needing(
         f"{_types(AnalysisType.hessian, AnalysisType.gauss_newton, AnalysisType.fisher, *_ALONG)},{_SAMPLES}",
