@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +12,7 @@ from rm_optimizer.experiments.optimizer_comparison.arm_trial import TUNE, arm_tr
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
 from rm_optimizer.experiments.optimizer_comparison.setting import ComparisonOptions, Frozen, freeze
 from rm_optimizer.experiments.optimizer_comparison.stages import FIRST_TUNING_SEED, Stages
-from rm_optimizer.experiments.study import Study, StudyStatus, TrialLines
+from rm_optimizer.experiments.study import Study, TrialLines
 from rm_optimizer.experiments.training_trials import config_of
 from rm_optimizer.experiments.trial import executor_named
 from rm_optimizer.records.files import write_rows, write_text
@@ -22,8 +21,6 @@ from rm_optimizer.reporting.pages.exhibits import Exhibits
 from rm_optimizer.reporting.pages.folder_page import REPORT_FOLDER
 from rm_optimizer.reporting.pages.study_page import findings_document
 from rm_optimizer.schema.compose import model_overrides
-
-log = logging.getLogger("rm_optimizer")
 
 DEFAULT_OPTIMIZERS = ("adam", "adamw", "sgd", "muon", "lion")
 FOLDER = Path("outputs", "optimizer_comparison")
@@ -143,7 +140,12 @@ def run_stages(folder: Path, executor: str, workers: int | None, *, retries: int
     finished = sum(stages.result(planned) is not None for planned in stages.trials())
     lines = TrialLines(finished, stages.num_planned)
     status = stages.run(executor_named(executor, workers), retries=retries, on_trial=lines, on_stage=lines.grow)
-    _require_done(status, folder)
+    if status.errors:
+        name, error = next(iter(status.errors.items()))
+        raise ConfigError(
+            f"{len(status.errors)} runs failed, such as {name}: {error}; fix the cause, then rm-opt compare retry "
+            f"{folder}"
+        )
     return findings(folder)
 
 
@@ -160,12 +162,3 @@ def report(folder: Path) -> Path:
     write_text(output / "findings.json", found.to_json() + "\n")
     write_rows(output / "trials.parquet", rows)
     return write_text(output / "report.md", document.markdown(with_figures=True))
-
-
-def _require_done(status: StudyStatus, folder: Path) -> None:
-    if status.errors:
-        name, error = next(iter(status.errors.items()))
-        raise ConfigError(
-            f"{len(status.errors)} runs failed, such as {name}: {error}; fix the cause, then rm-opt compare retry "
-            f"{folder}"
-        )

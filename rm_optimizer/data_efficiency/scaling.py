@@ -186,7 +186,9 @@ def scaling_trials(config: TrainConfig, sizes: Sequence[int] | None, num_seeds: 
         raise ConfigError(f"a scaling study needs at least 2 seeds, whose difference is its noise, got {num_seeds}")
     if config.data.streaming != Streaming.off or config.data.max_pairs is not None:
         raise ConfigError("a scaling study sets data.max_pairs itself, of pairs in memory; leave out both options")
-    runs = [_of_seed(config, config.seed + number) for number in range(num_seeds)]
+    sources = {name: absolute_source(getattr(config.data, name)) for name in ("train", "val")}
+    seeds = range(config.seed, config.seed + num_seeds)
+    runs = [replace(config, seed=seed, data=replace(config.data, split_seed=seed, **sources)) for seed in seeds]
     largest = min(len(load_training_data(run.data).train) for run in runs)
     chosen = sorted(set(sizes or [largest >> power for power in range(FEWEST_SIZES, -1, -1)]))
     if len(chosen) < FEWEST_SIZES:
@@ -198,11 +200,6 @@ def scaling_trials(config: TrainConfig, sizes: Sequence[int] | None, num_seeds: 
         for size in chosen
         for run in runs
     ]
-
-
-def _of_seed(config: TrainConfig, seed: int) -> TrainConfig:
-    sources = {name: absolute_source(getattr(config.data, name)) for name in ("train", "val")}
-    return replace(config, seed=seed, data=replace(config.data, split_seed=seed, **sources))
 
 
 def _measured(study: Study) -> tuple[list[int], np.ndarray, np.ndarray]:

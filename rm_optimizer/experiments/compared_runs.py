@@ -208,9 +208,12 @@ def _run_folders(path: Path) -> Iterator[tuple[Path, bool]]:
         yield path, True
         return
     marks = [f"{depth}/{name}" for name in (OPTIONS_FILE, RESULT_FILE) for depth in ("*", "*/*")]
-    runs = {file.parent for mark in marks for file in path.glob(mark) if _is_run(file.parent)}
+    runs = sorted({file.parent for mark in marks for file in path.glob(mark) if _is_run(file.parent)})
     if runs:
-        yield from ((folder, False) for folder in sorted(runs, key=_natural))
+        # Digits are compared as numbers, so that job 10 is after job 9.
+        parts = {run: re.split(r"(\d+)", str(run)) for run in runs}
+        keys = {run: [(int(part), "") if part.isdigit() else (-1, part) for part in parts[run]] for run in runs}
+        yield from ((folder, False) for folder in sorted(runs, key=keys.__getitem__))
         return
     if (run := RunFolder.of(str(path))) is None:
         raise ConfigError(
@@ -222,11 +225,6 @@ def _run_folders(path: Path) -> Iterator[tuple[Path, bool]]:
 
 def _is_run(path: Path) -> bool:
     return bool(RunFolder(path).options) or (path / RESULT_FILE).is_file()
-
-
-def _natural(path: Path) -> list[tuple[int, str]]:
-    """Sort key that puts job 10 after job 9."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", str(path))]
 
 
 def _names(folders: Sequence[Path]) -> list[str]:

@@ -25,6 +25,7 @@ from rm_optimizer.experiments.trial import (
     Trial,
     TrialResult,
     TrialSpec,
+    stored,
 )
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import write_text
@@ -86,16 +87,13 @@ class StudyPlan(JsonRecord, indent=1):
         Raises:
             ConfigError: if there is no plan, or it is damaged.
         """
-        path = folder / PLAN_FILE
-        try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
-        except OSError as error:
+        plan = stored(cls, folder / PLAN_FILE, remedy="; plan the study again in another folder")
+        if plan is None:
             raise ConfigError(
                 f"{folder} holds no study ({PLAN_FILE} is missing); write one with rm-opt compare plan {folder} "
                 "OPTION=VALUE,VALUE"
-            ) from error
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path} is damaged; plan the study again in another folder") from error
+            )
+        return plan
 
 
 def compares_optimizers(folder: Path) -> bool:

@@ -33,7 +33,27 @@ WORK = "work"
 """Folder for the task's files; it is kept between attempts, so that a task can continue after a kill."""
 CLAIMED, FAILED, STOPPED = 75, 1, 130
 """Exit codes of a trial that another process holds, of a failed one and of a stopped one."""
+_REMEDY = ", or of another version; remove it to measure the trial again"
 RecordT = TypeVar("RecordT", bound=JsonRecord)
+
+
+def stored(kind: type[RecordT], path: Path, *, remedy: str) -> RecordT | None:
+    """Record of a file, or None without the file.
+
+    Args:
+        kind: class of the record.
+        path: the file.
+        remedy: end of the message about a damaged file.
+
+    Raises:
+        ConfigError: if the file is damaged.
+    """
+    try:
+        return kind.from_json(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged{remedy}") from error
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,12 +120,12 @@ class Trial:
     @property
     def result(self) -> TrialResult | None:
         """The outcome; None if there is none yet."""
-        return self._read(TrialResult, RESULT_FILE)
+        return stored(TrialResult, self.folder / RESULT_FILE, remedy=_REMEDY)
 
     @property
     def failure(self) -> TrialFailure | None:
         """Failed attempts; None if there are none."""
-        return self._read(TrialFailure, FAILURE_FILE)
+        return stored(TrialFailure, self.folder / FAILURE_FILE, remedy=_REMEDY)
 
     @property
     def attempts(self) -> int:
@@ -119,7 +139,7 @@ class Trial:
             file = (self.folder / CLAIM_FILE).open("r+")
         except OSError:
             return False
-        with file:
+        with file:  # closing it releases the lock that this look took
             return not locked(file)
 
     @contextmanager
@@ -176,19 +196,10 @@ class Trial:
                 return FAILED
             seconds = time.monotonic() - started
             result = TrialResult(status=status, values=values, seconds=seconds, attempts=attempts, error=sentence)
+            # In this order: a kill in between leaves a finished trial.
             write_text(self.folder / RESULT_FILE, result.to_json() + "\n")
             (self.folder / FAILURE_FILE).unlink(missing_ok=True)
             return 0
-
-    def _read(self, kind: type[RecordT], name: str) -> RecordT | None:
-        try:
-            return kind.from_json((self.folder / name).read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError) as error:
-            raise ConfigError(
-                f"{self.folder / name} is damaged, or of another version; remove it to measure the trial again"
-            ) from error
 
 
 class InlineExecutor:

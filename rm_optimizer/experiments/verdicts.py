@@ -108,7 +108,8 @@ def judge(
     alone = [PairedScores(margins[arm], None, prompts, label, weight) for arm in (*challengers, reference)]
     found: list[Verdict] = []
     for score in SCORES:
-        differences = [_signed(each.crossed(score), score) for each in paired]
+        effects = [each.crossed(score) for each in paired]  # positive if the challenger is better
+        differences = effects if score == "accuracy" else [effect.negated for effect in effects]
         tests = FamilyOfTests.of(differences, limits[score], corrected=score == primary)
         found += [
             Verdict(
@@ -179,11 +180,6 @@ class FamilyOfTests:
         if not each.standard_error > 0:
             return each.standard_error
         return detectable_effect(each.standard_error, each.freedom, error_rate=self.strictest)
-
-
-def _signed(effect: StudentMean, score: Score) -> StudentMean:
-    """The challenger's score minus the reference's, from an effect that is positive if the challenger is better."""
-    return effect if score == "accuracy" else effect.negated
 
 
 def _correlation(first: np.ndarray, second: np.ndarray) -> float | None:

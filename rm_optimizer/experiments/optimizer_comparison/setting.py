@@ -23,6 +23,7 @@ from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.experiments.cost import steps_of
 from rm_optimizer.experiments.study import FROZEN_FILE
 from rm_optimizer.experiments.training_trials import require_shared
+from rm_optimizer.experiments.trial import stored
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.records.codec import JsonRecord
@@ -259,13 +260,7 @@ class Frozen(JsonRecord, indent=1):
         Raises:
             ConfigError: if it is damaged.
         """
-        path = folder / FROZEN_FILE
-        try:
-            return cls.from_json(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            return None
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"{path} is damaged; start the comparison in another folder") from error
+        return stored(cls, folder / FROZEN_FILE, remedy="; start the comparison in another folder")
 
 
 def pairs_file(folder: Path, split: str) -> Path:
