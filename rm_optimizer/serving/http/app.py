@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
-from fastapi.responses import Response
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.responses import HTMLResponse, Response
 
 import rm_optimizer
-from rm_optimizer.serving.http.admission import AdmissionControl
-from rm_optimizer.serving.http.api_page import add_api_page
-from rm_optimizer.serving.http.body_timeout import BODY_SECONDS, BodyTimeout
 from rm_optimizer.serving.http.error_answers import install_error_answers
-from rm_optimizer.serving.http.head_checks import Guard, bearer_check, header_size_check, local_host_check
+from rm_optimizer.serving.http.gate import BODY_SECONDS, Gate
+from rm_optimizer.serving.http.head_checks import bearer_check, header_size_check, local_host_check
 from rm_optimizer.serving.http.routes import ClientLeft, router
-from rm_optimizer.serving.service.metrics import OTHER_ROUTE, ServerMetrics
 from rm_optimizer.serving.service.service import RewardService
 
+_OFFLINE = (
+    "<p>This page takes its scripts from cdn.jsdelivr.net. Where it stays empty, read "
+    '<a href="/openapi.json">/openapi.json</a>, which needs no internet.</p>'
+)
 CLIENT_CLOSED = 499
 """nginx's status for a client that disconnected; only the metrics use it."""
 
@@ -59,20 +58,27 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    add_api_page(app)
+    _add_api_page(app)
     for routes in (router, *routers):
         app.include_router(routes)
     install_error_answers(app)
     app.add_exception_handler(ClientLeft, _client_left)
-    app.add_middleware(AdmissionControl)
-    app.add_middleware(BodyTimeout, seconds=body_seconds)
-    app.add_middleware(Guard, check=bearer_check(api_key, update_key))
-    if local_only:
-        app.add_middleware(Guard, check=local_host_check)
-    app.add_middleware(Guard, check=header_size_check)
-    app.add_middleware(RequestMetrics, metrics=service.metrics)  # added last, hence outermost
+    checks = [header_size_check, *([local_host_check] if local_only else []), bearer_check(api_key, update_key)]
+    app.add_middleware(Gate, metrics=service.metrics, checks=checks, seconds=body_seconds)
     app.openapi = _documented(app, api_key)  # type: ignore[method-assign]
     return app
+
+
+def _add_api_page(app: FastAPI) -> None:
+    """Add the route `/docs`: Swagger's page, or one sentence in its place without the internet."""
+    page = get_swagger_ui_html(openapi_url="/openapi.json", title=app.title).body
+    place = b'<div id="swagger-ui">'
+    assert place in page, "Swagger's page has the place that its script fills"
+    html = bytes(page).replace(place, place + _OFFLINE.encode())
+
+    @app.get("/docs", include_in_schema=False)
+    async def docs() -> HTMLResponse:
+        return HTMLResponse(html)
 
 
 def _documented(app: FastAPI, api_key: str | None) -> Callable[[], dict[str, Any]]:
@@ -97,38 +103,3 @@ def _client_left(request: Request, error: Exception) -> Response:
     service: RewardService = request.app.state.service
     service.metrics.disconnected.inc()
     return Response(status_code=CLIENT_CLOSED)
-
-
-@dataclass(eq=False)
-class RequestMetrics:
-    """Middleware that counts requests by route and status, and measures their durations; HEAD is handled as GET.
-
-    Args:
-        app: application behind this middleware.
-        metrics: counters of the server.
-    """
-
-    app: ASGIApp
-    metrics: ServerMetrics
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, and count its answer."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        if scope["method"] == "HEAD":  # uvicorn keeps its own scope, by which it omits the body
-            scope = {**scope, "method": "GET"}
-        status, started = 500, time.perf_counter()
-
-        async def noting(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, noting)
-        finally:
-            route = getattr(scope.get("route"), "path", OTHER_ROUTE)
-            self.metrics.requests.labels(route, str(status)).inc()
-            self.metrics.seconds.labels(route).observe(time.perf_counter() - started)

@@ -1,7 +1,7 @@
 """Limits on the time and size of a request's headers; uvicorn limits no time, and httptools no size.
 
 A client that stops or trickles gets 408 and its connection is closed, as by Apache's `RequestReadTimeout header=20`.
-The application limits the body; see `body_timeout`.
+The application limits the body; see `gate`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import asyncio
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from rm_optimizer.serving.http.body_timeout import LEAST_BYTES_PER_SECOND
 from rm_optimizer.serving.http.connections import MAX_CONNECTIONS
 from rm_optimizer.serving.http.error_answers import error_answer
+from rm_optimizer.serving.http.gate import LEAST_BYTES_PER_SECOND
 from rm_optimizer.serving.service.api_errors import (
     MAX_HEADER_BYTES,
     ApiError,

@@ -5,13 +5,11 @@ from __future__ import annotations
 import hmac
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TypeAlias
 
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Scope
 
-from rm_optimizer.serving.http.error_answers import error_answer
 from rm_optimizer.serving.service.api_errors import (
     MAX_HEADER_BYTES,
     ApiError,
@@ -36,29 +34,6 @@ class AmbiguousLength(InvalidRequest):
 
 Check: TypeAlias = Callable[[Scope], ApiError | None]
 """Function that returns the reason to refuse a request by its head; None lets it pass."""
-
-
-@dataclass(eq=False)
-class Guard:
-    """Middleware that refuses requests before their bodies are read.
-
-    Args:
-        app: application behind this middleware.
-        check: check of HTTP requests and websockets.
-    """
-
-    app: ASGIApp
-    check: Check
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer with its refusal."""
-        refusal = None if scope["type"] == "lifespan" else self.check(scope)
-        if refusal is None:
-            await self.app(scope, receive, send)
-        elif scope["type"] == "http":
-            await error_answer(refusal)(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1008})
 
 
 def bearer_check(api_key: str | None, update_key: str | None = None) -> Check:

@@ -12,8 +12,7 @@ import httpx
 import pytest
 
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
-from rm_optimizer.serving.http.admission import AdmissionControl
-from rm_optimizer.serving.http.body_timeout import BodyTimeout
+from rm_optimizer.serving.http.gate import Gate
 from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.update_protocol import Begin
 from tests.serving.engines import InProcessEngine, exported, options_of
@@ -126,7 +125,7 @@ def test_a_slow_body_that_ends_in_time_is_answered(server):
 
 
 def scripted(parts, seconds):
-    """Statuses and the admission control, after a POST whose body comes as `(seconds before it, bytes)`."""
+    """Statuses and the gate, after a POST whose body comes as `(seconds before it, bytes)`."""
     statuses = []
 
     async def read_all(scope, receive, send):
@@ -147,10 +146,10 @@ def scripted(parts, seconds):
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
 
-        admission = AdmissionControl(read_all)
+        gate = Gate(read_all, seconds=seconds, least_rate=100.0)
         scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-        await BodyTimeout(admission, seconds=seconds, least_rate=100.0)(scope, receive, send)
-        return admission
+        await gate(scope, receive, send)
+        return gate
 
     return statuses, asyncio.run(main())
 
@@ -158,6 +157,6 @@ def scripted(parts, seconds):
 def test_every_byte_earns_time_and_none_is_held_after_the_end():
     earned = [(0.0, b"x" * 1000), *[(0.4, b"x")] * 3]  # waits 1.2 s, of 1 s and ten earned ones
     for parts, expected in ((earned, 200), ([(0.0, b"x"), *earned[1:]], 408), ([(1.5, b"x" * 1000)], 408)):
-        statuses, admission = scripted(parts, 1.0)
+        statuses, gate = scripted(parts, 1.0)
         assert statuses == [expected]
-        assert (admission.bytes.total, admission.requests.total) == (0, 0)
+        assert (gate.bytes.total, gate.requests.total) == (0, 0)
