@@ -26,8 +26,8 @@ from scipy.special import expit, log_expit
 from rm_optimizer import BradleyTerryRM, PreferenceDataset, PreferencePair
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
-from rm_optimizer.core.pairs.conversations import conversation_groups
 from rm_optimizer.core.pairs.orders import random_positions
+from rm_optimizer.core.pairs.overlap import conversation_groups
 from rm_optimizer.data_efficiency.feature_rules import RULES, acquisition_function
 from rm_optimizer.data_efficiency.linear_reward import LinearReward, fit_linear_reward, fixed_differences
 from rm_optimizer.data_efficiency.pool import Pool

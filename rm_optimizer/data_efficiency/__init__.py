@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from rm_optimizer.core.pairs.curriculum import CurriculumSampler as CurriculumSampler
+    from rm_optimizer.core.pairs.orders import CurriculumSampler as CurriculumSampler
     from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction as AcquisitionFunction
     from rm_optimizer.data_efficiency.acquisition import UncertaintySampling as UncertaintySampling
     from rm_optimizer.data_efficiency.active_learning import ActiveLearner as ActiveLearner

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 
 from rm_optimizer.core.metrics.intervals import wilson_interval
 from rm_optimizer.core.pairs.audit import DataAudit, SplitAudit, audit_pairs
-from rm_optimizer.core.pairs.conversations import folded_words
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.overlap import TrainedPairs, folded_words
 from rm_optimizer.core.pairs.pair import Prompt, as_messages
-from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 

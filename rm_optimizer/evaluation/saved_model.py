@@ -13,8 +13,8 @@ import torch
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.overlap import TrainedOn, TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.pairs.trained_pairs import TrainedOn, TrainedPairs
 from rm_optimizer.core.tokens.cache import TruncationReport
 from rm_optimizer.evaluation.best_of_n import BestOfN, best_of_n
 from rm_optimizer.evaluation.distinct_responses import score_responses

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rm_optimizer.core.pairs.curriculum import exact_counts, shares_at
+from rm_optimizer.core.pairs.orders import exact_counts, shares_at
 from rm_optimizer.data_efficiency import CurriculumSampler
 from rm_optimizer.errors import ConfigError, DataError
 

@@ -11,10 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rm_optimizer.core.pairs.formats import RowFormat, detect_format
-from rm_optimizer.core.rows.columns import Columns, read_number, renamed
+from rm_optimizer.core.rows.columns import Columns, read_number, renamed, unread_column
 from rm_optimizer.core.rows.messages import is_empty, is_message
 from rm_optimizer.core.rows.readers import Row
-from rm_optimizer.core.rows.row_context import unread_column
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
 

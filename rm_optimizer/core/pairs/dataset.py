@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, overload
 
-from rm_optimizer.core.pairs.conversations import continued, conversation_groups, prompt_keys
 from rm_optimizer.core.pairs.orders import random_positions
+from rm_optimizer.core.pairs.overlap import continued, conversation_groups, prompt_keys
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, listed, prompt_id
 from rm_optimizer.core.pairs.source_pairs import load_source, load_sources, mixed, mixed_rows, told_otherwise
 from rm_optimizer.core.pairs.sources import DataSource, parse_sources

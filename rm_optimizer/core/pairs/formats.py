@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
 
-from rm_optimizer.core.rows.columns import read_number
+from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, UNREAD_COLUMNS, read_number
 from rm_optimizer.core.rows.messages import (
     LAST_TURN,
     Message,
@@ -28,7 +28,6 @@ from rm_optimizer.core.rows.messages import (
     shown_kind,
 )
 from rm_optimizer.core.rows.readers import Report, Row
-from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS, UNREAD_COLUMNS
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.data import KwiseRule
 

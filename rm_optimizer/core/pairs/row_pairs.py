@@ -8,10 +8,9 @@ from typing import Any
 from rm_optimizer.core.pairs.formats import OPTIONAL_COLUMNS, RowFormat
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
-from rm_optimizer.core.rows.columns import read_number
+from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, in_context, read_number
 from rm_optimizer.core.rows.messages import is_empty
 from rm_optimizer.core.rows.readers import Report, Row
-from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS, in_context
 from rm_optimizer.schema.data import KwiseRule
 
 

@@ -9,9 +9,8 @@ from itertools import chain
 from rm_optimizer.core.pairs.column_hints import no_format, require_readable, winner_untold
 from rm_optimizer.core.pairs.formats import FORMATS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, detect_format
 from rm_optimizer.core.pairs.sources import DataSource
-from rm_optimizer.core.rows.columns import first_renamed, renamed, structured_columns
+from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, first_renamed, renamed, structured_columns
 from rm_optimizer.core.rows.readers import Row
-from rm_optimizer.core.rows.row_context import CONTEXT_COLUMNS
 from rm_optimizer.core.rows.unread_columns import unread_note
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling

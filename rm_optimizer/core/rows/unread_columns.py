@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
+from rm_optimizer.core.rows.columns import UNREAD_COLUMNS
 from rm_optimizer.core.rows.messages import parsed_text
 from rm_optimizer.core.rows.readers import Row
-from rm_optimizer.core.rows.row_context import UNREAD_COLUMNS
 from rm_optimizer.schema.data import Spelling
 
 _WORD = re.compile(r"[^\W\d_]{2,}")

@@ -12,16 +12,15 @@ from functools import cached_property
 
 import numpy as np
 
-from rm_optimizer.core.pairs.conversations import folded_prompt_id
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.pairs.overlap import folded_prompt_id
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.pairs.sources import parse_sources
 from rm_optimizer.core.rows.bad_rows import PairRows
 from rm_optimizer.core.rows.columns import Columns
 from rm_optimizer.core.rows.readers import row_unit
-from rm_optimizer.core.streaming.blocks import BLOCK_BYTES, blocks_of, stream_files
+from rm_optimizer.core.streaming.blocks import BLOCK_BYTES, BlockReader, BlockTokenizer, blocks_of, stream_files
 from rm_optimizer.core.streaming.order import BatchShape, MacroBatchStream, StreamOrder
-from rm_optimizer.core.streaming.tokens import BlockReader, BlockTokenizer
 from rm_optimizer.core.streaming.workers import TokenizerPool
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow

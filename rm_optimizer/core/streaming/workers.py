@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from importlib import import_module
 from typing import Any
 
-from rm_optimizer.core.streaming.blocks import Block
-from rm_optimizer.core.streaming.tokens import BlockTokenizer, BlockTokens
+from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
 from rm_optimizer.errors import DataError, DataStalled, MissingExtra
 
 _MEGABYTE = 2**20

@@ -30,7 +30,7 @@ def doctor(
 
     Exits with 4 if a check fails, and with 0 if there are only warnings.
     """
-    from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
+    from rm_optimizer.core.pairs.overlap import TrainedPairs
     from rm_optimizer.doctor.doctor import diagnose
     from rm_optimizer.interfaces.json_option import printed_beside, write_json
     from rm_optimizer.records.progress import stages

@@ -12,9 +12,8 @@ import numpy as np
 from jaxtyping import Float
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.curriculum import BINS, CurriculumSampler
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
-from rm_optimizer.core.pairs.orders import PairOrder
+from rm_optimizer.core.pairs.orders import BINS, CurriculumSampler, PairOrder
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.readers import read_rows
 from rm_optimizer.errors import ConfigError, DataError

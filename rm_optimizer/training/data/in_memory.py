@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.pairs.orders import PairOrder
-from rm_optimizer.core.pairs.trained_pairs import TrainedPairs, pair_fingerprints
+from rm_optimizer.core.pairs.overlap import TrainedPairs, pair_fingerprints
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches, pair_collator
 from rm_optimizer.core.tokens.cache import TokenizedPairs, TruncationReport, tokenize_pairs

@@ -10,11 +10,10 @@ import numpy as np
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import TrainVal, distinct_prompts, load_pairs
-from rm_optimizer.core.pairs.trained_pairs import TrainedPairs
+from rm_optimizer.core.pairs.overlap import TrainedPairs
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.streaming.dataset import RayPreferenceDataset
-from rm_optimizer.core.streaming.order import MacroBatchStream, StreamPosition
-from rm_optimizer.core.streaming.tally import StreamTally
+from rm_optimizer.core.streaming.order import MacroBatchStream, StreamPosition, StreamTally
 from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import DataConfig

@@ -222,8 +222,7 @@ def test_a_prompt_that_stands_among_the_turns_is_not_put_in_front(tmp_path):
 
 def test_streaming_reads_structures_as_in_memory(tmp_path):
     from rm_optimizer.core.pairs.sources import parse_sources
-    from rm_optimizer.core.streaming.blocks import blocks_of, stream_files
-    from rm_optimizer.core.streaming.tokens import BlockReader
+    from rm_optimizer.core.streaming.blocks import BlockReader, blocks_of, stream_files
     from rm_optimizer.schema.data import KwiseRule, OnBadRow
 
     path = tmp_path / "pairs.jsonl"

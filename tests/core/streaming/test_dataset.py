@@ -19,10 +19,9 @@ import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset, RayPreferenceDataset
 from rm_optimizer.core.streaming import blocks as ray_blocks
-from rm_optimizer.core.streaming import tally as ray_tally
-from rm_optimizer.core.streaming.blocks import Block
+from rm_optimizer.core.streaming import order as ray_order
+from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
 from rm_optimizer.core.streaming.order import BatchShape, MacroBatchStream, StreamOrder, StreamPosition
-from rm_optimizer.core.streaming.tokens import BlockTokenizer, BlockTokens
 from rm_optimizer.core.streaming.workers import TokenizerPool
 from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.core.tokens.cache import tokenize_pairs
@@ -333,7 +332,7 @@ def test_a_share_of_bad_rows_stops_the_stream(tmp_path: Path, renderer: Conversa
 def test_the_share_of_bad_rows_is_judged_before_a_long_file_ends(
     tmp_path: Path, renderer: ConversationRenderer, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(ray_tally, "JUDGED_ROWS", 30)
+    monkeypatch.setattr(ray_order, "JUDGED_ROWS", 30)
     items = rows(80, 6)
     for item in items[:20]:
         item["rejected"] = ""

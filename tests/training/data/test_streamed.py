@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rm_optimizer.core.pairs.trained_pairs import TRAINED_PAIRS_FILE, TrainedPairs
+from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.streaming import dataset as ray_dataset
-from rm_optimizer.core.streaming.blocks import Block
-from rm_optimizer.core.streaming.tokens import BlockTokenizer, BlockTokens
+from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model

@@ -1,23 +1,109 @@
-"""Fingerprints of the pairs that a model was trained on, kept with it, so that an evaluation can say which it has seen.
-
-Texts are compared without regard to case and blanks, and a pair without regard to its order.
-"""
+"""Overlap of data: prompts of one conversation, and pairs that a model was trained on."""
 
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from rm_optimizer.core.pairs.conversations import folded_prompt_id, folded_words
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
+from rm_optimizer.core.rows.messages import Prompt, as_messages
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.locations import BEST_FOLDER
+
+
+def _line_keys(prompt: Prompt) -> Iterator[int]:
+    """A key for the prompt up to and with each of its lines that has words; the last stands for the whole prompt."""
+    key = b""
+    for message in as_messages(prompt):
+        words_so_far = blake2b(key + f"{message.role}\n".encode("utf-8", "surrogatepass"), digest_size=8)
+        for line in message.content.splitlines():
+            if words := folded_words(line):
+                words_so_far.update("".join(f"{word} " for word in words).encode("utf-8", "surrogatepass"))
+                key = words_so_far.digest()
+                yield int.from_bytes(key)
+
+
+def prompt_keys(prompts: Iterable[Prompt]) -> list[int]:
+    """A key of each prompt, equal where its `folded_prompt_id` is."""
+    return [_whole_key(prompt) for prompt in prompts]
+
+
+def _whole_key(prompt: Prompt) -> int:
+    key = 0
+    for key in _line_keys(prompt):  # noqa: B007
+        pass
+    return key
+
+
+def folded_prompt_id(prompt: Prompt) -> str:
+    r"""Identity of a prompt that ignores case, blanks, line breaks and messages without words; 16 hexadecimal digits.
+
+    Example:
+        >>> folded_prompt_id("Why\n so?\n") == folded_prompt_id("why so?")
+        True
+    """
+    folded = [(message.role, folded_words(message.content)) for message in as_messages(prompt)]
+    return digest([message for message in folded if message[1]])
+
+
+def folded_words(text: str) -> list[str]:
+    """Words of a text without regard to case."""
+    return text.casefold().split()
+
+
+def conversation_groups(prompts: Sequence[Prompt]) -> list[int]:
+    r"""Number of the conversation that each prompt belongs to: the index of the first prompt of it.
+
+    Example:
+        >>> conversation_groups(["Hi", "Bye", "hi ", "Hi\nHow are you?"])
+        [0, 1, 0, 0]
+    """
+    parent: dict[int, int] = {}
+    first: dict[int, int] = {}
+
+    def root(key: int) -> int:
+        while parent[key] != key:
+            parent[key] = key = parent[parent[key]]
+        return key
+
+    keys = prompt_keys(prompts)
+    for index, key in enumerate(keys):
+        parent.setdefault(key, key)
+        first.setdefault(key, index)
+    for prompt, key in zip(prompts, keys, strict=True):
+        for prefix in _line_keys(prompt):
+            if prefix in parent:
+                earlier, later = sorted((root(prefix), root(key)), key=lambda found: first[found])
+                parent[later] = earlier
+    return [first[root(key)] for key in keys]
+
+
+def continued(first: Sequence[Prompt], second: Sequence[Prompt]) -> list[bool]:
+    r"""Flags of `second`, True if a prompt continues or is continued by one of `first`; equal ones do not count.
+
+    Example:
+        >>> continued(["Hi\nHow are you?", "Bye"], ["Hi", "Bye", "bye\nnow"])
+        [True, False, True]
+    """
+    keys, others = prompt_keys(second), frozenset(prompt_keys(first))
+    wanted = frozenset(keys)
+    begun = {prefix for prompt in first for prefix in _proper_prefixes(prompt) if prefix in wanted}
+    return [
+        key in begun or any(prefix in others for prefix in _proper_prefixes(prompt))
+        for key, prompt in zip(keys, second, strict=True)
+    ]
+
+
+def _proper_prefixes(prompt: Prompt) -> list[int]:
+    return list(_line_keys(prompt))[:-1]
+
 
 TRAINED_PAIRS_FILE = "trained_pairs.npz"
 """In a run folder and in its exported model: the fingerprints of the training pairs."""
