@@ -104,5 +104,5 @@ def test_progress_past_the_end_stays_in_the_last_stage():
     ],
 )
 def test_what_makes_no_curriculum_is_refused(margins, options, error):
-    with pytest.raises(error, match=r"curriculum needs|hard_below|must be positive|covers=True"):
+    with pytest.raises(error, match=r"margins must be|hard_below|must be positive|covers=True"):
         CurriculumSampler(margins, **options)
