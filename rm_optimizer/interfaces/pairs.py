@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow, Spelling
+from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
 
 if TYPE_CHECKING:
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
@@ -59,7 +59,7 @@ class PairOptions:
             ConfigError: if a flag's value is unknown, or a file is named twice.
             DataError: if the source cannot be used.
         """
-        from rm_optimizer.core.pairs.dataset import PreferenceDataset
+        from rm_optimizer.core.pairs.dataset import load_pairs
         from rm_optimizer.core.rows.readers import source_files
 
         self._require_known()
@@ -67,16 +67,16 @@ class PairOptions:
         named = Counter(file for name in sources for part in source_files(name) for file in part.files)
         if twice := [file for file, count in named.items() if count > 1]:
             raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")
-        data = PreferenceDataset.load(
-            [{"path": name, "label": self.label} for name in sources],
+        options = DataConfig(
             format=self.format,
             columns=self.column_mapping(),
             winner=self.winner,
-            kwise_rule=self.kwise_rule,
-            on_bad_row=self.on_bad_row,
+            kwise_rule=KwiseRule(self.kwise_rule),
+            on_bad_row=OnBadRow(self.on_bad_row),
             max_bad_share=self.max_bad_share,
-            spelling=Spelling.flags,
         )
+        with Spelling.flags.used():
+            data = load_pairs([{"path": name, "label": self.label} for name in sources], options)
         for note in data.notes:
             _log.warning(note)
         return data

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -41,6 +43,20 @@ class Spelling(StrEnum):
     flags = "flags"
     python = "python"
 
+    @classmethod
+    def current(cls) -> Spelling:
+        """Entrance whose block of `used` runs now; Hydra's outside of all."""
+        return _current.get()
+
+    @contextmanager
+    def used(self) -> Iterator[None]:
+        """Word the options in messages of the block as the user of this entrance types them."""
+        before = _current.set(self)
+        try:
+            yield
+        finally:
+            _current.reset(before)
+
     def option(self, name: str, value: str) -> str:
         """An option of reading data as the user types it.
 
@@ -65,6 +81,9 @@ class Spelling(StrEnum):
             return f"columns={arguments}"
         inside = ", ".join(f"{ours}: {theirs}" for ours, theirs in mapping.items())
         return f"data.columns={{{inside}}}"
+
+
+_current = ContextVar("entrance", default=Spelling.hydra)
 
 
 def _shell_word(text: str) -> str:

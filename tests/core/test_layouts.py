@@ -8,24 +8,29 @@ from typing import Any
 
 import pytest
 
-from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.data_loader import PreferenceDataset, load_pairs
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.schema.data import Spelling
+from rm_optimizer.schema.data import DataConfig, Spelling
 
 GOOD, BAD = "Paris is the capital of France.", "It may be Lyon, who knows."
 CHAT = [{"role": "user", "content": "Capital?"}, {"role": "assistant", "content": GOOD}]
 OTHER = [CHAT[0], {"role": "assistant", "content": BAD}]
 
 
-def load(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> PreferenceDataset:
+def load(
+    tmp_path: Path, rows: list[dict[str, Any]], *, spelling: Spelling = Spelling.python, **options: Any
+) -> PreferenceDataset:
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return PreferenceDataset.load(path, **options)
+    if spelling == Spelling.python:
+        return PreferenceDataset.load(path, **options)
+    with spelling.used():
+        return load_pairs(str(path), DataConfig(**options))
 
 
-def refusal(tmp_path: Path, rows: list[dict[str, Any]], **options: Any) -> str:
+def refusal(tmp_path: Path, rows: list[dict[str, Any]], *, spelling: Spelling = Spelling.flags, **options: Any) -> str:
     with pytest.raises(DataError) as caught:
-        load(tmp_path, rows, **({"spelling": Spelling.flags} | options))
+        load(tmp_path, rows, spelling=spelling, **options)
     return str(caught.value)
 
 

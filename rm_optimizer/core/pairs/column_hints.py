@@ -1,4 +1,4 @@
-"""Hints for columns that fit no format: a proposed mapping, without a guess at the meaning of values.
+"""Columns that are not read as they are meant: refused, with a mapping to type, or named in a note.
 
 A mapping is proposed only if the name itself is known and the mapped rows have a format. A merely similar name is never
 proposed, nor is a column of ranks, winners or other numbers as a score or label.
@@ -7,12 +7,15 @@ proposed, nor is a column of ranks, winners or other numbers as a score or label
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
 from typing import Any
 
-from rm_optimizer.core.pairs.formats import RowFormat, detect_format
-from rm_optimizer.core.rows.columns import Columns, read_number, renamed, unread_column
-from rm_optimizer.core.rows.messages import is_empty, is_message
+from rm_optimizer.core.pairs.formats import FORMATS, detect_format
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.sources import DataSource
+from rm_optimizer.core.rows.columns import UNREAD_COLUMNS, Columns, read_number, renamed, unread_column
+from rm_optimizer.core.rows.messages import are_texts, is_empty, is_message, parsed_text
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
@@ -44,25 +47,22 @@ _SYSTEMATIC = 0.1
 """Share of the first rows from which labels out of range are a column of another meaning, not mistakes."""
 
 
-def no_format(
-    path: str, rows: Sequence[Row], columns: Columns, forms: Iterable[RowFormat], spelling: Spelling
-) -> DataError:
-    """The error for rows that look like no format.
+def no_format(source: DataSource, rows: Sequence[Row]) -> DataError:
+    """The error for rows that look like no format, or not like the one that the source names.
 
     Args:
-        path: the source as it was named.
+        source: the source.
         rows: its first rows under our names.
-        columns: the mapping that gave them these names.
-        forms: formats that were looked for.
-        spelling: form of option names in messages.
     """
+    forms = FORMATS.values() if source.named_format is None else [source.named_format]
     names = list(dict.fromkeys(name for row in rows for name in row))
     looked_for = "; or ".join(f"{form.expects} ({form.name})" for form in forms)
     if form := detect_format(rows):
-        hint = f"the rows fit the format {form.name}; name it, or leave {spelling.option('format', 'NAME')} out"
+        option = Spelling.current().option("format", "NAME")
+        hint = f"the rows fit the format {form.name}; name it, or leave {option} out"
     else:
-        hint = _unusable(rows) or _hint(rows, names, columns, spelling)
-    return DataError(f"{path}: {hint}; got columns {', '.join(names)}; expected {looked_for}")
+        hint = _unusable(rows) or _hint(rows, names, source.columns)
+    return DataError(f"{source.path}: {hint}; got columns {', '.join(names)}; expected {looked_for}")
 
 
 def _unusable(rows: Sequence[Row]) -> str | None:
@@ -78,24 +78,25 @@ def _unusable(rows: Sequence[Row]) -> str | None:
     return told and f"{told}, where text or messages are expected; repair these values"
 
 
-def _hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, spelling: Spelling) -> str:
-    if names_of_sides := _preferred_hint(rows, names, columns, spelling):
+def _hint(rows: Sequence[Row], names: Sequence[str], columns: Columns) -> str:
+    typed = Spelling.current().columns
+    if names_of_sides := _preferred_hint(rows, names, columns):
         return names_of_sides
     known = _known_names(names, rows)
     if known and (form := detect_format([row for _, row in renamed(enumerate(rows), known)])):
         read = {ours: theirs for ours, theirs in known.items() if ours in form.columns}
-        return f"did you mean {spelling.columns({**_given(columns), **read})}?"
+        return f"did you mean {typed({**_given(columns), **read})}?"
     if "prompt" in names and any(isinstance(row.get("response"), str) for row in rows):
         numbers = [name for name in names if len(set(_numbers(rows, name))) > 1]
         if scores := [name for name in numbers if _SCORE_NAMES.search(name)] or numbers:
-            example = spelling.columns({"score": scores[0] if _SCORE_NAMES.search(scores[0]) else "…"})
+            example = typed({"score": scores[0] if _SCORE_NAMES.search(scores[0]) else "…"})
             return f"name the column that scores each response (one of {', '.join(scores)}), such as {example}"
-    if hint := _numbered_hint(rows, names, columns, spelling):
+    if hint := _numbered_hint(rows, names, columns):
         return hint
-    has_responses = any(isinstance(row.get("response"), str) or _are_texts(row.get("responses")) for row in rows)
+    has_responses = any(isinstance(row.get("response"), str) or are_texts(row.get("responses")) for row in rows)
     if has_responses and "prompt" in names and not any(map(_WINNER_NAMES.search, names)):
         return "these are responses to score, not comparisons: rm-opt score CHECKPOINT IN OUT takes them"
-    return _nested_hint(rows, names, spelling) or _plain_hint(spelling)
+    return _nested_hint(rows, names) or f"name yours as {typed({'prompt': '…', 'chosen': '…', 'rejected': '…'})}"
 
 
 def _numbers(rows: Sequence[Row], name: str) -> list[float]:
@@ -106,27 +107,17 @@ def _numbers(rows: Sequence[Row], name: str) -> list[float]:
         return []
 
 
-def _preferred_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, spelling: Spelling) -> str | None:
+def _preferred_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns) -> str | None:
     """The winner form for a column whose values are the names of the two columns of responses."""
     for name in names:
         sides = [value for value in _values(rows, name) if value in names and value != name]
         if len(sides) == 2:
             mapping = _given(columns) | {"response_a": sides[0], "response_b": sides[1], "winner": name}
-            option = spelling.option(
-                "winner", ",".join(sides) if spelling == Spelling.flags else f"[{','.join(sides)}]"
-            )
             others = ", ".join(value for value in _values(rows, name) if value not in sides)
+            typed = f"{Spelling.current().columns(mapping)} {_winner_option(','.join(sides))}"
             tie = f"; {name} also holds {others}: add the value of a tie as a third" if others else ""
-            return f"{name} names the better of {sides[0]} and {sides[1]}: {spelling.columns(mapping)} {option}{tie}"
+            return f"{name} names the better of {sides[0]} and {sides[1]}: {typed}{tie}"
     return None
-
-
-def _are_texts(value: object) -> bool:
-    return isinstance(value, list) and all(isinstance(item, str) for item in value)
-
-
-def _plain_hint(spelling: Spelling) -> str:
-    return f"name yours as {spelling.columns({'prompt': '…', 'chosen': '…', 'rejected': '…'})}"
 
 
 def _given(columns: Columns) -> dict[str, str]:
@@ -145,7 +136,7 @@ def _known_names(names: Sequence[str], rows: Sequence[Row]) -> dict[str, str]:
     return found
 
 
-def _numbered_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, spelling: Spelling) -> str | None:
+def _numbered_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns) -> str | None:
     """The winner form for two columns of text, such as `response_1` and `response_2`, or for a list of two texts.
 
     One column that names the better one is proposed. Several columns, and numbers of each side, are only described,
@@ -162,7 +153,7 @@ def _numbered_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, 
     told = [name for name in names if _WINNER_NAMES.search(name) and _values(rows, name) and name not in sides]
     alone = [name for name in told if not name.startswith(tuple(stem[0].split("_")[0] for stem in numbers if stem[0]))]
     listed = known.get("responses", "responses")
-    if not sides and len(alone) == 1 and all(_are_texts(row.get(listed)) and len(row[listed]) == 2 for row in rows):
+    if not sides and len(alone) == 1 and all(are_texts(row.get(listed)) and len(row[listed]) == 2 for row in rows):
         sides = [f"{listed}.0", f"{listed}.1"]
     if len(sides) > 2:
         return (
@@ -176,7 +167,7 @@ def _numbered_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns, 
     mapping = _given(columns) | prompt | {"response_a": sides[0], "response_b": sides[1], "winner": winner}
     if all(isinstance(row.get(sides[0]), list) for row in rows):
         mapping.pop("prompt", None)
-    typed = f"{spelling.columns(mapping)} {_winner_option(spelling)}"
+    typed = f"{Spelling.current().columns(mapping)} {_winner_option()}"
     if len(alone) != 1 and (told or numbers):
         each = ", ".join(dict.fromkeys([*(name for stem in numbers for name in families[stem]), *told]))
         return (
@@ -210,7 +201,7 @@ def _values(rows: Sequence[Row], name: str) -> list[str]:
     return sorted(values) if len(values) <= _FEW_VALUES and all(len(value) < 40 for value in values) else []
 
 
-def _nested_hint(rows: Sequence[Row], names: Sequence[str], spelling: Spelling) -> str | None:
+def _nested_hint(rows: Sequence[Row], names: Sequence[str]) -> str | None:
     """Paths into columns that hold objects; the longest texts in columns of our names are an example."""
     listed, example = [], {}
     for name in names:
@@ -223,86 +214,84 @@ def _nested_hint(rows: Sequence[Row], names: Sequence[str], spelling: Spelling) 
             texts = [part for part, text in inner.items() if isinstance(text, str)]
             if name in ("prompt", "chosen", "rejected") and texts:
                 example[name] = f"{name}.{max(texts, key=lambda part: len(inner[part]))}"
-    such = f", such as {spelling.columns(example)}" if example else f" with {spelling.columns({'OURS': 'PATH'})}"
+    such = f"{', such as' if example else ' with'} {Spelling.current().columns(example or {'OURS': 'PATH'})}"
     parts = "; ".join(listed)
     return (
         f"{parts}: map the parts that are prompt, chosen and rejected, or responses and scores{such}" if parts else None
     )
 
 
-def winner_untold(path: str, rows: Sequence[Row], columns: Columns, spelling: Spelling) -> DataError:
+def winner_untold(source: DataSource, rows: Sequence[Row]) -> DataError:
     """Error for a winner column without an option that defines its values."""
-    theirs = columns.get("winner") or "winner"
+    theirs = source.columns.get("winner") or "winner"
     values = ", ".join(_values(rows, "winner")) or "many values"
-    option = _winner_option(spelling)
     return DataError(
-        f"{path}: expected the values of {theirs} that name the better response, as {option} (values for response_a, "
-        f"for response_b and, if there are any, for ties; | between values that mean the same); {theirs} holds {values}"
+        f"{source.path}: expected the values of {theirs} that name the better response, as {_winner_option()} (values "
+        "for response_a, for response_b and, if there are any, for ties; | between values that mean the same); "
+        f"{theirs} holds {values}"
     )
 
 
-def _winner_option(spelling: Spelling) -> str:
-    return spelling.option("winner", "FIRST,SECOND,TIE" if spelling == Spelling.flags else "[FIRST,SECOND,TIE]")
+def _winner_option(values: str = "FIRST,SECOND,TIE") -> str:
+    entrance = Spelling.current()
+    return entrance.option("winner", values if entrance == Spelling.flags else f"[{values}]")
 
 
-def require_readable(path: str, rows: Sequence[Row], columns: Columns, spelling: Spelling) -> None:
-    """Refuse columns whose values would be lost or misread, seen on the first rows.
+def require_readable(source: DataSource, rows: Sequence[Row]) -> None:
+    """Refuse columns whose values would be lost or misread.
 
     Args:
-        path: the source as it was named.
+        source: the source.
         rows: its first rows under our names.
-        columns: the mapping that gave them these names.
-        spelling: form of option names in messages.
 
     Raises:
-        DataError: if a column would change what the model reads, labels are no probabilities, or no column has prompts.
+        DataError: if no column has prompts, labels are no probabilities, or a column would change what the model reads.
     """
-    _require_prompts(path, rows, spelling)
-    _require_probabilities(path, rows, columns, spelling)
-    _require_all_read(path, rows, columns, spelling)
-
-
-def _require_all_read(path: str, rows: Sequence[Row], columns: Columns, spelling: Spelling) -> None:
-    """Refuse a column that is part of the conversation and that no format reads."""
-    lost = next((name for row in rows if (name := unread_column(row, columns)) is not None), None)
+    _require_prompts(source.path, rows)
+    _require_probabilities(source, rows)
+    lost = next((name for row in rows if (name := unread_column(row, source.columns)) is not None), None)
     if lost is None:
         return
-    last = lost.rpartition(".")[2]
-    use = f"append it to the prompt with {spelling.columns({'input': lost})}, " if last in ("input", "context") else ""
-    use = f"use it as the system turn with {spelling.columns({'system': lost})}, " if "system" in last else use
+    typed, last = Spelling.current().columns, lost.rpartition(".")[2]
+    use = f"append it to the prompt with {typed({'input': lost})}, " if last in ("input", "context") else ""
+    use = f"use it as the system turn with {typed({'system': lost})}, " if "system" in last else use
     raise DataError(
-        f"{path}: the column {lost} is not read and would be lost; write it into the prompt, {use}or leave it out "
-        f"with {spelling.columns({lost: 'null'})}"
+        f"{source.path}: the column {lost} is not read and would be lost; write it into the prompt, {use}or leave it "
+        f"out with {typed({lost: 'null'})}"
     )
 
 
-def _require_prompts(path: str, rows: Sequence[Row], spelling: Spelling) -> None:
+def _require_prompts(path: str, rows: Sequence[Row]) -> None:
     """Refuse rows whose `chosen` is the response's message alone, as LLaMA-Factory's are, without a prompt column."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     sides = [row["chosen"] for row in rows if isinstance(row.get("chosen"), list)]
     if "prompt" in names or not sides or not all(len(side) == 1 and is_message(side[0]) for side in sides):
         return
-    prompt = _known_names(names, rows).get("prompt", "…")
+    option = Spelling.current().columns({"prompt": _known_names(names, rows).get("prompt", "…")})
     raise DataError(
-        f"{path}: chosen has no prompt before its response; name the column that holds the prompt with "
-        f"{spelling.columns({'prompt': prompt})}; got columns {', '.join(names)}"
+        f"{path}: chosen has no prompt before its response; name the column that holds the prompt with {option}; "
+        f"got columns {', '.join(names)}"
     )
 
 
-def _require_probabilities(path: str, rows: Sequence[Row], columns: Columns, spelling: Spelling) -> None:
+def _require_probabilities(source: DataSource, rows: Sequence[Row]) -> None:
     labels = [row["label"] for row in rows if not is_empty(row.get("label"))]
     wrong = [label for label in labels if not _is_probability(label)]
     if len(wrong) <= max(1, _SYSTEMATIC * len(labels)):
         return
-    theirs = columns.get("label") or "label"
+    theirs = source.columns.get("label") or "label"
     values = sorted({str(label) for label in labels})
-    sides = {"response_a": columns.get("chosen") or "chosen", "response_b": columns.get("rejected") or "rejected"}
+    mapping = {
+        "response_a": source.columns.get("chosen") or "chosen",
+        "response_b": source.columns.get("rejected") or "rejected",
+        "winner": theirs,
+    }
+    typed = Spelling.current().columns
     raise DataError(
-        f"{path}: label must be the probability, in [0, 1], that chosen is the better response, but {theirs} holds "
-        f"{', '.join(values[:_FEW_VALUES])} ({len(wrong)} of the first {len(labels)} are no probability); if it names "
-        f"the better one of two responses, map {spelling.columns(sides | {'winner': theirs})} "
-        f"{_winner_option(spelling)} with the values that name the first, the second and ties; if it means something "
-        f"else, leave it out with {spelling.columns({'label': 'null'})}"
+        f"{source.path}: label must be the probability, in [0, 1], that chosen is the better response, but {theirs} "
+        f"holds {', '.join(values[:_FEW_VALUES])} ({len(wrong)} of the first {len(labels)} are no probability); if it "
+        f"names the better one of two responses, map {typed(mapping)} {_winner_option()} with the values that name the "
+        f"first, the second and ties; if it means something else, leave it out with {typed({'label': 'null'})}"
     )
 
 
@@ -311,3 +300,150 @@ def _is_probability(label: object) -> bool:
         return 0 <= float(label) <= 1  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return False
+
+
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_OF_PROMPTS = re.compile(
+    r"persona|profile|context|document|passage|instruction|background|scenario|knowledge|evidence|article|story|"
+    r"reference|rubric|constraint|system|history",
+    re.IGNORECASE,
+)
+_OF_METADATA = re.compile(
+    r"(^|[_ .-])(ids?|type|kind|source|category|class|name|title|url|lang|language|length|count|score|label|split|"
+    r"subset|model|date|time|hash|licen[sc]e|copyright|citation|author|version)$",
+    re.IGNORECASE,
+)
+_OF_SCORES = re.compile(r"score|rating|reward|rank|vote|win|prefer", re.IGNORECASE)
+_OF_PREFERENCES = re.compile(r"winner|prefer|choice|better|verdict|label|vote", re.IGNORECASE)
+_OF_CHOSEN = re.compile(r"chosen|better|best|prefer|accept|positive|correct|good|win|_w$", re.IGNORECASE)
+_LONG = 80
+"""Characters from which a text is content although other rows repeat it."""
+_SENTENCE = 5
+"""Words from which a text that few rows share is content."""
+
+
+def unread_note(path: str, rows: Sequence[Row], read: frozenset[str]) -> str | None:
+    """A sentence that names the columns of text that no format reads; None if there are none.
+
+    Ids, sources, numbers and short text of few values are metadata. A text that also stands in a column that is read is
+    not lost.
+
+    Args:
+        path: the source as it was named.
+        rows: its first rows under our column names.
+        read: columns that are read.
+    """
+    texts_read = ["\0".join(_folded(text) for name in read for text in _texts(row.get(name))) for row in rows]
+    names = dict.fromkeys(name for row in rows for name in row)
+    passed = {*read, *UNREAD_COLUMNS, "metadata"}
+    unread = [name for name in names if name not in passed and _is_content(name, rows, texts_read)]
+    if not unread:
+        return None
+    option = Spelling.current().columns(dict.fromkeys(unread, "null"))
+    return (
+        f"{path}: {', '.join(unread)} look like content but are not read; write into the prompt what the responses "
+        f"answer to, or leave such columns out with {option}"
+    )
+
+
+def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Iterator[str]:
+    """Sentences on unread columns by which the other response is the better one.
+
+    These are scores of both sides, and columns whose values name a side. If the names of the sides tell nothing, such
+    as `left` and `right`, a column that may name the better one by values of its own is named as well.
+
+    Args:
+        source: the source.
+        pairs: its pairs, whose metadata are the unread columns.
+    """
+    path, sides = source.path, (source.columns.get("chosen") or "chosen", source.columns.get("rejected") or "rejected")
+    decided = [(pair.metadata, 1 if pair.label > 0.5 else -1) for pair in pairs if pair.label != 0.5]
+    names = dict.fromkeys(name for row, _ in decided for name in row)
+    words = [re.findall(r"[A-Za-z]+|\d+", side) for side in sides]
+    differing = [both for both in zip(*words, strict=False) if both[0] != both[1]]
+    seconds = set[str | None]()
+    marks = [("chosen", "rejected"), *(differing if len(differing) == 1 else [])]
+    for name in names:
+        others = [_exchanged(name, *both) for both in marks] if _OF_SCORES.search(name) else []
+        other = next((each for each in others if each != name and each in names), None)
+        seconds.add(other)
+        told = [*marks, sides] if _OF_PREFERENCES.search(name) else [sides]
+        found = [
+            sign * (_named(row.get(name), told) if other is None else _gap(row, name, other)) for row, sign in decided
+        ]
+        against, among = sum(value < 0 for value in found), sum(abs(value) > 0 for value in found)
+        values = sorted({str(row[name]) for row, _ in decided if isinstance(row.get(name), str | int)})
+        if against:
+            by = name if other is None else f"{name} beside {other}"
+            said = f"{by} prefers the other response in {against} of {among} pairs"
+            yield f"{path}: {said} and is not read: are the columns swapped, or is it the winner of two responses?"
+        elif (
+            not among
+            and name not in seconds
+            and len(told) > 1
+            and 1 < len(values) < 9
+            and not _OF_CHOSEN.search(sides[0])
+        ):
+            said = f"{name}, which holds {', '.join(values)}, may name the better of {' and '.join(sides)}"
+            yield f"{path}: {said} and is not read: map it as the winner of response_a and response_b, or to null"
+
+
+def _exchanged(name: str, first: str, second: str) -> str:
+    """The name with the word of the second side in place of the first's."""
+    edge = r"\d" if first.isdigit() else "[A-Za-z]"
+    return re.sub(rf"(?<!{edge}){re.escape(first)}(?!{edge})", second, name)
+
+
+def _gap(row: Mapping[str, Any], first: str, second: str) -> float:
+    """Number of the first column minus that of the second, for ranks with the sign turned; 0 where one is none."""
+    try:
+        gap = float(row[first]) - float(row[second])
+    except (KeyError, TypeError, ValueError):
+        return 0.0
+    return -gap if "rank" in first.lower() else gap
+
+
+def _named(value: Any, sides: Sequence[tuple[str, str]]) -> int:
+    """1 for a value that names the first of two sides, -1 for the second, and 0 for any other."""
+    text = str(value).casefold()
+    names = (text, (re.findall(r"[^\W_]+", text) or [""])[-1])
+    first, second = (any(side[i].casefold() in names for side in sides) for i in (0, 1))
+    return first - second
+
+
+def _is_content(name: str, rows: Sequence[Row], texts_read: Sequence[str]) -> bool:
+    found = [max(_texts(row.get(name)), key=len, default="") for row in rows]
+    texts = [text for text in found if text.strip()]
+    lost = [
+        text
+        for text, others in zip(found, texts_read, strict=True)
+        if text.strip() and not (_folded(text) and _folded(text) in others)
+    ]
+    if not lost or len(lost) < len(texts) / 2:
+        return False
+    is_metadata = _OF_METADATA.search(name) is not None
+    if _OF_PROMPTS.search(name) and not is_metadata:
+        return median(len(text.split()) for text in lost) > 1
+    if median(len(_WORD.findall(text)) for text in lost) < _SENTENCE:
+        return False
+    if median(map(len, lost)) >= _LONG:
+        return True
+    return not is_metadata and len(set(lost)) > len(lost) / 2
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """The texts in a cell, those inside its lists and objects too, which may be written as text."""
+    if isinstance(value, str) and isinstance(parsed := parsed_text(value), list | dict):
+        yield from _texts(parsed)
+    elif isinstance(value, str):
+        yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _texts(item)
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.casefold().split())

@@ -13,7 +13,7 @@ from typing import Any, Protocol, overload
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.overlap import continued, conversation_groups, prompt_keys
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, listed, prompt_id
-from rm_optimizer.core.pairs.source_pairs import load_source, load_sources, mixed, mixed_rows, told_otherwise
+from rm_optimizer.core.pairs.source_pairs import load_sources, mixed, mixed_rows
 from rm_optimizer.core.pairs.sources import DataSource, parse_sources
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import PairRows, SkippedRow
@@ -94,10 +94,9 @@ class PreferenceDataset(Sequence[PreferencePair]):
                 )
         if kind is PreferencePair or not rows:
             return cls(tuple(rows))
-        options = {"kwise_rule": KwiseRule.all, "on_bad_row": OnBadRow(on_bad_row), "spelling": Spelling.python}
-        source = DataSource("pairs")
-        found = load_source(source, rows=rows, **options)  # type: ignore[arg-type]
-        notes = (*found.notes, *told_otherwise(source, found.pairs))
+        options = DataConfig(on_bad_row=OnBadRow(on_bad_row), max_bad_share=1.0)
+        with Spelling.python.used():
+            ((_, found),), notes = load_sources([DataSource("pairs")], options, rows)
         for note in notes:
             _log.warning(note)
         return cls(found.pairs, found.skipped, found.rows, notes)
@@ -125,7 +124,6 @@ class PreferenceDataset(Sequence[PreferencePair]):
         on_bad_row: str = OnBadRow.error,
         max_bad_share: float = MAX_BAD_SHARE,
         seed: int = 0,
-        spelling: Spelling = Spelling.python,
     ) -> PreferenceDataset:
         """Read pairs from files or data sets, mixed by weight.
 
@@ -141,27 +139,25 @@ class PreferenceDataset(Sequence[PreferencePair]):
             on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
             max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
             seed: seed of the random part that a fractional weight takes.
-            spelling: entrance whose options messages name. Notes of a Python call are logged; commands say them.
 
         Raises:
             DataError: if a source cannot be read or a row is bad; the text names file and row.
             ConfigError: if an option of a source is wrong.
         """
-        rule, policy = KwiseRule(kwise_rule), OnBadRow(on_bad_row)
-        sources = parse_sources(source, format=format, columns=columns, winner=winner)
-        loaded, notes = load_sources(
-            sources, kwise_rule=rule, on_bad_row=policy, max_bad_share=max_bad_share, spelling=spelling
+        options = DataConfig(
+            format=format,
+            columns=columns,
+            winner=winner,
+            kwise_rule=KwiseRule(kwise_rule),
+            on_bad_row=OnBadRow(on_bad_row),
+            max_bad_share=max_bad_share,
+            split_seed=seed,
         )
-        skipped = tuple(row for _, result in loaded for row in result.skipped)
-        pairs = mixed(loaded, seed)
-        if not pairs:
-            raise DataError(
-                f"no pair is left of {', '.join(item.path for item in sources)}: raise the sources' weights"
-            )
-        if spelling == Spelling.python:
-            for note in notes:
-                _log.warning(note)
-        return cls(pairs, skipped, mixed_rows(loaded, seed), notes, tuple(item.path for item in sources))
+        with Spelling.python.used():
+            data = load_pairs(source, options)
+        for note in data.notes:
+            _log.warning(note)
+        return data
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -412,16 +408,14 @@ def load_pairs(source: object, config: DataConfig) -> PreferenceDataset:
     """Pairs of a source, read with the options of `config`; its `train` and `val` are not used.
 
     Raises:
-        DataError: if the source cannot be read or a row is bad.
+        DataError: if the source cannot be read or a row is bad; the text names file and row.
+        ConfigError: if an option of a source is wrong.
     """
-    return PreferenceDataset.load(
-        source,
-        format=config.format,
-        columns=config.columns or {},
-        winner=config.winner,
-        kwise_rule=config.kwise_rule,
-        on_bad_row=config.on_bad_row,
-        max_bad_share=config.max_bad_share,
-        seed=config.split_seed,
-        spelling=Spelling.hydra,
-    )
+    sources = parse_sources(source, format=config.format, columns=config.columns, winner=config.winner)
+    loaded, notes = load_sources(sources, config)
+    pairs = mixed(loaded, config.split_seed)
+    if not pairs:
+        raise DataError(f"no pair is left of {', '.join(item.path for item in sources)}: raise the sources' weights")
+    skipped = tuple(row for _, result in loaded for row in result.skipped)
+    rows = mixed_rows(loaded, config.split_seed)
+    return PreferenceDataset(pairs, skipped, rows, notes, tuple(item.path for item in sources))

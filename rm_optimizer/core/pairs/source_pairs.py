@@ -1,4 +1,4 @@
-"""The pairs of sources: read, with bad rows refused or listed, and mixed."""
+"""Pairs of sources: the format that the first rows show, the pairs of each row, notes, and mixtures."""
 
 from __future__ import annotations
 
@@ -11,27 +11,208 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rm_optimizer.core.pairs.formats import gather_responses
+from rm_optimizer.core.pairs.column_hints import (
+    contrary_notes,
+    no_format,
+    require_readable,
+    unread_note,
+    winner_untold,
+)
+from rm_optimizer.core.pairs.formats import OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, detect_format, gather_responses
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.pairs.row_pairs import numbered_pairs
-from rm_optimizer.core.pairs.source_format import FIRST_ROWS, format_of
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import PairRows, RowTally, SkippedRow
-from rm_optimizer.core.rows.readers import Row, read_rows, source_files
-from rm_optimizer.core.rows.unread_columns import contrary_notes
-from rm_optimizer.schema.data import KwiseRule, OnBadRow, Spelling
+from rm_optimizer.core.rows.columns import (
+    CONTEXT_COLUMNS,
+    in_context,
+    read_number,
+    renamed,
+    require_columns,
+    structured_columns,
+)
+from rm_optimizer.core.rows.messages import is_empty
+from rm_optimizer.core.rows.readers import NamedFiles, Row, read_rows, source_files
+from rm_optimizer.errors import DataError
+from rm_optimizer.schema.data import DataConfig, KwiseRule, Spelling
+
+FIRST_ROWS = 50
+"""Rows that decide the format and the columns."""
+
+
+@dataclass(frozen=True)
+class SourceFormat:
+    """Format of a source's rows, as its first rows show it.
+
+    Args:
+        source: source and how to read it.
+        form: format of its rows.
+        has_one_response: True for rows of the k-wise format that are single responses, to be grouped by prompt.
+        structured: columns of responses whose text is read as the list that it spells.
+        notes: sentences on columns that look like content and are not read.
+    """
+
+    source: DataSource
+    form: RowFormat
+    has_one_response: bool
+    structured: frozenset[str]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, source: DataSource, first: Sequence[tuple[int, Row]]) -> SourceFormat:
+        """Format named or detected, once the columns are known to be there and to mean what they are read as.
+
+        Args:
+            source: source to read, with its options.
+            first: its first `FIRST_ROWS` rows, numbered.
+
+        Raises:
+            DataError: if the rows lack a column, look like no format, or hold a column that would be misread.
+        """
+        require_columns(source.path, [row for _, row in first], source.columns)
+        mapped = list(renamed(first, source.columns))
+        structured, notes = structured_columns(source.path, [row for _, row in mapped], source.format)
+        ours = [row for _, row in renamed(mapped, {}, structured)]
+        names = {name for row in ours for name in row}
+        form = source.named_format or detect_format(ours)
+        if form is None or (source.named_format and not any(names >= required for required in form.required)):
+            raise no_format(source, ours)
+        if form.name == "winner" and source.winner is None:
+            raise winner_untold(source, ours)
+        unread = _unread_options(source, form)
+        require_readable(source, ours)
+        has_one_response = form.name == "kwise" and "responses" not in first[0][1] and "responses" not in source.columns
+        read = form.columns | {"response", "score", *OPTIONAL_COLUMNS} | CONTEXT_COLUMNS
+        notes += [note for note in (unread, unread_note(source.path, ours, read)) if note is not None]
+        return cls(source, form, has_one_response, structured, tuple(notes))
+
+    def pairs(
+        self, rows: Iterable[tuple[int, Row]], kwise_rule: KwiseRule, tally: RowTally
+    ) -> Iterator[tuple[int, PreferencePair]]:
+        """Pairs of rows, each with the number of its row; a row that gives none is put into the tally.
+
+        Args:
+            rows: numbered rows as they are stored.
+            kwise_rule: pairs that a row of many scored responses gives.
+            tally: tally of the rows.
+
+        Raises:
+            DataError: if a row is bad and the tally stops there.
+        """
+        ours = renamed(rows, self.source.columns, self.structured)
+        for number, row in gather_responses(ours, tally.report) if self.has_one_response else ours:
+            try:
+                pairs, reason = self._compared(number, row, kwise_rule)
+            except ValueError as error:
+                tally.report(number, str(error))
+                continue
+            except RecursionError:
+                tally.report(number, "its values are nested too deeply")
+                continue
+            if reason is not None:
+                tally.report(number, f"a pair of it is bad ({reason}), and left out" if pairs else reason)
+            elif not pairs:
+                tally.skip(number, "no pair: no two responses that differ in text and score")
+            yield from ((number, pair) for pair in pairs)
+
+    def _compared(self, number: int, row: Row, kwise_rule: KwiseRule) -> tuple[list[PreferencePair], str | None]:
+        """Pairs of a row, and the reason if one of its comparisons gives no pair.
+
+        Raises:
+            ValueError: if the row cannot be compared or its winner is unknown.
+        """
+        shared = self._metadata(number, row)
+        winner = self.source.winner_values if self.form.name == "winner" else None
+        told = row if winner is None else row | {"winner": winner.preference(row.get("winner"))}
+        comparisons = self.form.compare(told, kwise_rule)
+        margin, label, weight = (_optional(row, name) for name in OPTIONAL_COLUMNS)
+        pairs: list[PreferencePair] = []
+        reason: str | None = None
+        for item in comparisons:
+            own_label = self.source.label if item.label is None else item.label
+            try:
+                pair = PreferencePair(
+                    in_context(row, item.prompt, self.source.columns),
+                    item.chosen,
+                    item.rejected,
+                    margin=margin if margin is not None else item.margin,
+                    metadata=shared | _kept(item.extra.items()),
+                    label=own_label if label is None else label,
+                    weight=1.0 if weight is None else weight,
+                )
+            except ValueError as error:
+                reason = str(error)
+            else:
+                pairs.append(pair)
+        return pairs, reason
+
+    def _metadata(self, number: int, row: Row) -> dict[str, Any]:
+        """Other columns as they are; those of a `metadata` column, as `PreferencePair.to_dict` writes it, join them."""
+        own = {*self.form.columns, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
+        metadata = _kept((name, value) for name, value in row.items() if name not in own)
+        if isinstance(metadata.get("metadata"), dict):
+            metadata = _kept(metadata.pop("metadata").items()) | metadata
+        metadata.setdefault("source", self.source.name)
+        if self.form.makes_groups:
+            metadata["group"] = f"{self.source.name}:{number}"
+        return metadata
+
+
+def _unread_options(source: DataSource, form: RowFormat) -> str | None:
+    """Sentence on a mapping or values of a winner column that the rows' format does not read; None if it reads all.
+
+    Raises:
+        DataError: with that sentence, if the source brings the options, which are not defaults of all sources.
+    """
+    entrance = Spelling.current()
+    read = form.columns | ({"response", "score"} if form.name == "kwise" else set())
+    unread = {ours: theirs for ours, theirs in source.columns.items() if theirs and ours in READ_COLUMNS - read}
+    options = {"columns": entrance.columns(unread)} if unread else {}
+    if source.winner is not None and form.name != "winner":
+        options["winner"] = entrance.option("winner", str(source.winner))
+    if not options:
+        return None
+    text = (
+        f"{source.path}: {' and '.join(options.values())} has no effect here, since the rows are read by format "
+        f"{form.name} ({form.expects}); leave it out, or name the format that reads it with "
+        f"{entrance.option('format', 'NAME')}"
+    )
+    if options.keys() <= source.inherited:
+        return text
+    raise DataError(text)
+
+
+def _optional(row: Row, name: str) -> float | None:
+    """A number, or None where it is missing: null, NaN or blanks."""
+    value = row.get(name)
+    is_missing = is_empty(value) or (isinstance(value, str) and value.strip().casefold() in ("nan", "none"))
+    return None if is_missing else read_number(name, value)
+
+
+def _kept(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if value is not None and value != "" and _is_json(value)}
+
+
+def _is_json(value: object) -> bool:
+    """True if JSON can express the value; NaN is a missing number, and bytes or dates are left out."""
+    if value is None or isinstance(value, str | int):
+        return True
+    if isinstance(value, float):
+        return abs(value) < float("inf")
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return isinstance(value, dict) and all(isinstance(name, str) and _is_json(item) for name, item in value.items())
 
 
 @dataclass(frozen=True)
 class SourcePairs:
-    """The pairs of a source in the order of its rows.
+    """Pairs of a source in the order of its rows.
 
     Args:
         pairs: the pairs.
         skipped: rows that gave none.
-        rows: rows that the pairs are of.
-        notes: sentences on columns that look like content and are not read.
+        rows: rows of the pairs.
+        notes: sentences on columns that look like content or tell the preference, and are not read.
     """
 
     pairs: tuple[PreferencePair, ...]
@@ -39,50 +220,27 @@ class SourcePairs:
     rows: PairRows = field(default_factory=PairRows)
     notes: tuple[str, ...] = ()
 
-    def called(self, name: str, old: str) -> SourcePairs:
-        """The pairs with another name of their source, where no column names it."""
-        if name == old:
-            return self
-        pairs = tuple(
-            replace(pair, metadata={**pair.metadata, "source": name}) if pair.metadata["source"] == old else pair
-            for pair in self.pairs
-        )
-        return replace(self, pairs=pairs)
 
-
-def load_source(
-    source: DataSource,
-    *,
-    kwise_rule: KwiseRule,
-    on_bad_row: OnBadRow,
-    max_bad_share: float = 1.0,
-    spelling: Spelling = Spelling.hydra,
-    rows: Sequence[Row] | None = None,
-) -> SourcePairs:
-    """Read every pair of one source.
+def load_source(source: DataSource, options: DataConfig, rows: Sequence[Row] | None = None) -> SourcePairs:
+    """Read every pair of a file. A k-wise row without two different scores is listed, but not bad.
 
     Args:
-        source: source to read, with its options.
-        kwise_rule: pairs that a row of many scored responses gives.
-        on_bad_row: stop at the first bad row, or drop and list them. A k-wise row without two different scores is not
-            bad; it gives no pair and is listed either way.
-        max_bad_share: most bad rows that may be dropped, as a share of all rows.
-        spelling: form of option names in messages.
-        rows: the source's rows if they are in memory; None reads them.
+        source: file to read, with its own options.
+        options: options for bad rows and k-wise rows.
+        rows: the rows if they are in memory; None reads them.
 
     Raises:
         DataError: if the source cannot be read, its columns fit no format, a row is bad, too many are, or no pair is
             left.
     """
-    tally = RowTally(source.path, on_bad_row, spelling, max_bad_share)
+    tally = RowTally(source.path, options.on_bad_row, options.max_bad_share)
     stored = read_rows(source.path, tally.report_unread) if rows is None else enumerate(rows, 1)
-    rest = tally.counted(stored)
+    rest = tally.counted(iter(stored))
     first = list(itertools.islice(rest, FIRST_ROWS))
     if not first:
         raise tally.nothing_left()
-    form = format_of(source, first, rest, spelling)
-    numbered = gather_responses(form.rows, tally.report) if form.has_one_response else form.rows
-    found = list(numbered_pairs(source, form.row_format, numbered, kwise_rule, report=tally.report, skip=tally.skip))
+    form = SourceFormat.of(source, first)
+    found = list(form.pairs(itertools.chain(first, rest), options.kwise_rule, tally))
     tally.require_few_bad()
     if not found:
         raise tally.nothing_left()
@@ -91,40 +249,47 @@ def load_source(
 
 
 def load_sources(
-    sources: Sequence[DataSource], **options: Any
+    sources: Sequence[DataSource], options: DataConfig, rows: Sequence[Row] | None = None
 ) -> tuple[list[tuple[DataSource, SourcePairs]], tuple[str, ...]]:
     """Each file of the sources with its pairs, and sentences on what is not read, each once.
 
     Files of a folder have its name as their source; files of equal names have their paths.
 
     Args:
-        sources: sources to read, with their options.
-        options: further arguments of `load_source`.
+        sources: sources to read, with their own options.
+        options: options for bad rows and k-wise rows.
+        rows: rows of the only source if they are in memory; None reads files.
 
     Raises:
         DataError: as `load_source` and `source_files` raise it.
     """
-    parts = [(item, part) for item in sources for part in source_files(item.path)]
+    if rows is None:
+        parts = [(item, part) for item in sources for part in source_files(item.path)]
+    else:
+        parts = [(item, NamedFiles(item.name, item.path, [item.path], [])) for item in sources]
     num_named = Counter(name for name, _ in {(part.name, part.path) for _, part in parts})
     loaded: list[tuple[DataSource, SourcePairs]] = []
     notes: list[str] = []
     for item, part in parts:
         name = part.path if num_named[part.name] > 1 else part.name
-        files = [replace(item, path=file) for file in part.files]
-        found = [(file, load_source(file, **options)) for file in files]
+        found = [(file, load_source(file, options, rows)) for file in (replace(item, path=path) for path in part.files)]
         notes += [note.replace(file.path, part.path, 1) for file, result in found for note in result.notes]
-        notes += told_otherwise(replace(item, path=part.path), [pair for _, result in found for pair in result.pairs])
+        notes += contrary_notes(replace(item, path=part.path), [pair for _, result in found for pair in result.pairs])
         if part.left_out:
             others = f"{', '.join(part.left_out[:5])}{', …' if len(part.left_out) > 5 else ''}"
-            notes.append(f"{part.path}: {len(files)} files are read, {len(part.left_out)} are left out: {others}")
-        loaded += [(file, result.called(name, file.name)) for file, result in found]
+            notes.append(f"{part.path}: {len(found)} files are read, {len(part.left_out)} are left out: {others}")
+        loaded += [(file, replace(result, pairs=_renamed(result.pairs, file.name, name))) for file, result in found]
     return loaded, tuple(dict.fromkeys(notes))
 
 
-def told_otherwise(source: DataSource, pairs: Sequence[PreferencePair]) -> tuple[str, ...]:
-    """Sentences on columns of a source that are not read, and by which the other response is the better one."""
-    sides = (source.columns.get("chosen") or "chosen", source.columns.get("rejected") or "rejected")
-    return tuple(contrary_notes(source.path, sides, [(pair.metadata, pair.label) for pair in pairs]))
+def _renamed(pairs: tuple[PreferencePair, ...], old: str, name: str) -> tuple[PreferencePair, ...]:
+    """The pairs with another name of their source, where no column names it."""
+    if name == old:
+        return pairs
+    return tuple(
+        replace(pair, metadata={**pair.metadata, "source": name}) if pair.metadata["source"] == old else pair
+        for pair in pairs
+    )
 
 
 def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[PreferencePair, ...]:
@@ -138,24 +303,22 @@ def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[
         seed: seed of the random parts.
     """
     mixture: list[PreferencePair] = []
-    for place, copy, positions in _draws(loaded, seed):
-        pairs = loaded[place][1].pairs
-        mixture.extend(_marked([pairs[index] for index in positions], copy))
+    for found, copy, positions in _draws(loaded, seed):
+        pairs = [found.pairs[index] for index in positions]
+        mixture += [replace(pair, metadata={**pair.metadata, "copy": copy}) for pair in pairs] if copy else pairs
     return tuple(mixture)
 
 
 def mixed_rows(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> PairRows:
     """The rows of the pairs that `mixed` gives."""
-    return PairRows.joined([loaded[place][1].rows.take(positions) for place, _, positions in _draws(loaded, seed)])
+    return PairRows.joined([found.rows.take(positions) for found, _, positions in _draws(loaded, seed)])
 
 
-def _draws(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> Iterator[tuple[int, int, NDArray[np.int64]]]:
-    """Place of a source, number of the copy and positions of its pairs, for each part of the mixture."""
-    for place, (source, loaded_pairs) in enumerate(loaded):
-        num_pairs, whole = len(loaded_pairs.pairs), int(source.weight)
-        yield from ((place, copy, np.arange(num_pairs)) for copy in range(whole))
-        yield place, whole, random_positions(num_pairs, round((source.weight - whole) * num_pairs), [seed, place])
-
-
-def _marked(pairs: Sequence[PreferencePair], copy: int) -> Iterable[PreferencePair]:
-    return (replace(pair, metadata={**pair.metadata, "copy": copy}) for pair in pairs) if copy else pairs
+def _draws(
+    loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int
+) -> Iterator[tuple[SourcePairs, int, NDArray[np.int64]]]:
+    """A source's pairs, number of the copy and positions among the pairs, for each part of the mixture."""
+    for place, (source, found) in enumerate(loaded):
+        num_pairs, whole = len(found.pairs), int(source.weight)
+        yield from ((found, copy, np.arange(num_pairs)) for copy in range(whole))
+        yield found, whole, random_positions(num_pairs, round((source.weight - whole) * num_pairs), [seed, place])

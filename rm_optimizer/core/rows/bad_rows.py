@@ -37,27 +37,19 @@ class SkippedRow:
         return f"{self.path}, {row_unit(self.path)} {self.row}: {self.reason}"
 
 
-def stop_at(row: SkippedRow, spelling: Spelling) -> DataError:
-    """The error that a bad row is."""
-    option = spelling.option("on_bad_row", OnBadRow.drop.value)
-    verb = "use" if spelling == Spelling.flags else "set"
-    return DataError(f"{row}; correct it, or {verb} {option} to leave bad rows out")
-
-
 def cause_of(reason: str) -> str:
     """The reason of a bad row without what is its own, so that equal causes can be counted."""
     return _CAUSE_ENDS.split(reason)[0]
 
 
-def require_few_bad(path: str, causes: Mapping[str, int], num_rows: int, max_share: float, spelling: Spelling) -> None:
-    """Refuse to go on with the rest of a file whose rows are bad for the most part, or by a common cause.
+def require_few_bad(path: str, causes: Mapping[str, int], num_rows: int, max_share: float) -> None:
+    """Refuse to go on with a file of which too many rows are bad.
 
     Args:
         path: the file.
         causes: bad rows by their cause.
         num_rows: rows looked at.
-        max_share: most of them that may be bad; a single one always may.
-        spelling: form of option names in the message.
+        max_share: largest share of them that may be bad; a single row always may.
 
     Raises:
         DataError: if more are bad.
@@ -67,7 +59,7 @@ def require_few_bad(path: str, causes: Mapping[str, int], num_rows: int, max_sha
         return
     most = sorted(causes.items(), key=lambda item: -item[1])[:_SHOWN_REASONS]
     reasons = "; ".join(f"{count}: {cause}" for cause, count in most)
-    option = spelling.option("max_bad_share", f"{math.ceil(num_bad / max(1, num_rows) * 100) / 100:g}")
+    option = Spelling.current().option("max_bad_share", f"{math.ceil(num_bad / max(1, num_rows) * 100) / 100:g}")
     raise DataError(
         f"{path}: {num_bad} of {num_rows} rows are bad, more than the {max_share:.0%} that may be dropped ({reasons}); "
         f"correct the file or how its columns are mapped, or permit it with {option}"
@@ -80,19 +72,20 @@ class RowTally:
     Args:
         path: the source as it was named.
         on_bad_row: stop at a bad row, or take note of it.
-        spelling: form of option names in messages.
-        max_bad_share: most bad rows, as a share of all.
+        max_bad_share: largest share of bad rows among all.
 
     Attributes:
         skipped: reported rows that give no pair.
         num_rows: rows read.
     """
 
-    def __init__(self, path: str, on_bad_row: OnBadRow, spelling: Spelling, max_bad_share: float) -> None:
+    def __init__(self, path: str, on_bad_row: OnBadRow, max_bad_share: float) -> None:
         self.skipped: list[SkippedRow] = []
         self.num_rows = 0
-        self.path, self.spelling, self.max_bad_share = path, spelling, max_bad_share
+        self.path, self.max_bad_share = path, max_bad_share
         self._on_bad_row = on_bad_row
+        # A template refuses rows after the entrance has read them, and its block of `used` is left by then.
+        self._entrance = Spelling.current()
         self._bad: dict[int, str] = {}
 
     def counted(self, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
@@ -115,7 +108,9 @@ class RowTally:
         self._bad.setdefault(number, reason)
         row = SkippedRow(self.path, number, reason)
         if self._on_bad_row == OnBadRow.error:
-            raise stop_at(row, self.spelling)
+            verb = "use" if self._entrance == Spelling.flags else "set"
+            option = self._entrance.option("on_bad_row", OnBadRow.drop.value)
+            raise DataError(f"{row}; correct it, or {verb} {option} to leave bad rows out")
         return row
 
     def skip(self, number: int, reason: str) -> None:
@@ -137,7 +132,8 @@ class RowTally:
         """Raise where too many of all rows are bad, or of those `among` that were looked at once more."""
         numbers = None if among is None else set(among)
         num_rows = self.num_rows if numbers is None else len(numbers)
-        require_few_bad(self.path, self.causes(numbers), num_rows, self.max_bad_share, self.spelling)
+        with self._entrance.used():
+            require_few_bad(self.path, self.causes(numbers), num_rows, self.max_bad_share)
 
 
 @dataclass(frozen=True, eq=False)

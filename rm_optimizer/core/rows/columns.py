@@ -117,25 +117,6 @@ _MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:"""
 """Begin of a text that looks like a list of messages in some notation."""
 
 
-def first_renamed(
-    first: Sequence[tuple[int, Row]], path: str, columns: Columns, spelling: Spelling
-) -> list[tuple[int, Row]]:
-    """The first rows of a source under our column names, once the columns of the mapping are known to be there.
-
-    Args:
-        first: the first rows, numbered.
-        path: the source as it was named.
-        columns: column mapping.
-        spelling: form of option names in messages.
-
-    Raises:
-        DataError: if they lack a column of the mapping, or a part of one; naming the option and what is there.
-    """
-    numbered = list(renamed(first, columns))
-    _require_columns([row for _, row in first], path, columns, spelling)
-    return numbered
-
-
 def renamed(
     rows: Iterable[tuple[int, Row]], columns: Columns, structured: frozenset[str] = frozenset()
 ) -> Iterator[tuple[int, Row]]:
@@ -256,9 +237,7 @@ def _parsed(row: Row, structured: frozenset[str]) -> Row:
     return row | changed if changed else row
 
 
-def structured_columns(
-    path: str, rows: Sequence[Row], named_format: str, spelling: Spelling
-) -> tuple[frozenset[str], list[str]]:
+def structured_columns(path: str, rows: Sequence[Row], named_format: str) -> tuple[frozenset[str], list[str]]:
     """Columns of responses whose text spells messages, or lists if the format is named so; and sentences on such text.
 
     A column is read as one kind of thing, that of most of its first cells, so that an answer in JSON stays text among
@@ -268,7 +247,6 @@ def structured_columns(
         path: the source as it was named.
         rows: its first rows under our names.
         named_format: value of the option `format`.
-        spelling: form of option names in messages.
 
     Raises:
         DataError: if text looks like lists of messages and cannot be read, or prompts are lists of texts.
@@ -287,7 +265,7 @@ def structured_columns(
         first = {name: f"{name}.0" for name, counts in kinds.items() if counts}
         raise DataError(
             f"{path}: prompt holds lists of texts, one for each turn; read the first turn with "
-            f"{spelling.columns(first)}, or write conversations as messages"
+            f"{Spelling.current().columns(first)}, or write conversations as messages"
         )
     found, notes = set[str](), list[str]()
     for names in _SIDES:
@@ -303,7 +281,7 @@ def structured_columns(
         elif listed:
             notes.append(
                 f"{path}: {' and '.join(listed)} holds lists of texts written as text, which are read as text; "
-                f"{spelling.option('format', 'lists')} reads each as several responses"
+                f"{Spelling.current().option('format', 'lists')} reads each as several responses"
             )
     return frozenset(found), notes
 
@@ -320,17 +298,27 @@ def _kind(value: Any) -> str:
     return "texts" if are_texts(parsed) else "other"
 
 
-def _require_columns(first: Sequence[Row], path: str, columns: Columns, spelling: Spelling) -> None:
-    known = list(dict.fromkeys(name for row in first for name in row))
+def require_columns(path: str, rows: Sequence[Row], columns: Columns) -> None:
+    """Refuse a mapping of columns, or of parts of columns, that the rows lack.
+
+    Args:
+        path: the source as it was named.
+        rows: its first rows as they are stored.
+        columns: column mapping.
+
+    Raises:
+        DataError: naming the option and the columns or parts that are there.
+    """
+    known = list(dict.fromkeys(name for row in rows for name in row))
     for ours, theirs in columns.items():
         name = ours if theirs is None else theirs
         is_there = (_root(name) if theirs is None else name) in known
-        if is_there or not all(_is_missing(cell(row, name)) for row in first):
+        if is_there or not all(_is_missing(cell(row, name)) for row in rows):
             continue
-        parts = ", ".join(_parts(row.get(_root(name)) for row in first)) or "no parts"
+        parts = ", ".join(_parts(row.get(_root(name)) for row in rows)) or "no parts"
         lost = f"the column {_root(name)} holds no such part; it has {parts}"
         reason = lost if _root(name) in known else did_you_mean("column", name, known)
-        option = spelling.columns({ours: "null" if theirs is None else theirs})
+        option = Spelling.current().columns({ours: "null" if theirs is None else theirs})
         raise DataError(f"{path}: {option}: {reason}")
 
 

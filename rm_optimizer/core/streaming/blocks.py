@@ -15,19 +15,16 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from rm_optimizer.core.pairs.formats import RowFormat
 from rm_optimizer.core.pairs.overlap import folded_prompt_id, pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.pairs.row_pairs import numbered_pairs
-from rm_optimizer.core.pairs.source_format import FIRST_ROWS, format_of
+from rm_optimizer.core.pairs.source_pairs import FIRST_ROWS, SourceFormat
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import RowTally, SkippedRow
-from rm_optimizer.core.rows.columns import renamed
 from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, read_rows, source_files
 from rm_optimizer.core.tokens.batching import PairValues
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
 from rm_optimizer.errors import ConfigError, ConversationRefused, DataError
-from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow, Spelling
+from rm_optimizer.schema.data import DataConfig
 
 BLOCK_BYTES = 2**21
 """Approximate bytes of text of a block, which a worker holds in memory at once."""
@@ -111,33 +108,7 @@ class Block:
     stream_row: int
 
 
-@dataclass(frozen=True)
-class StreamFile:
-    """One file of a stream.
-
-    Args:
-        source: its path and how to read it.
-        form: the format of its rows.
-        structured: columns of responses whose text is read as the list that it spells.
-        notes: sentences on columns that look like content and are not read.
-    """
-
-    source: DataSource
-    form: RowFormat
-    structured: frozenset[str] = frozenset()
-    notes: tuple[str, ...] = ()
-
-    def rows(self, part: Part, report: Report) -> Iterator[tuple[int, Row]]:
-        """Numbered rows of a part of the file.
-
-        Raises:
-            DataError: if the file cannot be read any more.
-        """
-        path = Path(self.source.path)
-        return guarded(path, part.read(path, report))
-
-
-def stream_files(sources: Sequence[DataSource]) -> tuple[StreamFile, ...]:
+def stream_files(sources: Sequence[DataSource]) -> tuple[SourceFormat, ...]:
     """The files that sources name, patterns such as `big/*.parquet` in sorted order, with the format of each.
 
     A source of weight 2 gives its files twice.
@@ -163,25 +134,25 @@ def _expanded(source: DataSource) -> Iterator[DataSource]:
         yield from (replace(source, path=name) for name in found)
 
 
-def _opened(source: DataSource, named: str) -> StreamFile:
+def _opened(source: DataSource, named: str) -> SourceFormat:
     """The file with its format, which the first rows that can be read decide, as they do in memory."""
     first = list(itertools.islice(read_rows(source.path, _ignore), FIRST_ROWS))
     if not first:
         raise DataError(f"{source.path}: the file holds no rows")
-    form = format_of(source, first, named=named)
+    form = SourceFormat.of(source, first)
     if form.has_one_response:
         raise DataError(
             f"{source.path}: streaming reads k-wise rows with responses and scores lists, got one response a row, "
             "which would have to be gathered by prompt from the whole file"
         )
-    return StreamFile(source, form.row_format, form.structured, form.notes)
+    return replace(form, notes=tuple(note.replace(source.path, named, 1) for note in form.notes))
 
 
 def _ignore(number: int, reason: str) -> None:
     """Ignore a bad row among the first, which is reported when its block is read."""
 
 
-def blocks_of(files: Sequence[StreamFile], block_bytes: int = BLOCK_BYTES) -> tuple[Block, ...]:
+def blocks_of(files: Sequence[SourceFormat], block_bytes: int = BLOCK_BYTES) -> tuple[Block, ...]:
     """The files cut into blocks of about `block_bytes` of text, in order.
 
     Parquet files tell their row groups; JSON Lines are read once to count their lines.
@@ -326,21 +297,17 @@ class BlockReader:
 
     Args:
         files: the stream's files.
-        kwise_rule: pairs that a row of many scored responses gives.
-        on_bad_row: stop at a bad row, or leave it out and list it.
-        max_bad_share: most bad rows of a file, as a share of its rows.
+        options: options for bad rows and k-wise rows.
         held_out_prompts: `folded_prompt_id`s that the stream must not hold.
     """
 
-    files: tuple[StreamFile, ...]
-    kwise_rule: KwiseRule
-    on_bad_row: OnBadRow
-    max_bad_share: float = MAX_BAD_SHARE
+    files: tuple[SourceFormat, ...]
+    options: DataConfig
     held_out_prompts: frozenset[str] = frozenset()
 
     def tally(self, file: int) -> RowTally:
         """A count of the rows of a file that is still empty."""
-        return RowTally(self.files[file].source.path, self.on_bad_row, Spelling.hydra, self.max_bad_share)
+        return RowTally(self.files[file].source.path, self.options.on_bad_row, self.options.max_bad_share)
 
     def pairs(self, block: Block, tally: RowTally) -> Iterator[tuple[int, PreferencePair]]:
         """The block's pairs, each with the number of its row in the file.
@@ -349,10 +316,9 @@ class BlockReader:
             DataError: if a row is bad and that is not to be passed over, or its prompt is held out.
         """
         file = self.files[block.file]
-        stored = tally.counted(file.rows(block.part, tally.report_unread))
-        rows = renamed(stored, file.source.columns, file.structured)
-        options = {"report": tally.report, "skip": tally.skip}
-        for number, pair in numbered_pairs(file.source, file.form, rows, self.kwise_rule, **options):
+        path = Path(file.source.path)
+        rows = tally.counted(guarded(path, block.part.read(path, tally.report_unread)))
+        for number, pair in file.pairs(rows, self.options.kwise_rule, tally):
             if self.held_out_prompts and folded_prompt_id(pair.prompt) in self.held_out_prompts:
                 reason = "its prompt also stands in data.val (case and blanks aside)"
                 row = SkippedRow(file.source.path, number, reason)

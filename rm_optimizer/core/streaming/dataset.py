@@ -23,7 +23,7 @@ from rm_optimizer.core.streaming.blocks import BLOCK_BYTES, BlockReader, BlockTo
 from rm_optimizer.core.streaming.order import BatchShape, MacroBatchStream, StreamOrder
 from rm_optimizer.core.streaming.workers import TokenizerPool
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.schema.data import MAX_BAD_SHARE, KwiseRule, OnBadRow
+from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow
 
 WINDOW_BLOCKS = 16
 """Blocks whose pairs are mixed: about 32 MB of text."""
@@ -66,9 +66,11 @@ class RayPreferenceDataset:
         held_out_prompts: Iterable[Prompt] = (),
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
+        options = DataConfig(
+            kwise_rule=KwiseRule(kwise_rule), on_bad_row=OnBadRow(on_bad_row), max_bad_share=max_bad_share
+        )
         files = stream_files(parse_sources(source, format=format, columns=columns, winner=winner))
-        held_out = frozenset(map(folded_prompt_id, held_out_prompts))
-        self.reader = BlockReader(files, KwiseRule(kwise_rule), OnBadRow(on_bad_row), max_bad_share, held_out)
+        self.reader = BlockReader(files, options, frozenset(map(folded_prompt_id, held_out_prompts)))
         self.blocks = blocks_of(files, block_bytes)
 
     def __repr__(self) -> str:
@@ -86,7 +88,7 @@ class RayPreferenceDataset:
 
         It does not depend on the treatment of bad rows, which may end a stream but does not change its pairs before.
         """
-        content = hashlib.sha256(repr((self.reader.kwise_rule.value,)).encode())
+        content = hashlib.sha256(repr((self.reader.options.kwise_rule.value,)).encode())
         for file in self.reader.files:
             source, found = file.source, os.stat(file.source.path)
             place = (os.path.abspath(os.path.expanduser(source.path)), found.st_size, found.st_mtime_ns)
@@ -106,7 +108,7 @@ class RayPreferenceDataset:
             DataError: if a row among them is bad and that is not to be passed over.
         """
         # Of the few rows read of the last file no share is judged; the stream does.
-        reader = replace(self.reader, max_bad_share=1.0)
+        reader = replace(self.reader, options=replace(self.reader.options, max_bad_share=1.0))
         tallies = tuple(map(reader.tally, range(len(reader.files))))
         numbered = ((block.file, row) for block in self.blocks for row in reader.pairs(block, tallies[block.file]))
         found = list(itertools.islice(numbered, num_pairs))

@@ -104,7 +104,7 @@ class StreamTally:
         file.num_rows += rows.num_rows
         file.causes += rows.causes()
         if file.num_read >= min(JUDGED_ROWS, self._rows_of[block.file]):
-            require_few_bad(rows.path, file.causes, file.num_rows, rows.max_bad_share, rows.spelling)
+            require_few_bad(rows.path, file.causes, file.num_rows, rows.max_bad_share)
 
     def report(self, max_length: int) -> TruncationReport:
         """Effect of truncation on the pairs so far; a quantile is the length of one of their sequences."""

@@ -223,13 +223,13 @@ def test_a_prompt_that_stands_among_the_turns_is_not_put_in_front(tmp_path):
 def test_streaming_reads_structures_as_in_memory(tmp_path):
     from rm_optimizer.core.pairs.sources import parse_sources
     from rm_optimizer.core.streaming.blocks import BlockReader, blocks_of, stream_files
-    from rm_optimizer.schema.data import KwiseRule, OnBadRow
+    from rm_optimizer.schema.data import DataConfig
 
     path = tmp_path / "pairs.jsonl"
     rows = [{side: str(conversation(i, f"{side} {i}")) for side in ("chosen", "rejected")} for i in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     files = stream_files(parse_sources(str(path), format="auto", columns=None))
-    reader = BlockReader(files, KwiseRule.all, OnBadRow.error)
+    reader = BlockReader(files, DataConfig())
     pairs = [pair for block in blocks_of(files) for _, pair in reader.pairs(block, reader.tally(0))]
     assert tuple(pairs) == PreferenceDataset.load(path).pairs
 

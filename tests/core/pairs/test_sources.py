@@ -14,7 +14,7 @@ from rm_optimizer.core.pairs.source_pairs import SourcePairs, load_source, mixed
 from rm_optimizer.core.pairs.sources import DataSource, parse_sources
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.schema.data import KwiseRule, OnBadRow
+from rm_optimizer.schema.data import DataConfig, OnBadRow
 
 ROW = {"prompt": "Hi", "chosen": "Hello!", "rejected": "No."}
 
@@ -25,7 +25,7 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def load(path: str, on_bad_row: OnBadRow = OnBadRow.error, **options: Any) -> SourcePairs:
-    return load_source(DataSource(path, **options), kwise_rule=KwiseRule.all, on_bad_row=on_bad_row)
+    return load_source(DataSource(path, **options), DataConfig(on_bad_row=on_bad_row, max_bad_share=1.0))
 
 
 def test_optional_columns_become_fields_and_the_rest_metadata(tmp_path: Path):
@@ -371,6 +371,6 @@ def test_values_of_a_winner_column_may_be_shared_with_sources_of_another_format(
     won = write(tmp_path / "w.jsonl", {"prompt": "p", "response_a": "x", "response_b": "y", "winner": "a"})
     plain = write(tmp_path / "p.jsonl", ROW)
     first, second = parse_sources([won, plain], format="auto", columns={}, winner=["a", "b"])
-    found = [load_source(each, kwise_rule=KwiseRule.all, on_bad_row=OnBadRow.error) for each in (first, second)]
+    found = [load_source(each, DataConfig()) for each in (first, second)]
     assert found[0].notes == ()
     assert "has no effect here, since the rows are read by format explicit" in found[1].notes[0]

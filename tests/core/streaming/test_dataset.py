@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from rm_optimizer.core.data_loader import PreferenceDataset, RayPreferenceDataset
+from rm_optimizer.core.data_loader import PreferenceDataset, RayPreferenceDataset, load_pairs
 from rm_optimizer.core.streaming import blocks as ray_blocks
 from rm_optimizer.core.streaming import order as ray_order
 from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
@@ -27,7 +27,7 @@ from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import ConfigError, DataError, MissingExtra
-from rm_optimizer.schema.data import Spelling
+from rm_optimizer.schema.data import DataConfig
 from tests.builders import decoder_tokenizer
 from tests.core.test_template_zoo import KNOWN_ROLES
 
@@ -267,7 +267,7 @@ def test_a_bad_row_stops_the_stream_in_the_words_of_memory(tmp_path: Path, rende
     items[55]["chosen"] = 7
     path = json_lines(tmp_path / "bad.jsonl", items)
     with pytest.raises(DataError) as expected:
-        PreferenceDataset.load(str(path), spelling=Spelling.hydra)
+        load_pairs(str(path), DataConfig())
     data = RayPreferenceDataset(str(path), block_bytes=SMALL_BLOCKS)
     options = {"batch_size": 16, "micro_token_budget": 400, "seed": 0, "num_workers": 1}
     with data.macro_batches(renderer, **options) as found:
