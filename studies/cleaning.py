@@ -84,8 +84,8 @@ def measure_split(pool: PairPool, num: int, flips: float, rate: float, seed: int
     def accuracy(kept: np.ndarray) -> float:
         parts = differences[kept], label[kept], groups[kept]
         _, ridge = held_out_margins(*parts, num_folds=5, seed=[seed, 8])
-        model = fit_linear_reward(scaled_features(parts[0]), parts[1], ridge=ridge)
-        return tested(model, scaled_features(split.test_differences, parts[0]), split.test_chances)[0]
+        weights = fit_linear_reward(scaled_features(parts[0]), parts[1], ridge=ridge)
+        return tested(weights, scaled_features(split.test_differences, parts[0]), split.test_chances)[0]
 
     whole = accuracy(np.ones(num, dtype=bool))
     taken_out = {"gain": suspects, "fewer_gain": fewer, "exact_gain": is_wrong}

@@ -20,6 +20,7 @@ from zlib import crc32
 
 import numpy as np
 from jaxtyping import Float
+from scipy.linalg import cho_factor, solve_triangular
 from scipy.optimize import isotonic_regression
 from scipy.special import expit, log_expit
 
@@ -29,7 +30,7 @@ from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.overlap import conversation_groups
 from rm_optimizer.data_efficiency.feature_rules import RULES, acquisition_function
-from rm_optimizer.data_efficiency.linear_reward import LinearReward, fit_linear_reward, fixed_differences
+from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward, fixed_differences
 from rm_optimizer.data_efficiency.pool import Pool
 from rm_optimizer.data_efficiency.scaling import fit_power_laws
 from rm_optimizer.data_efficiency.wrong_labels import turned
@@ -396,8 +397,8 @@ def tuned_ridges(study: LabelStudy, pool: PairPool) -> list[float]:
         for row, labels in enumerate(study.budgets):
             known = order[:labels]
             for column, ridge in enumerate(RIDGES):
-                model = fit_linear_reward(split.differences[known], split.labels[known], ridge=ridge)
-                totals[row, column] += tested(model, split.test_differences, split.test_chances)[1]
+                weights = fit_linear_reward(split.differences[known], split.labels[known], ridge=ridge)
+                totals[row, column] += tested(weights, split.test_differences, split.test_chances)[1]
     return [RIDGES[column] for column in totals.argmin(axis=1)]
 
 
@@ -408,34 +409,54 @@ def measure_split(
     split = pool.split(seed).flipped(study.flips, seed)
     found = {}
     for rule in (*RULES, PLACEBO):  # each with its own seed, which does not depend on other rules
-        models = _rounds(split, study, rule, ridges, [seed, crc32(rule.encode())])
-        scores = [tested(model, split.test_differences, split.test_chances) for model in models]
+        rounds = _rounds(split, study, rule, ridges, [seed, crc32(rule.encode())])
+        scores = [tested(weights, split.test_differences, split.test_chances) for weights in rounds]
         found[rule] = [list(column) for column in zip(*scores, strict=True)]
     return found
 
 
 def _rounds(
     split: LabelSplit, study: LabelStudy, rule: str, ridges: Sequence[float], seed: Sequence[int]
-) -> Iterator[LinearReward]:
-    """Model of each round of one rule; the first labels depend only on the split."""
+) -> Iterator[Float[np.ndarray, " hidden"]]:
+    """Weights of each round of one rule; the first labels depend only on the split."""
     acquire = acquisition_function(RANDOM if rule == PLACEBO else rule)
     generator = np.random.default_rng([*seed, 0])
     is_labeled = np.zeros(len(split.labels), dtype=bool)
     is_labeled[np.random.default_rng([seed[0], 3]).permutation(len(split.labels))[: study.start]] = True
     for turn, (labels, ridge) in enumerate(zip(study.budgets, ridges, strict=True)):
-        model = fit_linear_reward(split.differences[is_labeled], split.labels[is_labeled], ridge=ridge)
-        yield model
+        known = split.differences[is_labeled]
+        weights = fit_linear_reward(known, split.labels[is_labeled], ridge=ridge)
+        yield weights
         if labels < study.budgets[-1]:
-            margins = model.sampled_margins(split.differences, NUM_MEMBERS, generator)
+            margins = sampled_margins(weights, known, ridge, split.differences, NUM_MEMBERS, generator)
             pool = Pool(margins, split.lengths, is_labeled, split.differences)
             is_labeled[acquire.select(pool, study.batch, seed=int(generator.integers(2**31)) + turn)] = True
 
 
+def sampled_margins(
+    weights: Float[np.ndarray, " hidden"],
+    known: Float[np.ndarray, "known hidden"],
+    ridge: float,
+    differences: Float[np.ndarray, "pairs hidden"],
+    num_members: int,
+    generator: np.random.Generator,
+) -> Float[np.ndarray, "members pairs"]:
+    """Margins by members drawn from the Laplace posterior ``N(weights, H^-1)``, with ``H`` of the known pairs."""
+    chances = expit(known @ weights)
+    curved = known * (chances * (1 - chances))[:, None]
+    factor = cho_factor(known.T @ curved + ridge * np.eye(len(weights)), lower=True)[0]
+    noise = generator.standard_normal((len(weights), num_members))
+    members = weights[:, None] + solve_triangular(factor, noise, lower=True, trans="T")
+    return np.asarray((differences @ members).T)
+
+
 def tested(
-    model: LinearReward, differences: Float[np.ndarray, "test features"], chances: Float[np.ndarray, " test"]
+    weights: Float[np.ndarray, " features"],
+    differences: Float[np.ndarray, "test features"],
+    chances: Float[np.ndarray, " test"],
 ) -> tuple[float, float]:
     """Expected accuracy and NLL on test pairs whose first response is preferred with these probabilities."""
-    margins: Float[np.ndarray, " test"] = model.margins(differences)
+    margins: Float[np.ndarray, " test"] = differences @ weights
     right = np.where(margins > 0, chances, np.where(margins < 0, 1 - chances, 0.5))
     nll = -chances * log_expit(margins) - (1 - chances) * log_expit(-margins)
     return float(right.mean()), float(nll.mean())

@@ -74,7 +74,13 @@ class AcquisitionFunction(ABC):
         scores = self.scores(pool)[pool.unlabeled]
         if are_equal(scores):
             self._warn_of_chance()
-        return pool.unlabeled[_best(scores, k, generator)]
+        keys = self._keys(scores, generator)
+        shuffled = generator.permutation(len(keys))  # so that ties are broken at random
+        return pool.unlabeled[shuffled[np.argsort(-keys[shuffled], kind="stable")[:k]]]
+
+    def _keys(self, scores: Float[np.ndarray, " pairs"], generator: np.random.Generator) -> Float[np.ndarray, " pairs"]:
+        """Numbers by which the batch is chosen, largest first."""
+        return scores
 
     def _greedy(
         self, pool: Pool, k: int, generator: np.random.Generator, gains: Gains, add: Callable[[int], None]
@@ -112,12 +118,6 @@ def are_equal(scores: Float[np.ndarray, " pairs"], scale: float = 0.0) -> bool:
     return len(scores) > 1 and float(np.ptp(scores)) <= 1e-6 * max(scale, float(np.abs(scores).max()))
 
 
-def _best(scores: Float[np.ndarray, " pairs"], k: int, generator: np.random.Generator) -> NDArray[np.int64]:
-    """Positions of the `k` largest scores, largest first, with ties in random order."""
-    shuffled = generator.permutation(len(scores))
-    return shuffled[np.argsort(-scores[shuffled], kind="stable")[:k]]
-
-
 class RandomSampling(AcquisitionFunction):
     """Pairs at random, the baseline that every other rule must beat."""
 
@@ -132,29 +132,15 @@ class RandomSampling(AcquisitionFunction):
         return generator.permutation(pool.unlabeled)[:k]
 
 
-class LengthStratified(AcquisitionFunction):
-    """Pairs at random, equally many from each tenth of the pool by the length difference of the responses.
-
-    Args:
-        num_strata: number of strata of equal size.
-    """
+class LengthStratified(RandomSampling):
+    """Pairs at random, equally many from each tenth of the pool by the length difference of the responses."""
 
     name = "length_stratified"
-    reads_model = False
-
-    def __init__(self, num_strata: int = 10) -> None:
-        if num_strata < 1:
-            raise ConfigError(f"num_strata must be positive, got {num_strata}")
-        self.num_strata = num_strata
-
-    def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
-        """Zero for every pair."""
-        return np.zeros(len(pool))
 
     def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
         shuffled = generator.permutation(pool.unlabeled)
         by_length = shuffled[np.argsort(np.abs(pool.lengths[shuffled]), kind="stable")]
-        strata = [generator.permutation(stratum) for stratum in np.array_split(by_length, self.num_strata)]
+        strata = [generator.permutation(stratum) for stratum in np.array_split(by_length, 10)]
         rounds = [stratum[turn] for turn in range(len(strata[0])) for stratum in strata if turn < len(stratum)]
         return np.array(rounds[:k])
 
@@ -203,21 +189,14 @@ class UncertaintySampling(AcquisitionFunction):
 
 
 class LargeGap(AcquisitionFunction):
-    """Pairs with the largest optimistic margin, like DeltaUCB (ActiveUltraFeedback, arXiv:2603.09692).
-
-    Args:
-        num_deviations: standard deviations over members that are added to the mean margin.
-    """
+    """Pairs with the largest optimistic margin, like DeltaUCB (ActiveUltraFeedback, arXiv:2603.09692)."""
 
     name = "large_gap"
 
-    def __init__(self, num_deviations: float = 1.0) -> None:
-        self.num_deviations = num_deviations
-
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
-        """``|mean margin| + num_deviations std``."""
+        """``|mean margin| + std``, with the standard deviation over members."""
         spread = pool.margins.std(axis=0, ddof=1) if len(pool.margins) > 1 else 0.0
-        return np.asarray(np.abs(pool.margins.mean(axis=0)) + self.num_deviations * spread)
+        return np.asarray(np.abs(pool.margins.mean(axis=0)) + spread)
 
 
 class BALD(AcquisitionFunction):
@@ -239,30 +218,19 @@ class BALD(AcquisitionFunction):
 
 
 class StochasticBALD(BALD):
-    """Pairs drawn with probabilities proportional to ``score^sharpness`` of BALD.
+    """Pairs drawn with probabilities proportional to the score of BALD.
 
     The pairs with the highest scores are often alike, and a random draw avoids that. This is the "power" acquisition of
-    Kirsch et al. (2023, arXiv:2106.12059).
-
-    Args:
-        sharpness: exponent of the scores, positive.
+    Kirsch et al. (2023, arXiv:2106.12059) with the exponent 1.
     """
 
     name = "stochastic_bald"
 
-    def __init__(self, sharpness: float = 1.0) -> None:
-        if not 0 < sharpness < np.inf:
-            raise ConfigError(f"sharpness must be positive and finite, got {sharpness}")
-        self.sharpness = sharpness
-
-    def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:
-        scores = self.scores(pool)[pool.unlabeled]
-        if are_equal(scores):
-            self._warn_of_chance()
+    def _keys(self, scores: Float[np.ndarray, " pairs"], generator: np.random.Generator) -> Float[np.ndarray, " pairs"]:
         with np.errstate(divide="ignore"):
-            logs = self.sharpness * np.log(scores)
+            logs = np.log(scores)
         keys = np.where(np.isneginf(logs), -1e300 * generator.random(len(logs)), logs)
-        return pool.unlabeled[_best(keys + generator.gumbel(size=len(keys)), k, generator)]
+        return keys + generator.gumbel(size=len(keys))
 
 
 def binary_entropy(chance: Float[np.ndarray, "*shape"]) -> Float[np.ndarray, "*shape"]:

@@ -58,6 +58,11 @@ class _State:
         """Pair ids without an answer, in the order of asking."""
         return [key for batch in self.batches for key in batch if key not in self.answers]
 
+    def keep(self, chances: Mapping[str, float | None]) -> None:
+        """Add answers."""
+        for key, chance in chances.items():
+            self.answers.setdefault(key, []).append(chance)
+
 
 class ActiveLearner:
     """Questions about a pool of unlabeled pairs and their answers, kept in a folder.
@@ -128,7 +133,7 @@ class ActiveLearner:
                 raise DataError(f"'{unknown[0]}' is no question that was asked; tell answers by Question.pair_id")
             chances = {key: answered_chance(answer, f"question {key}") for key, answer in labels.items()}
             ledger.append({"told": chances})
-            _keep(state, chances)
+            state.keep(chances)
             return self._answers(state)
 
     def answers(self, num_batches: int | None = None) -> Answers:
@@ -156,7 +161,7 @@ class ActiveLearner:
                 if "asked" in entry:
                     state.batches.append(entry["asked"])
                 else:
-                    _keep(state, entry["told"])
+                    state.keep(entry["told"])
             yield state, ledger
 
     def _chosen(self, state: _State, k: int, model: BradleyTerryRM | RewardModelEnsemble | None) -> list[str]:
@@ -255,8 +260,13 @@ def run_active_loop(
                     f"k={k} and budget={budget} it would ask {size}; give the k and budget of then, or another folder"
                 )
             pairs = _answered(learner, label_fn, len(rounds) + 1)
+            own = replace(config, output_dir=str(folder / "rounds" / f"{len(rounds):03d}"), resume=Resume.auto)
+            if warm and rounds:
+                own = replace(
+                    own, model=replace(own.model, path=rounds[-1].result.export, revision=None, architecture={})
+                )
             data = TrainVal(PreferenceDataset.from_pairs(pairs), val, "pairs of the caller")
-            result = train_reward_model(_options_of_round(config, rounds, warm), data=data)
+            result = train_reward_model(own, data=data)
             rounds.append(LearningRound(len(pairs), result))
     return rounds
 
@@ -282,22 +292,8 @@ def _answered(
     return pairs
 
 
-def _options_of_round(config: TrainConfig, before: Sequence[LearningRound], warm: bool) -> TrainConfig:
-    """Options of the run that follows the rounds `before`."""
-    folder = Path(config.output_dir) / "rounds" / f"{len(before):03d}"
-    own = replace(config, output_dir=str(folder), resume=Resume.auto)
-    if not warm or not before:
-        return own
-    return replace(own, model=replace(own.model, path=before[-1].result.export, revision=None, architecture={}))
-
-
 def _is_over(rounds: Sequence[LearningRound], budget: int | None, patience: int | None) -> bool:
     if rounds and budget is not None and rounds[-1].num_labels >= budget:
         return True
     losses = [found.result.metrics.nll.value for found in rounds]
     return patience is not None and len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])
-
-
-def _keep(state: _State, chances: Mapping[str, float | None]) -> None:
-    for key, chance in chances.items():
-        state.answers.setdefault(key, []).append(chance)

@@ -5,11 +5,16 @@ The token in the page's address follows `#`, which browsers do not send; questio
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
+import secrets
+import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
 from threading import Lock
@@ -22,10 +27,16 @@ from rm_optimizer.core.metrics.intervals import wilson_interval
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.rows.messages import as_messages
 from rm_optimizer.data_efficiency.questions import ANSWER_LOG_SUFFIX, Question, standing_rows
-from rm_optimizer.errors import DataError
+from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.ledger import Ledger, open_ledger
-from rm_optimizer.serving.http.local_pages import HOST, LocalHandler, LocalServer, page_policy
 
+HOST = "127.0.0.1"
+"""Address that other machines cannot reach."""
+_POLICY = (
+    "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; connect-src 'self'; "
+    "script-src 'sha256-{}'; style-src 'sha256-{}'"
+)
+"""Content security policy, with places for the digests of the page's script and style."""
 WORDS = ("A", "B", "tie", "skip")
 """Answers that the page can send."""
 
@@ -43,8 +54,7 @@ class AnswerLog:
     def __init__(self, questions: Sequence[Question], ledger: Ledger, answered: Set[str], seed: int) -> None:
         self._ledger = ledger
         self._rows: dict[str, dict[str, Any]] = standing_rows(ledger.values())
-        left_out = answered - self._rows.keys()
-        asked = [question for question in questions if question.pair_id not in left_out]
+        asked = [each for each in questions if each.pair_id in self._rows or each.pair_id not in answered]
         self._questions = {question.pair_id: _turned(question, seed) for question in asked}
 
     @property
@@ -129,14 +139,17 @@ def open_answer_log(
 
 def _turned(question: Question, seed: int) -> Question:
     """The question with its responses exchanged or not, by its texts and the seed."""
-    first, second = sorted((question.response_a, question.response_b))
-    if np.random.default_rng([seed, int(question.pair_id, 16)]).random() < 0.5:
-        first, second = second, first
+    is_turned = np.random.default_rng([seed, int(question.pair_id, 16)]).random() < 0.5
+    first, second = sorted((question.response_a, question.response_b), reverse=is_turned)
     return Question(question.pair_id, question.prompt, first, second, question.rank)
 
 
-class PageServer(LocalServer):
+class PageServer(ThreadingHTTPServer):
     """Labeling page on a port of this machine.
+
+    A request must name this server as its host, and must not come from a page of another origin. Everything but the
+    empty page requires the token. Therefore other machines, other sites and other users of this machine cannot read
+    anything.
 
     Args:
         log: questions and answers.
@@ -147,12 +160,22 @@ class PageServer(LocalServer):
         ConfigError: if the port is taken.
     """
 
+    daemon_threads = True
+
     def __init__(self, log: AnswerLog, name: str, port: int = 0) -> None:
         self.log, self.name = log, name
         self.lock = Lock()
+        self.token = secrets.token_urlsafe(18)
         self.page = files("rm_optimizer.data_efficiency").joinpath("labeling_page.html").read_bytes()
-        self.policy = page_policy(self.page, {"connect-src": "'self'"})
-        super().__init__(_Handler, port)
+        # The page's own script and style run, and no other.
+        inside = [self.page.partition(b"<%s>" % tag)[2].partition(b"</%s>" % tag)[0] for tag in (b"script", b"style")]
+        self.policy = _POLICY.format(*(base64.b64encode(hashlib.sha256(text).digest()).decode() for text in inside))
+        try:
+            super().__init__((HOST, port), _Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"--port {port} cannot be used ({error.strerror}); leave it out to take a free one"
+            ) from None
 
     @property
     def url(self) -> str:
@@ -171,12 +194,19 @@ class PageServer(LocalServer):
         numbers = {"num_questions": self.log.num_questions, "num_answered": self.log.num_answered}
         return {"name": self.name, **numbers, "can_undo": self.log.num_answered > 0, "question": shown}
 
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Ignore a connection that the browser closed, and report anything else."""
+        if not isinstance(sys.exception(), ConnectionError):
+            super().handle_error(request, client_address)
 
-class _Handler(LocalHandler):
+
+class _Handler(BaseHTTPRequestHandler):
     server: PageServer
+    protocol_version = "HTTP/1.1"
+    timeout = 60
 
     def do_GET(self) -> None:
-        if not self.is_own_request:
+        if not self._is_own_request:
             self._refuse(HTTPStatus.FORBIDDEN, "this server answers its own page alone")
         elif self.path == "/":
             self._send(HTTPStatus.OK, "text/html; charset=utf-8", self.server.page)
@@ -187,7 +217,7 @@ class _Handler(LocalHandler):
 
     def do_POST(self) -> None:
         body = self._body()
-        if not self.is_own_request or body is None:
+        if not self._is_own_request or body is None:
             self.close_connection = True
             self._refuse(HTTPStatus.FORBIDDEN, "this server answers its own page alone")
         elif self.path == "/answer":
@@ -196,6 +226,15 @@ class _Handler(LocalHandler):
             self._answer(self.server.log.undo)
         else:
             self._refuse(HTTPStatus.NOT_FOUND, "no such address")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing, since the command prints its own lines."""
+
+    @property
+    def _is_own_request(self) -> bool:
+        hosts = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
+        origin = self.headers.get("Origin")
+        return self.headers.get("Host") in hosts and (origin is None or origin in [f"http://{host}" for host in hosts])
 
     def _body(self) -> dict[str, Any] | None:
         """Object of a JSON body; None if the body is no object."""
@@ -210,7 +249,8 @@ class _Handler(LocalHandler):
 
     def _answer(self, change: Callable[[], None]) -> None:
         """Make a change and send the new state, if the request has the page's token."""
-        if not self.server.is_token(self.headers.get("X-Label-Token", "")):
+        given = self.headers.get("X-Label-Token", "")
+        if not secrets.compare_digest(given.encode(), self.server.token.encode()):
             self._refuse(HTTPStatus.FORBIDDEN, "the address lacks its token; open the one that rm-opt label printed")
             return
         with self.server.lock:
@@ -230,4 +270,13 @@ class _Handler(LocalHandler):
         self._send(status, "application/json", json.dumps(value).encode())
 
     def _send(self, status: HTTPStatus, kind: str, content: bytes) -> None:
-        self.send_content(status, kind, content, self.server.policy)
+        """Send an answer that must not be cached or embedded in another page."""
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("Cache-Control", "no-store")
+        self.send_header("X-Content-Type-Options", "nosniff")
+        self.send_header("Referrer-Policy", "no-referrer")
+        self.send_header("Content-Security-Policy", self.server.policy)
+        self.end_headers()
+        self.wfile.write(content)

@@ -1,16 +1,15 @@
-"""A Bradley-Terry model that is linear in fixed features: the features, and its exact fit with a Laplace posterior."""
+"""A Bradley-Terry model that is linear in fixed features: the features, and its exact fit."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
-from scipy.linalg import cho_factor, cho_solve, solve_triangular
+from scipy.linalg import cho_solve
 from scipy.sparse import csr_matrix
 from scipy.sparse.linalg import svds
 from scipy.special import expit, log_expit
@@ -85,36 +84,12 @@ def fixed_differences(
     return differences / max(float(differences.std()), 1e-12)
 
 
-@dataclass(frozen=True)
-class LinearReward:
-    """Weights of a linear reward, and their precision given the labels.
-
-    Args:
-        weights: reward for one unit of each feature.
-        factor: lower Cholesky factor of the Hessian of the penalized log-likelihood at `weights`.
-    """
-
-    weights: Float[np.ndarray, " hidden"]
-    factor: Float[np.ndarray, "hidden hidden"]
-
-    def margins(self, differences: Float[np.ndarray, "pairs hidden"]) -> Float[np.ndarray, " pairs"]:
-        """Margins of pairs from their feature differences."""
-        return np.asarray(differences @ self.weights)
-
-    def sampled_margins(
-        self, differences: Float[np.ndarray, "pairs hidden"], num_members: int, generator: np.random.Generator
-    ) -> Float[np.ndarray, "members pairs"]:
-        """Margins by members drawn from the Laplace posterior ``N(weights, (factor factor')^-1)``."""
-        noise = generator.standard_normal((len(self.weights), num_members))
-        members = self.weights[:, None] + solve_triangular(self.factor, noise, lower=True, trans="T")
-        return np.asarray((differences @ members).T)
-
-
 def fit_linear_reward(
     differences: Float[np.ndarray, "pairs hidden"], label: Float[np.ndarray, " pairs"], *, ridge: float
-) -> LinearReward:
-    """Minimize ``-sum_i [y_i log p_i + (1 - y_i) log(1 - p_i)] + ridge/2 |w|^2`` with ``p_i = sigmoid(w'z_i)``.
+) -> Float[np.ndarray, " hidden"]:
+    """Weights ``w`` of the reward that maximize the penalized likelihood of the labels.
 
+    They minimize ``-sum_i [y_i log p_i + (1 - y_i) log(1 - p_i)] + ridge/2 |w|^2`` with ``p_i = sigmoid(w'z_i)``.
     Newton's method with step halving. Without halving, a fit to few labels diverges, which makes the random baseline
     look bad and every other rule good.
 
@@ -134,7 +109,8 @@ def fit_linear_reward(
     for _ in range(_MOST_STEPS):
         chances = expit(differences @ weights)
         gradient = differences.T @ (chances - label) + ridge * weights
-        factor = np.linalg.cholesky(_hessian(differences, chances, ridge))
+        curved = differences * (chances * (1 - chances))[:, None]
+        factor = np.linalg.cholesky(differences.T @ curved + ridge * np.eye(len(weights)))
         step = cho_solve((factor, True), gradient)
         if float(gradient @ step) < _DECREASE * max(len(label), 1):
             break
@@ -142,10 +118,4 @@ def fit_linear_reward(
         while (lower := objective(weights - size * step)) > value:
             size /= 2
         weights, value = weights - size * step, lower
-    chances = expit(differences @ weights)
-    return LinearReward(weights, cho_factor(_hessian(differences, chances, ridge), lower=True)[0])
-
-
-def _hessian(differences: np.ndarray, chances: np.ndarray, ridge: float) -> np.ndarray:
-    curved = differences * (chances * (1 - chances))[:, None]
-    return np.asarray(differences.T @ curved + ridge * np.eye(differences.shape[1]))
+    return weights

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -32,6 +32,9 @@ SUFFIXES = (".csv", ".jsonl", ".json")
 """Suffixes of files of questions: CSV, JSON Lines, and tasks of Label Studio."""
 _WORDS = {"a": 1.0, "b": 0.0, "tie": 0.5, "left": 1.0, "right": 0.0, "skip": None, "": None}
 _ANSWER = "label"
+_ARGILLA = ("label.responses", "preference.responses")
+_JSON_MIN = ("annotation_id", "annotator")
+"""Columns of Label Studio's JSON-MIN; its column of answers has a name that only the project determines."""
 ANSWER_LOG_SUFFIX = ".labels.jsonl"
 """Suffix of the file of answers that the labeling page keeps next to a file of questions."""
 
@@ -57,9 +60,10 @@ class Question:
     def row(self) -> dict[str, str | int]:
         """Cells of the question; messages are JSON text."""
         prompt = self.prompt
-        text = prompt if isinstance(prompt, str) else _json([message.to_dict() for message in prompt])
+        if not isinstance(prompt, str):
+            prompt = json.dumps([message.to_dict() for message in prompt], ensure_ascii=False)
         sides = {"response_a": self.response_a, "response_b": self.response_b}
-        return {"pair_id": self.pair_id, "rank": self.rank, "prompt": text, **sides, _ANSWER: ""}
+        return {"pair_id": self.pair_id, "rank": self.rank, "prompt": prompt, **sides, _ANSWER: ""}
 
 
 @dataclass(frozen=True)
@@ -139,7 +143,7 @@ def write_questions(questions: Sequence[Question], path: Path) -> None:
     elif path.suffix == ".jsonl":
         write_json_lines(path, [{"id": row["pair_id"], **row} for row in rows])
     else:
-        write_text(path, _json([{"data": row} for row in rows], indent=1))
+        write_text(path, json.dumps([{"data": row} for row in rows], ensure_ascii=False, indent=1))
 
 
 def read_answers(path: Path) -> Answers:
@@ -169,7 +173,15 @@ def read_questions(path: Path) -> list[tuple[Question, list[float | None]]]:
     Raises:
         DataError: if the file cannot be read, an answer is not valid, or a question's texts were changed.
     """
-    rows = list(_rows(path))
+
+    def refuse(number: int, reason: str) -> None:
+        raise DataError(f"{path}, {row_unit(path)} {number}: {reason}")
+
+    rows: list[tuple[int, dict[str, Any]]] = []
+    for number, row in read_rows(path, refuse):
+        cells = row["data"] if isinstance(row.get("data"), Mapping) else row
+        answers = exported_answers(row, f"{path}, {row_unit(path)} {number}")
+        rows.append((number, {**cells} if answers is None else {**cells, _ANSWER: answers}))
     if not rows:
         raise DataError(f"{path}: there are no questions")
     if {str(one).strip() for _, row in rows for one in _given(row)} in ({"0", "1"}, {"0"}, {"1"}):
@@ -216,37 +228,20 @@ def merged_answers(answered: Iterable[tuple[Question, Sequence[float | None]]]) 
         found.setdefault(question.pair_id, []).extend(1 - chance if is_turned else chance for chance in given)
         seen |= {question.pair_id} if chances else set()
     decided = {key: chances for key, chances in found.items() if chances}
+    pairs = []
+    for key, chances in decided.items():
+        prompt, *sides = texts[key]
+        chance, metadata = fmean(chances), {"id": key, "num_answers": len(chances)}
+        better, worse = sides if chance >= 0.5 else sides[::-1]
+        pairs.append(PreferencePair(prompt, better, worse, label=max(chance, 1 - chance), metadata=metadata))
     return Answers(
-        tuple(_pair(key, texts[key], chances) for key, chances in decided.items()),
+        tuple(pairs),
         num_answers=sum(map(len, decided.values())),
         num_skipped=len(seen) - len(decided),
         num_open=len(found) - len(seen),
         num_repeated=sum(len(chances) - 1 for chances in decided.values() if len(set(chances)) == 1),
         num_contradicted=sum(len(set(chances)) > 1 for chances in decided.values()),
     )
-
-
-def _pair(key: str, texts: tuple[Prompt, str, str], chances: Sequence[float]) -> PreferencePair:
-    prompt, first, second = texts
-    chance = fmean(chances)
-    sides = (first, second) if chance >= 0.5 else (second, first)
-    metadata = {"id": key, "num_answers": len(chances)}
-    return PreferencePair(prompt, *sides, label=max(chance, 1 - chance), metadata=metadata)
-
-
-def _rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Rows of the file.
-
-    The label of a row from an annotation tool's export is its list of answers.
-    """
-
-    def refuse(number: int, reason: str) -> None:
-        raise DataError(f"{path}, {row_unit(path)} {number}: {reason}")
-
-    for number, row in read_rows(path, refuse):
-        cells = row["data"] if isinstance(row.get("data"), Mapping) else row
-        answers = exported_answers(row, f"{path}, {row_unit(path)} {number}")
-        yield number, dict(cells) if answers is None else {**cells, _ANSWER: answers}
 
 
 def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float | None]]:
@@ -269,9 +264,8 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
 def _given(row: Mapping[str, Any]) -> list[Any]:
     """The row's answers as they are written."""
     answers = row.get(_ANSWER)
-    return [
-        one for one in (answers if isinstance(answers, list) else [answers]) if one is not None and str(one).strip()
-    ]
+    given = answers if isinstance(answers, list) else [answers]
+    return [one for one in given if one is not None and str(one).strip()]
 
 
 def _is_identity(cell: object, key: str) -> bool:
@@ -308,15 +302,6 @@ def answered_chance(answer: object, where: str) -> float | None:
     return chance
 
 
-def _json(value: object, indent: int | None = None) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
-
-
-_ARGILLA = ("label.responses", "preference.responses")
-_JSON_MIN = ("annotation_id", "annotator")
-"""Columns of Label Studio's JSON-MIN; its column of answers has a name that only the project determines."""
-
-
 def exported_answers(row: Mapping[str, Any], where: str) -> list[Any] | None:
     """Answers of an exported row as given, or `skip`.
 
@@ -334,16 +319,14 @@ def exported_answers(row: Mapping[str, Any], where: str) -> list[Any] | None:
     if any(row.get(name) is not None for name in _JSON_MIN):
         raise DataError(f"{where}: this is Label Studio's JSON-MIN; export the project as JSON")
     column = next((name for name in _ARGILLA if row.get(name) is not None), None)
-    return None if column is None else _of_record(row, column, where)
-
-
-def _of_record(row: Mapping[str, Any], column: str, where: str) -> list[Any]:
-    """Answers of an Argilla record: a draft is no answer, and a discarded answer is a skip."""
+    if column is None:
+        return None
     answers, states = row[column], row.get(f"{column}.status")
     answers = answers if isinstance(answers, list) else [answers]
     states = [None] * len(answers) if states is None else states if isinstance(states, list) else [states]
     if len(states) != len(answers):
         raise DataError(f"{where}: {column} has {len(answers)} answers and {len(states)} states; export it again")
+    # A draft of an Argilla record is no answer, and a discarded answer is a skip.
     given = [(answer, state) for answer, state in zip(answers, states, strict=True) if state != "draft"]
     return ["skip" if state == "discarded" else answer for answer, state in given]
 

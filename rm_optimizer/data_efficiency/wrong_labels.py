@@ -139,8 +139,8 @@ def held_out_margins(
     for held in range(num_folds):
         is_held = fold[numbers] == held
         for row, ridge in enumerate(RIDGES):
-            model = fit_linear_reward(scaled[~is_held], label[~is_held], ridge=ridge)
-            margins[row, is_held] = model.margins(scaled[is_held])
+            weights = fit_linear_reward(scaled[~is_held], label[~is_held], ridge=ridge)
+            margins[row, is_held] = scaled[is_held] @ weights
     nll = -(label * log_expit(margins) + (1 - label) * log_expit(-margins)).mean(axis=1)
     best = int(np.argmin(nll))
     return margins[best], RIDGES[best]

@@ -244,7 +244,7 @@ class Study:
             else:
                 spec = TrialSpec(task=self.plan.task, label=planned.label, spec=planned.spec)
                 write_text(trial.folder / SPEC_FILE, spec.to_json() + "\n")
-                attempts = trial.attempts
+                attempts = trial.attempts  # read before the start, which may raise their number
                 running.append((planned, executor.start(trial.folder), attempts))
 
         def settle(planned: PlannedTrial, attempts: int, code: int) -> None:

@@ -170,7 +170,7 @@ def test_powered_bald_draws_in_proportion_to_its_scores():
 
 def test_length_strata_give_the_same_number_each():
     found = Pool(np.zeros((1, 100)), np.arange(100.0), np.zeros(100, dtype=bool))
-    chosen = LengthStratified(10).select(found, 20)
+    chosen = LengthStratified().select(found, 20)
     assert np.bincount(chosen // 10).tolist() == [2] * 10
 
 

@@ -18,20 +18,9 @@ def test_the_fit_is_that_of_scikit_learn(num):
     z = generator.normal(size=(num, 6)) * 4
     y = (generator.random(num) < expit(z[:, 0])).astype(float)
     y[:2] = 0, 1
-    model = fit_linear_reward(z, y, ridge=0.5)
+    weights = fit_linear_reward(z, y, ridge=0.5)
     peer = LogisticRegression(C=2.0, fit_intercept=False, tol=1e-10, max_iter=2000).fit(z, y)
-    np.testing.assert_allclose(model.weights, peer.coef_[0], rtol=1e-4, atol=1e-6)
-
-
-def test_members_have_the_covariance_of_the_inverse_hessian():
-    generator = np.random.default_rng(0)
-    z = generator.normal(size=(50, 3))
-    model = fit_linear_reward(z, (z[:, 0] > 0).astype(float), ridge=1.0)
-    chances = expit(z @ model.weights)
-    hessian = (z * (chances * (1 - chances))[:, None]).T @ z + np.eye(3)
-    drawn = model.sampled_margins(np.eye(3), 40_000, generator)
-    np.testing.assert_allclose(np.cov(drawn.T), np.linalg.inv(hessian), atol=0.02)
-    np.testing.assert_allclose(drawn.mean(axis=0), model.weights, atol=0.02)
+    np.testing.assert_allclose(weights, peer.coef_[0], rtol=1e-4, atol=1e-6)
 
 
 def test_text_features_tell_words_lengths_and_questions_apart():

@@ -9,7 +9,17 @@ from pathlib import Path
 import labels
 import numpy as np
 import pytest
-from labels import PLACEBO, LabeledFeatures, SyntheticPool, fitted, label_savings, labels_needed, synthetic_split
+from labels import (
+    PLACEBO,
+    LabeledFeatures,
+    SyntheticPool,
+    fitted,
+    label_savings,
+    labels_needed,
+    sampled_margins,
+    synthetic_split,
+)
+from scipy.special import expit
 
 from rm_optimizer import PreferencePair
 from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
@@ -69,13 +79,24 @@ def test_labels_between_two_numbers_lie_on_a_line_over_their_logarithms():
     assert needed == pytest.approx([200, 100, np.inf])
 
 
+def test_members_have_the_covariance_of_the_inverse_hessian():
+    generator = np.random.default_rng(0)
+    z = generator.normal(size=(50, 3))
+    weights = fit_linear_reward(z, (z[:, 0] > 0).astype(float), ridge=1.0)
+    chances = expit(z @ weights)
+    hessian = (z * (chances * (1 - chances))[:, None]).T @ z + np.eye(3)
+    drawn = sampled_margins(weights, z, 1.0, np.eye(3), 40_000, generator)
+    np.testing.assert_allclose(np.cov(drawn.T), np.linalg.inv(hessian), atol=0.02)
+    np.testing.assert_allclose(drawn.mean(axis=0), weights, atol=0.02)
+
+
 @pytest.mark.parametrize("pool", SyntheticPool)
 def test_a_synthetic_pool_is_that_of_its_seed_and_its_labels_follow_the_oracle(pool):
     split = synthetic_split(pool, 4)
     np.testing.assert_array_equal(split.differences, synthetic_split(pool, 4).differences)
     assert not np.array_equal(split.differences, synthetic_split(pool, 5).differences)
-    model = fit_linear_reward(split.differences, split.labels, ridge=1.0)
-    right = (model.margins(split.test_differences) > 0) == (split.test_chances > 0.5)
+    weights = fit_linear_reward(split.differences, split.labels, ridge=1.0)
+    right = (split.test_differences @ weights > 0) == (split.test_chances > 0.5)
     assert right.mean() > 0.85
     flipped = split.flipped(0.2, seed=1)
     assert np.mean(flipped.labels != split.labels) == pytest.approx(0.2, abs=0.03)

@@ -138,6 +138,7 @@ class ArmRecorder(StepClock):
         assert isinstance(pl_module, RewardModelLightning)
         assert isinstance(batch, MacroBatch)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
+        # A fixed byte order, so that runs on different machines have comparable digests.
         self._order.update(np.ascontiguousarray(batch.pair_index, dtype="<i8").tobytes())
         self._tokens += sum(micro.num_tokens for micro in batch.micro)
         limit = pl_module.gradient_clip_norm or float("inf")

@@ -77,10 +77,10 @@ class Budget(StrEnum):
     paper = "paper"
 
 
-_SMOKE = {"rates": 3, "tuning_seeds": 1, "seeds": 2, "pairs": 256, "val_pairs": 256, "test_pairs": 256}
 BUDGETS: Mapping[Budget, Mapping[str, int]] = MappingProxyType(
     {
-        Budget.smoke: _SMOKE | {"curvature_pairs": 16},
+        Budget.smoke: {"rates": 3, "tuning_seeds": 1, "seeds": 2, "curvature_pairs": 16}
+        | dict.fromkeys(("pairs", "val_pairs", "test_pairs"), 256),
         Budget.standard: {"rates": 5, "tuning_seeds": 1, "seeds": 5, "curvature_pairs": 64},
         Budget.paper: {"rates": 7, "tuning_seeds": 2, "seeds": 10, "curvature_pairs": 256},
     }
@@ -331,6 +331,7 @@ def _splits(options: ComparisonOptions) -> dict[str, PreferenceDataset]:
         val, test = held_out.split_by_prompt(share, data.split_seed)
     else:
         val, test = held_out, load_pairs(options.test, data)
+    # Tuning chooses by the validation pairs, so a shared prompt would make the test scores optimistic.
     require_disjoint_prompts(train, val)
     for name, other in (("training", train), ("validation", val)):
         if not set(other.prompt_ids).isdisjoint(test.prompt_ids):
