@@ -262,9 +262,8 @@ def run_active_loop(
             pairs = _answered(learner, label_fn, len(rounds) + 1)
             own = replace(config, output_dir=str(folder / "rounds" / f"{len(rounds):03d}"), resume=Resume.auto)
             if warm and rounds:
-                own = replace(
-                    own, model=replace(own.model, path=rounds[-1].result.export, revision=None, architecture={})
-                )
+                start = replace(own.model, path=rounds[-1].result.export, revision=None, architecture={})
+                own = replace(own, model=start)
             data = TrainVal(PreferenceDataset.from_pairs(pairs), val, "pairs of the caller")
             result = train_reward_model(own, data=data)
             rounds.append(LearningRound(len(pairs), result))

@@ -163,8 +163,7 @@ class PageServer(ThreadingHTTPServer):
     daemon_threads = True
 
     def __init__(self, log: AnswerLog, name: str, port: int = 0) -> None:
-        self.log, self.name = log, name
-        self.lock = Lock()
+        self.log, self.name, self.lock = log, name, Lock()
         self.token = secrets.token_urlsafe(18)
         self.page = files("rm_optimizer.data_efficiency").joinpath("labeling_page.html").read_bytes()
         # The page's own script and style run, and no other.
