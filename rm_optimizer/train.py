@@ -128,7 +128,7 @@ def option_callbacks(config: TrainConfig) -> list[Callback]:
         options = config.training.hessian
         found.append(HessianCallback(options, partial(measure_curvature, num_products=options.num_products)))
     if config.publish.url is not None:
-        from rm_optimizer.serving.weights.run_publisher import open_publisher
+        from rm_optimizer.serving.weights.publisher import open_publisher
         from rm_optimizer.training.callbacks.publishing import PublishWeights
 
         found.append(PublishWeights(config.publish, open_publisher))

@@ -50,7 +50,7 @@ INNER = {
         {"analysis", "runs"},
     ),
     "serving": (
-        {"options", "protocol", "restart_limit", "parent_death"},
+        {"options", "protocol", "child_process"},
         {"update_protocol"},
         {"engine"},
         {"client", "service"},

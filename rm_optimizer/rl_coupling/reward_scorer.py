@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from rm_optimizer.core.pairs.pair import Message, Prompt, Scorer, require_finite
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.rollouts import Rollout, metadata_of
-from rm_optimizer.serving.client.async_client import AsyncRewardClient
+from rm_optimizer.serving.client.client import AsyncRewardClient
 
 SCORE_KEY = "rm_score"
 """Key of a rollout's metadata that holds its score."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from rm_optimizer.serving.client.async_client import AsyncRewardClient as AsyncRewardClient
+    from rm_optimizer.serving.client.client import AsyncRewardClient as AsyncRewardClient
     from rm_optimizer.serving.client.client import RewardClient as RewardClient
     from rm_optimizer.serving.client.reward_function import trl_reward as trl_reward
     from rm_optimizer.serving.weights.publisher import RMPublisherAdapter as RMPublisherAdapter

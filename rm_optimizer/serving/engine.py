@@ -6,6 +6,7 @@ two batches. Every answer comes from the old weights until a commit has returned
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,9 +15,12 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter
 
-from rm_optimizer.errors import CheckpointError
+from rm_optimizer.errors import CheckpointError, WeightsRefused
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.update_protocol import TensorSpec, WeightProbe
+
+HALF_TOLERANCE = 2.0**-2
+"""Least tolerance of a weight probe in half types, in units of max(1, |reward|): the sender may compute in float32."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +134,34 @@ class StagedWeights:
 
 DESCRIPTION, STAGED = TypeAdapter(EngineDescription), TypeAdapter(StagedWeights)
 """Conversion to JSON values and back, for other processes and for files."""
+
+
+def probe_sequences(probe: WeightProbe | None, max_length: int) -> list[list[int]]:
+    """Token ids of the probe; without a probe, a few ids of every vocabulary."""
+    return probe.input_ids if probe else [list(range(min(8, max_length)))]
+
+
+def check_rewards(rewards: Sequence[float], probe: WeightProbe | None, dtype: str) -> None:
+    """Compare the new weights' rewards of `probe_sequences` with the sender's.
+
+    Args:
+        rewards: rewards of the new weights.
+        probe: probe of the sender, or None.
+        dtype: type that the served backbone computes in.
+
+    Raises:
+        WeightsRefused: if a reward is not finite, or differs from the sender's.
+    """
+    if not all(map(math.isfinite, rewards)):
+        raise WeightsRefused(f"the new weights give a reward that is not finite: {list(rewards)}")
+    if probe is None:
+        return
+    least = HALF_TOLERANCE if dtype in ("bfloat16", "float16") else 0.0
+    for number, (got, expected) in enumerate(zip(rewards, probe.rewards, strict=True)):
+        if abs(got - expected) > max(probe.tolerance, least) * max(1.0, abs(expected)):
+            raise WeightsRefused(
+                f"probe[{number}]: the new weights give {got:.6g} where their sender has {expected:.6g}"
+            )
 
 
 class Engine(Protocol):

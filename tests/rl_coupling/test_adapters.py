@@ -25,7 +25,7 @@ from rm_optimizer.rl_coupling import (
     verl_compute_scores,
 )
 from rm_optimizer.serving import trl_reward
-from rm_optimizer.serving.client.async_client import AsyncRewardClient
+from rm_optimizer.serving.client.client import AsyncRewardClient
 from tests.builders import decoder_tokenizer, tiny_reward_model
 from tests.rl_coupling.policies import save_policy
 from tests.serving.engines import InProcessEngine, options_of

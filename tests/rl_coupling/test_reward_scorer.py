@@ -12,7 +12,7 @@ import torch
 from rm_optimizer.core.pairs.pair import Message, Scorer
 from rm_optimizer.errors import CheckpointError, ConfigError, RewardServerUnavailable
 from rm_optimizer.rl_coupling import RewardModelScorer
-from rm_optimizer.serving.client.async_client import AsyncRewardClient
+from rm_optimizer.serving.client.client import AsyncRewardClient
 from tests.builders import decoder_tokenizer, tiny_reward_model
 from tests.rl_coupling.rollouts import Episode, episode
 from tests.serving.engines import InProcessEngine, options_of

@@ -28,7 +28,7 @@ from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.rl_coupling import openrlhf_reward_func, verl_compute_score, verl_compute_score_async
 from rm_optimizer.serving import RewardClient, trl_reward
-from rm_optimizer.serving.client.async_client import AsyncRewardClient
+from rm_optimizer.serving.client.client import AsyncRewardClient
 from tests.builders import TEXTS, decoder_tokenizer, fresh_reward_model
 from tests.serving.engines import InProcessEngine, options_of
 from tests.serving.running import engine_running

@@ -12,7 +12,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
 from rm_optimizer.serving.update_protocol import Begin
 from rm_optimizer.serving.weights.group_transfer import SENDER, GroupLink, open_store
-from rm_optimizer.serving.weights.sent_tensors import manifest
+from rm_optimizer.serving.weights.sending import manifest
 
 
 def send_half(url: str, checkpoint: str) -> None:

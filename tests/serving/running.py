@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.http.app import create_app
-from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
+from rm_optimizer.serving.http.slow_clients import BoundedHeaders
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.receiver import WeightReceiver
 from rm_optimizer.serving.weights.weight_routes import weight_router

@@ -11,8 +11,7 @@ import time
 import httpx
 import pytest
 
-from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
-from rm_optimizer.serving.http.connections import ConnectionLimits, report_lack_of_files_once
+from rm_optimizer.serving.http.slow_clients import BoundedHeaders, ConnectionLimits, report_lack_of_files_once
 from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
 from rm_optimizer.serving.service.metrics import ServerMetrics

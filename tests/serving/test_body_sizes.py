@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.http.gate import _too_complex
+from rm_optimizer.serving.http.gate import too_complex
 from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.receiver import WeightReceiver
@@ -115,7 +115,7 @@ FULL_SIZE = {"/classify": {"input": HERE}, "/rm/score": {"items": HERE}, "/get_r
 )  # fmt: skip
 def test_a_large_body_is_counted_in_little_time(body):
     started = time.process_time()
-    refusal = _too_complex(body)
+    refusal = too_complex(body)
     assert time.process_time() - started < 0.2
     started = time.process_time()
     if refusal is None:

@@ -17,8 +17,7 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import ConversationRefused, DataError
 from rm_optimizer.serving.service.api_errors import InvalidRequest, TooLarge, TooLong
-from rm_optimizer.serving.service.inputs import SLICE_CHARACTERS, InputReader
-from rm_optimizer.serving.service.rendered_texts import RenderedTexts
+from rm_optimizer.serving.service.inputs import SLICE_CHARACTERS, InputReader, RenderedTexts
 from tests.builders import decoder_tokenizer, encoder_tokenizer, tiny_reward_model
 from tests.core.test_template_zoo import trl_templates
 from tests.serving.engines import InProcessEngine, client_of, options_of, served

@@ -25,8 +25,7 @@ from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.schema.publish import OnFailure, PublishConfig
 from rm_optimizer.serving.client.client import RewardClient
-from rm_optimizer.serving.weights.publisher import RMPublisherAdapter
-from rm_optimizer.serving.weights.run_publisher import open_publisher
+from rm_optimizer.serving.weights.publisher import RMPublisherAdapter, open_publisher
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.publishing import PublishWeights, run_name
@@ -209,7 +208,7 @@ def test_the_command_wires_the_publisher_where_it_is_asked_for(tmp_path):
 
 def test_a_server_that_is_not_there_is_known_before_training(monkeypatch):
     config = PublishConfig(url="http://127.0.0.1:9")
-    monkeypatch.setattr("rm_optimizer.serving.weights.run_publisher.STARTING_SECONDS", 0.5)
+    monkeypatch.setattr("rm_optimizer.serving.weights.publisher.STARTING_SECONDS", 0.5)
     started = time.monotonic()
     with pytest.raises(PublishFailed, match=r"publish\.url: no server accepts connections at http://127\.0\.0\.1:9"):
         open_publisher(config)

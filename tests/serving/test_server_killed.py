@@ -17,7 +17,7 @@ import torch
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import PublishFailed
 from rm_optimizer.serving.client.client import RewardClient
-from rm_optimizer.serving.client.retries import Deadline
+from rm_optimizer.serving.client.connection import Deadline
 from rm_optimizer.serving.protocol import MAX_ITEMS
 from rm_optimizer.serving.update_protocol import WeightProbe
 from rm_optimizer.serving.weights.live_weights import checkpoint_version

@@ -19,9 +19,8 @@ from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
 from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.update_protocol import Begin
-from rm_optimizer.serving.weights.outgoing import Payload
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
-from rm_optimizer.serving.weights.sent_tensors import manifest, sent_tensors, weight_probe
+from rm_optimizer.serving.weights.sending import Payload, manifest, sent_tensors, weight_probe
 from tests.serving.engines import exported
 from tests.serving.running import free_socket, serve_process, wait_ready
 from tests.serving.test_weight_sync import PARITY, PROMPTS, RESPONSES

@@ -31,12 +31,12 @@ from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.errors import PublishFailed, RMOptimizerError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client.client import RewardClient
-from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
-from rm_optimizer.serving.http.head_checks import OPEN_PATHS
+from rm_optimizer.serving.http.gate import OPEN_PATHS
+from rm_optimizer.serving.http.slow_clients import BoundedHeaders
 from rm_optimizer.serving.protocol import VERSION_HEADER, sigmoid
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
-from rm_optimizer.serving.weights.sent_tensors import manifest
+from rm_optimizer.serving.weights.sending import manifest
 from tests.serving.engines import exported
 from tests.serving.running import free_socket
 from tests.serving.trained import moved

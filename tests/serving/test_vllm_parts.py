@@ -31,20 +31,25 @@ from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import StagedWeights
-from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
+from rm_optimizer.serving.http.slow_clients import BoundedHeaders
 from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.service.metrics import ServerMetrics
 from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.vllm.folder import prepare_model, require_unchanged, suits_vllm
-from rm_optimizer.serving.vllm.launch import Supervisor, command, environment
+from rm_optimizer.serving.vllm.launch import (
+    RESTARTS_VARIABLE,
+    SETTINGS_VARIABLE,
+    Supervisor,
+    VllmSettings,
+    command,
+    environment,
+)
 from rm_optimizer.serving.vllm.plugin import RewardApplication, RewardEndpoint
-from rm_optimizer.serving.vllm.pooling import Pooling
-from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
-from rm_optimizer.serving.vllm.settings import RESTARTS_VARIABLE, SETTINGS_VARIABLE, VllmSettings
+from rm_optimizer.serving.vllm.pooling import Pooling, ReadWriteLock
 from rm_optimizer.serving.vllm.swap import ReloadSwap, Serving
 from rm_optimizer.serving.vllm.worker import RewardWorkerExtension, latest_tensors
 from rm_optimizer.serving.weights.live_weights import checked_tensors, checkpoint_version, tensor_specs
-from rm_optimizer.serving.weights.sent_tensors import manifest
+from rm_optimizer.serving.weights.sending import manifest
 from rm_optimizer.serving.weights.weight_history import WeightHistory
 from tests.serving.engines import exported
 
@@ -311,7 +316,7 @@ Supervisor([sys.executable, "-c", {program!r}], os.environ | {{"STARTED": str(st
 
 def test_a_process_whose_parent_ended_before_it_asked_ends_too(tmp_path):
     asks = (
-        "import sys; from rm_optimizer.serving.parent_death import end_with_parent; "
+        "import sys; from rm_optimizer.serving.child_process import end_with_parent; "
         "sys.stdin.read(); end_with_parent(); print('it lives')"
     )
     starts = f"""

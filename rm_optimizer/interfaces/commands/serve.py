@@ -81,9 +81,8 @@ def _serve(options: ServeOptions, listening: socket.socket) -> None:
     import uvicorn  # the imports take seconds, in which a signal ends the command at once
 
     from rm_optimizer.serving.embedded.engine import TransformersEngine
-    from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
-    from rm_optimizer.serving.http.connections import ConnectionLimits, report_lack_of_files_once
-    from rm_optimizer.serving.http.server_log import show_server_log
+    from rm_optimizer.serving.http.app import show_server_log
+    from rm_optimizer.serving.http.slow_clients import BoundedHeaders, ConnectionLimits, report_lack_of_files_once
     from rm_optimizer.serving.weights.weight_routes import create_server
 
     async def main() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import require_finite
-from rm_optimizer.serving.service.rendered_texts import RenderedTexts
+from rm_optimizer.serving.service.inputs import RenderedTexts
 
 RewardFunc = Callable[[Sequence[str], Sequence[str], Sequence[Any]], dict[str, Any]]
 

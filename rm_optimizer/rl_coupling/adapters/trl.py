@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from rm_optimizer.serving.client.async_client import AsyncRewardClient
+from rm_optimizer.serving.client.client import AsyncRewardClient
 from rm_optimizer.serving.client.reward_function import conversations
 
 

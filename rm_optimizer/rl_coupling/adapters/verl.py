@@ -13,7 +13,7 @@ from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.core.rows.messages import read_prompt
 
 if TYPE_CHECKING:
-    from rm_optimizer.serving.client.async_client import AsyncRewardClient
+    from rm_optimizer.serving.client.client import AsyncRewardClient
 
 PROMPT_KEY = "prompt"
 """Key of `extra_info` that holds the prompt, which verl passes to reward functions in no other way."""

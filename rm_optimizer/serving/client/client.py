@@ -1,4 +1,4 @@
-"""Blocking client of a reward server, with the scoring methods of a local model."""
+"""Clients of a reward server, asynchronous and blocking."""
 
 from __future__ import annotations
 
@@ -6,15 +6,180 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
+import httpx
+import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rm_optimizer.core.pairs.pair import Prompt, Scorer
-from rm_optimizer.errors import RewardServerUnavailable
-from rm_optimizer.serving.client.async_client import AsyncRewardClient, ClientArguments
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, flat_groups, paired
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.errors import RewardServerUnavailable, WrongVersion
+from rm_optimizer.serving.client.connection import (
+    CONVERSATION_FORM,
+    TOKEN_FORM,
+    Connection,
+    Deadline,
+    PickledByArguments,
+    pieces,
+)
+from rm_optimizer.serving.client.handshake import ServerIdentity, shake_hands
 from rm_optimizer.serving.engine import ScoredBatch
+
+
+@dataclass(eq=False, repr=False)
+class ClientArguments(PickledByArguments):
+    """Arguments of a client.
+
+    Args:
+        url: address of the server, `http://host:port`.
+        renderer: renderer of the served model; None lets the server render. Required for a plain vLLM.
+        api_key: bearer token; None sends none.
+        timeout_seconds: seconds for a whole call, retries included.
+        concurrency: largest number of requests open at once.
+        transport: replacement of the network for tests; None uses the network.
+    """
+
+    _: KW_ONLY
+    renderer: ConversationRenderer | None = None
+    api_key: str | None = None
+    timeout_seconds: float = 60.0
+    concurrency: int = 8
+    transport: httpx.AsyncBaseTransport | None = None
+
+
+class AsyncRewardClient(ClientArguments):
+    """Asynchronous scorer behind a server: `rm-opt serve` with any engine, or a plain vLLM.
+
+    With a renderer the client renders and tokenizes conversations, otherwise the server does. Every reward is raw.
+    Connecting verifies the server's sigmoid and rendering; see `handshake`. For the arguments see `ClientArguments`.
+    """
+
+    def _prepare(self) -> None:
+        self._connection = Connection(
+            self.url, api_key=self.api_key, concurrency=self.concurrency, transport=self.transport
+        )
+        self._form = TOKEN_FORM if self.renderer is not None else CONVERSATION_FORM
+        self._identity: ServerIdentity | None = None
+
+    async def __aenter__(self) -> AsyncRewardClient:
+        await self.connect()
+        return self
+
+    async def __aexit__(self, *failure: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the session; a later call opens another."""
+        await self._connection.close()
+
+    async def connect(self) -> ServerIdentity:
+        """Verify the server once; every other call does so first.
+
+        Raises:
+            HandshakeFailed: if its rewards are not raw, or it renders conversations differently.
+            RewardServerUnavailable: if it does not answer in time.
+        """
+        async with self._connection.opening():
+            if self._identity is None:
+                deadline = Deadline(self.url, self.timeout_seconds)
+                self._identity = await shake_hands(self._connection, self.renderer, deadline)
+            return self._identity
+
+    async def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+        """Rewards of the responses in the order given, float32 on the CPU, from one version of the weights.
+
+        Args:
+            prompts: text or messages.
+            responses: one for each prompt.
+
+        Raises:
+            ValueError: if there are not as many prompts as responses.
+            RewardServerUnavailable: if the server does not answer in time.
+            RewardServerRefused: if it refuses the request.
+        """
+        return torch.tensor((await self.score_versioned(prompts, responses)).rewards, dtype=torch.float32)
+
+    async def score_groups(
+        self, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
+    ) -> list[Float[Tensor, " responses"]]:
+        """Rewards of each prompt's responses, as `Scorer.score_groups` gives them."""
+        flat, texts, sizes = flat_groups(prompts, responses_of_each)
+        return list(torch.split(await self.score(flat, texts), sizes))
+
+    async def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
+        """Margin: reward of `response_a` less that of `response_b`."""
+        first, second = (await self.score_versioned([prompt, prompt], [response_a, response_b])).rewards
+        return first - second
+
+    async def score_versioned(
+        self,
+        prompts: Sequence[Prompt],
+        responses: Sequence[str],
+        *,
+        expect_version: str | None = None,
+        expect_revision: int | None = None,
+    ) -> ScoredBatch:
+        """Rewards as `score` returns them, with the version of the weights that computed them.
+
+        A call of several requests repeats those that were answered before a weight update.
+
+        Args:
+            prompts: text or messages.
+            responses: one for each prompt.
+            expect_version: version that must answer; None accepts any. A restarted server may give its name to others.
+            expect_revision: serial number that must answer, `ScoredBatch.revision`; None accepts any. It is unique.
+
+        Raises:
+            WrongVersion: if other weights answered, for example after a restart of the server.
+        """
+        scored = await self._score(prompts, responses)
+        for name, expected, got in (
+            ("weights", expect_version, scored.version),
+            ("revision", expect_revision, scored.revision),
+        ):
+            if expected not in (None, got):
+                raise WrongVersion(f"expected rewards of {name} {expected} from {self.url}, got {got}")
+        return scored
+
+    async def _score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> ScoredBatch:
+        prompts, responses = paired(prompts, responses)
+        identity = await self.connect()
+        deadline = Deadline(self.url, self.timeout_seconds)
+        rows: list[Any] = list(zip(prompts, responses, strict=True))
+        if self.renderer is not None:
+            rows = [encoding.ids for encoding in self.renderer.encode_batch(prompts, responses)]
+        parts = list(pieces(rows, self._form.size, identity.limits))
+        answers: dict[int, ScoredBatch] = {}
+        while outdated := [i for i in range(len(parts)) if i not in answers]:
+            asked = [[rows[k] for k in parts[i]] for i in outdated]
+            answers |= dict(zip(outdated, await self._ask_all(asked, identity.model, deadline), strict=True))
+            newest = answers[outdated[-1]].weights
+            answers = {i: answer for i, answer in answers.items() if answer.weights == newest}
+        rewards = tuple(reward for i in range(len(parts)) for reward in answers[i].rewards)
+        if not answers:
+            return ScoredBatch(rewards, await self.version(), None)
+        return ScoredBatch(rewards, *answers[0].weights)
+
+    async def version(self) -> str:
+        """Version of the weights that answer now; for a plain vLLM its model's name."""
+        identity = await self.connect()
+        if not identity.is_rm_opt:
+            return identity.model
+        answer = await self._connection.request("GET", "/rm/version", Deadline(self.url, self.timeout_seconds))
+        return str(answer.json()["version"])
+
+    async def _ask_all(self, asked: list[list[Any]], model: str, deadline: Deadline) -> list[ScoredBatch]:
+        """Send all requests, at most `concurrency` at once; the first failure cancels the others."""
+        tasks = [asyncio.ensure_future(self._connection.ask(self._form, rows, model, deadline)) for rows in asked]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
 
 SLACK_SECONDS = 10.0
 """Seconds to wait for a call beyond its own timeout."""

@@ -1,20 +1,272 @@
-"""HTTP connection of a client: retried requests within a deadline, and scoring requests of one version."""
+"""HTTP connection of a client: scoring requests of one version, retried within a deadline."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import math
 import os
-from collections.abc import Sequence
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any
+from email.utils import parsedate_to_datetime
+from itertools import groupby
+from typing import Any, TypeAlias
 
-import httpx
-
-from rm_optimizer.errors import DataError, RewardServerRefused, WrongAnswer
-from rm_optimizer.serving.client.requests import Form, finite_numbers
-from rm_optimizer.serving.client.retries import Deadline, bearer, is_loopback
+from rm_optimizer.core.pairs.pair import Message, Prompt
+from rm_optimizer.errors import DataError, MissingExtra, RewardServerRefused, RewardServerUnavailable, WrongAnswer
+from rm_optimizer.schema.checks import require_key
 from rm_optimizer.serving.engine import ScoredBatch
-from rm_optimizer.serving.protocol import REVISION_HEADER, VERSION_HEADER
+from rm_optimizer.serving.protocol import REVISION_HEADER, VERSION_HEADER, ErrorBody
+
+try:
+    import httpx
+    from pydantic import ValidationError
+except ModuleNotFoundError as error:
+    raise MissingExtra("httpx", "serve") from error
+
+TEMPLATE_BYTES = 256
+"""Bytes reserved for the chat template's additions to a text, where only the server tokenizes."""
+Conversation: TypeAlias = tuple[Prompt, str]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """The most that one request may hold.
+
+    Args:
+        tokens: tokens of all its sequences.
+        items: number of sequences.
+    """
+
+    tokens: int
+    items: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """Form of a scoring request.
+
+    Args:
+        path: path of its route.
+        size: function of a row that returns its tokens, or more.
+        body: function of the rows and `use_activation` that returns the JSON body, less the model's name.
+        numbers: function of an answer that returns its numbers in the order of the rows.
+    """
+
+    path: str
+    size: Callable[[Any], int]
+    body: Callable[[Sequence[Any], bool], dict[str, Any]]
+    numbers: Callable[[Any], list[Any]]
+
+
+def _token_body(rows: Sequence[Sequence[int]], use_activation: bool) -> dict[str, Any]:
+    return {"input": [list(row) for row in rows], "use_activation": use_activation}
+
+
+def _token_numbers(answer: Any) -> list[Any]:
+    """`probs[0]` of each datum."""
+    data = sorted(answer["data"], key=lambda datum: int(datum["index"]))
+    if any(len(datum["probs"]) != 1 for datum in data):
+        raise WrongAnswer(f"the server's model has {len(data[0]['probs'])} labels; serve a reward model, with one")
+    return [datum["probs"][0] for datum in data]
+
+
+def _conversation_size(row: Conversation) -> int:
+    """Upper bound of a row's tokens: the bytes of its text, of which no tokenizer makes more tokens."""
+    prompt, response = row
+    texts = [prompt] if isinstance(prompt, str) else [part for m in prompt for part in (m.role, m.content)]
+    return TEMPLATE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, response))
+
+
+def _conversation_body(rows: Sequence[Conversation], use_activation: bool) -> dict[str, Any]:
+    """Body in which adjacent rows with one prompt are one item."""
+    items = [
+        {
+            "prompt": prompt if isinstance(prompt, str) else list(map(Message.to_dict, prompt)),
+            "responses": [text for _, text in group],
+        }
+        for prompt, group in groupby(rows, key=lambda row: row[0])
+    ]
+    return {"items": items, "use_activation": use_activation}
+
+
+def _conversation_numbers(answer: Any) -> list[Any]:
+    return [number for item in answer["rewards"] for number in item]
+
+
+TOKEN_FORM = Form("/classify", len, _token_body, _token_numbers)
+"""`/classify` with token ids, rendered by the client and independent of the server's template."""
+CONVERSATION_FORM = Form("/rm/score", _conversation_size, _conversation_body, _conversation_numbers)
+"""`/rm/score` with prompts and responses: the server renders them as training did."""
+
+
+def pieces(rows: Sequence[Any], size: Callable[[Any], int], limits: Limits) -> Iterator[range]:
+    """Consecutive ranges of rows that each fit into one request; a row beyond the limits gets a request of its own.
+
+    Example:
+        >>> list(pieces(["aa", "a", "aaaa", "a"], len, Limits(tokens=4, items=2)))
+        [range(0, 2), range(2, 3), range(3, 4)]
+    """
+    start = total = 0
+    for index, row in enumerate(rows):
+        tokens = size(row)
+        if index > start and (total + tokens > limits.tokens or index - start == limits.items):
+            yield range(start, index)
+            start, total = index, 0
+        total += tokens
+    if rows:
+        yield range(start, len(rows))
+
+
+def finite_numbers(form: Form, answer: Any, count: int) -> list[float]:
+    """The rewards of an answer.
+
+    Raises:
+        WrongAnswer: if there are not `count` of them, or one is not finite.
+    """
+    try:
+        numbers = [float(number) for number in form.numbers(answer)]
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise WrongAnswer(f"the answer of {form.path} has not the form of one: {error!r}") from error
+    if len(numbers) != count:
+        raise WrongAnswer(f"expected {count} rewards from {form.path}, got {len(numbers)}")
+    if not all(map(math.isfinite, numbers)):
+        raise WrongAnswer(f"the server gave a reward that is not finite: {numbers}")
+    return numbers
+
+
+RETRIED_STATUSES = frozenset({429, 503})
+"""Statuses by which the server asks to retry. After a proxy's 502 or 504 it is unknown if the server was reached."""
+RETRIED_ERRORS = (httpx.NetworkError, httpx.RemoteProtocolError, httpx.ConnectTimeout)
+"""Errors of refused or broken connections. A connection without an answer is not an error; its timeout applies."""
+FIRST_DELAY_SECONDS = 0.05
+MOST_DELAY_SECONDS = 5.0
+CONNECT_SECONDS = 10.0
+if logging.getLogger("httpx").level == logging.NOTSET:
+    logging.getLogger("httpx").setLevel(logging.WARNING)  # else a line for every request, over a run's progress
+
+
+def bearer(api_key: str | None) -> dict[str, str]:
+    """Authorization header with the key.
+
+    Raises:
+        ConfigError: if no header can carry the key.
+    """
+    if api_key is None:
+        return {}
+    require_key("api_key", api_key)
+    return {"Authorization": f"Bearer {api_key}"}
+
+
+def broken(error: httpx.HTTPError, url: str) -> str:
+    """Reason of a failed attempt, in words, if the request may be sent again.
+
+    Raises:
+        RewardServerUnavailable: if it may not.
+    """
+    reason = f"{type(error).__name__} {error}".strip()
+    if isinstance(error, RETRIED_ERRORS):
+        return reason
+    raise RewardServerUnavailable(f"{url}: {reason}") from error
+
+
+class Deadline:
+    """Time limit of a call, with exponential pauses and jitter between its attempts.
+
+    Args:
+        url: address of the server, for the message.
+        seconds: seconds for the whole call.
+    """
+
+    def __init__(self, url: str, seconds: float) -> None:
+        self.url = url
+        self.seconds = seconds
+        self._end = time.monotonic() + seconds
+        self._delay = FIRST_DELAY_SECONDS
+        self._random = random.Random()  # a generator of its own leaves those of a training run unchanged
+
+    @property
+    def left(self) -> float:
+        """Seconds left, at least a millisecond."""
+        return max(1e-3, self._end - time.monotonic())
+
+    def timeout(self) -> httpx.Timeout:
+        """Timeouts of one attempt."""
+        return httpx.Timeout(self.left, connect=min(self.left, CONNECT_SECONDS))
+
+    def judge(
+        self,
+        got: httpx.Response | httpx.HTTPError,
+        url: str,
+        is_retried: Callable[[httpx.Response], bool] = lambda answer: answer.status_code in RETRIED_STATUSES,
+    ) -> httpx.Response | float:
+        """Return a successful answer, or the seconds until the request may be repeated.
+
+        Args:
+            got: answer of one attempt, or the error in its place.
+            url: address of the request.
+            is_retried: True if the same request may succeed after a refusal.
+
+        Raises:
+            RewardServerRefused: if the server refuses and a repetition would be refused too.
+            RewardServerUnavailable: if no time is left for another attempt, or the request might run twice.
+        """
+        if isinstance(got, httpx.HTTPError):
+            return self.pause(broken(got, url))
+        if got.is_success:
+            return got
+        failure = refusal(got)
+        if not is_retried(got):
+            raise failure
+        return self.pause(str(failure), retry_after(got))
+
+    def pause(self, reason: str, least: float | None = None) -> float:
+        """Seconds until the next attempt.
+
+        Args:
+            reason: error of the last attempt.
+            least: seconds that the server asked for.
+
+        Raises:
+            RewardServerUnavailable: if that is later than the deadline.
+        """
+        pause = max(self._delay * self._random.uniform(0.5, 1.0), least or 0.0)
+        self._delay = min(2 * self._delay, MOST_DELAY_SECONDS)
+        if time.monotonic() + pause >= self._end:
+            raise RewardServerUnavailable(f"{self.url} gave no answer within {self.seconds:g} s: {reason}")
+        return pause
+
+
+def retry_after(response: httpx.Response) -> float | None:
+    """Seconds of an answer's `Retry-After`, a number or a date; None if absent or unreadable."""
+    text = response.headers.get("retry-after", "")
+    try:
+        return max(0.0, float(text))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(text).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return None
+
+
+def refusal(response: httpx.Response) -> RewardServerRefused:
+    """Error of an unsuccessful answer, with the server's own message if it has one."""
+    try:
+        detail = ErrorBody.model_validate({"error": response.json()["error"]}).error
+    except (ValueError, KeyError, TypeError, ValidationError):
+        text = response.text[:200] or response.reason_phrase
+        return RewardServerRefused(f"{response.url}: {response.status_code} {text}", response.status_code, "HttpError")
+    where = f" ({detail.param})" if detail.param and detail.param not in detail.message else ""
+    message = f"{response.url}: {response.status_code} {detail.message}{where}"
+    return RewardServerRefused(message, response.status_code, detail.type)
+
+
+def is_loopback(url: str) -> bool:
+    """True for a URL of this machine, which is reached without a proxy."""
+    return httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, eq=False)

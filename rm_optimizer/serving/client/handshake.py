@@ -16,9 +16,7 @@ from pydantic import ValidationError
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import HandshakeFailed, RewardServerRefused, RewardServerUnavailable
-from rm_optimizer.serving.client.connection import Connection
-from rm_optimizer.serving.client.requests import CONVERSATION_FORM, TOKEN_FORM, Form, Limits
-from rm_optimizer.serving.client.retries import Deadline
+from rm_optimizer.serving.client.connection import CONVERSATION_FORM, TOKEN_FORM, Connection, Deadline, Form, Limits
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.protocol import PROTOCOL_VERSION, InfoResponse, sigmoid
 

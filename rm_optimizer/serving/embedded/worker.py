@@ -1,8 +1,4 @@
-"""Worker process with the model: it answers frames in the order of their arrival and swaps weights between them.
-
-One thread computes. A second thread reads and checks new weights, so that scoring continues meanwhile. The process
-ends when its pipe closes, hence with the server.
-"""
+"""Process that holds a model on `transformers`, with the token budget that it measures."""
 
 from __future__ import annotations
 
@@ -13,7 +9,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
 from rm_optimizer.core.model.passes import SequenceScorer
@@ -23,20 +21,77 @@ from rm_optimizer.core.storage.loading import parse_dtype
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.embedded.budget import calibrated_budget
 from rm_optimizer.serving.embedded.frames import Frame, frame_groups, frame_sequences, rewards_frame
-from rm_optimizer.serving.engine import DESCRIPTION, STAGED, EngineDescription, StagedWeights
+from rm_optimizer.serving.engine import (
+    DESCRIPTION,
+    STAGED,
+    EngineDescription,
+    StagedWeights,
+    check_rewards,
+    probe_sequences,
+)
 from rm_optimizer.serving.options import WorkerOptions
-from rm_optimizer.serving.service.probe_check import check_rewards, probe_sequences
 from rm_optimizer.serving.weights.live_weights import (
     Update,
     checkpoint_version,
     dtype_name,
+    install_packed_linears,
     read_update,
     swap,
     tensor_specs,
 )
-from rm_optimizer.serving.weights.packed_linear import install_packed_linears
+
+BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
+DEFAULT_BUDGET = 512
+"""Tokens of a pass without a measurement."""
+LENGTHS = (64, 384)
+"""Range of the synthetic lengths, in tokens, typical of chat answers."""
+WORSE = 1.25
+"""Slowdown relative to the best budget so far that ends the search."""
+
+
+def calibrated_budget(model: BradleyTerryRM, seconds: float = 2.0) -> int:
+    """Budget with the least time per token, among those tried within `seconds`."""
+    deadline = time.perf_counter() + seconds
+    longest = max(8, model.max_length)
+    SequenceScorer(model, longest).rewards([_sequence(model, min(64, longest), 0)])  # the first pass is slow
+    best, least = DEFAULT_BUDGET, float("inf")
+    for budget in BUDGETS:
+        cost = _seconds_a_token(model, budget, deadline)
+        if cost < least:
+            best, least = budget, cost
+        if cost > WORSE * least or time.perf_counter() > deadline:
+            break
+    return best
+
+
+def _seconds_a_token(model: BradleyTerryRM, budget: int, deadline: float) -> float:
+    """Least wall time per token over up to three passes of about `budget` tokens."""
+    batch = _batch(model, budget)
+    scorer, tokens = SequenceScorer(model, budget), sum(map(len, batch))
+    times: list[float] = []
+    while len(times) < 3 and not (times and time.perf_counter() > deadline):
+        started = time.perf_counter()
+        scorer.rewards(batch)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize(model.device)
+        times.append((time.perf_counter() - started) / tokens)
+    return min(times)
+
+
+def _batch(model: BradleyTerryRM, budget: int) -> list[NDArray[np.int32]]:
+    generator = np.random.default_rng(0)
+    low, high = (min(length, model.max_length) for length in LENGTHS)
+    tokens, batch = max(budget, 1024), list[NDArray[np.int32]]()
+    while sum(map(len, batch)) < tokens:
+        batch.append(_sequence(model, int(generator.integers(low, high + 1)), len(batch)))
+    return batch
+
+
+def _sequence(model: BradleyTerryRM, length: int, seed: int) -> NDArray[np.int32]:
+    size = model.model.get_input_embeddings().weight.shape[0]
+    return np.random.default_rng(seed).integers(0, size, length).astype(np.int32)
+
 
 ALIVE_SECONDS = 1.0
 """Seconds between two signs of life."""

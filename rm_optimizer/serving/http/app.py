@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,16 +12,18 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response
 
 import rm_optimizer
-from rm_optimizer.serving.http.error_answers import install_error_answers
-from rm_optimizer.serving.http.gate import BODY_SECONDS, Gate
-from rm_optimizer.serving.http.head_checks import bearer_check, header_size_check, local_host_check
+from rm_optimizer.serving.http.gate import Gate, bearer_check, header_size_check, local_host_check
 from rm_optimizer.serving.http.routes import ClientLeft, router
+from rm_optimizer.serving.http.slow_clients import BODY_SECONDS
+from rm_optimizer.serving.service.api_errors import install_error_answers
 from rm_optimizer.serving.service.service import RewardService
 
 _OFFLINE = (
     "<p>This page takes its scripts from cdn.jsdelivr.net. Where it stays empty, read "
     '<a href="/openapi.json">/openapi.json</a>, which needs no internet.</p>'
 )
+
+
 CLIENT_CLOSED = 499
 """nginx's status for a client that disconnected; only the metrics use it."""
 
@@ -58,19 +61,6 @@ def create_app(
         redoc_url=None,
     )
     app.state.service = service
-    _add_api_page(app)
-    for routes in (router, *routers):
-        app.include_router(routes)
-    install_error_answers(app)
-    app.add_exception_handler(ClientLeft, _client_left)
-    checks = [header_size_check, *([local_host_check] if local_only else []), bearer_check(api_key, update_key)]
-    app.add_middleware(Gate, metrics=service.metrics, checks=checks, seconds=body_seconds)
-    app.openapi = _documented(app, api_key)  # type: ignore[method-assign]
-    return app
-
-
-def _add_api_page(app: FastAPI) -> None:
-    """Add the route `/docs`: Swagger's page, or one sentence in its place without the internet."""
     page = get_swagger_ui_html(openapi_url="/openapi.json", title=app.title).body
     place = b'<div id="swagger-ui">'
     assert place in page, "Swagger's page has the place that its script fills"
@@ -79,6 +69,20 @@ def _add_api_page(app: FastAPI) -> None:
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
         return HTMLResponse(html)
+
+    for routes in (router, *routers):
+        app.include_router(routes)
+    install_error_answers(app)
+
+    @app.exception_handler(ClientLeft)
+    async def client_left(request: Request, error: ClientLeft) -> Response:
+        service.metrics.disconnected.inc()
+        return Response(status_code=CLIENT_CLOSED)
+
+    checks = [header_size_check, *([local_host_check] if local_only else []), bearer_check(api_key, update_key)]
+    app.add_middleware(Gate, metrics=service.metrics, checks=checks, seconds=body_seconds)
+    app.openapi = _documented(app, api_key)  # type: ignore[method-assign]
+    return app
 
 
 def _documented(app: FastAPI, api_key: str | None) -> Callable[[], dict[str, Any]]:
@@ -99,7 +103,12 @@ def _documented(app: FastAPI, api_key: str | None) -> Callable[[], dict[str, Any
     return document
 
 
-def _client_left(request: Request, error: Exception) -> Response:
-    service: RewardService = request.app.state.service
-    service.metrics.disconnected.inc()
-    return Response(status_code=CLIENT_CLOSED)
+def show_server_log() -> None:
+    """Write the package's log from level INFO, which includes weight updates; a second call does nothing."""
+    log = logging.getLogger("rm_optimizer")
+    if not log.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s rm-opt serve: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        log.propagate = False

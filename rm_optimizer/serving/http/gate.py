@@ -1,26 +1,101 @@
-"""The gate before the application: checks of a request's head, limits on its body in bytes and time, and counts.
+"""Gate before the application: checks of a request's head, limits on its body, and counts.
 
-Bodies are counted and limited before any is parsed. The rule of time is Apache's (`mod_reqtimeout`, `RequestReadTimeout
-body=20,MinRate=…`): a body has some seconds, and more for every byte received. Only time spent waiting for the client
-counts, so that a busy server ends no request.
+Bodies are limited before any is parsed.
 """
 
 from __future__ import annotations
 
-import asyncio
+import hmac
+import re
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rm_optimizer.serving.http.connections import ConnectionLimits
-from rm_optimizer.serving.http.error_answers import error_answer
-from rm_optimizer.serving.http.head_checks import Check
-from rm_optimizer.serving.service.api_errors import ApiError, Overloaded, TooLarge
-from rm_optimizer.serving.service.fair_share import CLIENT, FairShare
+from rm_optimizer.serving.http.slow_clients import (
+    BODY_SECONDS,
+    LEAST_BYTES_PER_SECOND,
+    ConnectionLimits,
+    TimedReceive,
+)
+from rm_optimizer.serving.service.api_errors import (
+    MAX_HEADER_BYTES,
+    ApiError,
+    HeadersTooLarge,
+    InvalidRequest,
+    Overloaded,
+    TooLarge,
+    Unauthorized,
+    error_answer,
+)
+from rm_optimizer.serving.service.batcher import CLIENT, FairShare
 from rm_optimizer.serving.service.metrics import OTHER_ROUTE, ServerMetrics
+
+OPEN_PATHS = frozenset({"/health", "/ping"})
+"""Paths without a key, for the liveness probes of an orchestrator; they reveal only that the server runs."""
+UPDATE_PATHS = "/rm/weights"
+"""Prefix of the paths of weight updates, which may have a key of their own."""
+LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+_PORT = re.compile(r":\d+\Z")
+
+
+class AmbiguousLength(InvalidRequest):
+    """A proxy may read another end of the body than this server, so the connection ends."""
+
+    headers: Mapping[str, str] = {"connection": "close"}
+
+
+Check: TypeAlias = Callable[[Scope], ApiError | None]
+"""Function that returns the reason to refuse a request by its head; None lets it pass."""
+
+
+def bearer_check(api_key: str | None, update_key: str | None = None) -> Check:
+    """Check of `Authorization: Bearer KEY`, compared in constant time.
+
+    Args:
+        api_key: key of all paths but `OPEN_PATHS`; None requires no key.
+        update_key: key of the paths of weight updates in its place; None uses the `api_key` there too.
+    """
+
+    def check(scope: Scope) -> ApiError | None:
+        is_update = str(scope.get("path", "")).startswith(UPDATE_PATHS)
+        key = update_key if is_update and update_key is not None else api_key
+        if key is None or (scope["path"] in OPEN_PATHS and scope.get("method") in ("GET", "HEAD")):
+            return None
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":
+            return None
+        which = "API" if key == api_key else "update"
+        return Unauthorized(f"expected the header Authorization: Bearer KEY with the server's {which} key")
+
+    return check
+
+
+def local_host_check(scope: Scope) -> ApiError | None:
+    """Check against DNS rebinding: the `Host` of a request must be this machine."""
+    host = Headers(scope=scope).get("host", "" if scope.get("http_version") != "1.0" else "localhost")  # no browser's
+    if scope["type"] != "http" or _PORT.sub("", host).lower() in LOCAL_HOSTS:
+        return None
+    return InvalidRequest(
+        f"expected the header Host to name this machine, got {host!r}; serve with --api-key for other names"
+    )
+
+
+def header_size_check(scope: Scope) -> ApiError | None:
+    """Check of the headers' size, of which the protocol limits only several pieces, and for one length of the body."""
+    if scope["type"] != "http":
+        return None
+    names = set(Headers(scope=scope).keys())
+    if {"content-length", "transfer-encoding"} <= names:  # h11 takes what follows for a request
+        return AmbiguousLength("expected either content-length or transfer-encoding, got both")
+    target = scope.get("raw_path") or scope["path"].encode()
+    line = len(scope["method"]) + len(target) + len(scope["query_string"]) + len(" ? HTTP/1.1\r\n")
+    size = line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")
+    return HeadersTooLarge() if size > MAX_HEADER_BYTES else None
+
 
 MAX_OPEN_BYTES = 64 * 2**20
 """Bytes of the bodies of open requests before a new one; requests of falling sizes hold some times as many."""
@@ -34,60 +109,45 @@ MAX_VALUES = 2**20
 """Commas outside of strings in one body."""
 MAX_KEYS = 2**18
 """Colons outside of strings in one body."""
-BODY_SECONDS = 20.0
-"""Longest pause in a body, and the time of a body beyond what its bytes earn, in seconds."""
-LEAST_BYTES_PER_SECOND = 128 * 2**10
-"""Least rate of a body; each byte extends its time by the reciprocal in seconds."""
-
-
-class SlowBody(ApiError):
-    """The client stopped before the end of its body, or sends it too slowly."""
-
-    status, kind = 408, "SlowBody"
-    headers: Mapping[str, str] = {"Connection": "close"}
-    """The rest of the body is not read."""
-
-
-def _fair_requests() -> FairShare:
-    return FairShare(ConnectionLimits.of_process().open // 2)  # the other half answers probes and refusals
 
 
 @dataclass(eq=False)
 class Gate:
-    """Outermost middleware.
+    """Middleware that checks each request, reads its body within limits, and counts its answer.
 
     Args:
-        app: application behind it.
-        metrics: counters of the server; None counts nothing.
-        checks: checks of a request's head, before its body is read, the first one first.
+        app: application behind this middleware.
+        metrics: counters of the server.
+        checks: checks of HTTP requests and websockets by their heads, in this order.
         seconds: longest pause in a body, in seconds.
-        least_rate: bytes that earn a body one more second in all.
+        least_rate: bytes of a body that earn one more second in all.
     """
 
     app: ASGIApp
-    metrics: ServerMetrics | None = None
+    metrics: ServerMetrics
     checks: Sequence[Check] = ()
     seconds: float = BODY_SECONDS
     least_rate: float = LEAST_BYTES_PER_SECOND
-    requests: FairShare = field(default_factory=_fair_requests, init=False)
-    bytes: FairShare = field(default_factory=lambda: FairShare(MAX_OPEN_BYTES), init=False)
+
+    def __post_init__(self) -> None:
+        self.requests = FairShare(ConnectionLimits.of_process().open // 2)  # the other half answers probes and refusals
+        self.bytes = FairShare(MAX_OPEN_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer with the reason to refuse it."""
+        """Pass the request on, or answer with its refusal."""
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         refusal = next((found for check in self.checks if (found := check(scope)) is not None), None)
         if scope["type"] == "http":
-            await self._counted(scope, receive, send, refusal)
+            await self._http(scope, receive, send, refusal)
         elif refusal is None:
             await self.app(scope, receive, send)
         else:
             await send({"type": "websocket.close", "code": 1008})
 
-    async def _counted(self, scope: Scope, receive: Receive, send: Send, refusal: ApiError | None) -> None:
-        """Answer, and count the answer by route and status; HEAD is handled as GET."""
-        is_post = scope["method"] == "POST"
+    async def _http(self, scope: Scope, receive: Receive, send: Send, refusal: ApiError | None) -> None:
+        """Answer a request and count it by route and status; HEAD is handled as GET."""
         if scope["method"] == "HEAD":  # uvicorn keeps its own scope, by which it omits the body
             scope = {**scope, "method": "GET"}
         status, started = 500, time.perf_counter()
@@ -101,85 +161,61 @@ class Gate:
         try:
             if refusal is not None:
                 raise refusal
-            timed = _TimedReceive(receive, self.seconds, self.least_rate)
-            await (self._admitted if is_post else self.app)(scope, timed, noting)
+            timed = TimedReceive(receive, self.seconds, self.least_rate)
+            await (self._admitted if scope["method"] == "POST" else self.app)(scope, timed, noting)
         except ApiError as error:  # nothing has been sent: an answer begins once the body is read
             await error_answer(error)(scope, receive, noting)
         finally:
-            if self.metrics is not None:
-                route = getattr(scope.get("route"), "path", OTHER_ROUTE)
-                self.metrics.requests.labels(route, str(status)).inc()
-                self.metrics.seconds.labels(route).observe(time.perf_counter() - started)
+            route = getattr(scope.get("route"), "path", OTHER_ROUTE)
+            self.metrics.requests.labels(route, str(status)).inc()
+            self.metrics.seconds.labels(route).observe(time.perf_counter() - started)
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then pass the request on; a request opens once its body is read."""
         CLIENT.set((scope.get("client") or [""])[0])
         chunks = list[bytes]()  # counted as they arrive, also those of a body that never ends
         try:
-            if count := self.requests.excess(1):
-                raise Overloaded(f"{count} requests are open, which is the most")
-            announced = Headers(scope=scope).get("content-length", "0")
-            if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-                raise _too_large()
-            size = 0
-            message: Message = {"more_body": True}
-            while message.get("more_body", False):
-                message = await receive()
-                chunks.append(message.get("body", b""))
-                size += len(chunks[-1])
-                self.bytes.hold(id(chunks), size)
-                if size > MAX_BODY_BYTES:
-                    raise _too_large()
-                if open_bytes := self.bytes.excess(size):
-                    raise Overloaded(f"the bodies of open requests hold {open_bytes} bytes")
-            chunks[:] = [b"".join(chunks)]
-            if (too_complex := _too_complex(chunks[0])) is not None:
-                raise too_complex
-            given = iter([{"type": "http.request", "body": chunks[0], "more_body": False}])
+            await self._read(scope, receive, chunks)
+            left: list[Message] = [{"type": "http.request", "body": chunks[0], "more_body": False}]
 
-            async def replay() -> Message:
-                return next(given, None) or await receive()
+            async def replayed() -> Message:
+                return left.pop() if left else await receive()
 
             with self.requests.holding(1):
-                await self.app(scope, replay, send)
+                await self.app(scope, replayed, send)
         finally:
             self.bytes.release(id(chunks))
 
+    async def _read(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> None:
+        """Read the body into one chunk.
 
-def _too_large() -> TooLarge:
-    return TooLarge(f"expected a body of at most {MAX_BODY_BYTES} bytes; split the request")
-
-
-@dataclass(eq=False)
-class _TimedReceive:
-    """`receive` with a time limit on the body; it waits without one for the disconnection that follows."""
-
-    receive: Receive
-    seconds: float
-    least_rate: float
-    waited: float = 0.0
-    size: int = 0
-    is_whole: bool = False
-
-    async def __call__(self) -> Message:
-        if self.is_whole:
-            return await self.receive()
-        left = self.seconds + self.size / self.least_rate - self.waited
-        started = time.monotonic()
-        try:
-            message = await asyncio.wait_for(self.receive(), min(self.seconds, left))
-        except TimeoutError as error:
-            raise SlowBody(
-                f"{self.size} bytes of the body came in {self.waited + time.monotonic() - started:.1f} s; expected the "
-                f"next within {self.seconds:g} s and {self.least_rate:g} bytes a second; send the body at once"
-            ) from error
-        self.waited += time.monotonic() - started
-        self.size += len(message.get("body", b""))
-        self.is_whole = not message.get("more_body", False)
-        return message
+        Raises:
+            Overloaded: if too many requests are open, or their bodies hold too much.
+            TooLarge: if the body is too large, or would take long to parse.
+        """
+        if count := self.requests.excess(1):
+            raise Overloaded(f"{count} requests are open, which is the most")
+        too_large = TooLarge(f"expected a body of at most {MAX_BODY_BYTES} bytes; split the request")
+        announced = Headers(scope=scope).get("content-length", "0")
+        if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
+            raise too_large
+        size, is_whole = 0, False
+        while not is_whole:
+            message = await receive()
+            chunks.append(message.get("body", b""))
+            size += len(chunks[-1])
+            self.bytes.hold(id(chunks), size)
+            if size > MAX_BODY_BYTES:
+                raise too_large
+            if open_bytes := self.bytes.excess(size):
+                raise Overloaded(f"the bodies of open requests hold {open_bytes} bytes")
+            is_whole = not message.get("more_body", False)
+        chunks[:] = [b"".join(chunks)]
+        if refusal := too_complex(chunks[0]):
+            raise refusal
 
 
-def _too_complex(body: bytes) -> TooLarge | None:
+def too_complex(body: bytes) -> TooLarge | None:
     """Refuse a body that would take long to parse; only the structure outside of strings counts.
 
     The parser holds the interpreter's lock, so another thread would not keep the event loop free. Every count is one

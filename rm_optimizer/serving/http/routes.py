@@ -13,7 +13,6 @@ from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import PlainTextResponse
 
 from rm_optimizer.serving.engine import ScoredBatch
-from rm_optimizer.serving.http.error_answers import JsonRoute, error_responses
 from rm_optimizer.serving.protocol import (
     REVISION_HEADER,
     VERSION_HEADER,
@@ -30,7 +29,7 @@ from rm_optimizer.serving.protocol import (
     VersionResponse,
     sigmoid,
 )
-from rm_optimizer.serving.service.api_errors import NotReady
+from rm_optimizer.serving.service.api_errors import JsonRoute, NotReady, error_responses
 from rm_optimizer.serving.service.inputs import TokenSequence, num_characters, refuse_cuts
 from rm_optimizer.serving.service.service import RewardService
 

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Any
 
-from rm_optimizer.errors import RMOptimizerError
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException
+
+from rm_optimizer.errors import EngineFailed, EngineUnavailable, RMOptimizerError
 from rm_optimizer.serving.protocol import ErrorBody, ErrorDetail
 
 MAX_HEADER_BYTES = 16 * 2**10
@@ -120,3 +129,108 @@ def _encodable(text: str) -> str:
     """Text cut to the limit, with question marks for halves of surrogate pairs."""
     short = text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]} …"
     return short.encode("utf-8", "replace").decode()
+
+
+_KINDS = {400: "InvalidRequest", 404: "NotFound", 405: "MethodNotAllowed"}
+_HINTS = dict.fromkeys(
+    ("activation", "softmax", "normalize"), "unknown field; use_activation: false asks for raw rewards"
+) | dict.fromkeys(
+    ("prompt", "responses"), 'unknown field here; POST /rm/score takes {"items": [{"prompt": …, "responses": […]}]}'
+)
+_ROUTES = "POST /classify, /rm/score or /get_reward for rewards, GET /ready, /rm/info or /metrics; GET /docs lists all"
+
+
+class JsonRoute(APIRoute):
+    """Route whose JSON bodies have each key once; Python's parser would keep the last of two values."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Handler that reads such bodies."""
+        handle = super().get_route_handler()
+
+        async def read_strictly(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return read_strictly
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return json.loads(await self.body(), object_pairs_hook=_distinct)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (key, count), *_ = Counter(key for key, _ in pairs).most_common(1)
+        name = key[:64].encode("utf-8", "replace").decode()
+        raise InvalidRequest(f"expected each key of an object once, got {name!r} {count} times", name)
+    return found
+
+
+def error_answer(error: ApiError) -> JSONResponse:
+    """HTTP answer of a failure."""
+    return JSONResponse(error.body().model_dump(), error.status, headers=dict(error.headers))
+
+
+def install_error_answers(app: FastAPI) -> None:
+    """Install the handlers that give every failure its typed body."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(EngineUnavailable, _unavailable)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(Exception, _unforeseen)
+
+
+def error_responses(*statuses: int) -> dict[int | str, dict[str, object]]:
+    """Failures of a route, for its documentation."""
+    return {status: {"model": ErrorBody} for status in statuses}
+
+
+def _api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return error_answer(error)
+
+
+def _unavailable(request: Request, error: Exception) -> JSONResponse:
+    return error_answer(ServerFailed(str(error)) if isinstance(error, EngineFailed) else NotReady(str(error)))
+
+
+def _invalid(request: Request, error: Exception) -> JSONResponse:
+    """Return the first error of the body."""
+    assert isinstance(error, RequestValidationError)
+    first = error.errors()[0]
+    context = first.get("ctx", {})
+    if first["type"] == "json_invalid":
+        return error_answer(InvalidRequest(f"the body is not JSON: {context.get('error', 'cannot be read')}"))
+    kind = request.headers.get("content-type")
+    if first["loc"] == ("body",) and "json" not in (kind or ""):
+        return error_answer(
+            InvalidRequest(f"expected a body with the header content-type: application/json, got {kind}")
+        )
+    places = [place for place in first["loc"][1:] if not str(place).startswith("(")]  # no tag of a union's member
+    if first["type"] == "unknown_field":
+        places.append(context["field"])
+    param = "".join(f"[{place}]" if isinstance(place, int) else f".{place}" for place in places).lstrip(".") or None
+    if first["type"] == "too_long":
+        return error_answer(TooLarge(f"{param}: expected at most {context['max_length']} entries; split it", param))
+    hint = _HINTS.get(str(places[-1])) if places and first["type"] == "unknown_field" else None
+    return error_answer(InvalidRequest(f"{param or 'the body'}: {hint or first['msg']}", param))
+
+
+def _http(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    kind, detail, cause = _KINDS.get(error.status_code, "HttpError"), str(error.detail), error.__cause__
+    if isinstance(cause, ApiError):
+        return error_answer(cause)
+    if error.status_code == 404:
+        detail = f"expected {_ROUTES}; got {request.method} {request.url.path[:64]}"
+    elif cause is not None:
+        encoding = request.headers.get("content-encoding")
+        detail = f"expected JSON in UTF-8, got content-encoding {encoding}" if encoding else f"the body: {cause}"
+    body = error_body(detail, kind, error.status_code)
+    return JSONResponse(body.model_dump(), error.status_code, headers=error.headers)
+
+
+def _unforeseen(request: Request, error: Exception) -> JSONResponse:
+    body = error_body("the server failed; its log says why", "InternalError", 500)
+    return JSONResponse(body.model_dump(), 500)

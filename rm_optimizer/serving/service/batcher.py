@@ -1,4 +1,4 @@
-"""Queue between requests and the engine: bounded by tokens, fair between requests, grouped by common starts."""
+"""Queue of requests, shared fairly between clients, and the engine's batches."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import heapq
 import itertools
 import math
 import time
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,8 +19,63 @@ from rm_optimizer.core.tokens.common_starts import LEAST_SHARED, common_starts
 from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.engine import Engine, ScoredBatch
 from rm_optimizer.serving.service.api_errors import Overloaded, TooLarge
-from rm_optimizer.serving.service.fair_share import FairShare
 from rm_optimizer.serving.service.metrics import ServerMetrics
+
+CLIENT = ContextVar("CLIENT", default="")
+"""Address of the client whose request this task answers."""
+
+
+class FairShare:
+    """Capacity for open requests, of which a new request counts only what fair queuing would do before it.
+
+    Of each open request, or of all open requests of each client together, this is at most the new request's size, where
+    a client's size includes its own open requests. The smaller of both sums counts.
+
+    Args:
+        most: sum at which a new request is refused.
+
+    Attributes:
+        total: size of all open requests.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.total = 0
+        self._open: dict[object, tuple[str, int]] = {}
+
+    def excess(self, size: int) -> int:
+        """The sum that leaves no room for a new request of this size; 0 if there is room."""
+        if self.total < self.most:
+            return 0
+        by_client = Counter[str]()
+        for client, each in self._open.values():
+            by_client[client] += each
+        own = size + by_client[CLIENT.get()]
+        ahead = min(
+            sum(min(each, size) for _, each in self._open.values()), sum(min(each, own) for each in by_client.values())
+        )
+        return ahead if ahead >= self.most else 0
+
+    def hold(self, key: object, size: int) -> None:
+        """Count an open request of this size; a further call replaces its size."""
+        self.release(key)
+        self._open[key] = CLIENT.get(), size
+        self.total += size
+
+    def release(self, key: object) -> None:
+        """Count the request no more."""
+        self.total -= self._open.pop(key, ("", 0))[1]
+
+    @contextmanager
+    def holding(self, size: int) -> Iterator[None]:
+        """Context in which a request of this size is open."""
+        key = object()
+        self.hold(key, size)
+        try:
+            yield
+        finally:
+            self.release(key)
+
 
 LEAST_BATCH_TOKENS = 1024
 """Least number of tokens of a full batch; the engine divides it into passes."""

@@ -9,13 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rm_optimizer.errors import EngineUnavailable
-from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
-from rm_optimizer.serving.service.probe_check import check_rewards, probe_sequences
+from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights, check_rewards, probe_sequences
 from rm_optimizer.serving.update_protocol import WeightProbe
 from rm_optimizer.serving.vllm.folder import require_unchanged
-from rm_optimizer.serving.vllm.pooling import Pooling
-from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
-from rm_optimizer.serving.vllm.settings import VllmSettings
+from rm_optimizer.serving.vllm.launch import VllmSettings
+from rm_optimizer.serving.vllm.pooling import Pooling, ReadWriteLock
 from rm_optimizer.serving.vllm.swap import AdapterSwap, ReloadSwap, Serving, Swap
 from rm_optimizer.serving.weights.weight_history import UpdatableEngine, WeightHistory
 

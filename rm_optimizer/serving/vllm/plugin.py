@@ -18,15 +18,13 @@ from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rm_optimizer.errors import CheckpointError, RMOptimizerError
-from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
-from rm_optimizer.serving.http.connections import ConnectionLimits, report_lack_of_files_once
-from rm_optimizer.serving.http.error_answers import error_answer
-from rm_optimizer.serving.http.server_log import show_server_log
-from rm_optimizer.serving.parent_death import end_with_parent
-from rm_optimizer.serving.service.api_errors import NotReady
+from rm_optimizer.serving.child_process import end_with_parent
+from rm_optimizer.serving.http.app import show_server_log
+from rm_optimizer.serving.http.slow_clients import BoundedHeaders, ConnectionLimits, report_lack_of_files_once
+from rm_optimizer.serving.service.api_errors import NotReady, error_answer
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.vllm.engine import VllmEngine
-from rm_optimizer.serving.vllm.settings import SETTINGS_VARIABLE, VllmSettings
+from rm_optimizer.serving.vllm.launch import SETTINGS_VARIABLE, VllmSettings
 from rm_optimizer.serving.weights.weight_routes import create_server
 
 if TYPE_CHECKING:

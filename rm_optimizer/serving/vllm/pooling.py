@@ -1,4 +1,4 @@
-"""Rewards from a running vLLM engine, by token ids."""
+"""Rewards from a running vLLM engine by token ids, and the lock between scoring and updates."""
 
 from __future__ import annotations
 
@@ -7,10 +7,57 @@ import logging
 import os
 import signal
 import uuid
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 from rm_optimizer.errors import EngineUnavailable
+
+
+class ReadWriteLock:
+    """Lock for many readers or one writer, with precedence for a waiting writer.
+
+    A reader sees one version of the weights from its entrance to its exit.
+    """
+
+    def __init__(self) -> None:
+        self._change = asyncio.Condition()
+        self._readers = 0
+        self._writers = 0
+        self._is_writing = False
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Hold the lock as a reader, once no writer waits."""
+        async with self._change:
+            await self._change.wait_for(lambda: not self._writers)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            self._readers -= 1
+            await asyncio.shield(self._announce())
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Hold the lock as the only writer, once the readers have left; new readers wait."""
+        self._writers += 1
+        try:
+            async with self._change:
+                await self._change.wait_for(lambda: not self._readers and not self._is_writing)
+                self._is_writing = True
+            try:
+                yield
+            finally:
+                self._is_writing = False
+        finally:
+            self._writers -= 1
+            await asyncio.shield(self._announce())
+
+    async def _announce(self) -> None:
+        async with self._change:
+            self._change.notify_all()
+
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient

@@ -17,8 +17,7 @@ from rm_optimizer.core.storage.adapter_files import WEIGHTS_FILE, stored_name
 from rm_optimizer.errors import WeightsRefused
 from rm_optimizer.records.locations import ADAPTER_FILE
 from rm_optimizer.serving.engine import StagedWeights, new_revision
-from rm_optimizer.serving.vllm.pooling import Pooling
-from rm_optimizer.serving.vllm.read_write_lock import ReadWriteLock
+from rm_optimizer.serving.vllm.pooling import Pooling, ReadWriteLock
 from rm_optimizer.serving.vllm.worker import latest_tensors
 from rm_optimizer.serving.weights.live_weights import checked_tensors
 from rm_optimizer.serving.weights.weight_history import WeightHistory

@@ -36,8 +36,8 @@ from rm_optimizer.serving.update_protocol import (
     WeightStatus,
 )
 from rm_optimizer.serving.weights.incoming import FromBody, Incoming, incoming
-from rm_optimizer.serving.weights.served_names import ServedNames
 from rm_optimizer.serving.weights.weight_file import check_names, check_weight_file, num_bytes
+from rm_optimizer.serving.weights.weight_history import ServedNames
 
 KEPT_OUTCOMES = 128
 """Ended updates whose outcome is kept."""

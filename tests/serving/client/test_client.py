@@ -31,10 +31,8 @@ from rm_optimizer.errors import (
     WrongVersion,
 )
 from rm_optimizer.serving import trl_reward
-from rm_optimizer.serving.client.async_client import AsyncRewardClient
-from rm_optimizer.serving.client.client import RewardClient
-from rm_optimizer.serving.client.requests import CONVERSATION_FORM
-from rm_optimizer.serving.client.retries import retry_after
+from rm_optimizer.serving.client.client import AsyncRewardClient, RewardClient
+from rm_optimizer.serving.client.connection import CONVERSATION_FORM, retry_after
 from rm_optimizer.serving.protocol import sigmoid
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
 from tests.builders import decoder_tokenizer
@@ -526,7 +524,7 @@ def test_a_call_is_not_waited_for_longer_than_its_time(stub, renderer, monkeypat
     monkeypatch.setattr("rm_optimizer.serving.client.client.SLACK_SECONDS", 0.1)
     with connected(stub, renderer=renderer, timeout_seconds=0.2) as client:
         stub.pause = 30.0
-        monkeypatch.setattr("rm_optimizer.serving.client.retries.Deadline.timeout", lambda self: httpx.Timeout(60))
+        monkeypatch.setattr("rm_optimizer.serving.client.connection.Deadline.timeout", lambda self: httpx.Timeout(60))
         with pytest.raises(RewardServerUnavailable, match=r"no answer within 0\.2 s"):
             client.score(PROMPTS, RESPONSES)
 

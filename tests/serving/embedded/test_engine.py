@@ -14,8 +14,7 @@ from safetensors.torch import save_file
 
 from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, WeightsRefused
 from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.embedded.engine import TransformersEngine
-from rm_optimizer.serving.embedded.worker_link import WorkerLimits
+from rm_optimizer.serving.embedded.engine import TransformersEngine, WorkerLimits
 from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.weights.live_weights import tensor_specs

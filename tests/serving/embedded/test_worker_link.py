@@ -10,10 +10,9 @@ from multiprocessing import get_context
 import pytest
 from pydantic import TypeAdapter
 
-from rm_optimizer.serving.embedded import worker_link
-from rm_optimizer.serving.embedded.engine import BatchTime
+from rm_optimizer.serving.embedded import engine as engine_module
+from rm_optimizer.serving.embedded.engine import BatchTime, WorkerDied, WorkerLimits, WorkerLink
 from rm_optimizer.serving.embedded.frames import Frame
-from rm_optimizer.serving.embedded.worker_link import WorkerDied, WorkerLimits, WorkerLink
 from tests.serving import still_worker
 
 LIMITS = WorkerLimits(start=60.0, loading=60.0, silence=0.6, stop=0.3, tick=0.05)
@@ -37,8 +36,8 @@ def linked(monkeypatch, behavior: str, scene, limits: WorkerLimits = LIMITS):
         finally:
             await link.close()
 
-    monkeypatch.setattr(worker_link, "_spawned", spawned)
-    monkeypatch.setattr(worker_link, "DESCRIPTION", TypeAdapter(None))
+    monkeypatch.setattr(engine_module, "_spawned", spawned)
+    monkeypatch.setattr(engine_module, "DESCRIPTION", TypeAdapter(None))
     return asyncio.run(run())
 
 

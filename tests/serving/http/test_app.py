@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import StagedWeights
-from rm_optimizer.serving.http.head_checks import OPEN_PATHS
+from rm_optimizer.serving.http.gate import OPEN_PATHS
 from rm_optimizer.serving.protocol import VERSION_HEADER, ErrorBody, sigmoid
 from rm_optimizer.serving.weights.live_weights import tensor_specs
 from tests.builders import FAMILIES

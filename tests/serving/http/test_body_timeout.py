@@ -14,6 +14,7 @@ import pytest
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
 from rm_optimizer.serving.http.gate import Gate
 from rm_optimizer.serving.protocol import ErrorBody
+from rm_optimizer.serving.service.metrics import ServerMetrics
 from rm_optimizer.serving.update_protocol import Begin
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.running import engine_running
@@ -125,7 +126,7 @@ def test_a_slow_body_that_ends_in_time_is_answered(server):
 
 
 def scripted(parts, seconds):
-    """Statuses and the gate, after a POST whose body comes as `(seconds before it, bytes)`."""
+    """Statuses and the admission control, after a POST whose body comes as `(seconds before it, bytes)`."""
     statuses = []
 
     async def read_all(scope, receive, send):
@@ -146,9 +147,8 @@ def scripted(parts, seconds):
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
 
-        gate = Gate(read_all, seconds=seconds, least_rate=100.0)
-        scope = {"type": "http", "method": "POST", "path": "/", "headers": []}
-        await gate(scope, receive, send)
+        gate = Gate(read_all, ServerMetrics(), seconds=seconds, least_rate=100.0)
+        await gate({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send)
         return gate
 
     return statuses, asyncio.run(main())

@@ -12,7 +12,7 @@ from contextlib import suppress
 import httpx
 import pytest
 
-from rm_optimizer.serving.http.bounded_headers import BoundedHeaders
+from rm_optimizer.serving.http.slow_clients import BoundedHeaders
 from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
 from tests.serving.running import app_running

@@ -5,7 +5,7 @@ import asyncio
 import httpx
 import pytest
 
-from rm_optimizer.serving.service.fair_share import CLIENT, FairShare
+from rm_optimizer.serving.service.batcher import CLIENT, FairShare
 from tests.serving.engines import InProcessEngine, client_of, exported, options_of, served
 
 

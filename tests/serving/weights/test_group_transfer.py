@@ -19,7 +19,7 @@ from rm_optimizer.serving.weights.group_transfer import (
     open_store,
     wait_for_sender,
 )
-from rm_optimizer.serving.weights.sent_tensors import manifest
+from rm_optimizer.serving.weights.sending import manifest
 from rm_optimizer.serving.weights.weight_file import WeightFileWriter
 
 two_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each end")]

@@ -22,7 +22,7 @@ from rm_optimizer.serving.update_protocol import Begin, OutcomeStatus, TensorSpe
 from rm_optimizer.serving.weights import receiver
 from rm_optimizer.serving.weights.incoming import FromPath, checked_path
 from rm_optimizer.serving.weights.live_weights import tensor_specs
-from rm_optimizer.serving.weights.sent_tensors import manifest
+from rm_optimizer.serving.weights.sending import manifest
 from rm_optimizer.serving.weights.weight_file import WeightFileWriter, check_weight_file, write_weight_file
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.running import engine_running

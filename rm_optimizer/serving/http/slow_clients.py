@@ -1,24 +1,29 @@
-"""Limits on the time and size of a request's headers; uvicorn limits no time, and httptools no size.
+"""Limits on slow clients and on connections, of which uvicorn has none: headers, bodies and open files.
 
-A client that stops or trickles gets 408 and its connection is closed, as by Apache's `RequestReadTimeout header=20`.
-The application limits the body; see `gate`.
+A client that stops or trickles gets 408 and its connection is closed, as by Apache's `mod_reqtimeout`
+(`RequestReadTimeout header=20 body=20,MinRate=…`): a body has some seconds, and more for every byte received. Only time
+spent waiting for the client counts, so that a busy server ends no request.
 """
 
 from __future__ import annotations
 
 import asyncio
+import resource
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
 
-from rm_optimizer.serving.http.connections import MAX_CONNECTIONS
-from rm_optimizer.serving.http.error_answers import error_answer
-from rm_optimizer.serving.http.gate import LEAST_BYTES_PER_SECOND
+from starlette.types import Message, Receive
+
 from rm_optimizer.serving.service.api_errors import (
     MAX_HEADER_BYTES,
     ApiError,
     HeadersTooLarge,
     InvalidRequest,
     Overloaded,
+    error_answer,
 )
 from rm_optimizer.serving.service.metrics import ServerMetrics
 
@@ -26,6 +31,110 @@ if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol as HttpProtocol
 else:
     from uvicorn.protocols.http.auto import AutoHTTPProtocol as HttpProtocol
+
+MAX_CONNECTIONS = 2048
+"""Most open connections, if the limit of open files allows as many."""
+MAX_BACKLOG = 128
+"""Most connections that wait to be accepted, in addition to the open ones."""
+RESERVED_FILES = 64
+"""Files for everything but connections."""
+REPORT_SECONDS = 60.0
+"""Least time between two reports that there are no more files."""
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """Most connections of a server.
+
+    Args:
+        open: connections that are served; a further one gets 503 and is closed.
+        backlog: connections that wait to be accepted.
+    """
+
+    open: int
+    backlog: int
+
+    @classmethod
+    def of_process(cls) -> ConnectionLimits:
+        """Limits for this process's open files, after raising their limit as far as the system allows."""
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        if soft != hard:
+            try:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+                soft = hard
+            except (ValueError, OSError):  # macOS: more than the kernel has
+                pass
+        return cls.of_files(soft if soft != resource.RLIM_INFINITY else 2**20)
+
+    @classmethod
+    def of_files(cls, files: int) -> ConnectionLimits:
+        """Limits for this number of open files.
+
+        Example:
+            >>> ConnectionLimits.of_files(1024)
+            ConnectionLimits(open=832, backlog=128)
+        """
+        backlog = max(8, min(MAX_BACKLOG, files // 8))
+        return cls(max(16, min(MAX_CONNECTIONS, files - RESERVED_FILES - backlog)), backlog)
+
+
+def report_lack_of_files_once(loop: asyncio.AbstractEventLoop) -> None:
+    """Log `accept() out of system resource` once a minute; asyncio logs it for each connection that waits."""
+    last = -REPORT_SECONDS
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        nonlocal last
+        if "out of system resource" in str(context.get("message")):
+            if time.monotonic() - last < REPORT_SECONDS:
+                return
+            last = time.monotonic()
+        loop.default_exception_handler(context)
+
+    loop.set_exception_handler(handle)
+
+
+BODY_SECONDS = 20.0
+"""Longest pause in a body, and the time of a body beyond what its bytes earn, in seconds."""
+LEAST_BYTES_PER_SECOND = 128 * 2**10
+"""Least rate of a body; each byte extends its time by the reciprocal in seconds."""
+
+
+class SlowBody(ApiError):
+    """The client stopped before the end of its body, or sends it too slowly."""
+
+    status, kind = 408, "SlowBody"
+    headers: Mapping[str, str] = {"Connection": "close"}
+    """The rest of the body is not read."""
+
+
+@dataclass(eq=False)
+class TimedReceive:
+    """`receive` with a time limit on the body; it waits without one for the disconnection that follows."""
+
+    receive: Receive
+    seconds: float
+    least_rate: float
+    waited: float = 0.0
+    size: int = 0
+    is_whole: bool = False
+
+    async def __call__(self) -> Message:
+        """Next message, or `SlowBody` if it does not come in time."""
+        if self.is_whole:
+            return await self.receive()
+        left = self.seconds + self.size / self.least_rate - self.waited
+        started = time.monotonic()
+        try:
+            message = await asyncio.wait_for(self.receive(), min(self.seconds, left))
+        except TimeoutError as error:
+            raise SlowBody(
+                f"{self.size} bytes of the body came in {self.waited + time.monotonic() - started:.1f} s; expected the "
+                f"next within {self.seconds:g} s and {self.least_rate:g} bytes a second; send the body at once"
+            ) from error
+        self.waited += time.monotonic() - started
+        self.size += len(message.get("body", b""))
+        self.is_whole = not message.get("more_body", False)
+        return message
 
 
 class SlowHeaders(ApiError):
@@ -36,6 +145,9 @@ class SlowHeaders(ApiError):
 
 class BoundedHeaders(HttpProtocol):
     """uvicorn's protocol of the installed parser with limits on headers, for `uvicorn.Config(http=…)`."""
+
+    # `cycle`, `flow.read_paused`, `connections`, `transport` and `send_400_response` are private members of uvicorn.
+    # They were read in uvicorn 0.54.0, in h11_impl.py and httptools_impl.py alike; read them again before an upgrade.
 
     seconds = 20.0
     """Seconds to the last header, from the connection or from the first byte of a later request on it."""
