@@ -21,8 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.by_pair import weighted_means
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSamples, combined, cross_fit_gram, halves_of
-from rm_optimizer.landscape.estimates.sampling import weighted_means
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
 
 NEGATIVE = 0.3

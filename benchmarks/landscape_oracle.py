@@ -11,9 +11,9 @@ from scipy.linalg import eigvalsh_tridiagonal
 
 from rm_optimizer.landscape.operators.base import HessianOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.objective import measuring
+from rm_optimizer.landscape.operators.support import SupportedOperator
 from rm_optimizer.landscape.solvers.krylov import KrylovState
 from rm_optimizer.landscape.solvers.lanczos import End, lanczos, select
-from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.schema import LossConfig
 
 TOLERANCE, PRECISE = 1e-3, 1e-5

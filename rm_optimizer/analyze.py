@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
     from rm_optimizer.interfaces.command_line import CommandLine, Composed
     from rm_optimizer.landscape.analysis_context import AnalysisInput, AnalysisResult
+    from rm_optimizer.landscape.evolution import WeightsByStep
     from rm_optimizer.landscape.measured_loss import MeasuredLoss
-    from rm_optimizer.landscape.runs.evolution import WeightsByStep
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.landscape import AnalyzeConfig
 
@@ -145,10 +145,9 @@ def _analyze_into(folder: Path, options: AnalyzeConfig) -> None:
 def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> AnalysisResult[Any]:
     from rm_optimizer.landscape import analysis
     from rm_optimizer.landscape.analysis_context import AnalysisContext, require_finite_loss
-    from rm_optimizer.landscape.loading import load_measured_loss
-    from rm_optimizer.landscape.runs.between import measure_between
-    from rm_optimizer.landscape.runs.evolution import measure_evolution, readers
-    from rm_optimizer.landscape.runs.models import read_models
+    from rm_optimizer.landscape.between import measure_between, read_models
+    from rm_optimizer.landscape.evolution import measure_evolution, readers
+    from rm_optimizer.landscape.measured_loss import load_measured_loss
     from rm_optimizer.schema.landscape import AnalysisType
 
     kind = options.landscape.type
@@ -175,7 +174,7 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
 def _subject(options: AnalyzeConfig, weights: Path | None, measured_loss: MeasuredLoss) -> AnalysisInput:
     """Description of the measured weights and pairs."""
     from rm_optimizer.landscape.analysis_context import AnalysisInput
-    from rm_optimizer.landscape.operators.identity import pairs_digest
+    from rm_optimizer.landscape.operators.single_pairs import pairs_digest
 
     params = measured_loss.params
     return AnalysisInput(
@@ -269,7 +268,7 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
     """Log the numbers, eigenvalues, pictures and tables of a result to TensorBoard and W&B, at its step."""
     import numpy as np
 
-    from rm_optimizer.landscape.runs.evolution import Evolution
+    from rm_optimizer.landscape.evolution import Evolution
     from rm_optimizer.landscape.spectrum import HessianSpectrum
     from rm_optimizer.reporting.landscape_pictures import scalars_of
     from rm_optimizer.training.loggers.building import build_loggers, close_loggers

@@ -41,13 +41,13 @@ INNER = {
         {"data_loader"},
     ),
     "landscape": (
-        {"operators", "pairs_input"},
+        {"operators"},
         {"solvers"},
         {"estimates", "training_curvature"},
         {"measured_loss", "solve", "spectrum"},
-        {"comparison", "loading", "quantities", "spectrum_estimates", "surface"},
-        {"analysis_context", "hessian", "layers"},
-        {"analysis", "runs"},
+        {"hessian", "quantities", "surface"},
+        {"analysis_context", "layers"},
+        {"analysis", "between", "evolution"},
     ),
     "serving": (
         {"options", "protocol", "child_process"},

@@ -22,8 +22,7 @@ from rm_optimizer.landscape.analysis_context import (
     AnalysisContext,
     AnalysisResult,
 )
-from rm_optimizer.landscape.estimates.by_source import CurvatureByPair, curvature_by_pair
-from rm_optimizer.landscape.hessian import HessianAnalyzer
+from rm_optimizer.landscape.estimates.by_pair import CurvatureByPair, curvature_by_pair
 from rm_optimizer.landscape.layers import (
     BlockCurvature,
     LayerCurvature,
@@ -33,11 +32,11 @@ from rm_optimizer.landscape.layers import (
 )
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.parameters import select_parameters
+from rm_optimizer.landscape.operators.support import SupportedOperator
 from rm_optimizer.landscape.solve import Matrix
-from rm_optimizer.landscape.solvers.kept import remove_states
+from rm_optimizer.landscape.solvers.krylov import remove_states
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
-from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.surface.directions import (
     Directions,
@@ -46,8 +45,7 @@ from rm_optimizer.landscape.surface.directions import (
     filter_normalized,
     trajectory_plane,
 )
-from rm_optimizer.landscape.surface.grid import GridLedger, Points, measure_grid
-from rm_optimizer.landscape.surface.loss_at import MISSING
+from rm_optimizer.landscape.surface.grid import MISSING, GridLedger, Points, measure_grid
 from rm_optimizer.landscape.surface.results import (
     Slice,
     Surface,
@@ -172,16 +170,8 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
 
 def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum]:
     """Measure eigenvalues with error bounds and sampling error, the trace, and for a density analysis the density."""
-    measured_loss, config = context.measured_loss, context.config
+    config = context.config
     is_density = config.type == AnalysisType.density
-    matrix = _MATRICES.get(config.type, "hessian")
-    analyzer = HessianAnalyzer(
-        measured_loss.model,
-        loss=measured_loss.loss,
-        params=measured_loss.params,
-        dtype=measured_loss.dtype,
-        seed=measured_loss.sample.seed,
-    )
     options = replace(
         context.solver_options,
         trace_products=0 if is_density else config.num_probes,
@@ -190,16 +180,7 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
         sam_rho=config.sam_rho,
         state_file=context.folder / STATE_FILE,
     )
-    spectrum = analyzer.compute_spectrum(
-        measured_loss.sample.batches,
-        config.method.value,
-        top_k=config.top_k,
-        matrix=matrix,
-        options=options,
-        prompts=measured_loss.sample.prompts,
-        on_iteration=context.on_iteration,
-        on_product=context.on_product,
-    )
+    spectrum = context.spectrum(options, matrix=_MATRICES.get(config.type, "hessian"))
     spectrum = replace(spectrum, source=str(context.subject), by_pair=_by_pair(context, spectrum))
     is_partial = spectrum.status == SpectrumStatus.interrupted
     if is_partial and not spectrum.eigenvalues:
@@ -250,7 +231,7 @@ def _new_directions(context: AnalysisContext, count: int) -> Directions:
             on_done=hessian.release,
         )
         found = with_overlooked(matrix, found, "magnitude", tolerance=context.config.tolerance, seed=seed + 2)
-        return along_eigenvectors(matrix.widened(found), count)
+        return along_eigenvectors(found.widened(matrix.support), count)
 
 
 def _span(config: LandscapeConfig, directions: Directions) -> float:

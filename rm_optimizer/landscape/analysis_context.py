@@ -7,14 +7,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
-from rm_optimizer.landscape.solve import SpectrumOptions
+from rm_optimizer.landscape.solve import Matrix, SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
+from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.directions import Directions
 from rm_optimizer.landscape.surface.results import GridDescription
 from rm_optimizer.records.codec import JsonRecord, json_values
@@ -116,6 +118,39 @@ class AnalysisContext:
             return options
         limit = int(config.memory_gib * 2**30)
         return replace(options, memory_bytes=limit, vector_bytes=limit, graph_memory_bytes=limit)
+
+    @property
+    def spectrum_settings(self) -> list[Any]:
+        """Settings that spectra of several models depend on, beyond loss and weights."""
+        config = self.config
+        how = [config.method.value, config.which.value, config.top_k, config.num_sampled, config.tolerance]
+        return [*how, config.max_products, config.num_probes, config.trace_method.value, self.measured_loss.sample.seed]
+
+    def spectrum(
+        self, options: SpectrumOptions, *, matrix: Matrix | None = None, start: HessianSpectrum | None = None
+    ) -> HessianSpectrum:
+        """Spectrum at the present weights of the model.
+
+        Args:
+            options: quantities to compute.
+            matrix: the matrix; None takes the method's own, otherwise the Hessian.
+            start: spectrum of similar weights to start from, with its vectors; None starts at random.
+        """
+        measured, sample = self.measured_loss, self.measured_loss.sample
+        analyzer = HessianAnalyzer(
+            measured.model, loss=measured.loss, params=measured.params, dtype=measured.dtype, seed=sample.seed
+        )
+        return analyzer.compute_spectrum(
+            sample.batches,
+            self.config.method.value,
+            top_k=self.config.top_k,
+            matrix=matrix,
+            options=options,
+            start=start,
+            prompts=sample.prompts,
+            on_iteration=self.on_iteration,
+            on_product=self.on_product,
+        )
 
     def on_iteration(self, progress: Progress) -> None:
         """Report a product of a Lanczos iteration."""

@@ -16,19 +16,18 @@ from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.evaluation.draws import PairSample
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_gram
 from rm_optimizer.landscape.estimates.trace import ProbeSums
-from rm_optimizer.landscape.measured_loss import MeasuredLoss
+from rm_optimizer.landscape.hessian import add_estimates
+from rm_optimizer.landscape.measured_loss import MeasuredLoss, clusters_of
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.gauss_newton import CurvatureRows
 from rm_optimizer.landscape.operators.parameters import parameter_blocks, select_parameters
 from rm_optimizer.landscape.operators.products import ProductName
+from rm_optimizer.landscape.operators.support import SupportedOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors
-from rm_optimizer.landscape.pairs_input import clusters_of
 from rm_optimizer.landscape.solve import Solution, SpectrumOptions, solve
-from rm_optimizer.landscape.solvers.kept import part_file, remove_states
+from rm_optimizer.landscape.solvers.krylov import part_file, remove_states
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
-from rm_optimizer.landscape.solvers.support import SupportedOperator
-from rm_optimizer.landscape.spectrum_estimates import add_estimates
 from rm_optimizer.records.codec import JsonRecord
 
 Columns = Sequence[tuple[int, int]]

@@ -1,22 +1,94 @@
-"""Measured loss: a model, its loss, and the fixed pairs of the average, with a fingerprint of all three."""
+"""Measured loss: a model, its loss and its fixed pairs, and how `rm-opt analyze` loads them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.evaluation.draws import PairSample
-from rm_optimizer.landscape.estimates.by_source import DescribedPair
-from rm_optimizer.landscape.operators.identity import pairs_digest
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal, load_pairs, load_training_data
+from rm_optimizer.core.pairs.pair import PreferencePair, digest
+from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.evaluation.draws import FEWEST, PairSample, Prompts, draw_pairs, require_enough
+from rm_optimizer.landscape.estimates.by_pair import DescribedPair, pair_indices
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
-from rm_optimizer.landscape.operators.parameters import TRAINABLE
+from rm_optimizer.landscape.operators.parameters import TRAINABLE, select_parameters
+from rm_optimizer.landscape.operators.single_pairs import pairs_digest
+from rm_optimizer.records.run_folder import RunFolder
+from rm_optimizer.records.run_options import FREE, is_among, options_of
 from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema.data import Streaming
+from rm_optimizer.schema.landscape import AnalyzeConfig, Split
+
+PairSource: TypeAlias = Sequence[PreferencePair] | Iterable[AnyPairBatch] | Iterable[MacroBatch]
+"""Pairs, or a loader of batches or macro-batches of pairs that ends."""
+
+
+def fixed_batches(
+    model: BradleyTerryRM,
+    source: PairSource,
+    *,
+    token_budget: int,
+    num_pairs: int | None,
+    seed: int,
+    fewest: int = FEWEST,
+) -> tuple[Sequence[AnyPairBatch], Prompts | None]:
+    """All pairs of the source or a draw of them, in micro-batches, with their prompts if the source has them.
+
+    Args:
+        model: model that tokenizes the pairs.
+        source: pairs, or a loader, whose batches are used unchanged.
+        token_budget: most tokens, padding included, of a micro-batch that is made here.
+        num_pairs: number of pairs to draw; None takes all. A loader allows None only.
+        seed: seed of the draw.
+        fewest: least number of pairs that must remain; 0 for a process whose share may be empty.
+
+    Raises:
+        ConfigError: if `num_pairs` is given for a loader.
+        DataError: if fewer pairs remain.
+    """
+    if _are_pairs(source):
+        pairs = [pair for pair in source if isinstance(pair, PreferencePair)]
+        drawn = draw_pairs(model, pairs, num_pairs, seed, token_budget=token_budget, fewest=fewest)
+        return drawn.batches, drawn.prompts
+    if num_pairs is not None:
+        raise ConfigError(
+            "num_pairs draws from pairs, and a loader of batches was given; give pairs or a shorter loader"
+        )
+    batches = _of_loader(source)
+    require_enough(sum(batch.num_pairs for batch in batches), fewest)
+    return batches, None
+
+
+def clusters_of(batches: Iterable[AnyPairBatch], prompts: Prompts | None) -> list[int] | None:
+    """Number of each pair's prompt, in the order of the batches; None if the prompts are not known."""
+    if prompts is None:
+        return None
+    return [prompts[index] for batch in batches for index in batch.pair_index.tolist()]
+
+
+def _are_pairs(source: PairSource) -> bool:
+    return isinstance(source, Sequence) and (len(source) == 0 or isinstance(source[0], PreferencePair))
+
+
+def _of_loader(source: PairSource) -> list[AnyPairBatch]:
+    batches: list[AnyPairBatch] = []
+    for item in source:
+        if isinstance(item, MacroBatch):
+            batches += item.micro
+        elif isinstance(item, PairBatch | PackedPairBatch):
+            batches.append(item)
+        else:
+            raise DataError(f"a loader of pairs must give batches of pairs, got {type(item).__name__}")
+    return batches
 
 
 @dataclass(frozen=True)
@@ -53,3 +125,104 @@ class MeasuredLoss:
         """Digest of everything that a measurement depends on: weights, pairs, loss, parameters and type."""
         weights = weights_digest(self.model)
         return digest([weights, pairs_digest(self.sample.batches), vars(self.loss), self.params, str(self.dtype)])
+
+
+_log = logging.getLogger("rm_optimizer")
+
+_PROMPT = 80
+"""Number of characters of a prompt by which a pair is named."""
+
+
+def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -> MeasuredLoss:
+    """Load the model of a checkpoint and draw pairs according to the options.
+
+    Args:
+        options: the composed options.
+        checkpoint: checkpoint of the same run to load in place of `options.checkpoint`.
+
+    Raises:
+        CheckpointError: if the model cannot be loaded.
+        ConfigError: if no pairs are named, or no parameter is selected.
+        DataError: if the pairs cannot be read, or fewer than two are left.
+    """
+    model = BradleyTerryRM.from_pretrained(checkpoint or options.checkpoint, max_length=options.max_length)
+    if torch.cuda.is_available():
+        model.to("cuda")
+    _warn_of_other_beta(model.beta, options)
+    wanted = options.landscape.params
+    params = wanted if isinstance(wanted, str) else tuple(map(str, wanted))
+    select_parameters(model, params)
+    data = _pairs(options)
+    for note in data.notes if checkpoint is None else ():
+        _log.warning(note)
+    pairs, config = data.accepted_by(model.renderer).pairs, options.landscape
+    sample = draw_pairs(model, pairs, config.num_pairs, options.seed, token_budget=config.token_budget)
+    dtype = getattr(torch, options.landscape.dtype.value)
+    return MeasuredLoss(model.eval(), sample, options.loss, params, dtype, _described(pairs, sample))
+
+
+def _described(pairs: Sequence[PreferencePair], sample: PairSample) -> dict[int, DescribedPair]:
+    """The drawn pairs, with the columns that group them."""
+    indices = pair_indices(sample.batches)
+    columns = [
+        column
+        for column in ("source", "subset")
+        if len({str(pairs[index].metadata.get(column, "(none)")) for index in indices}) > 1
+    ]
+
+    def described(pair: PreferencePair) -> DescribedPair:
+        prompt = pair.prompt if isinstance(pair.prompt, str) else pair.prompt[-1].content
+        groups = {column: str(pair.metadata.get(column, "(none)")) for column in columns}
+        return DescribedPair(pair.pair_id, " ".join(prompt.split())[:_PROMPT], groups)
+
+    return {index: described(pairs[index]) for index in indices}
+
+
+def _warn_of_other_beta(trained: float, options: AnalyzeConfig) -> None:
+    """Warn if the loss has another inverse temperature than the model was trained with."""
+    if trained not in (1.0, options.loss.beta):
+        _log.warning(
+            "the loss is measured with loss.beta=%g, but %s was trained with %g; loss.beta=%g measures that loss",
+            options.loss.beta, options.checkpoint, trained, trained,
+        )  # fmt: skip
+
+
+def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
+    if options.data.train is None and RunFolder.of(options.checkpoint) is None:
+        raise ConfigError(
+            f"data.train must name pairs, since no run folder of {options.checkpoint} records them; "
+            "add --data PAIRS (data.train=PAIRS)"
+        )
+    if options.split == Split.all and options.data.train is not None:
+        return load_pairs(options.data.train, options.data)
+    data = load_training_data(options.data)
+    _require_data_of_run(options, data)
+    return data.val if options.split == Split.val else data.train
+
+
+def _require_data_of_run(options: AnalyzeConfig, data: TrainVal) -> None:
+    """Refuse pairs that differ from those that the run was trained on.
+
+    Raises:
+        DataError: if their fingerprints differ.
+    """
+    run = RunFolder.of(options.checkpoint)
+    identity = run.identity if run is not None else None
+    if run is None or identity is None:
+        return
+    as_trained = {**run.options["data"], **identity.sources}
+    read = options_of(options.data)
+    if any(read[name] != as_trained.get(name) for name in read if not is_among(f"data.{name}", FREE)):
+        return
+    is_streamed = options.data.streaming != Streaming.off  # its training fingerprint is that of the files
+    train = identity.train_fingerprint if is_streamed else data.train.fingerprint
+    for option, was, now in (
+        ("data.train", identity.train_fingerprint, train),
+        ("data.val", identity.val_fingerprint, data.val.fingerprint),
+    ):
+        if was != now:
+            raise DataError(
+                f"{options.data.train or 'the synthetic world'}: the pairs of {option} are not those that the run in "
+                f"{run.path} was trained on (fingerprint was {was}, is {now}); bring them back, or name pairs with "
+                "--data PAIRS"
+            )

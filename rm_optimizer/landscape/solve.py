@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.landscape.estimates.by_source import PairCurvatures
+from rm_optimizer.landscape.estimates.by_pair import PairCurvatures
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
@@ -23,8 +23,8 @@ from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator,
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.products import GRAPH_SHARE, ProductName, free_bytes
-from rm_optimizer.landscape.solvers.kept import KeptState
-from rm_optimizer.landscape.solvers.krylov import KrylovState, OrthonormalBasis
+from rm_optimizer.landscape.operators.support import SupportedOperator
+from rm_optimizer.landscape.solvers.krylov import KeptState, KrylovState, OrthonormalBasis
 from rm_optimizer.landscape.solvers.lanczos import (
     FEWEST_SPARE,
     Eigenpairs,
@@ -39,7 +39,6 @@ from rm_optimizer.landscape.solvers.lanczos import (
 from rm_optimizer.landscape.solvers.overlooked import CHECK_PRODUCTS
 from rm_optimizer.landscape.solvers.pyhessian_method import pyhessian_eigenpairs
 from rm_optimizer.landscape.solvers.reference import full_spectrum, power_iteration
-from rm_optimizer.landscape.solvers.support import SupportedOperator
 from rm_optimizer.schema.landscape import SpectrumMethod, TraceMethod
 
 Matrix = Literal["hessian", "gauss_newton", "fisher"]
@@ -298,13 +297,13 @@ def _by_lanczos(
         kept.save()
         operator.release()
         found = eigenpairs_so_far(matrix, state, top_k, options.which, options.tolerance)
-        return Solution(matrix.widened(found), is_interrupted=True, seconds_before=seconds_before)
+        return Solution(found.widened(matrix.support), is_interrupted=True, seconds_before=seconds_before)
     kept.save()
     state.basis = OrthonormalBasis()  # frees the memory that whole eigenvectors need
     is_done = pairs.values.abs() <= pairs.error_bounds  # below the rounding of products no value converges
     is_done |= torch.tensor(pairs.converged)
     searched = options.which if options.keep_vectors and bool(is_done.all()) else None
-    return Solution(matrix.widened(pairs), searched=searched, seconds_before=seconds_before)
+    return Solution(pairs.widened(matrix.support), searched=searched, seconds_before=seconds_before)
 
 
 def _most_vectors(matrix: SupportedOperator, top_k: int, options: SpectrumOptions) -> int | None:

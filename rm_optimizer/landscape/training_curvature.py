@@ -14,9 +14,8 @@ from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature
-from rm_optimizer.landscape.operators.differences import GradientDifferences
+from rm_optimizer.landscape.operators.differences import GradientDifferences, ScaledDifferences
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
-from rm_optimizer.landscape.operators.scaled import ScaledDifferences
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, unit
 from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.schema import LossConfig

@@ -13,13 +13,13 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.landscape.estimates.by_source import CurvatureByPair
+from rm_optimizer.landscape.between import BetweenModels
+from rm_optimizer.landscape.estimates.by_pair import CurvatureByPair
 from rm_optimizer.landscape.estimates.density import SPREAD, SpectralDensity, density_curve
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
+from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
 from rm_optimizer.landscape.quantities import Quantity, summarize
-from rm_optimizer.landscape.runs.between import BetweenModels
-from rm_optimizer.landscape.runs.evolution import Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.surface.results import Row, Slice, Surface, Trajectory
 from rm_optimizer.records.codec import json_values

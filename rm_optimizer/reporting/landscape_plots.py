@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
-from rm_optimizer.landscape.surface.loss_at import PointLoss
+from rm_optimizer.landscape.surface.grid import PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
 from rm_optimizer.reporting.plots import CHANCE_LOSS
 from rm_optimizer.reporting.style import (

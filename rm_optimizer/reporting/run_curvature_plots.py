@@ -10,8 +10,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.landscape.runs.between import BetweenModels
-from rm_optimizer.landscape.runs.evolution import Evolution
+from rm_optimizer.landscape.between import BetweenModels
+from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Row
 from rm_optimizer.reporting.landscape_plots import named

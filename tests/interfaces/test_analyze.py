@@ -18,11 +18,11 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingDiverged
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.command_line import checked
+from rm_optimizer.landscape import evolution
+from rm_optimizer.landscape.between import BetweenModels
+from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.quantities import summarize
-from rm_optimizer.landscape.runs import evolution
-from rm_optimizer.landscape.runs.between import BetweenModels
-from rm_optimizer.landscape.runs.evolution import Evolution
 from rm_optimizer.landscape.solve import solve
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
@@ -425,7 +425,7 @@ def test_layers_stopped_on_their_way_go_on_with_the_next_block(run_dir, tmp_path
     with monkeypatch.context() as patch:
         patch.setattr("rm_optimizer.landscape.layers.solve", allowed(2, solve))
         patch.setattr("rm_optimizer.landscape.layers.block_traces", allowed(0, solve))
-        patch.setattr("rm_optimizer.landscape.spectrum_estimates.estimate_trace", allowed(0, solve))
+        patch.setattr("rm_optimizer.landscape.hessian.estimate_trace", allowed(0, solve))
         analyzed(run_dir, *options)
     whole = LayerCurvature.from_json((tmp_path / "layers.json").read_text())
     assert whole.blocks[0] == partial.blocks[0]

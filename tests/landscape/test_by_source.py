@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from rm_optimizer.landscape.estimates.by_source import DescribedPair, PairCurvatures, curvature_by_pair
+from rm_optimizer.landscape.estimates.by_pair import DescribedPair, PairCurvatures, curvature_by_pair
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.objective import measuring

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from rm_optimizer.landscape.estimates.by_pair import pair_curvatures, sampling_error
 from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_gram, cross_fit_hessian, halves_of, part_of
-from rm_optimizer.landscape.estimates.sampling import pair_curvatures, sampling_error
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact

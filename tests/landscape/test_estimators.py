@@ -11,8 +11,8 @@ import torch
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.estimates import sampling
+from rm_optimizer.landscape.estimates.by_pair import pair_curvatures, sampling_error, weighted_means
 from rm_optimizer.landscape.estimates.density import spectral_density
-from rm_optimizer.landscape.estimates.sampling import pair_curvatures, sampling_error, weighted_means
 from rm_optimizer.landscape.estimates.trace import (
     TRACE_ESTIMATORS,
     deflated_trace,

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.landscape.operators.identity import identity_of, pairs_digest
 from rm_optimizer.landscape.operators.objective import measuring
+from rm_optimizer.landscape.operators.single_pairs import identity_of, pairs_digest
 from tests.landscape.worlds import EVERYTHING, PLAIN, micro_batches, pairs, reward_model
 
 

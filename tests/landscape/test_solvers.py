@@ -15,7 +15,7 @@ from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperator, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import measuring
-from rm_optimizer.landscape.operators.pair_gradients import single_pairs
+from rm_optimizer.landscape.operators.single_pairs import single_pairs
 from rm_optimizer.landscape.solve import _gram_pairs, known_ends
 from rm_optimizer.landscape.solvers.krylov import KrylovState
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos

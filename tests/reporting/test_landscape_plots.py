@@ -16,7 +16,7 @@ from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSample
 from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, TopEigenvalue
-from rm_optimizer.landscape.surface.loss_at import PointLoss
+from rm_optimizer.landscape.surface.grid import PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
 from rm_optimizer.reporting.curvature_plots import (
     has_training_curvature,

@@ -14,15 +14,15 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.landscape.estimates.sampling import pair_curvatures, weighted_means
+from rm_optimizer.landscape.estimates.by_pair import pair_curvatures, weighted_means
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
 from rm_optimizer.landscape.operators.objective import PairObjective
-from rm_optimizer.landscape.operators.pair_gradients import chosen_pairs
 from rm_optimizer.landscape.operators.products import ProductName
-from rm_optimizer.landscape.solvers.kept import KeptState, part_file
+from rm_optimizer.landscape.operators.single_pairs import chosen_pairs
+from rm_optimizer.landscape.operators.support import SupportedOperator
+from rm_optimizer.landscape.solvers.krylov import KeptState, part_file
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
-from rm_optimizer.landscape.solvers.support import SupportedOperator
 
 FIT_TOLERANCE = 0.05
 """Relative residual of a half's eigenvalues. The value along a vector is unbiased whatever the vector is."""
@@ -284,7 +284,7 @@ def _top_of(
         on_done=operator.release,
     )
     kept.save()
-    return matrix.widened(found)
+    return found.widened(matrix.support)
 
 
 def _halves_within(pairs: Pairs, clusters: Sequence[int] | None, seed: int) -> tuple[Pairs, Pairs]:

@@ -20,6 +20,7 @@ LARGEST_MOVE = {torch.float32: 4e-4, torch.float64: 2e-6}
 It is small, so that the curvature changes little on the way, but large compared to the rounding of the gradient. On
 MiniLM after four steps, products are then within 0.3 % along the top eigenvector and along random signs.
 """
+
 LARGEST_MOVE_FOR_A_NUMBER = {torch.float32: 4e-3, torch.float64: 2e-5}
 """Largest move of any weight if only the loss is computed, whose rounding error is divided by the square of the move.
 
@@ -107,3 +108,27 @@ class GradientDifferences:
     def _share(self, weights: Sequence[Tensor], batch: AnyPairBatch) -> Tensor:
         """Share of a micro-batch in the loss at these weights, computed from its rewards in float64."""
         return self.objective.share(self.objective.rewards_at(weights, batch).double(), batch)
+
+
+class ScaledDifferences:
+    """`S A S` with a diagonal `S`: for an optimizer with preconditioner `P`, `S = P^{-1/2}` and `A` is the Hessian.
+
+    Args:
+        matrix: the matrix `A`.
+        scale: diagonal of `S`.
+    """
+
+    def __init__(self, matrix: GradientDifferences, scale: Float[Tensor, " parameters"]) -> None:
+        self.matrix = matrix
+        self.dimension = matrix.dimension
+        self.dtype = matrix.dtype
+        self.device = matrix.device
+        self.scale = scale.to(self.device, self.dtype)
+
+    def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
+        """The matrix times each row."""
+        return self.scale * self.matrix.apply(self.scale * vectors)
+
+    def along(self, vector: Float[Tensor, " parameters"]) -> float:
+        """`v^T S A S v`."""
+        return self.matrix.along(self.scale * vector)

@@ -1,8 +1,8 @@
-"""Full spectrum of the Gauss-Newton matrix, from a matrix of pairs by pairs."""
+"""Full spectrum of the Gauss-Newton matrix, from the gradients of single pairs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,12 +13,63 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
+from rm_optimizer.core.tokens.batching import PairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.operators.base import OutputCurvature
+from rm_optimizer.landscape.operators.base import OutputCurvature, fisher_factors, output_blocks
 from rm_optimizer.landscape.operators.objective import PairObjective
-from rm_optimizer.landscape.operators.pair_gradients import curvature_rows
+from rm_optimizer.landscape.operators.single_pairs import single_pairs
 from rm_optimizer.landscape.operators.support import support_of
 from rm_optimizer.landscape.operators.vectors import gram_matrix, pairwise_inner, unit
+
+_ROUNDING = 16
+"""Bound in units of the rewards' precision; a smaller second eigenvalue of a pair's matrix is a rounded 0."""
+
+
+@dataclass(frozen=True)
+class PairRows:
+    """One pair's part of a matrix `J^T C J`, as rows whose outer products add up to it.
+
+    With `C_i = sum_k c_k u_k u_k^T` for the pair's two rewards, the rows are `sqrt(c_k) J_i^T u_k`; a loss without
+    regularizers has one, along the margin.
+
+    Args:
+        number: position of the pair among all pairs.
+        rewards: rewards of the pair, with their graph.
+        seeds: `sqrt(c_k) u_k`.
+    """
+
+    number: int
+    rewards: Float[Tensor, " sequences"]
+    seeds: tuple[Float[Tensor, " sequences"], ...]
+
+    def gradients(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+        """The rows, one tensor for each parameter."""
+        for left, seed in zip(reversed(range(len(self.seeds))), self.seeds, strict=True):
+            yield torch.autograd.grad(
+                self.rewards, parameters, seed, retain_graph=left > 0, allow_unused=True, materialize_grads=True
+            )
+
+
+def curvature_rows(objective: PairObjective, curvature: OutputCurvature) -> Iterator[PairRows]:
+    """The rows of each pair in turn, each from a forward pass of its own."""
+    singles = (single for batch in objective.batches for single in single_pairs(batch))
+    for number, single in enumerate(singles):
+        rewards = objective.model.rewards_of(single)
+        seeds = (fisher_factors if curvature == "fisher" else _gauss_newton_factors)(
+            objective, single, rewards.detach()
+        )
+        yield PairRows(number, rewards, tuple(objective.checked(seeds)))
+
+
+def _gauss_newton_factors(
+    objective: PairObjective, single: PairBatch, rewards: Float[Tensor, " sequences"]
+) -> Float[Tensor, "rows 2"]:
+    block = objective.checked(output_blocks(objective, single, rewards, "gauss_newton")[0].double())
+    values, vectors = torch.linalg.eigh(block)
+    kept = values > _ROUNDING * torch.finfo(rewards.dtype).eps * values.max()
+    factors: Tensor = (values[kept].sqrt() * vectors[:, kept]).T
+    return factors.to(rewards.dtype)
+
 
 _ZERO = 1e-12
 """Share of the largest eigenvalue below which an eigenvalue counts as 0."""

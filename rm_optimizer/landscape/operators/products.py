@@ -100,6 +100,7 @@ class KeptGraph(ReverseOverReverse):
 
     def graph(self, batch: AnyPairBatch) -> _GradientGraph:
         """The graph of the gradient of one of the objective's micro-batches."""
+        # An id names one batch only while that batch lives: the objective holds its batches as long as it holds graphs.
         if id(batch) not in self._graphs:
             self._graphs[id(batch)] = super().graph(batch)
         return self._graphs[id(batch)]

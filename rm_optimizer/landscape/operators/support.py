@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.landscape.operators.base import LossOperator
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.parameters import ParameterSubset
 
@@ -146,9 +147,30 @@ class _Lookups(TorchFunctionMode):
 
 
 _SIZES = ("__len__", "dim", "ndimension", "numel", "size", "stride")
+
 _KINDS = ("__get__", "get_device", "is_complex", "is_contiguous", "is_floating_point")
 
 
 def _is_description(func: Callable[..., Any], result: object) -> bool:
     """True for reading a property such as type, device or shape, which reads no values."""
     return func.__name__ in (*_SIZES, *_KINDS) and not isinstance(result, Tensor)
+
+
+class SupportedOperator:
+    """A matrix of a loss without rows and columns of zeros.
+
+    Args:
+        operator: the matrix.
+        support: remaining rows; None takes those of `support_of`.
+    """
+
+    def __init__(self, operator: LossOperator, support: Support | None = None) -> None:
+        self._operator = operator
+        self.support = support or support_of(operator.objective)
+        self.dimension = self.support.dimension
+        self.dtype = operator.dtype
+        self.device = operator.device
+
+    def apply(self, vectors: Float[Tensor, "vectors dimension"]) -> Float[Tensor, "vectors dimension"]:
+        """The matrix times each row."""
+        return self.support.narrow(self._operator.apply(self.support.widen(vectors)))

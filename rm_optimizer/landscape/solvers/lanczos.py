@@ -16,7 +16,7 @@ first space is therefore exhausted, and further ones follow.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.operators.base import SymmetricOperator
+from rm_optimizer.landscape.operators.support import Support
 from rm_optimizer.landscape.operators.vectors import RandomVectors, orthogonality_loss, unit
 from rm_optimizer.landscape.solvers.krylov import KrylovState, extend
 
@@ -83,6 +84,10 @@ class Eigenpairs:
     orthogonality_loss: float
     is_orthonormal: bool = True
     num_overlooked: int | None = None
+
+    def widened(self, support: Support) -> Eigenpairs:
+        """Eigenpairs of the whole matrix, from those of the part that the loss depends on."""
+        return replace(self, vectors=support.widen(self.vectors))
 
 
 @dataclass(frozen=True)

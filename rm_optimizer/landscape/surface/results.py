@@ -8,8 +8,7 @@ from dataclasses import asdict, astuple, dataclass
 from typing import TypeVar
 
 from rm_optimizer.landscape.surface.directions import TrajectoryPlane
-from rm_optimizer.landscape.surface.grid import Points
-from rm_optimizer.landscape.surface.loss_at import MISSING, PointLoss
+from rm_optimizer.landscape.surface.grid import MISSING, PointLoss, Points
 from rm_optimizer.records.codec import JsonRecord
 
 Row = dict[str, float | int | str | None]

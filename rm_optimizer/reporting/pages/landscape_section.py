@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
+from rm_optimizer.landscape.between import BetweenModels
+from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.layers import LayerCurvature
-from rm_optimizer.landscape.runs.between import BetweenModels
-from rm_optimizer.landscape.runs.evolution import Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.records.codec import JsonRecord

@@ -198,7 +198,7 @@ def test_a_soft_cap_of_attention_is_part_of_the_measured_loss(cap: float):
 
 
 def test_attention_that_gives_another_loss_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("rm_optimizer.landscape.operators.frozen.soft_cap", lambda config: None)
+    monkeypatch.setattr("rm_optimizer.landscape.operators.objective.soft_cap", lambda config: None)
     model = soft_capped(1.0, attn_logit_softcapping=1.0)
     with (
         pytest.raises(ConfigError, match=r"must be that of the model's own loss, .*load the model with attn_impl"),

@@ -15,10 +15,9 @@ from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
-from rm_optimizer.landscape.operators.support import support_of
+from rm_optimizer.landscape.operators.support import SupportedOperator, support_of
 from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
-from rm_optimizer.landscape.solvers.support import SupportedOperator
 from tests.builders import fresh_reward_model
 from tests.landscape.worlds import EVERYTHING, FAMILIES, PLAIN, SHAPE, micro_batches, pairs, reward_model
 

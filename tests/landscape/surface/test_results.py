@@ -22,8 +22,7 @@ from rm_optimizer.landscape.analysis_context import AnalysisContext
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.landscape.surface.directions import Directions, along_eigenvectors, filter_normalized
-from rm_optimizer.landscape.surface.grid import GridLedger, measure_grid
-from rm_optimizer.landscape.surface.loss_at import PointLoss, _clustered_mean
+from rm_optimizer.landscape.surface.grid import GridLedger, PointLoss, _clustered_mean, measure_grid
 from rm_optimizer.landscape.surface.results import (
     GridDescription,
     Slice,

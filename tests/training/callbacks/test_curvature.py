@@ -27,7 +27,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.loading import load_measured_loss
+from rm_optimizer.landscape.measured_loss import load_measured_loss
 from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import LossConfig, TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig

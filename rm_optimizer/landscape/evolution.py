@@ -13,15 +13,14 @@ from torch import Tensor
 
 from rm_optimizer.core.storage.checkpoint import load_weights, read_checkpoint
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
-from rm_optimizer.landscape.comparison import compare_spectra
-from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus, compare_spectra
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.files import replacing
 from rm_optimizer.schema.landscape import SpectrumMethod
 
 EVOLUTION_FILE, VECTORS_FILE = "evolution.jsonl", "vectors.pt"
 """Files in the folder of results: the spectrum of each measured step, and the eigenvectors of the last one."""
+
 WeightsByStep = dict[int, Callable[[], Mapping[str, Tensor]]]
 """Readers of the classifier's weights by name, by optimizer step, ascending."""
 
@@ -64,7 +63,7 @@ def measure_evolution(context: AnalysisContext, weights: WeightsByStep) -> Analy
     Raises:
         KeyboardInterrupt: if the user stopped it before the first spectrum was complete.
     """
-    identity = [context.measured_loss.fingerprint(), list(weights), *spectrum_settings(context)]
+    identity = [context.measured_loss.fingerprint(), list(weights), *context.spectrum_settings]
     with context.ledger(EVOLUTION_FILE, identity, len(weights)) as ledger:
         found = {row["step"]: row for row in ledger.values()}
         try:
@@ -93,12 +92,13 @@ def _measured(
     """Measure the steps that are not in the ledger yet."""
     classifier = context.measured_loss.model.model
     before = _kept(context.folder / VECTORS_FILE, found)
+    is_lanczos, options = context.config.method == SpectrumMethod.lanczos, context.solver_options
     for done, (step, read) in enumerate(weights.items()):
         if step in found:
             continue
         context.on_progress(f"step {step:,}", done, len(weights), "")
         load_weights(classifier, read(), Path(f"step {step}"))
-        now = spectrum_of(context, before)
+        now = context.spectrum(options, start=before if is_lanczos else None)
         if now.status == SpectrumStatus.interrupted:
             raise KeyboardInterrupt
         overlap = None
@@ -113,40 +113,6 @@ def _measured(
 
 def _weights(path: Path) -> Mapping[str, Tensor]:
     return read_checkpoint(path)[1]
-
-
-def spectrum_settings(context: AnalysisContext) -> list[Any]:
-    """Settings that a spectrum of `spectrum_of` depends on, beyond loss and weights, for the identity of a ledger."""
-    config = context.config
-    how = [config.method.value, config.which.value, config.top_k, config.num_sampled, config.tolerance]
-    return [*how, config.max_products, config.num_probes, config.trace_method.value, context.measured_loss.sample.seed]
-
-
-def spectrum_of(context: AnalysisContext, before: HessianSpectrum | None) -> HessianSpectrum:
-    """Spectrum at the present weights of the context's model.
-
-    Args:
-        context: pairs, loss and options.
-        before: spectrum of similar weights to start from, with its vectors; None starts at random.
-    """
-    measured, config = context.measured_loss, context.config
-    is_exact = config.method == SpectrumMethod.gauss_newton_exact
-    analyzer = HessianAnalyzer(
-        measured.model, loss=measured.loss, params=measured.params, dtype=measured.dtype, seed=measured.sample.seed
-    )
-    return analyzer.compute_spectrum(
-        measured.sample.batches,
-        config.method.value,
-        top_k=config.top_k,
-        options=replace(
-            context.solver_options,
-            trace_products=0 if is_exact else config.num_probes,
-        ),
-        start=before if config.method == SpectrumMethod.lanczos else None,
-        prompts=measured.sample.prompts,
-        on_iteration=context.on_iteration,
-        on_product=context.on_product,
-    )
 
 
 def _kept(path: Path, found: Mapping[int, Mapping[str, Any]]) -> HessianSpectrum | None:

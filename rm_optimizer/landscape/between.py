@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -15,20 +17,63 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
-from rm_optimizer.core.model.identity import tensors_digest
+from rm_optimizer.core.model.identity import differing_settings, tensors_digest
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.checkpoint import load_weights
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
-from rm_optimizer.landscape.comparison import compare_spectra
-from rm_optimizer.landscape.measured_loss import MeasuredLoss
-from rm_optimizer.landscape.pairs_input import clusters_of
-from rm_optimizer.landscape.runs.evolution import spectrum_of, spectrum_settings
-from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.landscape.measured_loss import MeasuredLoss, clusters_of
+from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus, compare_spectra
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
 from rm_optimizer.records.files import replacing
 
+
+def read_models(
+    checkpoints: Sequence[str], paths: Sequence[str | Path]
+) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
+    """Readers of the weights of each model by its name.
+
+    Args:
+        checkpoints: the models as given.
+        paths: files that their weights are read from.
+
+    Raises:
+        ConfigError: if a model reads text as other tokens than the first one, or computes otherwise on them.
+    """
+    models: dict[str, Callable[[], Mapping[str, Tensor]]] = {}
+    first: BradleyTerryRM | None = None
+    for name, path in zip(names_of(checkpoints), paths, strict=True):
+        model = BradleyTerryRM.from_pretrained(path)
+        first = first or model
+        if differing := differing_settings(first, model):
+            shown = f"{', '.join(differing[:3])}{' …' * (len(differing) > 3)}"
+            raise ConfigError(
+                f"landscape.others must be models that differ from the checkpoint in their weights alone, and {name} "
+                f"has another {shown}; compare models of one architecture and tokenizer"
+            )
+        weights = {key: value.detach().clone() for key, value in model.model.state_dict().items()}
+        models[name] = partial(dict, weights)
+    return models
+
+
+def names_of(checkpoints: Sequence[str]) -> list[str]:
+    """Names of models: the ends of their paths, of as many parts as tell them apart, numbered where none do.
+
+    Example:
+        >>> names_of(["runs/a/best", "runs/lr0.1/best"]), names_of(["org/name", "org/name"])
+        (['a/best', 'lr0.1/best'], ['org/name (1)', 'org/name (2)'])
+    """
+    parts = [Path(os.path.abspath(each) if os.path.exists(each) else each).parts for each in checkpoints]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]).removesuffix(".ckpt") for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{each} ({number})" for number, each in enumerate(checkpoints, start=1)]
+
+
 BETWEEN_FILE = "between.jsonl"
 """File in the folder of results that holds each spectrum and path once it is measured."""
+
 Weights = Mapping[str, Tensor]
 
 
@@ -96,7 +141,7 @@ def measure_between(
     config, sample = context.config, context.measured_loss.sample
     pairs = list(combinations(range(len(models)), 2))
     of_models = [[name, tensors_digest(read())] for name, read in models.items()]
-    identity = [context.measured_loss.fingerprint(), of_models, *spectrum_settings(context), config.num_points]
+    identity = [context.measured_loss.fingerprint(), of_models, *context.spectrum_settings, config.num_points]
     with context.ledger(BETWEEN_FILE, identity, len(models) + len(pairs)) as ledger:
         rows = list(ledger.values())
         try:
@@ -134,7 +179,7 @@ def _measured(
         if index < len(spectra):
             continue
         load_weights(measured.model.model, read(), Path(name))
-        spectrum = spectrum_of(context, None)
+        spectrum = context.spectrum(context.solver_options)
         if spectrum.status == SpectrumStatus.interrupted:
             raise KeyboardInterrupt
         with replacing(_vectors_file(context, index)) as temporary:

@@ -1,1 +1,0 @@
-"""Curvature and loss of several models: along a run, and between runs."""
