@@ -10,7 +10,7 @@ import torch
 
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.estimates import sampling
+from rm_optimizer.landscape.estimates import by_pair
 from rm_optimizer.landscape.estimates.by_pair import pair_curvatures, sampling_error, weighted_means
 from rm_optimizer.landscape.estimates.density import spectral_density
 from rm_optimizer.landscape.estimates.trace import (
@@ -257,7 +257,7 @@ def test_lack_of_memory_is_not_taken_for_a_lack_of_derivatives(monkeypatch: pyte
     def exhausted(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory left")
 
-    monkeypatch.setattr(sampling, "jvp", exhausted)
+    monkeypatch.setattr(by_pair, "jvp", exhausted)
     model = reward_model("llama")
     with (
         measuring(model, micro_batches(model), EVERYTHING, params=INNER, dtype=torch.float64) as objective,

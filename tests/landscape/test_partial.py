@@ -15,7 +15,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.solve import SpectrumOptions
-from rm_optimizer.landscape.solvers import kept
+from rm_optimizer.landscape.solvers import krylov
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.solvers.overlooked import CHECK_PRODUCTS
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
@@ -57,7 +57,7 @@ def test_a_stopped_iteration_goes_on_from_its_last_product_and_tells_the_time_le
 
 def test_a_killed_cross_fit_goes_on_from_the_search_it_stood_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     options = SpectrumOptions(product="reverse", num_sampled=1, state_file=tmp_path / "lanczos.json")
-    monkeypatch.setattr(kept, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(krylov, "SAVE_SECONDS", 0.0)
     apply, calls = HessianOperator.apply, 0
 
     def counted(operator: HessianOperator, vectors: Tensor) -> Tensor:
