@@ -15,6 +15,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from rm_optimizer.core.pairs.column_hints import contrary_notes
 from rm_optimizer.core.pairs.overlap import folded_prompt_id, pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.source_pairs import FIRST_ROWS, SourceFormat
@@ -24,7 +25,7 @@ from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, re
 from rm_optimizer.core.tokens.batching import PairValues
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
 from rm_optimizer.errors import ConfigError, ConversationRefused, DataError
-from rm_optimizer.schema.data import DataConfig
+from rm_optimizer.schema.data import DataConfig, KwiseRule, OnBadRow
 
 BLOCK_BYTES = 2**21
 """Approximate bytes of text of a block, which a worker holds in memory at once."""
@@ -145,7 +146,10 @@ def _opened(source: DataSource, named: str) -> SourceFormat:
             f"{source.path}: streaming reads k-wise rows with responses and scores lists, got one response a row, "
             "which would have to be gathered by prompt from the whole file"
         )
-    return replace(form, notes=tuple(note.replace(source.path, named, 1) for note in form.notes))
+    tally = RowTally(source.path, OnBadRow.drop, 1.0)
+    pairs = [pair for _, pair in form.pairs(first, KwiseRule.all, tally)]
+    notes = (*form.notes, *contrary_notes(source, pairs))
+    return replace(form, notes=tuple(note.replace(source.path, named, 1) for note in notes))
 
 
 def _ignore(number: int, reason: str) -> None:

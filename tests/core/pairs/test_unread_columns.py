@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
+from rm_optimizer.core.data_loader import PreferenceDataset, RayPreferenceDataset, load_training_data
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.schema import DataConfig
 
@@ -158,6 +158,7 @@ def test_a_second_account_of_the_preference_is_counted_and_said(name: str, tmp_p
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (note,) = PreferenceDataset.load(str(path), columns=columns).notes
     assert re.match(f"{re.escape(str(path))}: {says}", note)
+    assert RayPreferenceDataset(str(path), columns=columns).notes == (note,)
     if not columns:
         assert PreferenceDataset.from_pairs(rows).notes == (note.replace(str(path), "pairs", 1),)
 
