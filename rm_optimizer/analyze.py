@@ -119,7 +119,7 @@ def analyze(options: AnalyzeConfig) -> Path:
 def _analyze_into(folder: Path, options: AnalyzeConfig) -> None:
     """Measure, print and write into a folder that this process holds."""
     from rm_optimizer.records.files import write_text
-    from rm_optimizer.reporting.landscape_pictures import draw_result, print_result
+    from rm_optimizer.reporting.landscape.results import draw_result, print_result
 
     kind = options.landscape.type
     try:
@@ -270,7 +270,7 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
 
     from rm_optimizer.landscape.evolution import Evolution
     from rm_optimizer.landscape.spectrum import HessianSpectrum
-    from rm_optimizer.reporting.landscape_pictures import scalars_of
+    from rm_optimizer.reporting.landscape.results import scalars_of
     from rm_optimizer.training.loggers.building import build_loggers, close_loggers
     from rm_optimizer.training.loggers.media import log_histogram
 
@@ -311,8 +311,8 @@ def _log_files(loggers: Sequence[Logger], kind: str, files: Sequence[Path], step
 def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
     """Draw the curvature that the run measured during training, beside the Hessian's spectrum."""
     from rm_optimizer.records.run_folder import RunFolder
-    from rm_optimizer.reporting.curvature_plots import has_training_curvature
-    from rm_optimizer.reporting.landscape_pictures import draw_training_curvature
+    from rm_optimizer.reporting.landscape.results import draw_training_curvature
+    from rm_optimizer.reporting.landscape.spectrum import has_training_curvature
     from rm_optimizer.schema.landscape import AnalysisType
 
     run = RunFolder.of(options.checkpoint)

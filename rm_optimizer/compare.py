@@ -16,10 +16,8 @@ from rm_optimizer.experiments.study import Study, TrialLines
 from rm_optimizer.experiments.training_trials import config_of
 from rm_optimizer.experiments.trial import executor_named
 from rm_optimizer.records.files import write_rows, write_text
-from rm_optimizer.reporting.optimizer_findings import print_findings
-from rm_optimizer.reporting.pages.exhibits import Exhibits
+from rm_optimizer.reporting.optimizer_comparison import findings_document, print_findings
 from rm_optimizer.reporting.pages.folder_page import REPORT_FOLDER
-from rm_optimizer.reporting.pages.study_page import findings_document
 from rm_optimizer.schema.compose import model_overrides
 
 DEFAULT_OPTIMIZERS = ("adam", "adamw", "sgd", "muon", "lion")
@@ -157,8 +155,8 @@ def report(folder: Path) -> Path:
     """
     found, rows = findings(folder), [*Study(folder).rows()]
     print_findings(found)
-    document, output, exhibits = findings_document(found, rows), folder / REPORT_FOLDER, Exhibits()
-    exhibits.write(output, document.html(exhibits))
+    document, output = findings_document(found, rows), folder / REPORT_FOLDER
+    document.write(output)
     write_text(output / "findings.json", found.to_json() + "\n")
     write_rows(output / "trials.parquet", rows)
     return write_text(output / "report.md", document.markdown(with_figures=True))

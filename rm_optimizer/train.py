@@ -107,7 +107,7 @@ def _compare(sweep: Sweep) -> None:
 
 def show(result: RunResult) -> None:
     """Draw the run's pictures and print its summary."""
-    from rm_optimizer.reporting.pictures import draw_run, print_run
+    from rm_optimizer.reporting.run_report import draw_run, print_run
 
     draw_run(result)
     print_run(result)
@@ -117,7 +117,7 @@ def option_callbacks(config: TrainConfig) -> list[Callback]:
     """Callbacks of the options that are on, with functions from other packages; the others are not imported."""
     found: list[Callback] = []
     if config.training.calibration.enabled:
-        from rm_optimizer.reporting.pictures import draw_reliability
+        from rm_optimizer.reporting.run_report import draw_reliability
         from rm_optimizer.training.callbacks.calibration import CalibrationCallback
 
         found.append(CalibrationCallback(config.training.calibration, draw_reliability))
@@ -240,7 +240,7 @@ def _has_ended(config: TrainConfig) -> bool:
 
     if config.resume != Resume.auto or not (Path(config.output_dir) / RESULT_FILE).is_file():
         return False
-    from rm_optimizer.reporting.pictures import PICTURES, draw_run, print_run
+    from rm_optimizer.reporting.run_report import PICTURES, draw_run, print_run
     from rm_optimizer.training.folder.start import ended_run
 
     if (ended := ended_run(RunRequest.of(config))) is None:

@@ -46,7 +46,7 @@ from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.provenance import commit, versions
-from rm_optimizer.reporting.style import BLUE, GRAY, VERMILION, captioned_figure, draw_legend, save_figure
+from rm_optimizer.reporting.figures import BLUE, GRAY, VERMILION, draw_legend, new_figure, save_figure
 from rm_optimizer.reporting.tables import new_table, output_console
 from rm_optimizer.rl_coupling.best_of_n_curve import selected_means
 from rm_optimizer.rl_coupling.readiness.features import (
@@ -698,7 +698,7 @@ def show(validation: Mapping[str, Any]) -> None:
 def draw(validation: Mapping[str, Any], folder: Path) -> Path:
     """Write a picture with tau of the score and of accuracy for every outcome, and return its path."""
     caption = f"{validation['num_models']} reward models of {len(validation['worlds'])} worlds; bars: 95% over worlds"
-    figure, (axes,) = captioned_figure("Rank correlation with gold rewards", caption)
+    figure, (axes,) = new_figure("Rank correlation with gold rewards", caption)
     for shift, (name, color) in enumerate({SCORE: BLUE, MATCHED: VERMILION, EIGHTFOLD: GRAY}.items()):
         found = [tau_of(validation, name, outcome)["tau"] for outcome in JUDGED]
         bars = [[each.value - each.low for each in found], [each.high - each.value for each in found]]

@@ -35,7 +35,7 @@ MODULES = (
     "rm_optimizer.interfaces.command_line",
     "rm_optimizer.interfaces.commands.serve",
     "rm_optimizer.training.run",
-    "rm_optimizer.reporting.pictures",
+    "rm_optimizer.reporting.run_report",
     "rm_optimizer.landscape",
     "rm_optimizer.core.storage.loading",
     "rm_optimizer.serving.embedded.engine",

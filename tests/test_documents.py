@@ -282,6 +282,7 @@ WAYS: dict[str, Run] = {
         prints="--worlds development",
     ),
     "rm-opt report outputs/run": Run(prints="page: outputs/run/report/index.html", slow=True),
+    "rm-opt report outputs/sweep": Run(prints="page: outputs/sweep/report/index.html", slow=True),
     "rm-opt report outputs/optimizers": Run("rm-opt report --help", prints="--format"),
     "rm-opt report outputs/run --format md": Run(prints="## Known weaknesses", slow=True),
     "python studies/cleaning.py outputs/cleaning": Run(

@@ -207,13 +207,8 @@ def _run_folders(path: Path) -> Iterator[tuple[Path, bool]]:
     if _is_run(path):
         yield path, True
         return
-    marks = [f"{depth}/{name}" for name in (OPTIONS_FILE, RESULT_FILE) for depth in ("*", "*/*")]
-    runs = sorted({file.parent for mark in marks for file in path.glob(mark) if _is_run(file.parent)})
-    if runs:
-        # Digits are compared as numbers, so that job 10 is after job 9.
-        parts = {run: re.split(r"(\d+)", str(run)) for run in runs}
-        keys = {run: [(int(part), "") if part.isdigit() else (-1, part) for part in parts[run]] for run in runs}
-        yield from ((folder, False) for folder in sorted(runs, key=keys.__getitem__))
+    if runs := runs_inside(path):
+        yield from ((folder, False) for folder in runs)
         return
     if (run := RunFolder.of(str(path))) is None:
         raise ConfigError(
@@ -221,6 +216,15 @@ def _run_folders(path: Path) -> Iterator[tuple[Path, bool]]:
             f"{RESULT_FILE}, and no folder of a run"
         )
     yield run.path, True
+
+
+def runs_inside(path: Path) -> list[Path]:
+    """Folders of runs inside a folder or one level deeper, such as the jobs of a sweep, in the order of their names."""
+    marks = [f"{depth}/{name}" for name in (OPTIONS_FILE, RESULT_FILE) for depth in ("*", "*/*")]
+    runs = {file.parent for mark in marks for file in path.glob(mark) if _is_run(file.parent)}
+    # Digits are compared as numbers, so that job 10 is after job 9.
+    parts = {run: re.split(r"(\d+)", str(run)) for run in runs}
+    return sorted(runs, key=lambda run: [(int(each), "") if each.isdigit() else (-1, each) for each in parts[run]])
 
 
 def _is_run(path: Path) -> bool:

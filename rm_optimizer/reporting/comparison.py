@@ -1,30 +1,81 @@
-"""Tables, pictures and files of a comparison of runs."""
+"""Tables, pictures, files and page of a comparison of runs."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from rm_optimizer.experiments.run_comparison import COSTS, ArmScores, RunComparison, RunScores
+from rm_optimizer.landscape.estimates.density import density_curve
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.records.run_folder import RunFolder
-from rm_optimizer.reporting.comparison_plots import plot_differences, plot_learning_curves, plot_spectra
-from rm_optimizer.reporting.style import save_figure
-from rm_optimizer.reporting.tables import Cell, cell_text, new_table, output_console
+from rm_optimizer.reporting.document import Answer, Document, Drawing, Listing, Part
+from rm_optimizer.reporting.figures import (
+    count_ticks,
+    draw_differences,
+    draw_legend,
+    draw_seeds,
+    new_figure,
+    save_figure,
+    series_line,
+)
+from rm_optimizer.reporting.html import sentence
+from rm_optimizer.reporting.landscape.spectrum import matrix_title
+from rm_optimizer.reporting.run_report import CHANCE_LOSS, History
+from rm_optimizer.reporting.tables import TextTable, output_console
 
 COMPARISON_FILE = "comparison.json"
 SCORE_NAMES = {"accuracy": "accuracy", "nll": "NLL", "brier": "Brier", "ece": "ECE"}
 MATRICES = ("hessian", "gauss_newton", "fisher")
 """Analyses whose spectra are overlaid, by priority; the first one that two runs have is drawn."""
+_CAPTIONS = {
+    "curves": "Validation NLL and accuracy by training step or pairs, a line for each arm",
+    "differences": "Differences to the baseline in accuracy and NLL, with intervals",
+    "spectra": "Largest eigenvalues of each run, and their densities if they were estimated",
+}
 _MOST_COLUMNS = 5
 """Most arms for which a table of differing options has one column for each arm."""
+_MOST_NAMED = 12
+"""Most arms in a legend; further arms are drawn without a name."""
+
+
+def runs_document(comparison: RunComparison) -> Document:
+    """Content of the page of a comparison: differences in NLL first, then scores, options, costs and curves."""
+    tables = {name: Listing(name, table) for name, table in comparison_tables(comparison).items()}
+    figures = {name: Drawing(name, figure, _CAPTIONS[name]) for name, figure in comparison_figures(comparison).items()}
+    judged = [figures[name] for name in ("differences",) if name in figures]
+    curves = [figures[name] for name in ("curves", "spectra") if name in figures]
+    parts = (
+        Part("Differences", (tables["verdicts"], *judged)),
+        Part("Scores", (tables["scores"],)),
+        Part("Options", (tables["options"],)),
+        Part("Learning curves and spectra" if "spectra" in figures else "Learning curves", tuple(curves)),
+        Part("Cost", (tables["cost"],)),
+        Part("How to read it", (tuple(map(sentence, comparison.notes)),)),
+    )
+    title = f"Comparison of {len(comparison.runs)} runs"
+    return Document(title, _answer(comparison), parts)
+
+
+def _answer(comparison: RunComparison) -> Answer:
+    baseline = comparison.baseline
+    found = [item for item in comparison.differences if item.score == "nll"]
+    if not found:
+        scores = comparison.arms[0].scores
+        said = f"accuracy {scores['accuracy']} and NLL {scores['nll']}, mean over runs that differ only in the seed"
+        return Answer("open", f"One arm, {len(comparison.runs)} runs", (said,))
+    if decided := [item for item in found if item.verdict]:
+        lines = (f"in NLL, {each.arm} is {each.verdict} than {baseline}: {each.estimate:+.3f}" for each in decided)
+        return Answer("good", f"{len(decided)} of {len(found)} differ from {baseline}", tuple(lines))
+    said = f"none of {len(found)} arms is shown to be better or worse than {baseline} in NLL"
+    return Answer("fair", "No difference is shown", (said,))
 
 
 def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
@@ -35,12 +86,9 @@ def print_comparison(comparison: RunComparison, console: Console | None = None) 
         console: destination; None is standard output.
     """
     console = console or output_console()
-    console.print(_score_table(comparison))
-    if comparison.differences:
-        console.print(_difference_table(comparison))
-    if comparison.arms[0].options:
-        console.print(_option_table(comparison.arms))
-    console.print(_cost_table(comparison))
+    for table in comparison_tables(comparison).values():
+        if table.rows:
+            console.print(table.drawn())
     for note in comparison.notes:
         console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
 
@@ -59,16 +107,33 @@ def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
         (folder / f"{stale}.png").unlink(missing_ok=True)
     files = [write_text(folder / COMPARISON_FILE, comparison.to_json() + "\n")]
     files.append(write_rows(folder / "comparison.parquet", comparison.rows()))
+    for name, figure in comparison_figures(comparison).items():
+        files += save_figure(figure, folder / f"{name}.png")
+    return files
+
+
+def comparison_figures(comparison: RunComparison) -> dict[str, Figure]:
+    """Learning curves, differences if there are several arms, and spectra if two runs have one, by name."""
     histories = {
         arm.name: [RunFolder(Path(run.folder)).metrics() for run in _runs(comparison, arm)] for arm in comparison.arms
     }
     same_pairs = {run.num_pairs for run in comparison.runs} == {comparison.num_pairs}
-    files += save_figure(plot_learning_curves(histories, same_pairs=same_pairs), folder / "curves.png")
+    figures = {"curves": plot_learning_curves(histories, same_pairs=same_pairs)}
     if comparison.differences:
-        files += save_figure(plot_differences(comparison), folder / "differences.png")
+        figures["differences"] = plot_differences(comparison)
     if spectra := spectra_of(comparison.runs):
-        files += save_figure(plot_spectra(spectra), folder / "spectra.png")
-    return files
+        figures["spectra"] = plot_spectra(spectra)
+    return figures
+
+
+def comparison_tables(comparison: RunComparison) -> dict[str, TextTable]:
+    """Scores, differences from the baseline, differing options and costs, by name."""
+    return {
+        "scores": _score_table(comparison),
+        "verdicts": _difference_table(comparison),
+        "options": _option_table(comparison.arms),
+        "cost": _cost_table(comparison),
+    }
 
 
 def spectra_of(runs: Sequence[RunScores]) -> dict[str, HessianSpectrum]:
@@ -80,10 +145,11 @@ def spectra_of(runs: Sequence[RunScores]) -> dict[str, HessianSpectrum]:
         found: dict[str, HessianSpectrum] = {}
         for run in runs:
             path = RunFolder(Path(run.folder)).landscape(run.folder, matrix) / f"{matrix}.json"
-            spectrum = _spectrum(path)
-            first = next(iter(found.values()), spectrum)
-            if spectrum is None or first is None:
+            try:
+                spectrum = HessianSpectrum.from_json(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, TypeError):
                 continue
+            first = next(iter(found.values()), spectrum)
             if (spectrum.params, spectrum.num_parameters) == (first.params, first.num_parameters):
                 found[run.name] = spectrum
         if len(found) > 1:
@@ -91,82 +157,152 @@ def spectra_of(runs: Sequence[RunScores]) -> dict[str, HessianSpectrum]:
     return {}
 
 
-def _spectrum(path: Path) -> HessianSpectrum | None:
-    try:
-        return HessianSpectrum.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
-        return None
-
-
 def _runs(comparison: RunComparison, arm: ArmScores) -> list[RunScores]:
     return [run for run in comparison.runs if run.arm == arm.name]
 
 
-def _score_table(comparison: RunComparison) -> Table:
+def _score_table(comparison: RunComparison) -> TextTable:
     count, prompts = f"{comparison.num_pairs:,}", f"{comparison.num_prompts:,}"
     title = f"{len(comparison.runs)} runs on {count} common validation pairs of {prompts} prompts, 95 % intervals"
-    table = new_table(title, "arm", "run", "seed", *SCORE_NAMES.values())
-    for column in table.columns[1:2]:
-        column.justify = "left"
+    rows: list[tuple[str, ...]] = []
     for arm in comparison.arms:
         runs = _runs(comparison, arm)
         for run in runs:
-            scores: Mapping[str, Cell] = run.scores | ({"accuracy": "collapsed"} if run.collapse else {})
-            cells = (cell_text(scores[name]) for name in SCORE_NAMES)
-            table.add_row(Text(arm.name if run is runs[0] else ""), Text(run.name), Text(str(run.seed)), *cells)
+            scores = {name: str(run.scores[name]) for name in SCORE_NAMES}
+            scores |= {"accuracy": "collapsed"} if run.collapse else {}
+            rows.append((arm.name, run.name, str(run.seed), *scores.values()))
         if len(runs) > 1:
             means = (f"{arm.scores[name]}, sd {arm.deviations[name]:.3f}" for name in SCORE_NAMES)
-            table.add_row(Text(""), Text(f"mean of {len(runs)} seeds", "bold"), Text(""), *map(Text, means))
-    for lost in comparison.diverged:
-        table.add_row(Text(lost.arm), Text(lost.name), Text(str(lost.seed)), Text("diverged"))
-    return table
+            rows.append((arm.name, f"mean of {len(runs)} seeds", "", *means))
+    lost = [(run.arm, run.name, str(run.seed), "diverged", "", "", "") for run in comparison.diverged]
+    return TextTable(title, ("arm", "run", "seed", *SCORE_NAMES.values()), (*rows, *lost))
 
 
-def _difference_table(comparison: RunComparison) -> Table:
-    table = new_table(
-        f"Difference to {comparison.baseline}, paired by prompt and seed", "arm", "seeds", *SCORE_NAMES.values()
-    )
-    for arm in comparison.arms[1:]:
+def _difference_table(comparison: RunComparison) -> TextTable:
+    rows = []
+    for arm in comparison.arms[1:] if comparison.differences else ():
         found = {item.score: item for item in comparison.differences if item.arm == arm.name}
         items = [found[name] for name in SCORE_NAMES]
-        cells = (
-            Text(f"{item.estimate:+.3f} {item.verdict}".rstrip(), "bold" if item.verdict else "") for item in items
-        )
-        table.add_row(Text(arm.name), Text(str(found["nll"].num_seeds)), *cells)
-    return table
+        cells = (f"{item.estimate:+.3f} {item.verdict}".rstrip() for item in items)
+        rows.append((arm.name, str(found["nll"].num_seeds), *cells))
+    title = f"Difference to {comparison.baseline}, paired by prompt and seed"
+    return TextTable(title, ("arm", "seeds", *SCORE_NAMES.values()), tuple(rows))
 
 
-def _option_table(arms: Sequence[ArmScores]) -> Table:
+def _option_table(arms: Sequence[ArmScores]) -> TextTable:
     """Options in which arms differ: a row for each option, or a row for each arm if there are many."""
     options = list(arms[0].options)
-    values = {
-        arm.name: [
+    values = [
+        [
             "-" if value is None else value if isinstance(value, str) else json.dumps(value)
             for value in arm.options.values()
         ]
         for arm in arms
-    }
+    ]
+    title, names = "Options in which they differ", [arm.name for arm in arms]
+    if not options:
+        return TextTable(title, ("option",), ())
     if len(arms) <= _MOST_COLUMNS:
-        table = new_table("Options in which they differ", "option", *values)
-        for index, name in enumerate(options):
-            table.add_row(Text(name), *(Text(row[index]) for row in values.values()))
-        return table
-    table = new_table("Options in which they differ", "arm", *options)
-    for name, row in values.items():
-        table.add_row(Text(name), *map(Text, row))
-    return table
+        return TextTable(title, ("option", *names), tuple(zip(options, *values, strict=True)))
+    rows = tuple((name, *row) for name, row in zip(names, values, strict=True))
+    return TextTable(title, ("arm", *options), rows)
 
 
-def _cost_table(comparison: RunComparison) -> Table:
-    table = new_table("Cost, mean over runs", "arm", "steps", "best step", "seconds", "pairs/s", "trained parameters")
+def _cost_table(comparison: RunComparison) -> TextTable:
+    rows = []
     for arm in comparison.arms:
         costs = [run.costs for run in _runs(comparison, arm)]
+        columns = ([value for each in costs if (value := each[name]) is not None] for name in COSTS)
+        cells = (f"{fmean(known):,.1f}".removesuffix(".0") if known else "n/a" for known in columns)
+        rows.append((arm.name, *cells))
+    head = ("arm", "steps", "best step", "seconds", "pairs/s", "trained parameters")
+    return TextTable("Cost, mean over runs", head, tuple(rows))
 
-        def mean(name: str, costs: list[dict[str, float | None]] = costs) -> float | None:
-            known = [value for each in costs if (value := each[name]) is not None]
-            return fmean(known) if known else None
 
-        numbers = [mean(name) for name in COSTS]
-        cells = ("n/a" if number is None else f"{number:,.1f}".removesuffix(".0") for number in numbers)
-        table.add_row(Text(arm.name), *map(Text, cells))
-    return table
+def plot_learning_curves(histories: Mapping[str, Sequence[History]], *, same_pairs: bool) -> Figure:
+    """Validation NLL and accuracy of each arm during training: a line for each run, and the mean over seeds on top.
+
+    Args:
+        histories: rows of the `metrics.csv` of each run, by arm.
+        same_pairs: True if all runs were validated on the same pairs.
+    """
+    each_run = [history for runs in histories.values() for history in runs]
+    sizes = {max((float(row.get("train_pairs") or 0) for row in history), default=0.0) for history in each_run}
+    by_pairs = len(sizes) > 1
+    several = any(len(runs) > 1 for runs in histories.values())
+    parts = ["validation pairs" if same_pairs else "each run on its own validation pairs"]
+    parts += ["pale: each seed; strong: mean over seeds"] if several else []
+    figure, axes = new_figure("Learning curves", "; ".join(parts), ratios=(1, 1))
+    for panel, column in zip(axes, ("eval_nll", "eval_acc"), strict=True):
+        panel.chance(CHANCE_LOSS if column == "eval_nll" else 0.5)
+        for index, (arm, runs) in enumerate(histories.items()):
+            courses = [course for history in runs if (course := _course(history, column, by_pairs))]
+            common = sorted(set.intersection(*map(set, courses))) if courses else []
+            mean = [(place, fmean(course[place] for course in courses)) for place in common]
+            label = arm if index < _MOST_NAMED else None
+            draw_seeds(panel, [list(course.items()) for course in courses], mean, index, label)
+    axes[0].set_ylabel("NLL (nats a pair)")
+    axes[1].set(ylabel="accuracy", xlabel="training pairs" if by_pairs else "optimizer step")
+    count_ticks(axes[1].xaxis)
+    draw_legend(axes[0])
+    return figure
+
+
+def plot_differences(comparison: RunComparison) -> Figure:
+    """Differences of each arm from the baseline in accuracy and NLL, with 95 % intervals.
+
+    Args:
+        comparison: comparison of at least two arms.
+    """
+    arms = [arm.name for arm in comparison.arms[1:]]
+    caption = (
+        f"each arm less {comparison.baseline}, 95 % intervals; n = {comparison.num_pairs:,} common validation pairs of "
+        f"{comparison.num_prompts:,} prompts"
+    )
+    items = {(item.arm, item.score): (item.estimate, item.verdict) for item in comparison.differences}
+    by_score = {
+        label: {arm: (arm, *items[arm, score]) for arm in arms}
+        for score, label in (("accuracy", "accuracy (right is better)"), ("nll", "NLL, nats (left is better)"))
+    }
+    return draw_differences("Differences to the baseline", caption, by_score)
+
+
+def plot_spectra(spectra: Mapping[str, HessianSpectrum]) -> Figure:
+    """Largest eigenvalues by rank, and densities if all spectra have one.
+
+    Args:
+        spectra: spectra by run, all of one matrix and one selection of parameters.
+    """
+    first = next(iter(spectra.values()))
+    sizes = sorted({spectrum.num_pairs for spectrum in spectra.values()})
+    shown = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}, so not quite comparable"
+    title = f"{matrix_title(first)}: spectra"
+    caption = f"n = {shown} pairs, those of each analysis; {first.params} parameters; bars: error bounds"
+    has_density = all(spectrum.density is not None for spectrum in spectra.values())
+    figure, axes = new_figure(title, caption, ratios=(1, 1) if has_density else (1,), shares_x=False)
+    for index, (name, spectrum) in enumerate(spectra.items()):
+        values = spectrum.eigenvalues[: spectrum.num_top or None]
+        bounds, label = spectrum.error_bounds[: len(values)], name if index < _MOST_NAMED else None
+        axes[0].curve(range(1, len(values) + 1), values, label, error=bounds, **series_line(index))
+    axes[0].set(xlabel="rank from the largest", ylabel="eigenvalue")
+    count_ticks(axes[0].xaxis)
+    if has_density:
+        for index, spectrum in enumerate(spectra.values()):
+            assert spectrum.density is not None, "all spectra have a density"
+            curve = density_curve(spectrum.density)
+            axes[1].curve(curve.grid, curve.density, **series_line(index) | {"marker": None})
+        axes[1].set(xlabel="eigenvalue", ylabel="share per unit", yscale="log")
+        axes[1].set_ylim(bottom=1e-6 * axes[1].get_ylim()[1])
+    draw_legend(axes[0])
+    return figure
+
+
+def _course(history: History, column: str, by_pairs: bool) -> dict[float, float]:
+    """Finite values by step, or by number of training pairs up to it."""
+    pairs, points = 0.0, {}
+    for row in history:
+        pairs += float(row.get("train_pairs") or 0)
+        value = float(row.get(column) or math.nan)
+        if math.isfinite(value):
+            points[pairs if by_pairs else float(row["step"] or 0)] = value
+    return points

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -268,8 +269,11 @@ class TextTable:
     def drawn(self) -> Table:
         """The table for a terminal."""
         table = new_table(self.title, *self.head)
+        for column, cells in zip(table.columns, zip(*self.rows, strict=True), strict=True):
+            has_numbers = any(re.match(r"[+−-]?\d", cell) for cell in cells)
+            column.justify = "right" if has_numbers and column is not table.columns[0] else "left"
         for row in self.rows:
-            table.add_row(*map(Text, row))
+            table.add_row(*map(cell_text, row))
         return table
 
     def markdown(self) -> str:

@@ -28,9 +28,8 @@ from rm_optimizer.experiments.trial import InlineExecutor
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape import OptimizerComparison
 from rm_optimizer.optim import build_optimizer
-from rm_optimizer.reporting.pages.exhibits import Exhibits
+from rm_optimizer.reporting.optimizer_comparison import comparison_document, findings_document
 from rm_optimizer.reporting.pages.folder_page import write_page
-from rm_optimizer.reporting.pages.study_page import comparison_document, findings_document
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.training import lightning_module
 from tests.browser import NEEDS_AXE, NEEDS_BROWSER, assert_accessible, assert_sound, opened_browser
@@ -357,8 +356,7 @@ def test_the_page_of_fifty_trials_is_small_and_drawn_within_a_second(finished, t
     rates = [replace(first, arm=arm.name, rate=first.rate * 3**k) for arm in arms for k in range(5)]
     verdicts = [replace(item, arm=arm.name) for arm in arms[1:] for item in found.verdicts]
     larger = replace(found, arms=tuple(arms), rates=tuple(rates), verdicts=tuple(verdicts))
-    exhibits, document = Exhibits(), findings_document(larger, rows)
-    page = exhibits.write(tmp_path, document.html(exhibits))
+    page = findings_document(larger, rows).write(tmp_path)
     assert page.stat().st_size <= 2_000_000
     painted = "return performance.getEntriesByName('first-contentful-paint').map(e => e.startTime)[0] || 0"
     with opened_browser() as browser:

@@ -15,7 +15,7 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.compared_runs import ComparedRun, common_pairs, read_runs
 from rm_optimizer.experiments.run_comparison import RunComparison, compare_runs
 from rm_optimizer.reporting.comparison import print_comparison
-from rm_optimizer.reporting.pages.folder_page import write_page
+from rm_optimizer.reporting.pages.folder_page import folder_markdown, write_page
 
 
 def compared(root: Path, *names: str) -> RunComparison:
@@ -238,3 +238,22 @@ def test_a_diverged_run_is_never_told_to_be_finished(trained_runs, tmp_path):
         read_runs([trained_runs / "adamw/0", diverged(tmp_path / "run")])
     with pytest.raises(DataError, match="a run that diverged, so it has no page: the loss became nan at step 2"):
         write_page(tmp_path / "run")
+
+
+def test_a_folder_of_runs_has_a_page_and_markdown_with_their_comparison(trained_runs, tmp_path):
+    page = write_page(trained_runs / "adamw", tmp_path / "one")
+    assert "<strong>One arm, 2 runs</strong>" in page.read_text(encoding="utf-8")
+    runs = shutil.copytree(trained_runs / "adamw", tmp_path / "runs" / "adamw").parent
+    shutil.copytree(trained_runs / "muon", runs / "muon")
+    page = write_page(runs)
+    names = {file.name for file in page.parent.iterdir()}
+    assert names == {
+        "index.html",
+        *(f"{name}.{kind}" for name in ("curves", "differences") for kind in ("csv", "png", "svg")),
+        *("verdicts.csv", "scores.csv", "options.csv", "cost.csv"),
+    }
+    text = page.read_text(encoding="utf-8")
+    assert "<h1>Comparison of 4 runs</h1>" in text
+    assert "optimizer=muon" in text
+    assert "the best weights were chosen on these pairs" in text.lower()
+    assert "| arm | run | seed | accuracy | NLL | Brier | ECE |" in folder_markdown(runs)

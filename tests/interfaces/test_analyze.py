@@ -28,8 +28,8 @@ from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.records.analysis_folder import results_folder
 from rm_optimizer.records.run_folder import RunFolder
-from rm_optimizer.reporting.landscape_pictures import scalars_of
-from rm_optimizer.reporting.run_curvature_plots import plot_evolution
+from rm_optimizer.reporting.landscape.results import scalars_of
+from rm_optimizer.reporting.landscape.runs import plot_evolution
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.training import train_reward_model

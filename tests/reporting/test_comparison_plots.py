@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.experiments.run_comparison import ArmDifference, ArmScores, RunComparison
 from rm_optimizer.landscape.spectrum import HessianSpectrum
-from rm_optimizer.reporting.comparison_plots import plot_differences, plot_learning_curves, plot_spectra
+from rm_optimizer.reporting.comparison import plot_differences, plot_learning_curves, plot_spectra
 
 STORED = Path(__file__).parents[1] / "records" / "stored_results.json"
 

@@ -6,16 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from rm_optimizer.reporting.pages.document import Answer, Document, Drawing, Listing, Part
-from rm_optimizer.reporting.pages.exhibits import Exhibits
-from rm_optimizer.reporting.style import captioned_figure, draw_legend
+from rm_optimizer.reporting.document import Answer, Document, Drawing, Listing, Part
+from rm_optimizer.reporting.figures import draw_legend, new_figure
 from rm_optimizer.reporting.tables import TextTable
 from tests.browser import NEEDS_AXE, NEEDS_BROWSER, assert_accessible, assert_sound
 
 
 def drawing(number: int) -> Drawing:
-    figure, (axes,) = captioned_figure("Accuracy by labels", "three rounds")
-    axes.plot([64, 128, 256], [0.5, 0.6, 0.65], label="random")
+    figure, (axes,) = new_figure("Accuracy by labels", "three rounds")
+    axes.curve([64, 128, 256], [0.5, 0.6, 0.65], "random")
     axes.set(xlabel="labels", ylabel="accuracy")
     draw_legend(axes)
     return Drawing(f"curves_{number}", figure, "Accuracy by labels")
@@ -40,8 +39,7 @@ def document(num_pools: int) -> Document:
 
 
 def written(folder: Path, num_pools: int = 2) -> Path:
-    exhibits = Exhibits()
-    return exhibits.write(folder, document(num_pools).html(exhibits))
+    return document(num_pools).write(folder)
 
 
 def test_a_page_has_its_figures_and_tables_beside_it_and_the_same_bytes_again(tmp_path: Path):

@@ -18,17 +18,18 @@ from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, TopEigenvalue
 from rm_optimizer.landscape.surface.grid import PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
-from rm_optimizer.reporting.curvature_plots import (
+from rm_optimizer.reporting.figures import save_figure
+from rm_optimizer.reporting.landscape.layers import plot_layers
+from rm_optimizer.reporting.landscape.results import draw_training_curvature
+from rm_optimizer.reporting.landscape.spectrum import (
+    _geometry_rows,
     has_training_curvature,
     places_of,
     plot_density,
-    plot_layers,
     plot_spectrum,
     plot_training_curvature,
 )
-from rm_optimizer.reporting.landscape_pictures import _geometry_rows, draw_training_curvature
-from rm_optimizer.reporting.landscape_plots import plot_contour, plot_slices, plot_surface, plot_trajectory
-from rm_optimizer.reporting.style import save_figure
+from rm_optimizer.reporting.landscape.surfaces import plot_contour, plot_slices, plot_surface, plot_trajectory
 
 MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)
 STEPS = (-1.0, -0.5, 0.0, 0.5, 1.0)

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.image import imread
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
-from rm_optimizer.reporting.plots import plot_accuracy, plot_loss, plot_margins, plot_reliability
-from rm_optimizer.reporting.style import save_figure
+from rm_optimizer.reporting.figures import save_figure
+from rm_optimizer.reporting.run_report import plot_accuracy, plot_loss, plot_margins, plot_reliability
 
 HISTORY = [
     {"step": "0", "train_loss": "", "train_acc": "", "eval_loss": "0.69", "eval_acc": "0.5", "eval_pairs": "1234"},
@@ -162,5 +162,5 @@ def test_a_picture_replaces_the_old_one_whole_or_not_at_all(tmp_path: Path, monk
 
 
 def test_drawing_imports_no_pyplot():
-    code = "import sys, rm_optimizer.reporting.plots; sys.exit('matplotlib.pyplot' in sys.modules)"
+    code = "import sys, rm_optimizer.reporting.run_report; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from rm_optimizer.landscape.between import BetweenModels, LossPath
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit
 from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
-from rm_optimizer.reporting.run_curvature_plots import (
+from rm_optimizer.reporting.landscape.runs import (
     between_rows,
     between_scalars,
     evolution_rows,

@@ -15,10 +15,9 @@ from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape.surface.results import Slice, Surface
 from rm_optimizer.records.run_command import run_command
 from rm_optimizer.records.run_folder import RunFolder
-from rm_optimizer.reporting.pages.exhibits import Exhibits
+from rm_optimizer.reporting.html import answer, bullets, page, paragraph, table
 from rm_optimizer.reporting.pages.folder_page import write_page
-from rm_optimizer.reporting.pages.html import answer, bullets, page, paragraph, table
-from rm_optimizer.reporting.pages.run_page import run_page
+from rm_optimizer.reporting.pages.run_page import run_document
 from rm_optimizer.rl_coupling.ensemble import EnsembleReference
 from rm_optimizer.rl_coupling.ensemble_folder import save_ensemble
 from rm_optimizer.training.folder.result import RunResult
@@ -37,13 +36,13 @@ def text_of(page: str) -> str:
 
 
 def test_the_same_folder_gives_the_same_bytes(trained: Path, copied: Path):
-    assert run_page(trained, Exhibits()) == run_page(trained, Exhibits())
-    assert len(run_page(trained, Exhibits())) < 2_000_000
-    assert "Accuracy" in text_of(run_page(copied, Exhibits()))
+    assert run_document(trained).html() == run_document(trained).html()
+    assert len(run_document(trained).html()) < 2_000_000
+    assert "Accuracy" in text_of(run_document(copied).html())
 
 
 def test_nothing_is_loaded_from_elsewhere_and_no_text_of_the_data_becomes_markup(trained: Path):
-    page = text_of(run_page(trained, Exhibits()))
+    page = text_of(run_document(trained).html())
     assert "http" not in page
     assert "<script" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
@@ -62,19 +61,20 @@ def test_figures_and_tables_stand_beside_the_page_and_take_its_colors(trained: P
     assert all((first / name).read_bytes() == (again / name).read_bytes() for name in names)
     with (first / "reliability.csv").open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    whole = [row for row in rows if row["series"] == "model, 95% interval" and row["y"]]
+    whole = [row for row in rows if row["series"] == "model, 95% interval"]
     result = RunResult.read(trained)
     assert result is not None
     bins = result.metrics.reliability
     assert [float(row["y"]) for row in whole] == [item.frequency for item in bins]
+    assert [float(row["low"]) for row in whole] == [item.frequency_low for item in bins]
     page = (first / "index.html").read_text(encoding="utf-8")
     assert "stroke: var(--ink)" in page
     assert "#222222" not in page
 
 
 def test_the_command_of_the_run_stands_on_its_page(trained: Path):
-    assert "rm-opt train model=tiny optimizer=adamw schedule=cosine hardware=cpu" in run_page(trained, Exhibits())
-    assert "training.max_steps=2" in run_page(trained, Exhibits())
+    assert "rm-opt train model=tiny optimizer=adamw schedule=cosine hardware=cpu" in run_document(trained).html()
+    assert "training.max_steps=2" in run_document(trained).html()
 
 
 def test_values_are_quoted_only_where_a_shell_or_hydra_needs_it(trained: Path):
@@ -91,7 +91,7 @@ def test_marks_of_direction_are_shown_and_change_nothing_around_them(copied: Pat
     groups = result["metrics"]["groups"]["source"]
     groups[name] = groups.pop(next(iter(groups)))
     (copied / "run.json").write_text(json.dumps(result), encoding="utf-8")
-    page = run_page(copied, Exhibits())
+    page = run_document(copied).html()
     assert name not in page
     assert "\\u202edesrever" in page
 
@@ -114,10 +114,10 @@ def test_missing_and_torn_pieces_are_named(copied: Path):
     (copied / "doctor.json").write_text("[")
     (copied / "readiness").mkdir()
     (copied / "readiness" / "readiness.json").write_text("{}")
-    missing = text_of(run_page(copied, Exhibits())).partition("<h2>Missing</h2>")[2]
-    for name in ("metrics.csv is missing", "pair_rewards.jsonl is missing or torn", "doctor.json is torn"):
+    missing = text_of(run_document(copied).html()).partition("<h2>Missing</h2>")[2]
+    for name in ("metrics.csv is missing", "pair_rewards.jsonl is missing or damaged", "doctor.json is damaged"):
         assert name in missing
-    assert "readiness.json is torn" in missing
+    assert "readiness.json is damaged" in missing
     assert f"rm-opt analyze {copied} --type hessian" in missing
 
 
@@ -150,7 +150,7 @@ def test_an_ensemble_of_the_run_shows_its_members_and_where_they_agree(copied: P
     assert "spread by more than 0.250: at most 5% of responses" in page
     assert (copied / "report" / "ensemble.csv").read_text().splitlines()[1].startswith("this run,")
     (copied / "ensemble" / "ensemble.json").write_text("{")
-    assert "ensemble: ensemble.json is torn" in run_page(copied, Exhibits())
+    assert "ensemble: ensemble.json is damaged" in run_document(copied).html()
 
 
 TORN_PNG = b"\x89PNG\r\n"
@@ -159,13 +159,13 @@ TORN_PNG = b"\x89PNG\r\n"
 @pytest.mark.parametrize(
     ("file", "content", "expected"),
     [
-        ("metrics.csv", b"step,train_loss\n0,abc\n", "metrics.csv is torn"),
-        ("metrics.csv", b"step,train_loss\n\xff,1\n", "metrics.csv is torn"),
+        ("metrics.csv", b"step,train_loss\n0,abc\n", "metrics.csv is damaged"),
+        ("metrics.csv", b"step,train_loss\n\xff,1\n", "metrics.csv is damaged"),
         ("metrics.csv", b"step,eval_loss,eval_acc\n0,0.7,0.5\n", "metrics.csv ends at step 0 of 2"),
         ("pair_rewards.jsonl", b"", "pair_rewards.jsonl holds 0 of 60 pairs"),
         ("pair_rewards.jsonl", None, "pair_rewards.jsonl holds 1 of 60 pairs"),
-        ("landscape/slices/slices.json", b"{", "landscape/slices/slices.json is torn"),
-        ("landscape/hessian/spectrum.png", TORN_PNG, "landscape/hessian/spectrum.png is torn"),
+        ("landscape/slices/slices.json", b"{", "landscape/slices/slices.json is damaged"),
+        ("landscape/hessian/spectrum.png", TORN_PNG, "landscape/hessian/spectrum.png is damaged"),
         ("landscape/hessian/lanczos.json", b"{}", "hessian has no result yet"),
     ],
 )
@@ -173,7 +173,7 @@ def test_a_file_cut_short_or_damaged_is_named(copied: Path, file: str, content: 
     damaged = copied / file
     damaged.parent.mkdir(parents=True, exist_ok=True)
     damaged.write_bytes(damaged.read_bytes().splitlines()[0] if content is None else content)
-    shown = run_page(copied, Exhibits())
+    shown = run_document(copied).html()
     assert expected in text_of(shown).partition("<h2>Missing</h2>")[2]
     assert base64.b64encode(TORN_PNG).decode() not in shown
 
@@ -184,7 +184,7 @@ def test_a_folder_without_a_finished_run_is_refused(copied: Path, result: str | 
         (copied / "run.json").unlink()
     else:
         (copied / "run.json").write_text(result)
-    with pytest.raises(DataError, match=r"holds a run that has no result yet \(run\.json is missing or torn\)"):
+    with pytest.raises(DataError, match=r"holds a run that has no result yet \(run\.json is missing or damaged\)"):
         write_page(copied)
     assert not (copied / "report").exists()
 

@@ -22,7 +22,7 @@ from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.recall import recalled
 from rm_optimizer.records.run_folder import RunFolder, read_rows
-from rm_optimizer.reporting.pictures import print_run
+from rm_optimizer.reporting.run_report import print_run
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.run_callback import RunCallback

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from rm_optimizer.core.data_loader import load_training_data
 from rm_optimizer.records.run_folder import read_rows
-from rm_optimizer.reporting.pictures import print_run
+from rm_optimizer.reporting.run_report import print_run
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.base_model import build_model

@@ -93,7 +93,7 @@ def _print_agreement(datasets: Mapping[str, PreferenceDataset]) -> None:
 
     for name, dataset in datasets.items():
         if (votes := votes_of(dataset.pairs)) is not None:
-            from rm_optimizer.reporting.label_studies.votes import agreement_rows  # imports matplotlib
+            from rm_optimizer.reporting.labels import agreement_rows  # imports matplotlib
 
             title = f"{name}: votes of annotators, {len(votes.chosen):,} pairs"
             output_console().print(summary_table(title, agreement_rows(votes.ceiling)))

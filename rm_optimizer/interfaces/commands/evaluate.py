@@ -47,7 +47,7 @@ def evaluate(
     from rm_optimizer.evaluation.saved_model import evaluate_model
     from rm_optimizer.records.file_lock import held
     from rm_optimizer.records.progress import progress
-    from rm_optimizer.reporting.pictures import draw_evaluation
+    from rm_optimizer.reporting.run_report import draw_evaluation
 
     data = pair_options.load(sources)
     _require_columns(data, by)
@@ -75,7 +75,7 @@ def evaluate(
 
 
 def _print(checkpoint: str, sources: Sequence[str], evaluation: Evaluation, folder: Path) -> None:
-    from rm_optimizer.reporting.pictures import print_evaluation
+    from rm_optimizer.reporting.run_report import print_evaluation
 
     what = ", ".join(sources) if len(sources) <= 3 else f"{len(sources)} sources"
     print_evaluation(f"{checkpoint} on {what}", evaluation)
@@ -89,7 +89,7 @@ def _report_votes(folder: Path, data: PreferenceDataset, beta: float, bootstrap:
 
     from rm_optimizer.data_efficiency.votes import vote_calibration, votes_of
     from rm_optimizer.records.run_folder import RunFolder
-    from rm_optimizer.reporting.label_studies.votes import report_votes
+    from rm_optimizer.reporting.labels import report_votes
 
     pairs: defaultdict[str, deque[PreferencePair]] = defaultdict(deque)
     for pair in data.pairs:

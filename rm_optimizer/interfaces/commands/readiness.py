@@ -171,10 +171,8 @@ def readiness(
     from rm_optimizer.records.files import write_text
     from rm_optimizer.records.progress import stages
     from rm_optimizer.records.run_folder import RunFolder
-    from rm_optimizer.reporting.pages.readiness_page import readiness_page
-    from rm_optimizer.reporting.readiness.plot import plot_readiness
-    from rm_optimizer.reporting.readiness.table import print_readiness
-    from rm_optimizer.reporting.style import save_figure
+    from rm_optimizer.reporting.figures import save_figure
+    from rm_optimizer.reporting.readiness import plot_readiness, print_readiness, readiness_page
     from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
     from rm_optimizer.rl_coupling.readiness.measurement import measure_readiness
 

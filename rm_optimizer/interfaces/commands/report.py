@@ -1,4 +1,4 @@
-"""`rm-opt report`: a page in one file about a run or a study."""
+"""`rm-opt report`: a page in one file about a run, several runs or a study."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typer import Argument, Option
 
 
 def report(
-    folder: Annotated[Path, Argument(help="Folder of a finished run or a study.")],
+    folder: Annotated[Path, Argument(help="Folder of a finished run, several runs or a study.")],
     output: Annotated[Path | None, Option("--output", "-o", help="Folder of the page; default: FOLDER/report.")] = None,
     form: Annotated[
         Literal["html", "md"], Option("--format", help="html writes the page; md prints Markdown for a pull request.")
     ] = "html",
 ) -> None:
-    """Write a page about a run or a study.
+    """Write a page about a run, several runs or a study.
 
     It shows results with intervals, pictures and settings, and lists missing parts. It needs no network.
     """

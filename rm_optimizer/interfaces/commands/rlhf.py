@@ -84,8 +84,8 @@ def _print_checkpoint(checkpoint: PolicyCheckpoint) -> None:
 
 def _report(result: RLHFResult, folder: Path) -> None:
     """Draw the pictures and print the run's results."""
+    from rm_optimizer.reporting.figures import save_figure
     from rm_optimizer.reporting.policy_plots import plot_overoptimization, plot_policy_run
-    from rm_optimizer.reporting.style import save_figure
 
     save_figure(plot_policy_run(result), folder / "rlhf.png")
     last = result.checkpoints[-1]

@@ -1,1 +1,1 @@
-"""Self-contained HTML pages: results, pictures and settings in one file that needs no network."""
+"""Pages of runs and studies: results, pictures and settings in one file that needs no network."""

@@ -10,21 +10,20 @@ from jaxtyping import Float
 
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.run_folder import RunFolder
-from rm_optimizer.reporting.pages.exhibits import Exhibits
-from rm_optimizer.reporting.pages.html import bullets, paragraph
+from rm_optimizer.reporting.document import Block, Listing
+from rm_optimizer.reporting.tables import TextTable
 from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE, EnsembleRecord
 from rm_optimizer.training.folder.result import RunResult
 
 
-def ensemble_section(run_dir: Path, exhibits: Exhibits, missing: list[str]) -> str:
+def ensemble_section(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
     """Members, scales and agreement of the run's ensemble; empty if the run belongs to none.
 
     An ensemble is searched for in the run folder, its `ensemble/` and its parent folder.
 
     Args:
         run_dir: the run folder.
-        exhibits: gains the table of members.
-        missing: gains a sentence where the ensemble's file is torn.
+        missing: gains a sentence if the ensemble's file is damaged.
     """
     for folder in (run_dir, run_dir / "ensemble", run_dir.parent):
         try:
@@ -32,15 +31,15 @@ def ensemble_section(run_dir: Path, exhibits: Exhibits, missing: list[str]) -> s
         except FileNotFoundError:
             continue
         except (ValueError, TypeError, AttributeError):
-            missing.append(f"ensemble: {ENSEMBLE_FILE} is torn")
+            missing.append(f"ensemble: {ENSEMBLE_FILE} is damaged")
             continue
         runs = [RunFolder.of(str(folder / member)) for member in record.members]
         if any(run is not None and run.path.resolve() == run_dir.resolve() for run in runs):
-            return _section(run_dir, record, runs, exhibits)
-    return ""
+            return _section(run_dir, record, runs)
+    return ()
 
 
-def _section(run_dir: Path, record: EnsembleRecord, runs: Sequence[RunFolder | None], exhibits: Exhibits) -> str:
+def _section(run_dir: Path, record: EnsembleRecord, runs: Sequence[RunFolder | None]) -> tuple[Block, ...]:
     reference = record.reference
     rows = []
     for member, run, mean, std in zip(record.members, runs, reference.means, reference.stds, strict=True):
@@ -56,7 +55,7 @@ def _section(run_dir: Path, record: EnsembleRecord, runs: Sequence[RunFolder | N
         f"A response is uncertain where its standardized rewards spread by more than {reference.threshold:.3f}: at "
         f"most {reference.false_positive_rate:.0%} of responses like the reference ones."
     )
-    return exhibits.table("ensemble", caption, head, rows) + paragraph(threshold) + bullets(_agreement(runs))
+    return Listing("ensemble", TextTable(caption, head, tuple(rows))), threshold, tuple(_agreement(runs))
 
 
 def _agreement(runs: Sequence[RunFolder | None]) -> Iterator[str]:

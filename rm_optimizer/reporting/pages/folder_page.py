@@ -1,58 +1,55 @@
-"""The page of a folder with a run or a study."""
+"""Page of a folder with a run, several runs or a study."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.experiments.compared_runs import read_runs, runs_inside
+from rm_optimizer.experiments.run_comparison import compare_runs
 from rm_optimizer.experiments.study import PLAN_FILE, StudyPlan, compares_optimizers
-from rm_optimizer.reporting.model_card import markdown_report
-from rm_optimizer.reporting.pages.document import Document
-from rm_optimizer.reporting.pages.exhibits import Exhibits
-from rm_optimizer.reporting.pages.run_page import run_page
-from rm_optimizer.reporting.pages.study_page import comparison_document
+from rm_optimizer.records.run_folder import RunFolder
+from rm_optimizer.reporting.comparison import runs_document
+from rm_optimizer.reporting.document import Document
+from rm_optimizer.reporting.optimizer_comparison import comparison_document
+from rm_optimizer.reporting.pages.run_page import run_document
+from rm_optimizer.training.folder.model_card import card_sections, card_summary, card_title, finished_result
 
 REPORT_FOLDER = "report"
 """Name of the page's folder, in the folder of the run or study."""
 
 
 def write_page(folder: Path, output: Path | None = None) -> Path:
-    """Write the page of a run or study and return its path; the same folder gives the same bytes.
+    """Write the page of a folder and return its path; the same folder gives the same bytes.
 
     Args:
-        folder: folder of the run or study.
+        folder: folder of a run, of several runs such as a sweep's, or of a study.
         output: folder to write into; None takes `report/` of the folder.
 
     Raises:
-        ConfigError: if the folder holds a study without a page or without a result.
+        ConfigError: if the folder holds a study without a page or without a result, or runs that cannot be compared.
         DataError: if the folder holds neither a study nor a finished run.
     """
-    exhibits = Exhibits()
-    return exhibits.write(output or folder / REPORT_FOLDER, folder_page(folder, exhibits))
-
-
-def folder_page(folder: Path, exhibits: Exhibits) -> str:
-    """The page of a run or study as HTML; it raises the errors of `write_page`.
-
-    Args:
-        folder: folder of the run or study.
-        exhibits: gains the figures and tables of the page.
-    """
-    document = _study_document(folder)
-    return run_page(folder, exhibits) if document is None else document.html(exhibits)
+    document = _document(folder) or run_document(folder)
+    return document.write(output or folder / REPORT_FOLDER)
 
 
 def folder_markdown(folder: Path) -> str:
-    """The numbers of a run or study as Markdown for a pull request; it raises the errors of `write_page`."""
-    document = _study_document(folder)
-    return markdown_report(folder) if document is None else document.markdown()
+    """The numbers of a folder as Markdown for a pull request; it raises the errors of `write_page`.
+
+    For a run it is the card of its model, without the hub's metadata and without instructions for the model's use.
+    """
+    if (document := _document(folder)) is not None:
+        return document.markdown()
+    result = finished_result(folder)
+    return f"# {card_title(result)}\n\n{card_summary(result)}\n\n{card_sections(folder, result)}\n"
 
 
-def _study_document(folder: Path) -> Document | None:
-    """The content of a study's page; None if the folder holds no study.
+def _document(folder: Path) -> Document | None:
+    """Content of the page of a study or of several runs; None for any other folder.
 
     Raises:
-        ConfigError: if this kind of study has no page.
+        ConfigError: if this kind of study has no page, or the runs cannot be compared.
     """
     if compares_optimizers(folder):
         return comparison_document(folder)
@@ -62,4 +59,6 @@ def _study_document(folder: Path) -> Document | None:
             f"{folder} holds a study without a page; there are pages of runs and of comparisons of optimizers; "
             f"rm-opt compare report {folder} reports on other studies"
         )
+    if not RunFolder(folder).is_used and len(runs_inside(folder)) > 1:
+        return runs_document(compare_runs(read_runs([folder])))
     return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from rm_optimizer.landscape.between import BetweenModels
@@ -13,11 +13,10 @@ from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.quoting import shell_word
 from rm_optimizer.records.run_folder import RunFolder
-from rm_optimizer.reporting.curvature_plots import has_training_curvature, plot_training_curvature
-from rm_optimizer.reporting.landscape_pictures import LandscapeResult, drawings, summary_rows
-from rm_optimizer.reporting.pages.exhibits import Exhibits
-from rm_optimizer.reporting.pages.html import details, figures, picture
-from rm_optimizer.reporting.tables import cell_text
+from rm_optimizer.reporting.document import Block, Drawing, Fold, Listing, Picture
+from rm_optimizer.reporting.landscape.results import LandscapeResult, drawings, summary_rows
+from rm_optimizer.reporting.landscape.spectrum import has_training_curvature, plot_training_curvature
+from rm_optimizer.reporting.tables import TextTable, cell_text
 from rm_optimizer.schema.landscape import AnalysisType
 from rm_optimizer.training.folder.result import RunResult
 
@@ -32,87 +31,76 @@ _RESULTS: dict[AnalysisType, type[JsonRecord]] = {
     AnalysisType.evolution: Evolution,
     AnalysisType.between: BetweenModels,
 }
-_DURING_TRAINING = "during_training"
 _PNG_END = b"IEND\xaeB`\x82"
 
 
-def landscape_section(run_dir: Path, result: RunResult, exhibits: Exhibits, missing: list[str]) -> str:
+def landscape_section(run_dir: Path, result: RunResult, missing: list[str]) -> tuple[Block, ...]:
     """Figures and numbers of every analysis of a run; empty without one.
 
     Args:
         run_dir: the run folder.
         result: the run's result.
-        exhibits: gains figures and tables.
-        missing: gains a sentence on each piece that is missing or torn.
+        missing: gains a sentence on each piece that is missing or damaged.
     """
     folders = sorted({file.parent for kind in ("json", "png") for file in (run_dir / "landscape").glob(f"*/*.{kind}")})
     if not folders:
         missing.append(f"loss landscape: rm-opt analyze {shell_word(str(run_dir))} --type hessian measures it")
-    during = _during_training(run_dir, result, exhibits)
-    drawn: list[str] = []
-    tables = ""
+    during = _during_training(run_dir, result)
+    drawn: list[Drawing | Picture] = []
+    tables: list[Fold] = []
     for folder in folders:
-        known = len(missing)
-        own, numbers = _analysis(run_dir, folder, exhibits, missing)
-        if not own and len(missing) == known:
+        num_missing = len(missing)
+        own, numbers = _analysis(run_dir, folder, {each.name for each in during}, missing)
+        if not own and len(missing) == num_missing:
             missing.append(f"loss landscape: {folder.name} has no result yet; the same rm-opt analyze goes on")
-        drawn, tables = [*drawn, *own], tables + numbers
-    return figures(*drawn, during) + tables
+        drawn, tables = [*drawn, *own], [*tables, *numbers]
+    return (*drawn, *during, *tables)
 
 
-def _during_training(run_dir: Path, result: RunResult, exhibits: Exhibits) -> str:
+def _during_training(run_dir: Path, result: RunResult) -> list[Drawing]:
     """Curvature that training logged; empty if there is none or the metrics are damaged."""
     try:
         history = RunFolder(run_dir).metrics()
         num_pairs = min(result.config["training"]["hessian"]["num_pairs"], result.data.train_pairs)
         said = f"n = {num_pairs:,} pairs; seed {result.seed} of the run"
-        figure = plot_training_curvature(history, caption=said) if has_training_curvature(history) else None
+        if not has_training_curvature(history):
+            return []
+        figure = plot_training_curvature(history, caption=said)
     except (KeyError, TypeError, ValueError):
-        return ""
-    return "" if figure is None else exhibits.figure(_DURING_TRAINING, figure, "Curvature during training")
+        return []
+    return [Drawing("during_training", figure, "Curvature during training")]
 
 
-def _analysis(run_dir: Path, folder: Path, exhibits: Exhibits, missing: list[str]) -> tuple[list[str], str]:
-    """Figures of an analysis, and its tables."""
-    drawn: dict[str, str] = {}
-    tables: list[str] = []
+def _analysis(
+    run_dir: Path, folder: Path, known: set[str], missing: list[str]
+) -> tuple[list[Drawing | Picture], list[Fold]]:
+    """Figures of an analysis, pictures without a stored result other than the known ones, and tables."""
+    drawn: dict[str, Drawing | Picture] = {}
+    tables: list[Fold] = []
     for file in sorted(folder.glob("*.json")):
         kind = file.stem.removesuffix("_partial")
         if kind not in AnalysisType.__members__:
             continue
-        result = _read(file, AnalysisType(kind))
-        if result is None:
-            missing.append(f"loss landscape: {file.relative_to(run_dir).as_posix()} is torn")
+        try:
+            result = _RESULTS[AnalysisType(kind)].from_json(file.read_text(encoding="utf-8"))
+        except (ValueError, TypeError, KeyError, AttributeError):
+            missing.append(f"loss landscape: {file.relative_to(run_dir).as_posix()} is damaged")
             continue
+        assert isinstance(result, LandscapeResult)
         label = f"{folder.name}{', partial' if kind != file.stem else ''}"
         name = f"landscape_{folder.name}"
         for each in drawings(result):
             if each.figure is not None:
-                caption = f"{each.caption} ({label})"
-                drawn[each.name] = exhibits.figure(f"{name}_{each.name}", each.figure, caption, each.rows)
-        rows = [(key, cell_text(value).plain) for key, value in summary_rows(result).items()]
-        numbers = exhibits.table(name, f"Measured by rm-opt analyze --type {kind}", ("", "value"), rows)
-        tables.append(details(f"Numbers of {label}", numbers))
-    known = drawn.keys() | {_DURING_TRAINING} & exhibits.figures.keys()
-    return [*drawn.values(), *_pictures(run_dir, folder, known, missing)], "".join(tables)
-
-
-def _pictures(run_dir: Path, folder: Path, known: Collection[str], missing: list[str]) -> Iterator[str]:
-    """Pictures of an analysis without a stored result to draw them from."""
+                drawn[each.name] = replace(each, name=f"{name}_{each.name}", caption=f"{each.caption} ({label})")
+        rows = tuple((key, cell_text(value).plain) for key, value in summary_rows(result).items())
+        numbers = Listing(name, TextTable(f"Measured by rm-opt analyze --type {kind}", ("", "value"), rows))
+        tables.append(Fold(f"Numbers of {label}", (numbers,)))
+    pictures = []
     for png in sorted(folder.glob("*.png")):
-        if png.stem in known:
+        if png.stem in drawn.keys() | known:
             continue
         if png.read_bytes().endswith(_PNG_END):
-            yield picture(png, f"{folder.name}: {png.stem.replace('_', ' ')}")
+            pictures.append(Picture(png, f"{folder.name}: {png.stem.replace('_', ' ')}"))
         else:
-            missing.append(f"picture of the loss landscape: {png.relative_to(run_dir).as_posix()} is torn")
-
-
-def _read(file: Path, kind: AnalysisType) -> LandscapeResult | None:
-    """The stored result; None if the file is damaged or has another form."""
-    try:
-        result = _RESULTS[kind].from_json(file.read_text(encoding="utf-8"))
-    except (ValueError, TypeError, KeyError, AttributeError):
-        return None
-    assert isinstance(result, LandscapeResult)
-    return result
+            missing.append(f"picture of the loss landscape: {png.relative_to(run_dir).as_posix()} is damaged")
+    return [*drawn.values(), *pictures], tables

@@ -13,9 +13,7 @@ from rich.console import Console
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.doctor.diagnosis import Check, Status
 from rm_optimizer.records.files import write_text
-from rm_optimizer.reporting.pages.readiness_page import readiness_page
-from rm_optimizer.reporting.readiness.plot import plot_readiness
-from rm_optimizer.reporting.readiness.table import print_readiness
+from rm_optimizer.reporting.readiness import plot_readiness, print_readiness, readiness_page
 from rm_optimizer.rl_coupling.readiness.report import (
     Algorithm,
     ProbeRecord,

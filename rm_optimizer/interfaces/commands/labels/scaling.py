@@ -47,7 +47,7 @@ def scaling(
     from rm_optimizer.experiments.training_trials import require_shared
     from rm_optimizer.experiments.trial import executor_named
     from rm_optimizer.interfaces.command_line import checked
-    from rm_optimizer.reporting.label_studies.scaling import print_scaling, write_scaling
+    from rm_optimizer.reporting.labels import print_scaling, write_scaling
     from rm_optimizer.schema import TrainConfig
 
     require_shared(overrides or [], OWNED, "a scaling study")

@@ -12,8 +12,7 @@ from pathlib import Path
 import matplotlib
 from matplotlib.figure import Figure
 
-from rm_optimizer.reporting.pages.figure_data import described
-from rm_optimizer.reporting.style import DPI, GRAY, INK, LIGHT, SVG_STYLE
+from rm_optimizer.reporting.figures import DPI, GRAY, INK, LIGHT, SVG_STYLE, described
 
 _LARGEST_SVG = 300_000
 """Largest SVG in bytes; a larger figure is embedded as pixels."""
@@ -75,20 +74,19 @@ def escape(text: str) -> str:
     return _escape(_DIRECTION.sub(lambda mark: f"\\u{ord(mark[0]):04x}", shown))
 
 
-def page(title: str, parts: Iterable[str], *, style: str = "") -> str:
+def page(title: str, parts: Iterable[str]) -> str:
     """A whole page.
 
     Args:
         title: its title, as text.
         parts: its content, as HTML; empty parts are left out.
-        style: CSS beside that of all pages.
     """
     body = "\n".join(part for part in parts if part)
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}{style}</style></head>\n<body><main>\n"
+        f"<style>{_STYLE}</style></head>\n<body><main>\n"
         f"<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n"
     )
 

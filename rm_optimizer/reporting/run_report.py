@@ -1,33 +1,72 @@
-"""Pictures of a run and of an evaluation, drawn from stored results."""
+"""Pictures and printed summary of a run or an evaluation, from its stored results."""
 
 from __future__ import annotations
 
 import math
+import os
+import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from rich.console import Console
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
-from rm_optimizer.reporting.style import (
+from rm_optimizer.evaluation.saved_model import Evaluation
+from rm_optimizer.records.run_folder import METRICS_FILE, RESULT_FILE, PairReward, RunFolder
+from rm_optimizer.reporting.figures import (
     BLUE,
-    GRAY,
     GREEN,
     INK,
     LIGHT,
     ORANGE,
     VERMILION,
+    Mark,
+    Panel,
     count_ticks,
     draw_legend,
+    draw_reliability_bins,
     new_figure,
+    save_figure,
 )
+from rm_optimizer.reporting.tables import (
+    Cell,
+    evaluation_rows,
+    group_table,
+    metrics_rows,
+    output_console,
+    summary_table,
+)
+from rm_optimizer.training.folder.result import TOY_WARNING, RunResult, is_toy
 
+PICTURES = "plots"
 History = Sequence[Mapping[str, str | float | None]]
 """Rows of `metrics.csv`: a `step` and columns whose cells may be empty."""
 
 CHANCE_LOSS = math.log(2)
+
+
+def draw_run(result: RunResult) -> Path:
+    """Draw loss, accuracy, reliability and margins of a finished run into its folder `plots/`."""
+    run_dir = Path(result.run_dir)
+    history = RunFolder(run_dir).metrics()
+    save_figure(plot_loss(history), run_dir / PICTURES / "loss.png")
+    save_figure(plot_accuracy(history, ceiling=result.data.ceiling), run_dir / PICTURES / "accuracy.png")
+    return draw_evaluation(run_dir, result.metrics)
+
+
+def draw_evaluation(folder: Path, metrics: PairwiseMetrics) -> Path:
+    """Draw reliability and margins of an evaluation into `plots/` of its folder."""
+    draw_reliability(metrics, folder / PICTURES / "reliability.png")
+    save_figure(plot_margins(margins_of(RunFolder(folder).pair_rewards())), folder / PICTURES / "margins.png")
+    return folder / PICTURES
+
+
+def draw_reliability(metrics: PairwiseMetrics, png: Path) -> Path:
+    """Write the reliability picture of an evaluation and return its file."""
+    return save_figure(plot_reliability(metrics), png)[0]
 
 
 def plot_loss(history: History) -> Figure:
@@ -37,9 +76,8 @@ def plot_loss(history: History) -> Figure:
         history: rows with `step`, `train_loss` and `eval_loss`.
     """
     figure, (axes,) = new_figure("Loss", _history_caption(history, "train_loss"))
-    axes.axhline(CHANCE_LOSS, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2, label="chance, log 2")
-    _draw_training(axes, history, "train_loss")
-    _draw_validation(axes, history, "eval_loss")
+    axes.chance(CHANCE_LOSS, "chance, log 2")
+    _draw_courses(axes, history, "train_loss", "eval_loss")
     axes.set(xlabel="optimizer step", ylabel="loss (nats a pair)")
     _fit_losses(axes, history)
     _fit_steps(axes, history)
@@ -56,10 +94,9 @@ def plot_accuracy(history: History, *, ceiling: float | None = None) -> Figure:
     """
     figure, (axes,) = new_figure("Pairwise accuracy", _history_caption(history, "train_acc"))
     if ceiling is not None:
-        axes.axhline(ceiling, color=GREEN, linestyle="--", linewidth=1.4, label=f"ceiling {ceiling:.3f} (gold reward)")
-    axes.axhline(0.5, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2, label="chance")
-    _draw_training(axes, history, "train_acc")
-    _draw_validation(axes, history, "eval_acc")
+        axes.guide(f"ceiling {ceiling:.3f} (gold reward)", y=ceiling, color=GREEN, linestyle="--", linewidth=1.4)
+    axes.chance(0.5)
+    _draw_courses(axes, history, "train_acc", "eval_acc")
     axes.set(xlabel="optimizer step", ylabel="accuracy, ties one half", ylim=(_lowest_accuracy(history), 1.0))
     _fit_steps(axes, history)
     draw_legend(axes, "lower right")
@@ -71,22 +108,21 @@ def plot_reliability(metrics: PairwiseMetrics) -> Figure:
     bins = metrics.reliability
     caption = f"ECE {metrics.ece}, noise floor {metrics.ece_noise_floor:.3f}; n = {metrics.num_pairs:,} pairs"
     caption = metrics.collapse.reason or caption
-    figure, (axes, strip) = new_figure("Reliability", caption, strip=True)
-    confidence = np.array([item.mean_confidence for item in bins])
-    frequency = np.array([item.frequency for item in bins])
-    below = frequency - [item.frequency_low for item in bins]
-    above = np.array([item.frequency_high for item in bins]) - frequency
-    axes.plot([0.5, 1.0], [0.5, 1.0], color=GRAY, linestyle="--", linewidth=1.2, label="perfectly calibrated")
-    axes.errorbar(
-        confidence, frequency, yerr=[below, above], color=BLUE, marker="o", markersize=5, linewidth=1.6,
-        elinewidth=1.2, capsize=3, label="model, 95% interval",
-    )  # fmt: skip
+    figure, (axes, strip) = new_figure("Reliability", caption, ratios=(5, 1), height=5.2)
+    draw_reliability_bins(axes, bins, "perfectly calibrated", "model, 95% interval")
     bottom = min(0.4, math.floor(10 * min(item.frequency_low for item in bins)) / 10)
     axes.set(xlim=(0.495, 1.005), ylim=(bottom, 1.02))
     axes.set(ylabel="how often that side was the better one")
     draw_legend(axes)
     _draw_counts(strip, metrics)
     return figure
+
+
+def margins_of(rows: Sequence[PairReward]) -> Float[np.ndarray, " pairs"]:
+    """Reward of the better response less the other's, for every pair with a better one; for all pairs if none has."""
+    margins = np.array([row.chosen - row.rejected for row in rows])
+    side = np.sign(np.array([row.label for row in rows]) - 0.5)
+    return (margins * side)[side != 0] if (side != 0).any() else margins
 
 
 def plot_margins(margins: Float[np.ndarray, " pairs"]) -> Figure:
@@ -104,15 +140,18 @@ def plot_margins(margins: Float[np.ndarray, " pairs"]) -> Figure:
     caption = f"ranked wrongly {wrong:.1%}, tied {tied:.1%}, mean {margins.mean():.3g}; n = {margins.size:,} pairs"
     figure, (axes,) = new_figure("Reward margins", caption)
     edges, hidden = _margin_edges(margins)
-    axes.axvline(0.0, color=GRAY, linewidth=1.0)
+    axes.guide(x=0.0)
     for members, color, word in ((margins > 0, BLUE, "rightly"), (margins < 0, ORANGE, "wrongly")):
         if members.any():
-            axes.hist(margins[members], edges.tolist(), color=color, label=f"ranked {word} ({members.mean():.1%})")
+            counts, _ = np.histogram(margins[members], edges)
+            label = f"ranked {word} ({members.mean():.1%})"
+            axes.bars((edges[:-1] + edges[1:]) / 2, counts, label, width=np.diff(edges), color=color)
     if tied:
         num_tied = int((margins == 0).sum())
         axes.vlines(0.0, 0, num_tied, color=INK, linewidth=5, label=f"tied ({tied:.1%}, {num_tied:,} pairs)")
+        axes.marks.append(Mark("tied", 0.0, num_tied))
     median = float(np.median(margins))
-    axes.axvline(median, color=INK, linewidth=1.2, linestyle=":", label=f"median {median:.3g}")
+    axes.guide(f"median {median:.3g}", x=median, color=INK, linewidth=1.2, linestyle=":")
     beyond = f"; {hidden:,} pairs lie beyond" if hidden else ""
     axes.set(xlabel=f"margin: reward of the better response − reward of the other{beyond}", ylabel="pairs")
     axes.margins(y=0.2)
@@ -158,22 +197,18 @@ def _half_width(num_rows: int) -> int:
     return num_rows // 50
 
 
-def _draw_training(axes: Axes, history: History, name: str) -> None:
-    steps, values = _column(_whole_batches(history), name)
-    if not len(steps):
-        return
-    half_width = _half_width(len(steps))
-    if half_width:
+def _draw_courses(axes: Panel, history: History, training: str, validation: str) -> None:
+    """Draw a smoothed column of training batches, and a column of validations."""
+    steps, values = _column(_whole_batches(history), training)
+    if half_width := _half_width(len(steps)):
         axes.plot(steps, values, color=BLUE, alpha=0.22, linewidth=0.8)
-    marker = "o" if len(steps) == 1 else None
-    axes.plot(steps, _smoothed(values, half_width), color=BLUE, linewidth=1.8, marker=marker, label="training")
-
-
-def _draw_validation(axes: Axes, history: History, name: str) -> None:
-    steps, values = _column(history, name)
     if len(steps):
-        last = f"validation (last {values[-1]:.3f})"
-        axes.plot(steps, values, color=VERMILION, linewidth=1.8, marker="o", markersize=4.5, label=last)
+        marker = "o" if len(steps) == 1 else None
+        axes.curve(steps, _smoothed(values, half_width), "training", color=BLUE, linewidth=1.8, marker=marker)
+    steps, values = _column(history, validation)
+    if len(steps):
+        label = f"validation (last {values[-1]:.3f})"
+        axes.curve(steps, values, label, color=VERMILION, linewidth=1.8, marker="o", markersize=4.5)
 
 
 def _history_caption(history: History, name: str) -> str:
@@ -185,13 +220,13 @@ def _history_caption(history: History, name: str) -> str:
     return f"{last:,} optimizer {'step' if last == 1 else 'steps'}{window}{validation}"
 
 
-def _fit_steps(axes: Axes, history: History) -> None:
+def _fit_steps(axes: Panel, history: History) -> None:
     last = max([1.0, *(float(row["step"] or 0) for row in history)])
     axes.set_xlim(-0.02 * last, 1.02 * last)
     count_ticks(axes.xaxis)
 
 
-def _fit_losses(axes: Axes, history: History) -> None:
+def _fit_losses(axes: Panel, history: History) -> None:
     """Axis limits around most of the curve and chance, so that neither a spike nor 0 flattens the rest."""
     training, validation = _column(history, "train_loss")[1], _column(history, "eval_loss")[1]
     ends = [CHANCE_LOSS, *(np.quantile(training, [0.02, 0.98]) if len(training) else []), *validation]
@@ -206,13 +241,56 @@ def _lowest_accuracy(history: History) -> float:
     return float(max(0.0, math.floor(10 * lowest) / 10 - 0.1))
 
 
-def _draw_counts(axes: Axes, metrics: PairwiseMetrics) -> None:
-    for item in metrics.reliability:
-        middle, width = (item.low + item.high) / 2, item.high - item.low
-        axes.bar(middle, item.num_pairs, width=0.94 * width, color=LIGHT)
-        axes.annotate(f"{item.num_pairs:,}", (middle, item.num_pairs), ha="center", va="bottom", fontsize=8)
+def _draw_counts(axes: Panel, metrics: PairwiseMetrics) -> None:
+    bins = metrics.reliability
+    middles, counts = [(item.low + item.high) / 2 for item in bins], [item.num_pairs for item in bins]
+    axes.bars(middles, counts, width=[0.94 * (item.high - item.low) for item in bins], color=LIGHT)
+    for middle, count in zip(middles, counts, strict=True):
+        axes.annotate(f"{count:,}", (middle, count), ha="center", va="bottom", fontsize=8)
     axes.margins(y=0.35)
     axes.set_yticks([])
     axes.grid(False)
     axes.spines["left"].set_visible(False)
     axes.set(xlabel="probability of the side the model prefers", ylabel="pairs")
+
+
+def print_evaluation(title: str, evaluation: Evaluation, console: Console | None = None) -> None:
+    """Print one evaluation, and the metrics of its groups."""
+    console = console or output_console()
+    console.print(summary_table(title, evaluation_rows(evaluation)))
+    for column in evaluation.metrics.groups:
+        console.print(group_table(evaluation.metrics, column))
+
+
+def print_run(result: RunResult, console: Console | None = None) -> None:
+    """Print the run's summary table, and the next steps."""
+    console = console or output_console()
+    data = result.data
+    rows: dict[str, Cell] = {"validation": data.val_origin, **metrics_rows(result.metrics)}
+    if data.ceiling is not None:
+        rows["ceiling (gold reward)"] = data.ceiling
+    rows["training pairs"] = data.train_pairs
+    rows["steps (best)"] = f"{result.steps:,} ({result.best_step:,})"
+    rows["pairs/s"] = "n/a" if result.pairs_per_second is None else result.pairs_per_second
+    console.print(summary_table(f"{result.model}, {result.optimizer}, seed {result.seed}: {result.ending}", rows))
+    for column in result.metrics.groups:
+        console.print(group_table(result.metrics, column))
+    for note in data.notes:
+        console.print(f"  note: {note}", markup=False, highlight=False, soft_wrap=True)
+    if is_toy(result.config["model"]["path"], result.config["data"]["train"]):
+        console.print(f"  warning: {TOY_WARNING % result.model}", markup=False, highlight=False, soft_wrap=True)
+    _print_next(result, console)
+
+
+def _print_next(result: RunResult, console: Console) -> None:
+    run_dir, export = (os.path.relpath(path) for path in (result.run_dir, result.export))
+    typed = shlex.quote(f"./{export}" if export.startswith("-") else export)
+    lines = {
+        "model": f"{export}  (AutoModelForSequenceClassification.from_pretrained loads it)",
+        "pictures": f"{run_dir}/{PICTURES}",
+        "numbers": f"{run_dir}/{RESULT_FILE}, {run_dir}/{METRICS_FILE}",
+        "score": f'rm-opt score {typed} --prompt "…" --response "…"',
+        "evaluate": f"rm-opt evaluate {typed} --data PAIRS.jsonl",
+    }
+    for name, line in lines.items():
+        console.print(f"{name:>9}: {line}", markup=False, highlight=False, soft_wrap=True)

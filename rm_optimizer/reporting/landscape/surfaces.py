@@ -1,4 +1,4 @@
-"""Pictures of the loss around the weights: lines, contours, surfaces and the path of training."""
+"""Pictures and tables of the loss around the weights: lines, contours, surfaces and the path of training."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
+from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.surface.grid import PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
-from rm_optimizer.reporting.plots import CHANCE_LOSS
-from rm_optimizer.reporting.style import (
+from rm_optimizer.reporting.document import Drawing
+from rm_optimizer.reporting.figures import (
     BLUE,
     GRAY,
     GREEN,
     INK,
     ORANGE,
     VERMILION,
-    captioned_figure,
+    Panel,
     draw_legend,
-    two_panels,
+    new_figure,
     wrapped,
 )
+from rm_optimizer.reporting.landscape.spectrum import named
+from rm_optimizer.reporting.run_report import CHANCE_LOSS
+from rm_optimizer.reporting.tables import Cell
 
 COLORS = (BLUE, VERMILION, GREEN, ORANGE, INK)
 _CROSS: dict[str, Any] = {
@@ -39,17 +42,17 @@ _WIDE = 30.0
 
 def plot_slices(result: Slice) -> Figure:
     """Loss and accuracy along each direction, with bands of one standard error over pairs."""
-    figure, (upper, lower) = two_panels("Loss along directions", _caption(result.measured, result), ratios=(2, 1))
+    figure, (upper, lower) = new_figure("Loss along directions", _caption(result.measured, result), ratios=(2, 1))
     steps = np.array(result.steps)
     for index, (name, line) in enumerate(zip(result.measured.names, result.points, strict=True)):
         color, style = COLORS[index % len(COLORS)], "-" if index < len(COLORS) else "--"
         for axes, value in ((upper, "loss"), (lower, "accuracy")):
             values, errors = _column(line, value), _column(line, f"{value}_standard_error")
-            axes.plot(steps, values, color=color, linestyle=style, linewidth=1.7, label=name)
+            axes.curve(steps, values, name, color=color, linestyle=style, linewidth=1.7)
             axes.fill_between(steps, values - errors, values + errors, color=color, alpha=0.15, linewidth=0)
     for axes, chance in ((upper, CHANCE_LOSS), (lower, 0.5)):
-        axes.axhline(chance, color=GRAY, linestyle=(0, (2, 2)), linewidth=1.1, label="chance")
-        axes.axvline(0.0, color=GRAY, linewidth=0.8)
+        axes.chance(chance)
+        axes.guide(x=0.0, linewidth=0.8)
     upper.set_ylabel("loss (nats a pair)")
     lower.set(xlabel=f"step along the direction ({_unit(result.measured)})", ylabel="accuracy")
     upper.plot([], [], color=GRAY, alpha=0.3, linewidth=7, label="± 1 standard error")
@@ -60,9 +63,9 @@ def plot_slices(result: Slice) -> Figure:
 def plot_contour(result: Surface) -> Figure:
     """Lines of equal loss over a plane through the weights."""
     caption = _caption(result.measured, result) + _error_of(result.points)
-    figure, (axes,) = captioned_figure(_TITLE, caption)
+    figure, (axes,) = new_figure(_TITLE, caption)
     _draw_contour(figure, axes, result)
-    axes.plot(0.0, 0.0, label="trained weights", **_CROSS)
+    axes.curve(0.0, 0.0, "trained weights", **_CROSS)
     draw_legend(axes, "upper right")
     return figure
 
@@ -90,18 +93,20 @@ def plot_trajectory(result: Trajectory) -> Figure:
     """The checkpoints of a run over lines of equal loss, in the plane that is closest to them."""
     surface = result.surface
     caption = _caption(surface.measured, result) + _error_of([result.points])
-    figure, (axes,) = captioned_figure("The way training took", caption)
+    figure, (axes,) = new_figure("The way training took", caption)
     _draw_contour(figure, axes, surface)
     x, y = np.array(result.coordinates).T
     axes.plot(x, y, color="white", linewidth=3.2)
     marks: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white"}
-    axes.plot(x, y, color=INK, linewidth=1.4, label="checkpoints (loss ± 1 standard error)", **marks)
-    axes.plot(x[-1], y[-1], label="last checkpoint", **_CROSS)
+    axes.curve(x, y, "checkpoints (loss ± 1 standard error)", color=INK, linewidth=1.4, **marks)
+    axes.curve(x[-1], y[-1], "last checkpoint", **_CROSS)
     for index in _apart(x, y, surface):
         is_right = x[index] > (surface.x[0] + surface.x[-1]) / 2
         offset = (-7 if is_right else 7, -15 if 0 < index < len(x) - 1 else 9)
+        point, step = result.points[index], f"step {result.steps[index]:,}"
+        loss = "" if math.isnan(point.loss) else f": {point.loss:.3f} ± {point.loss_standard_error:.2g}"
         axes.annotate(
-            _loss_at(result, index), (x[index], y[index]),
+            f"{step}{loss}", (x[index], y[index]),
             offset, textcoords="offset points", ha="right" if is_right else "left", fontsize=8,
             bbox={"boxstyle": "round,pad=0.2", "facecolor": "white", "edgecolor": "none", "alpha": 0.75},
         )  # fmt: skip
@@ -127,11 +132,6 @@ def _caption(measured: GridDescription, result: Slice | Surface | Trajectory) ->
     )
 
 
-def named(source: str) -> str:
-    """Checkpoint, step and pairs at the end of a caption."""
-    return f"; {source}" if source else ""
-
-
 def _error_of(points: Sequence[Sequence[PointLoss]]) -> str:
     """Sentence about the sampling error of the losses."""
     errors = _losses(points, "loss_standard_error")
@@ -154,17 +154,12 @@ def _losses(points: Sequence[Sequence[PointLoss]], name: str = "loss") -> np.nda
     return np.where(np.isfinite(values), values, np.nan)
 
 
-def _norm(loss: np.ndarray) -> Normalize:
-    low, high = (float(np.nanmin(loss)), float(np.nanmax(loss))) if np.isfinite(loss).any() else (0.0, 1.0)
-    return LogNorm(low, high) if low > 0 and high > _WIDE * low else Normalize(low, high)
-
-
-def _draw_contour(figure: Figure, axes: Axes, surface: Surface) -> None:
+def _draw_contour(figure: Figure, axes: Panel, surface: Surface) -> None:
     loss = _losses(surface.points)
-    norm = _norm(loss)
-    spaced = np.geomspace if isinstance(norm, LogNorm) else np.linspace
-    low, high = float(norm.vmin or 0.0), float(norm.vmax or 1.0)
-    levels = spaced(low, max(high, low + 1e-9), 15)
+    low, high = (float(np.nanmin(loss)), float(np.nanmax(loss))) if np.isfinite(loss).any() else (0.0, 1.0)
+    is_log = low > 0 and high > _WIDE * low
+    norm = LogNorm(low, high) if is_log else Normalize(low, high)
+    levels = (np.geomspace if is_log else np.linspace)(low, max(high, low + 1e-9), 15)
     shown = np.ma.masked_invalid(loss)
     filled = axes.contourf(surface.x, surface.y, shown, levels=levels, norm=norm, cmap="viridis")
     lines = axes.contour(surface.x, surface.y, shown, levels=levels[1:-1:2], colors="white", linewidths=0.7)
@@ -187,6 +182,59 @@ def _is_inside(position: tuple[float, float], surface: Surface) -> bool:
     return all(0.06 < share < 0.94 for share in shares)
 
 
-def _loss_at(result: Trajectory, index: int) -> str:
-    point, step = result.points[index], f"step {result.steps[index]:,}"
-    return step if math.isnan(point.loss) else f"{step}: {point.loss:.3f} ± {point.loss_standard_error:.2g}"
+def slice_drawings(result: Slice) -> list[Drawing]:
+    """Loss and accuracy along each direction."""
+    caption = "Loss and accuracy along directions through the weights"
+    return [Drawing("slices", plot_slices(result), caption, [*result.rows()])]
+
+
+def surface_drawings(result: Surface) -> list[Drawing]:
+    """Loss over a plane, as lines and in three dimensions."""
+    return [
+        Drawing("contour", plot_contour(result), "Lines of equal loss over a plane through the weights"),
+        Drawing("surface", plot_surface(result), "Loss over a plane through the weights", [*result.rows()]),
+    ]
+
+
+def trajectory_drawings(result: Trajectory) -> list[Drawing]:
+    """The way of training, and the plane it is drawn in."""
+    caption = "Checkpoints of the run over lines of equal loss"
+    way = Drawing("trajectory", plot_trajectory(result), caption, [*result.rows()])
+    return [way, *surface_drawings(result.surface)]
+
+
+def slice_table(result: Slice) -> dict[str, Cell]:
+    """Rows for `summary_table`: the loss at the weights and at the ends of each direction."""
+    middle = len(result.steps) // 2
+    rows: dict[str, Cell] = {"directions": result.measured.method, **sizes(result.measured)}
+    center = result.points[0][middle]
+    rows["loss at the weights"] = f"{center.loss:.4f} ± {center.loss_standard_error:.4f}"
+    for name, line in zip(result.measured.names, result.points, strict=True):
+        ends = f"{line[0].loss:.3f} and {line[-1].loss:.3f}"
+        rows[f"{name}: loss at ±{result.steps[-1]:.3g}"] = ends
+    return rows
+
+
+def surface_table(result: Surface) -> dict[str, Cell]:
+    """Rows for `summary_table`: range of the loss, and number of points."""
+    losses = [point.loss for row in result.points for point in row if point.loss == point.loss]
+    rows: dict[str, Cell] = {"directions": result.measured.method, **sizes(result.measured)}
+    rows["lowest and highest loss"] = f"{min(losses):.4f} and {max(losses):.4f}" if losses else None
+    rows["points"] = f"{len(losses):,} of {len(result.x) * len(result.y):,}"
+    return rows
+
+
+def trajectory_table(result: Trajectory) -> dict[str, Cell]:
+    """Rows for `summary_table`: the plane, and the loss of each checkpoint."""
+    rows: dict[str, Cell] = {**surface_table(result.surface), "checkpoints": len(result.steps)}
+    shares = result.surface.measured.values or ()
+    parts = ", ".join(f"{share:.1%}" for share in shares)
+    rows["share of the squared way in the plane"] = f"{sum(shares):.1%} ({parts})"
+    for step, point, off in zip(result.steps, result.points, result.off_plane, strict=True):
+        rows[f"step {step:,}: loss, distance from the plane"] = f"{point.loss:.4f}, {off:.3g}"
+    return rows
+
+
+def sizes(counted: GridDescription | LayerCurvature) -> dict[str, Cell]:
+    """Rows for `summary_table`: numbers of pairs and prompts, and the seed."""
+    return {"pairs / prompts": f"{counted.num_pairs:,} / {counted.num_prompts:,}", "seed": str(counted.seed)}

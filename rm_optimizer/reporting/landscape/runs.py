@@ -3,35 +3,46 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.between import BetweenModels
 from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Row
-from rm_optimizer.reporting.landscape_plots import named
-from rm_optimizer.reporting.style import (
+from rm_optimizer.reporting.document import Drawing
+from rm_optimizer.reporting.figures import (
     BLUE,
-    GRAY,
     ORANGE,
     SERIES,
     VERMILION,
+    Panel,
     count_ticks,
     draw_legend_beside,
-    stacked_panels,
-    two_panels,
+    new_figure,
 )
+from rm_optimizer.reporting.landscape.spectrum import crossed_cells, matrix_title, named, spectrum_scalars
 from rm_optimizer.reporting.tables import Cell
 
 _MOST_DRAWN = 10
 """Most of the largest eigenvalues to draw for each model."""
 _MOST_RANKS = 5
 """Most of the largest eigenvalues to draw and list for each step of a run."""
+
+
+def evolution_drawings(result: Evolution) -> list[Drawing]:
+    """The course of the curvature."""
+    return [Drawing("evolution", plot_evolution(result), "Curvature along the run", evolution_rows(result))]
+
+
+def between_drawings(result: BetweenModels) -> list[Drawing]:
+    """Curvature of each model and the losses between them, and the rows of the losses."""
+    caption = "Curvature of models, and the loss on the way between them"
+    return [
+        Drawing("between", plot_between(result), caption, between_rows(result)),
+        Drawing("paths", None, "Loss on the way between models", path_rows(result)),
+    ]
 
 
 def plot_evolution(result: Evolution) -> Figure:
@@ -47,8 +58,8 @@ def plot_evolution(result: Evolution) -> Figure:
         panels["trace"] = _draw_trace
     if any(overlap is not None for overlap in result.overlaps):
         panels["subspace overlap"] = _draw_overlap
-    matrix = first.matrix.replace("_", "-").capitalize().replace("newton", "Newton")
-    figure, all_axes = stacked_panels(f"{matrix} along the run", caption, count=len(panels))
+    height, ratios = 1.4 + 1.9 * len(panels), (1,) * len(panels)
+    figure, all_axes = new_figure(f"{matrix_title(first)} along the run", caption, ratios=ratios, height=height)
     for axes, (label, draw) in zip(all_axes, panels.items(), strict=True):
         draw(axes, result)
         axes.set_ylabel(label)
@@ -73,7 +84,7 @@ def evolution_rows(result: Evolution) -> list[Row]:
             crossed = spectrum.cross_fit.values[index : index + 1] if spectrum.cross_fit and end == "largest" else ()
             row: Row = {"step": step, "end": end, "rank": rank, "eigenvalue": spectrum.eigenvalues[index]}
             row |= {"error_bound": spectrum.error_bounds[index], "converged": spectrum.converged[index]}
-            rows.append(row | _crossed_cells(crossed[0] if crossed else None) | of_step)
+            rows.append(row | crossed_cells(crossed[0] if crossed else None) | of_step)
     return rows
 
 
@@ -103,29 +114,30 @@ def plot_between(result: BetweenModels) -> Figure:
         f"n = {first.num_pairs:,} pairs of {result.num_prompts:,} prompts; {first.num_parameters:,} {first.params} "
         f"parameters; {first.method}; bars: error bounds{_diamonds(first)}; seed {first.seed}{named(result.source)}"
     )
-    figure, (upper, lower) = two_panels("Between models", caption, ratios=(1, 1), shares_x=False)
+    figure, (upper, lower) = new_figure("Between models", caption, ratios=(1, 1), shares_x=False)
     width = 0.5 / max(1, len(result.spectra))
+    shown: list[float] = []
     for index, spectrum in enumerate(result.spectra):
-        _draw_spectrum(upper, spectrum, result.names[index], SERIES[index % len(SERIES)], index * width)
+        values = spectrum.eigenvalues[: min(spectrum.num_top, _MOST_DRAWN)]
+        crossed = spectrum.cross_fit.values[: len(values)] if spectrum.cross_fit else ()
+        rank, color = np.arange(1, len(values) + 1) + index * width, SERIES[index % len(SERIES)]
+        bounds = spectrum.error_bounds[: len(values)]
+        upper.curve(rank, values, result.names[index], error=bounds, color=color, linewidth=1.4)
+        upper.estimates(rank[: len(crossed)] + 0.08, crossed, color=color, marker="D", linestyle="none")
+        shown += values
     upper.set(xlabel="rank from the largest", ylabel="eigenvalue")
-    shown = [
-        value for spectrum in result.spectra for value in spectrum.eigenvalues[: min(spectrum.num_top, _MOST_DRAWN)]
-    ]
     if min(shown) > 0 and max(shown) > 20 * min(shown):
         upper.set_yscale("log")
     count_ticks(upper.xaxis)
     draw_legend_beside(upper)
-    _draw_paths(lower, result)
-    return figure
-
-
-def _draw_paths(axes: Axes, result: BetweenModels) -> None:
     for index, path in enumerate(result.paths):
         name = f"{result.names[path.first]} to {result.names[path.second]}"
-        axes.plot(path.positions, path.losses, color=SERIES[index % len(SERIES)], marker="o", markersize=4, label=name)
-    axes.set(xlabel="share of the straight way", ylabel="loss (nats a pair)")
+        color = SERIES[index % len(SERIES)]
+        lower.curve(path.positions, path.losses, name, color=color, marker="o", markersize=4)
+    lower.set(xlabel="share of the straight way", ylabel="loss (nats a pair)")
     if result.paths:
-        draw_legend_beside(axes)
+        draw_legend_beside(lower)
+    return figure
 
 
 def between_table(result: BetweenModels) -> dict[str, Cell]:
@@ -153,7 +165,7 @@ def between_rows(result: BetweenModels) -> list[Row]:
         for index in range(spectrum.num_top):
             estimate = crossed[index] if index < len(crossed) else None
             row: Row = {"model": name, "rank": index + 1, "eigenvalue": spectrum.eigenvalues[index]}
-            rows.append(row | {"error_bound": spectrum.error_bounds[index]} | _crossed_cells(estimate))
+            rows.append(row | {"error_bound": spectrum.error_bounds[index]} | crossed_cells(estimate))
     return rows
 
 
@@ -169,15 +181,6 @@ def between_scalars(result: BetweenModels) -> dict[str, float]:
     return found
 
 
-def spectrum_scalars(spectrum: HessianSpectrum) -> dict[str, float]:
-    """Loss, largest eigenvalue, its cross-fitted value and trace by name, as far as they were estimated."""
-    trace, crossed = spectrum.trace, spectrum.cross_fit
-    found = {"loss": spectrum.loss}
-    found |= {"eigenvalue_largest": spectrum.eigenvalues[0]} if spectrum.num_top else {}
-    found |= {"trace": trace.value} if trace else {}
-    return found | ({"eigenvalue_cross_fitted": crossed.values[0].value} if crossed else {})
-
-
 def path_rows(result: BetweenModels) -> list[Row]:
     """One row for each point of each path."""
     rows: list[Row] = []
@@ -191,15 +194,6 @@ def path_rows(result: BetweenModels) -> list[Row]:
         for position, loss in zip(path.positions, path.losses, strict=True):
             rows.append(ends | {"position": position, "loss": loss, "subspace_overlap": overlap} | barrier)
     return rows
-
-
-def _crossed_cells(estimate: Estimate | None) -> Row:
-    """A cross-fitted value and its interval; None without one."""
-    return {
-        "cross_fitted": estimate.value if estimate else None,
-        "cross_fitted_low": estimate.low if estimate else None,
-        "cross_fitted_high": estimate.high if estimate else None,
-    }
 
 
 def _diamonds(spectrum: HessianSpectrum) -> str:
@@ -231,7 +225,7 @@ def _cross_fitted(spectrum: HessianSpectrum) -> list[str]:
     return [f"not cross-fitted: {spectrum.not_cross_fitted}"] if spectrum.not_cross_fitted else []
 
 
-def _draw_ends(axes: Axes, result: Evolution) -> None:
+def _draw_ends(axes: Panel, result: Evolution) -> None:
     by_place: dict[tuple[str, int], list[tuple[int, float, float]]] = {}
     for step, spectrum, _ in _steps(result):
         for end, rank, index in _ranks(spectrum):
@@ -242,56 +236,25 @@ def _draw_ends(axes: Axes, result: Evolution) -> None:
     for (end, rank), points in by_place.items():
         color = VERMILION if end == "smallest" else BLUE
         fade = 1.0 if rank == 1 else 0.75 - 0.12 * rank
-        _draw_line(axes, points, color, f"{end} 1" if rank == 1 else below if rank == 2 else None, fade)
-    crossed = [(s, x.cross_fit.values[0]) for s, x, _ in _steps(result) if x.cross_fit is not None]
+        label = f"{end} 1" if rank == 1 else below if rank == 2 else None
+        steps, values, bounds = zip(*points, strict=True)
+        axes.curve(steps, values, label, error=bounds, color=color, alpha=fade)
+    crossed = [(step, each.cross_fit.values[0]) for step, each, _ in _steps(result) if each.cross_fit is not None]
     if crossed:
         steps, estimates = zip(*crossed, strict=True)
-        axes.errorbar(
-            steps, [each.value for each in estimates], yerr=_bars(estimates), color=ORANGE, marker="D", markersize=4,
-            linewidth=1.2, elinewidth=1.4, capsize=2, label="largest 1, cross-fitted",
-        )  # fmt: skip
-    axes.axhline(0.0, color=GRAY, linewidth=0.8)
+        axes.estimates(steps, estimates, "largest 1, cross-fitted", color=ORANGE, marker="D", linewidth=1.2)
+    axes.guide(y=0.0, linewidth=0.8)
 
 
-def _draw_trace(axes: Axes, result: Evolution) -> None:
-    points = [(s, t.value, t.standard_error or math.nan) for s, x, _ in _steps(result) if (t := x.trace) is not None]
-    _draw_line(axes, points, SERIES[2], "trace; bar: standard error")
-    axes.axhline(0.0, color=GRAY, linewidth=0.8)
+def _draw_trace(axes: Panel, result: Evolution) -> None:
+    traces = [(step, trace) for step, each, _ in _steps(result) if (trace := each.trace) is not None]
+    errors = [trace.standard_error or math.nan for _, trace in traces]
+    values = [trace.value for _, trace in traces]
+    axes.curve([step for step, _ in traces], values, "trace; bar: standard error", error=errors, color=SERIES[2])
+    axes.guide(y=0.0, linewidth=0.8)
 
 
-def _draw_overlap(axes: Axes, result: Evolution) -> None:
-    points = [(step, overlap) for step, _, overlap in _steps(result) if overlap is not None]
-    axes.plot(*zip(*points, strict=True), color=SERIES[4], marker="o", markersize=4, label="with the step before")
+def _draw_overlap(axes: Panel, result: Evolution) -> None:
+    found = {step: overlap for step, _, overlap in _steps(result) if overlap is not None}
+    axes.curve([*found], [*found.values()], "with the step before", color=SERIES[4], marker="o", markersize=4)
     axes.set_ylim(0, 1.02)
-
-
-def _draw_line(
-    axes: Axes, points: Sequence[tuple[int, float, float]], color: str, label: str | None, alpha: float = 1.0
-) -> None:
-    steps, values, errors = (np.array(column, dtype=float) for column in zip(*points, strict=True))
-    axes.errorbar(steps, values, yerr=errors, color=color, alpha=alpha, marker="o", markersize=4, linewidth=1.5,
-                  elinewidth=1.0, capsize=2, label=label)  # fmt: skip
-
-
-def _draw_spectrum(axes: Axes, spectrum: HessianSpectrum, name: str, color: str, shift: float) -> None:
-    count = min(spectrum.num_top, _MOST_DRAWN)
-    values, errors = (np.array(each[:count]) for each in (spectrum.eigenvalues, spectrum.error_bounds))
-    rank = np.arange(1, len(values) + 1) + shift
-    axes.errorbar(
-        rank, values, yerr=errors, color=color, marker="o", markersize=4, linewidth=1.4, capsize=2, label=name
-    )
-    crossed = spectrum.cross_fit.values[:count] if spectrum.cross_fit else ()
-    axes.errorbar(
-        rank[: len(crossed)] + 0.08, [each.value for each in crossed], yerr=_bars(crossed), color=color, marker="D",
-        markersize=4, linestyle="none", capsize=2
-    )  # fmt: skip
-
-
-def _bars(estimates: Sequence[Estimate]) -> np.ndarray:
-    """Lengths of the error bars below and above each value, from its interval; NaN without one."""
-    ends = [
-        (each.value, math.nan if each.low is None else each.low, math.nan if each.high is None else each.high)
-        for each in estimates
-    ]
-    value, low, high = np.array(ends, dtype=float).reshape(-1, 3).T
-    return np.asarray(np.maximum([value - low, high - value], 0))

@@ -1,1 +1,0 @@
-"""Tables and pictures about labels: votes, and learning curves over the number of pairs."""

@@ -1,0 +1,1 @@
+"""Pictures, tables and rows of loss landscapes and curvature."""

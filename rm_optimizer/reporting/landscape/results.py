@@ -1,0 +1,132 @@
+"""Pictures, tables and files of the result of any analysis."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from rich.console import Console
+
+from rm_optimizer.landscape.between import BetweenModels
+from rm_optimizer.landscape.evolution import Evolution
+from rm_optimizer.landscape.layers import LayerCurvature
+from rm_optimizer.landscape.quantities import summarize
+from rm_optimizer.landscape.spectrum import HessianSpectrum
+from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
+from rm_optimizer.records.codec import json_values
+from rm_optimizer.records.files import write_csv, write_rows, write_text
+from rm_optimizer.reporting.document import Drawing
+from rm_optimizer.reporting.figures import save_figure
+from rm_optimizer.reporting.landscape.layers import layer_drawings, layer_row, layer_table
+from rm_optimizer.reporting.landscape.runs import (
+    between_drawings,
+    between_scalars,
+    between_table,
+    evolution_drawings,
+    evolution_table,
+)
+from rm_optimizer.reporting.landscape.spectrum import (
+    plot_training_curvature,
+    spectrum_drawings,
+    spectrum_scalars,
+    spectrum_table,
+    training_rows,
+)
+from rm_optimizer.reporting.landscape.surfaces import (
+    slice_drawings,
+    slice_table,
+    surface_drawings,
+    surface_table,
+    trajectory_drawings,
+    trajectory_table,
+)
+from rm_optimizer.reporting.run_report import History
+from rm_optimizer.reporting.tables import Cell, summary_table
+
+LandscapeResult = Slice | Surface | Trajectory | LayerCurvature | HessianSpectrum | Evolution | BetweenModels
+
+
+def drawings(result: LandscapeResult) -> list[Drawing]:
+    """Figures of a result and the numbers in them."""
+    match result:
+        case Slice():
+            return slice_drawings(result)
+        case Surface():
+            return surface_drawings(result)
+        case Trajectory():
+            return trajectory_drawings(result)
+        case HessianSpectrum():
+            return spectrum_drawings(result)
+        case LayerCurvature():
+            return layer_drawings(result)
+        case Evolution():
+            return evolution_drawings(result)
+        case BetweenModels():
+            return between_drawings(result)
+
+
+def summary_rows(result: LandscapeResult) -> dict[str, Cell]:
+    """Rows for `summary_table`."""
+    match result:
+        case Slice():
+            return slice_table(result)
+        case Surface():
+            return surface_table(result)
+        case Trajectory():
+            return trajectory_table(result)
+        case HessianSpectrum():
+            return spectrum_table(result)
+        case LayerCurvature():
+            return layer_table(result)
+        case Evolution():
+            return evolution_table(result)
+        case BetweenModels():
+            return between_table(result)
+
+
+def scalars_of(result: LandscapeResult) -> dict[str, float]:
+    """Scalars of a result by name, for loggers; empty for grids, whose numbers are tables."""
+    match result:
+        case HessianSpectrum():
+            values = {name: quantity.value for name, quantity in summarize(result).items()}
+            return spectrum_scalars(result) | {name: value for name, value in values.items() if value is not None}
+        case LayerCurvature():
+            cells = {f"{item.block}/{name}": cell for item in result.blocks for name, cell in layer_row(item).items()}
+            return {name: cell for name, cell in cells.items() if isinstance(cell, float)}
+        case BetweenModels():
+            return between_scalars(result)
+    return {}
+
+
+def print_result(title: str, result: LandscapeResult, console: Console | None = None) -> None:
+    """Print the numbers of a result."""
+    (console or Console()).print(summary_table(title, summary_rows(result)))
+
+
+def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
+    """Draw a result as PNG and SVG, and write its numbers as Parquet and CSV beside the pictures."""
+    files = [file for drawing in drawings(result) for file in _written(drawing, folder)]
+    if isinstance(result, HessianSpectrum):
+        quantities = {name: json_values(quantity) for name, quantity in summarize(result).items()}
+        content = json.dumps({"status": result.status, **quantities}, indent=2)
+        files.append(write_text(folder / "quantities.json", content + "\n"))
+    return files
+
+
+def draw_training_curvature(history: History, folder: Path, caption: str) -> list[Path]:
+    """Draw the top eigenvalue and the trace during training, with the numbers as Parquet and CSV."""
+    figure = plot_training_curvature(history, caption=caption)
+    return _written(Drawing("during_training", figure, caption, training_rows(history)), folder)
+
+
+def _written(drawing: Drawing, folder: Path) -> list[Path]:
+    """Write a figure as PNG and SVG, and its rows, if they are given, as Parquet and CSV."""
+    files, stem = [], folder / drawing.name
+    if drawing.figure is not None:
+        files += save_figure(drawing.figure, stem.with_suffix(".png"), svg=True)
+    if drawing.rows is not None:
+        files += [
+            write_rows(stem.with_suffix(".parquet"), drawing.rows),
+            write_csv(stem.with_suffix(".csv"), drawing.rows),
+        ]
+    return files

@@ -1,0 +1,434 @@
+"""Pictures, table and rows of the eigenvalues of a matrix, and of curvature during training."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.landscape.estimates.by_pair import CurvatureByPair
+from rm_optimizer.landscape.estimates.cross_fitting import TopOfSamples
+from rm_optimizer.landscape.estimates.density import SPREAD, DensityCurve, density_curve
+from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
+from rm_optimizer.landscape.quantities import Quantity, summarize
+from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.landscape.surface.results import Row
+from rm_optimizer.reporting.document import Drawing
+from rm_optimizer.reporting.figures import (
+    BLUE,
+    GREEN,
+    INK,
+    ORANGE,
+    VERMILION,
+    Panel,
+    count_ticks,
+    draw_legend,
+    draw_legend_above,
+    draw_legend_below,
+    new_figure,
+)
+from rm_optimizer.reporting.run_report import History
+from rm_optimizer.reporting.tables import Cell
+
+CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
+SHARPNESS, LIMIT = "curvature_preconditioned_sharpness", "curvature_stability_limit"
+"""Columns of `metrics.csv` in a run with `training.hessian.enabled`."""
+_FEW = 3
+"""Number of eigenvalues up to which the inset needs extra room."""
+_MOST_BELOW = 3
+"""Most cross-fitted values drawn under a density."""
+_SHOWN = 10
+"""Number of eigenvalues that the table lists from each end."""
+
+
+_CROSSED: Mapping[str, Any] = {"color": ORANGE, "marker": "D", "linestyle": "none", "elinewidth": 2.0}
+"""Style of cross-fitted values."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Position of an eigenvalue in the whole spectrum.
+
+    Args:
+        end: `largest` or `smallest`.
+        rank: rank counted from that end, from 1.
+    """
+
+    end: str
+    rank: int
+
+
+def places_of(num_top: int, num_bottom: int, count: int) -> tuple[Place, ...]:
+    """Places of eigenvalues in descending order, each counted from the nearer end from which its rank is known.
+
+    Args:
+        num_top: number of the first that are the largest of all.
+        num_bottom: number of the last that are the smallest of all; every eigenvalue is among one of the two.
+        count: number of eigenvalues.
+
+    Example:
+        >>> [f"{place.end} {place.rank}" for place in places_of(2, 1, 3)]
+        ['largest 1', 'largest 2', 'smallest 1']
+    """
+    from_top = min(num_top, max(count - num_bottom, (count + 1) // 2))
+    return tuple(
+        Place("largest", index + 1) if index < from_top else Place("smallest", count - index) for index in range(count)
+    )
+
+
+def plot_spectrum(
+    values: Sequence[float],
+    errors: Sequence[float],
+    *,
+    title: str,
+    caption: str,
+    places: Sequence[Place],
+    cross_fitted: Sequence[Estimate] = (),
+    by_num_pairs: Sequence[TopOfSamples] = (),
+) -> Figure:
+    """Eigenvalues by rank, positive and negative ones in different colors, with error bars.
+
+    Args:
+        values: eigenvalues, descending.
+        errors: bound on the error of each.
+        places: place of each eigenvalue: the end of the spectrum to count from, and the rank from there.
+        title: name of the matrix.
+        caption: pairs, parameters, seed.
+        cross_fitted: the first eigenvalues cross-fitted, with their interval over pairs.
+        by_num_pairs: largest eigenvalue of samples of the pairs, for the inset.
+    """
+    figure, (axes,) = new_figure(title, caption)
+    heights, bars = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
+    rank = np.arange(1, len(heights) + 1)
+    for members, color, word in ((heights >= 0, BLUE, "positive"), (heights < 0, VERMILION, "negative")):
+        if members.any():
+            axes.vlines(rank[members], 0, heights[members], color=color, linewidth=1.0, alpha=0.35)
+            axes.curve(
+                rank[members], heights[members], f"{word}; bar: error bound", error=bars[members],
+                color=color, markersize=5, linestyle="none", capsize=3,
+            )  # fmt: skip
+    if known := [
+        (place, each) for place, each in enumerate(cross_fitted, start=1) if None not in (each.low, each.high)
+    ]:
+        places_beside, shown = [place + 0.25 for place, _ in known], [each for _, each in known]
+        axes.estimates(places_beside, shown, "cross-fitted; bar: 95 % over pairs", **_CROSSED)
+    axes.guide(y=0.0)
+    axes.set_yscale("symlog", linthresh=_linear_below(heights))
+    has_inset = len(by_num_pairs) > 1
+    room = 1.9 if has_inset and len(heights) <= _FEW else 0.7
+    axes.set(ylabel=f"eigenvalue (log; linear below {_linear_below(heights):.2g})", xlim=(0.3, len(heights) + room))
+    _draw_places(axes, places)
+    ends = [*heights, *(end for item in cross_fitted for end in (item.low, item.high) if end is not None)]
+    lowest, highest = float(min(ends)), float(max(ends))
+    axes.set_ylim(2.5 * lowest if lowest < 0 else 0.0, 2.5 * highest if highest > 0 else 0.0)
+    draw_legend(axes)
+    if has_inset:
+        _draw_by_num_pairs(axes, by_num_pairs)
+    return figure
+
+
+def plot_density(
+    curve: DensityCurve, *, top: Sequence[float], title: str, caption: str, cross_fitted: Sequence[Estimate] = ()
+) -> Figure:
+    """Share of a sample's eigenvalues at each value, on a logarithmic axis, with the computed eigenvalues marked.
+
+    Args:
+        curve: the density.
+        top: eigenvalues that were computed one by one.
+        cross_fitted: the largest of them cross-fitted, with their interval over pairs.
+        title: name of the matrix.
+        caption: pairs, parameters, probes, seed.
+    """
+    figure, (axes,) = new_figure(title, caption)
+    highest = float(curve.density.max())
+    floor = max(float(curve.density[curve.density > 0].min()), 1e-9 * highest)
+    axes.curve(curve.grid, np.maximum(curve.density, floor / 2), "density", color=BLUE, linewidth=1.7)
+    low, high = (np.maximum(curve.density + side * curve.standard_error, floor / 2) for side in (-1, 1))
+    if np.isfinite(curve.standard_error).all():
+        axes.fill_between(curve.grid, low, high, color=BLUE, alpha=0.25, lw=0, label="± 1 standard error over probes")
+    for is_negative, color, word in ((False, VERMILION, "positive"), (True, INK, "negative")):
+        if members := [value for value in top if (value < 0) == is_negative]:
+            label = f"{len(members)} {word} eigenvalue{'s' * (len(members) > 1)}, computed"
+            axes.curve(
+                members, np.full(len(members), 2 * floor), label,
+                color=color, marker="|", markersize=11, markeredgewidth=1.4, linestyle="none",
+            )  # fmt: skip
+    if known := [each for each in cross_fitted[:_MOST_BELOW] if None not in (each.low, each.high)]:
+        heights = 5 * floor * 2.0 ** np.arange(len(known))
+        label = f"the largest {len(known)} cross-fitted, from below; 95 % over pairs"
+        axes.estimates_across(known, heights, label, **_CROSSED)
+    axes.set_yscale("log")
+    axes.set(xlabel="eigenvalue of this sample", ylabel="share of eigenvalues per unit", ylim=(floor, 3 * highest))
+    draw_legend_below(axes)
+    return figure
+
+
+def plot_training_curvature(history: History, *, caption: str) -> Figure:
+    """Lower bound of the top eigenvalue, trace with its standard error, and the edge of stability over a run's steps.
+
+    The residual is not drawn, since it gives no upper bound on the top eigenvalue. The limit of stability is drawn with
+    the preconditioned sharpness if the optimizer has a preconditioner, else with the top eigenvalue.
+
+    Args:
+        history: rows of `metrics.csv` with the columns of `training.hessian.enabled`.
+        caption: pairs, seed.
+    """
+    rows = [row for row in history if row.get(CURVATURE) not in ("", None)]
+    preconditioned = [row for row in rows if _is_known(row, SHARPNESS)]
+    figure, panels = new_figure(
+        "Curvature during training",
+        caption,
+        ratios=(1, 1, 1) if preconditioned else (1, 1),
+        height=7.1 if preconditioned else 5.2,
+    )
+    _draw_course(panels[0], rows, CURVATURE, "top eigenvalue, at least", VERMILION)
+    _draw_course(panels[1], rows, TRACE, "trace; bar: standard error", BLUE, error=f"{TRACE}_standard_error")
+    if preconditioned:
+        _draw_course(panels[2], preconditioned, SHARPNESS, "preconditioned sharpness, at least", GREEN)
+        _draw_limit(panels[2], preconditioned, SHARPNESS)
+    else:
+        _draw_limit(panels[0], rows, CURVATURE)
+    for axes, label in zip(panels, ("top eigenvalue", "trace", "preconditioned"), strict=False):
+        axes.set_ylabel(label)
+        draw_legend_above(axes)
+    panels[-1].set_xlabel("optimizer step")
+    return figure
+
+
+def has_training_curvature(history: History) -> bool:
+    """True if a run measured its curvature."""
+    return any(row.get(CURVATURE) not in ("", None) for row in history)
+
+
+def training_rows(history: History) -> list[Row]:
+    """Rows of the curvature that a run logged."""
+    rows: list[Row] = []
+    for row in history:
+        if values := {name: float(cell) for name, cell in row.items() if name.startswith("curvature_") and cell}:
+            rows.append({"step": int(row["step"] or 0), **values})
+    return rows
+
+
+def matrix_title(spectrum: HessianSpectrum) -> str:
+    """Name of the matrix as a heading, such as `Gauss-Newton`."""
+    return spectrum.matrix.replace("_", "-").capitalize().replace("newton", "Newton")
+
+
+def named(source: str) -> str:
+    """Checkpoint, step and pairs at the end of a caption."""
+    return f"; {source}" if source else ""
+
+
+def spectrum_drawings(result: HessianSpectrum) -> list[Drawing]:
+    """The eigenvalues, and the density if it was estimated."""
+    matrix, crossed, places = matrix_title(result), _cross_fitted(result), _places(result)
+    partial = "PARTIAL, interrupted; " if result.status == SpectrumStatus.interrupted else ""
+    effort = f"{result.method}, {result.num_products:,} products" if result.num_products else result.method
+    caption = (
+        f"{partial}n = {result.num_pairs:,} pairs; {result.num_parameters:,} {result.params} parameters; "
+        f"{effort}; seed {result.seed}; loss {result.loss:.4f}{named(result.source)}"
+    )
+    figure = plot_spectrum(
+        result.eigenvalues,
+        result.error_bounds,
+        title=f"{matrix}: eigenvalues",
+        caption=caption,
+        places=places,
+        cross_fitted=crossed,
+        by_num_pairs=result.cross_fit.by_num_pairs if result.cross_fit else (),
+    )
+    columns = zip(places, result.eigenvalues, result.residuals, result.error_bounds, result.converged, strict=True)
+    rows: list[Row] = [
+        {**vars(place), "eigenvalue": value, "residual": residual, "error_bound": bound, "converged": done}
+        for place, value, residual, bound, done in columns
+    ]
+    for row, estimate in zip(rows, crossed, strict=False):
+        row |= crossed_cells(estimate)
+    found = [Drawing("spectrum", figure, f"{matrix}: eigenvalues at both ends, with error bounds", rows)]
+    if (density := result.density) is not None:
+        curve, steps = density_curve(density), max(map(len, density.nodes), default=0)
+        probes = f"{len(density.nodes)} probes of {steps} steps, {SPREAD}; {caption}"
+        title = f"{matrix}: spectral density"
+        figure = plot_density(curve, top=density.exact, title=title, caption=probes, cross_fitted=crossed)
+        points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
+        rows = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in points]
+        found.append(Drawing("density", figure, f"{matrix}: density of the eigenvalues", rows))
+    return found
+
+
+def crossed_cells(estimate: Estimate | None) -> Row:
+    """A cross-fitted value and its interval; None without one."""
+    names = {"cross_fitted": "value", "cross_fitted_low": "low", "cross_fitted_high": "high"}
+    return {name: None if estimate is None else getattr(estimate, part) for name, part in names.items()}
+
+
+def spectrum_scalars(spectrum: HessianSpectrum) -> dict[str, float]:
+    """Loss, largest eigenvalue, its cross-fitted value and trace by name, as far as they were estimated."""
+    trace, crossed = spectrum.trace, spectrum.cross_fit
+    found = {"loss": spectrum.loss}
+    found |= {"eigenvalue_largest": spectrum.eigenvalues[0]} if spectrum.num_top else {}
+    found |= {"trace": trace.value} if trace else {}
+    return found | ({"eigenvalue_cross_fitted": crossed.values[0].value} if crossed else {})
+
+
+def _draw_places(axes: Panel, places: Sequence[Place]) -> None:
+    """Label the axis with ranks from either end, and draw a line between the two ends."""
+    step = next(step for step in (1, 5, 10, 50, 100, len(places)) if len(places) <= 14 * step)
+    shown = [index for index, place in enumerate(places) if place.rank == 1 or place.rank % step == 0]
+    least = len(places) / 25
+    shown = [index for i, index in enumerate(shown) if i == 0 or index - shown[i - 1] >= least]
+    axes.set_xticks([index + 1 for index in shown], [str(places[index].rank) for index in shown])
+    ends = list(dict.fromkeys(place.end for place in places))
+    for after, (before, place) in enumerate(pairwise(places), start=1):
+        if before.end != place.end:
+            axes.guide(x=after + 0.5, linestyle=(0, (4, 3)))
+    axes.set_xlabel("rank from the " + " | from the ".join(ends))
+
+
+def _draw_by_num_pairs(axes: Panel, by_num_pairs: Sequence[TopOfSamples]) -> None:
+    """Draw an inset with the largest eigenvalue of quarters, halves and all of the pairs."""
+    inset = axes.inset_axes((0.64, 0.55, 0.33, 0.22))
+    counts = [sample.num_pairs for sample in by_num_pairs]
+    for sample in by_num_pairs:
+        inset.plot([sample.num_pairs] * len(sample.values), sample.values, color=BLUE, marker="o", markersize=3, lw=0)
+    inset.plot(counts, [float(np.mean(sample.values)) for sample in by_num_pairs], color=BLUE, linewidth=1.0)
+    inset.set_xscale("log")
+    inset.set_xticks(counts, [f"{count:.0f}" for count in counts])
+    inset.minorticks_off()
+    inset.set_ylim(0, 1.35 * max(max(sample.values) for sample in by_num_pairs))
+    inset.text(0.97, 0.93, "largest 1 by pairs", transform=inset.transAxes, ha="right", va="top", fontsize=8)
+    inset.tick_params(labelsize=7)
+
+
+def _draw_course(axes: Panel, rows: History, value: str, label: str, color: str, *, error: str = "") -> None:
+    steps, values, errors = ([float(row.get(name) or math.nan) for row in rows] for name in ("step", value, error))
+    steps = [0.0 if math.isnan(step) else step for step in steps]
+    axes.curve(steps, values, label, error=errors, color=color)
+    axes.guide(y=0.0, linewidth=0.8)
+    count_ticks(axes.xaxis)
+
+
+def _is_known(row: Mapping[str, str | float | None], column: str) -> bool:
+    return math.isfinite(float(row.get(column) or math.nan))
+
+
+def _draw_limit(axes: Panel, rows: History, value: str) -> None:
+    """Draw the limit of stability as a dashed line, on a logarithmic axis if it is far from the values."""
+    known = [row for row in rows if _is_known(row, LIMIT)]
+    if not known:
+        return
+    steps, limits, values = ([float(row[name] or math.nan) for row in known] for name in ("step", LIMIT, value))
+    axes.curve(steps, limits, "limit of stability", color=INK, linestyle=(0, (5, 3)), linewidth=1.4, marker="_")
+    spread = max(map(abs, [*limits, *values])) / max(min(map(abs, [*limits, *values])), 1e-12)
+    if min(values) > 0 and spread > 20:
+        axes.set_yscale("log")
+        axes.set_ylim(min(values) / 3, 3 * max(*limits, *values))
+
+
+def _linear_below(values: np.ndarray) -> float:
+    """Magnitude below which the logarithmic axis is linear: the smallest one above rounding error."""
+    magnitudes = np.abs(values)
+    largest = float(magnitudes.max(initial=0.0)) or 1.0
+    return float(magnitudes[magnitudes > 1e-4 * largest].min(initial=largest))
+
+
+def _origin_rows(found: CurvatureByPair, first: Place) -> dict[str, Cell]:
+    """Shares of the groups and of the pairs with the largest shares in the first listed eigenvalue, named `first`."""
+    place = f"{first.end} {first.rank}"
+    rows: dict[str, Cell] = {}
+    for group in found.groups:
+        own = f"; its own largest {group.eigenvalues[0]:.4g}" if group.eigenvalues else ""
+        along = f"{group.along[0]:.4g} along the first vector, {group.share:.0%} of {place}{own}"
+        rows[f"{group.column} {group.name} ({group.num_pairs:,} pairs)"] = along
+    for rank, each in enumerate(found.heaviest, start=1):
+        groups = "".join(f"; {name}" for name in each.pair.groups.values())
+        text = f"{each.share:.1%}, curvature {each.curvature:.3g}: {each.pair.pair_id}{groups}; {each.pair.prompt!r}"
+        rows[f"pair {rank} by share of {place}"] = text
+    return rows
+
+
+def _places(result: HessianSpectrum) -> tuple[Place, ...]:
+    return places_of(result.num_top, result.num_bottom, len(result.eigenvalues))
+
+
+def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
+    """Rows for `summary_table`: eigenvalues at both ends, and the estimated quantities."""
+    rows: dict[str, Cell] = {
+        "matrix, method": f"{result.matrix}, {result.method}",
+        "parameters": f"{result.num_parameters:,} ({result.params})",
+        "pairs": result.num_pairs,
+        "loss": f"{result.loss:.4f}",
+        "time": f"{result.wall_seconds:.1f} s",
+    }
+    if result.num_products:
+        rows["products"] = f"{result.num_products:,} ({result.product})"
+    for index, (place, value) in enumerate(zip(_places(result), result.eigenvalues, strict=True)):
+        if min(index, len(result.eigenvalues) - 1 - index) < _SHOWN:
+            rows[f"{place.end} {place.rank}"] = _eigenvalue(result, index, value)
+        elif index == _SHOWN:
+            rows["…"] = f"{len(result.eigenvalues) - 2 * _SHOWN:,} more in the JSON"
+    if result.num_overlooked is not None:
+        rows["copies and close pairs"] = f"{result.num_overlooked or 'none'} found beside the iteration"
+    if result.not_cross_fitted:
+        rows["not cross-fitted"] = result.not_cross_fitted
+    crossed = result.cross_fit
+    if crossed is not None and crossed.population_low is not None and crossed.population_high is not None:
+        rows["largest 1 of the population, 95 %"] = f"[{crossed.population_low:.3g}, {crossed.population_high:.3g}]"
+        tops = (f"{fmean(sample.values):.3g} from {sample.num_pairs:.0f} pairs" for sample in crossed.by_num_pairs)
+        rows["largest 1 by number of pairs"] = ", ".join(tops)
+    if result.by_pair is not None:
+        rows |= _origin_rows(result.by_pair, _places(result)[0])
+    rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
+    if result.geometry is not None:
+        rows |= _geometry_rows(result.geometry)
+    lacking: dict[str | None, list[str]] = {}
+    for name, quantity in summarize(result).items():
+        label = name.replace("_", " ")
+        if quantity.estimate is None:
+            lacking.setdefault(quantity.reason, []).append(label)
+        else:
+            rows[label] = _quantity(quantity)
+    return rows | {", ".join(names): _quantity(Quantity(None, reason)) for reason, names in lacking.items()}
+
+
+def _geometry_rows(found: LocalGeometry) -> dict[str, Cell]:
+    def along(value: float) -> str:
+        return "n/a: the gradient or its product is 0" if math.isnan(value) else f"{value:.4g}"
+
+    return {
+        "gradient norm": f"{found.gradient_norm:.4g}",
+        f"SAM sharpness, radius {found.rho:g}": f"{found.sam_sharpness:.4g}",
+        "curvature along the gradient": along(found.gradient_curvature),
+        "cosine of gradient and its product": along(found.gradient_alignment),
+    }
+
+
+def _quantity(quantity: Quantity) -> str:
+    """A number with its error, or without it if it is below the digits shown, or the reason for its absence."""
+    estimate = quantity.estimate
+    if estimate is None:
+        return f"n/a: {quantity.reason}"
+    note = f" ({quantity.note})" if quantity.note else ""
+    if estimate.low is not None and estimate.high is None:
+        return f"> {estimate.low:.4g}{note}"
+    ends = {f"{end:.4g}" for end in (estimate.low, estimate.high) if end is not None}
+    is_known = estimate.standard_error == 0 or ends == {f"{estimate.value:.4g}"}
+    return (f"{estimate.value:.4g}" if is_known else f"{estimate:.4g}") + note
+
+
+def _eigenvalue(result: HessianSpectrum, index: int, value: float) -> str:
+    text = f"{value:.5g} ± {result.error_bounds[index]:.1g}" + ("" if result.converged[index] else " (not converged)")
+    crossed = _cross_fitted(result)
+    return f"{text}; cross-fitted {crossed[index]:.3g}" if index < len(crossed) else text
+
+
+def _cross_fitted(result: HessianSpectrum) -> tuple[Estimate, ...]:
+    """Available cross-fitted values of the first eigenvalues."""
+    return () if result.cross_fit is None else result.cross_fit.values

@@ -1,0 +1,375 @@
+"""Tables, pictures and page of a comparison of optimizers."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from rm_optimizer.core.metrics.calibration import ReliabilityBin
+from rm_optimizer.core.metrics.effects import SCORES
+from rm_optimizer.experiments.optimizer_comparison.findings import (
+    ArmFinding,
+    ComparisonFindings,
+    NotFinished,
+    findings,
+)
+from rm_optimizer.experiments.optimizer_comparison.setting import Budget
+from rm_optimizer.experiments.optimizer_comparison.stages import Stages
+from rm_optimizer.experiments.study import DAMAGED, Study, StudyPlan
+from rm_optimizer.reporting.document import Answer, Document, Drawing, Listing, Part
+from rm_optimizer.reporting.figures import (
+    GRAY,
+    SERIES,
+    count_ticks,
+    draw_differences,
+    draw_legend,
+    draw_seeds,
+    new_figure,
+    series_line,
+)
+from rm_optimizer.reporting.run_report import CHANCE_LOSS
+from rm_optimizer.reporting.tables import TextTable, output_console
+
+TrialRows = Sequence[Mapping[str, Any]]
+_BYTES_OF_MB = 1e6
+_LEAST_IN_BIN = 10
+"""Least number of pairs in a bin for its frequency to be drawn."""
+_NO_CAUSE = (
+    "Curvature stands beside the scores and explains none of them: runs that differ in sharpness differ in much else."
+)
+
+
+def comparison_document(folder: Path) -> Document:
+    """The page of a comparison of optimizers; only its trials until every optimizer has a finished final run.
+
+    Args:
+        folder: folder of the comparison.
+
+    Raises:
+        ConfigError: if the folder holds no comparison, or one that has not started.
+    """
+    study = Study(folder)
+    rows = list(study.rows())
+    try:
+        found = findings(folder)
+    except NotFinished as error:
+        title = f"Comparison of {', '.join(Stages(folder).frozen.options.optimizers)}"
+        return Document(title, Answer("open", "No result yet", (str(error),)), [_trials_part(study.plan, rows)])
+    return findings_document(found, rows)
+
+
+def findings_document(found: ComparisonFindings, rows: TrialRows) -> Document:
+    """The page of a comparison's findings and trials (`Study.rows`)."""
+    return Document(f"Comparison of {', '.join(arm.name for arm in found.arms)}", _answer(found), _parts(found, rows))
+
+
+def _parts(found: ComparisonFindings, rows: TrialRows) -> list[Part]:
+    verdicts, tuning, cost, seeds = (
+        Listing(name, table)
+        for name, table in zip(("verdicts", "tuning", "cost", "seeds"), finding_tables(found), strict=True)
+    )
+    reference = found.frozen.options.reference
+    rates = Drawing("rates", plot_rate_sensitivity(found), "Validation NLL by learning rate, a line for each optimizer")
+    curves = Drawing("curves", plot_curves(found), "Validation NLL by step and by seconds")
+    reliability = Drawing("reliability", plot_reliabilities(found), "How often the model is right, by how sure it is")
+    judged, sharp = [], []
+    if found.verdicts:
+        caption = f"Differences to {reference} in test NLL and accuracy, with intervals"
+        judged = [Drawing("differences", plot_arm_differences(found), caption)]
+    if any(math.isfinite(value) for arm in found.arms for value in arm.per_seed["top_eigenvalue"]):
+        caption = "Test accuracy beside the top eigenvalue, a point for each run"
+        sharp = [Drawing("sharpness", plot_sharpness(found), caption)]
+    return [
+        Part("Verdicts", (verdicts, *judged)),
+        Part("Sensitivity to the learning rate", (tuning, rates)),
+        Part("Reliability", (reliability,)),
+        Part("Cost and curvature", (cost, _NO_CAUSE, *sharp)),
+        Part("Learning curves", (curves,)),
+        Part("Every seed", (seeds,)),
+        Part("Failed and diverged runs", (_failure_lines(rows) or "None.",)),
+        Part("Methods", (methods(found).replace("`", ""),)),
+    ]
+
+
+def _answer(found: ComparisonFindings) -> Answer:
+    primary = [item for item in found.verdicts if item.is_primary]
+    decided = [item for item in primary if item.verdict in ("better", "worse")]
+    reference = found.frozen.options.reference
+    if not primary:
+        few = () if found.frozen.options.budget == Budget.smoke else ("fewer than two common seeds have finished",)
+        return Answer("bad", "No verdict", (*few, *found.warnings))
+    if not decided:
+        said = f"none of the {len(primary)} optimizers is shown to be better or worse than {reference} in test NLL"
+        return Answer("bad" if found.warnings else "fair", "Weak evidence", (said, *found.warnings))
+    lines = [f"in test NLL, {item.arm} is {item.verdict} than {reference}: {item.difference:+.3f}" for item in decided]
+    headline = f"{len(decided)} of {len(primary)} differ from {reference}"
+    return Answer("fair" if found.warnings else "good", headline, (*lines, *found.warnings))
+
+
+def _trials_part(plan: StudyPlan, rows: TrialRows) -> Part:
+    """Trials by state, errors of failed ones, versions and machine."""
+    counts = Counter(str(row["state"]) for row in rows)
+    states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
+    about = [
+        f"{len(rows)} trials: {states}.",
+        f"Versions: {', '.join(f'{name} {version}' for name, version in plan.versions.items())}.",
+        f"Machine: {', '.join(f'{name} {value}' for name, value in plan.machine.items())}.",
+        *([f"Commit: {plan.commit}."] if plan.commit else []),
+    ]
+    return Part("Trials", (*about, _failure_lines(rows)))
+
+
+def _failure_lines(rows: TrialRows) -> tuple[str, ...]:
+    """A line for each trial that failed, diverged or is damaged, with its error."""
+    bad = (row for row in rows if row["state"] in ("failed", "diverged", DAMAGED))
+    return tuple(f"{row['label']}: {row['state']}, {row['error'] or 'no error is recorded'}" for row in bad)
+
+
+def print_findings(found: ComparisonFindings, console: Console | None = None) -> None:
+    """Print the tables of a comparison, and notes on how to read them.
+
+    Args:
+        found: the findings.
+        console: destination; None is standard output.
+    """
+    console = console or output_console()
+    for table in finding_tables(found):
+        console.print(table.drawn())
+    for sentence in found.warnings:
+        console.print(f"note: {sentence}", markup=False, highlight=False, soft_wrap=True)
+
+
+def methods(found: ComparisonFindings) -> str:
+    """The paragraph about methods, from the plan."""
+    frozen, options = found.frozen, found.frozen.options
+    parts = found.versions
+    tried = f"{options.rates} learning rates a half decade apart, {options.tuning_seeds} tuning seed(s) each"
+    return (
+        f"{frozen.sizes['train']:,} training pairs, {frozen.steps:,} steps, last weights. "
+        f"Each optimizer was tuned on {tried}, by the NLL on {frozen.sizes['val']:,} validation pairs; a rate at the "
+        f"edge was extended. Then {options.seeds} fresh seeds of each ran with equal first weights and equal order of "
+        f"the pairs, judged on {frozen.sizes['test']:,} test pairs of {frozen.prompts['test']:,} prompts that neither "
+        f"training nor tuning saw. Primary metric: test NLL against {options.reference}, Holm over the challengers. "
+        f"Options: `{' '.join(options.overrides)}`. Setting {frozen.digest}; {found.machine['processor']}, torch "
+        f"{parts.get('torch')}, transformers {parts.get('transformers')}, commit {found.commit}."
+    )
+
+
+def finding_tables(found: ComparisonFindings) -> list[TextTable]:
+    """Verdicts, tuning, costs and every seed."""
+    return [_verdict_table(found), _rate_table(found), _cost_table(found), _seed_table(found)]
+
+
+def _verdict_table(found: ComparisonFindings) -> TextTable:
+    frozen = found.frozen
+    title = f"Test scores on {frozen.sizes['test']:,} pairs of {frozen.prompts['test']:,} prompts, 95 % intervals"
+    primary = {item.arm: item for item in found.verdicts if item.is_primary}
+    rows = []
+    for arm in found.arms:
+        scores = [str(arm.scores[name]) for name in SCORES]
+        item = primary.get(arm.name)
+        judged = ["", "", "", ""]
+        if item is not None:
+            p = "n/a" if item.holm_p is None else f"{item.holm_p:.3f}"
+            judged = [f"{item.difference:+.3f}", p, item.verdict, f"{item.detectable:.3f}"]
+        elif arm.name == frozen.options.reference:
+            judged = ["reference", "", "", ""]
+        rate = "none" if arm.chosen.rate is None else f"{arm.chosen.rate:g}" + (" (edge)" if arm.chosen.at_edge else "")
+        rows.append((arm.name, rate, str(len(arm.seeds)), *scores, *judged))
+    header = ("arm", "lr", "seeds", "accuracy", "NLL", "Brier", "ECE", "NLL less reference", "Holm p", "verdict")
+    return TextTable(title, (*header, "detectable"), tuple(rows))
+
+
+def _rate_table(found: ComparisonFindings) -> TextTable:
+    rows = []
+    for arm in found.arms:
+        points = sorted((point for point in found.rates if point.arm == arm.name), key=lambda point: point.rate)
+        cells = [f"{point.rate:g}: {_known(point.nll, '.4f', 'diverged')}" for point in points]
+        rows.append((arm.name, ", ".join(cells)))
+    title = f"Tuning: validation NLL on {found.frozen.sizes['val']:,} pairs by learning rate"
+    return TextTable(title, ("arm", "learning rate: NLL"), tuple(rows))
+
+
+def _cost_table(found: ComparisonFindings) -> TextTable:
+    rows = []
+    for arm in found.arms:
+        means, target = arm.means, arm.target
+        error = _known(means["trace_standard_error"], ".0f", "n/a")
+        trace = f"{means['trace']:.0f} ± {error}" if math.isfinite(means["trace"]) else "n/a"
+        reached = (
+            f"{_known(target.steps, '.0f', 'missed')} ({len(arm.seeds) - target.missed} of {len(arm.seeds)} seeds)"
+        )
+        rows.append(
+            (
+                arm.name,
+                f"{means['step_seconds']:.2f}",
+                f"{means['tokens'] / means['train_seconds']:,.0f}",
+                f"{means['passes_per_step']:.0f}",
+                f"{means['state_bytes'] / _BYTES_OF_MB:,.1f}",
+                f"{means['peak_memory_bytes'] / _BYTES_OF_MB:,.0f}",
+                f"{means['clipped_share']:.0%}",
+                _known(means["top_eigenvalue"], ".1f", "n/a"),
+                trace,
+                reached,
+                _known(target.tokens, ",.0f", "missed"),
+                _known(target.seconds, ".1f", "missed"),
+            )
+        )
+    header = ("arm", "s/step", "tokens/s", "passes", "state MB", "memory MB", "clipped", "top eigenvalue", "trace")
+    title = f"Cost, curvature, and first evaluation at or below validation NLL {found.target:.4f}"
+    return TextTable(title, (*header, "steps to it", "tokens to it", "seconds to it"), tuple(rows))
+
+
+def _seed_table(found: ComparisonFindings) -> TextTable:
+    forms = {"nll": ".4f", "accuracy": ".4f", "top_eigenvalue": ".1f"}
+    rows = tuple(
+        (arm.name, str(seed), *(_known(arm.per_seed[name][at], form, "n/a") for name, form in forms.items()))
+        for arm in found.arms
+        for at, seed in enumerate(arm.seeds)
+    )
+    head = ("arm", "seed", "NLL", "accuracy", "top eigenvalue")
+    return TextTable("Test scores and curvature of the final runs", head, rows)
+
+
+def _known(value: float, form: str, missing: str) -> str:
+    return f"{value:{form}}" if math.isfinite(value) else missing
+
+
+def plot_rate_sensitivity(found: ComparisonFindings) -> Figure:
+    """Validation NLL of the last weights against the learning rate, a line for each optimizer.
+
+    Args:
+        found: findings of the comparison.
+    """
+    options = found.frozen.options
+    count = found.frozen.sizes["val"]
+    caption = f"n = {count:,} validation pairs; {options.tuning_seeds} tuning seed(s) a rate; ring: chosen"
+    figure, (axes,) = new_figure("Learning-rate sensitivity", caption)
+    axes.chance(CHANCE_LOSS)
+    for index, arm in enumerate(found.arms):
+        points = sorted((point for point in found.rates if point.arm == arm.name), key=lambda point: point.rate)
+        rates = sorted({point.rate for point in points})
+        means = [float(np.mean([point.nll for point in points if point.rate == rate])) for rate in rates]
+        axes.curve(rates, means, arm.name, **series_line(index))
+        own: dict[str, Any] = {"color": SERIES[index % len(SERIES)], "linestyle": "none"}
+        axes.curve([point.rate for point in points], [point.nll for point in points], marker=".", alpha=0.4, **own)
+        if arm.chosen.rate is not None:
+            ring: dict[str, Any] = {"marker": "o", "markersize": 10, "fillstyle": "none", "markeredgewidth": 1.8}
+            axes.curve(arm.chosen.rate, means[rates.index(arm.chosen.rate)], **own, **ring)
+    axes.set(xscale="log", xlabel="peak learning rate", ylabel="validation NLL (nats a pair)")
+    draw_legend(axes)
+    return figure
+
+
+def plot_arm_differences(found: ComparisonFindings) -> Figure:
+    """Differences from the reference in test NLL and accuracy, with 95 % intervals.
+
+    Args:
+        found: findings with verdicts.
+    """
+    frozen = found.frozen
+    arms = [arm.name for arm in found.arms if arm.name != frozen.options.reference]
+    fewest, most = (choose(len(arm.seeds) for arm in found.arms) for choose in (min, max))
+    num_seeds = str(most) if fewest == most else f"{fewest} to {most}"
+    caption = (
+        f"each optimizer less {frozen.options.reference}, 95 % intervals over seeds and prompts; "
+        f"{num_seeds} seeds; n = {frozen.sizes['test']:,} test pairs of {frozen.prompts['test']:,} prompts"
+    )
+    items = {(item.arm, str(item.score)): item for item in found.verdicts}
+    by_score = {
+        label: {
+            arm: (f"{arm}: {item.verdict}", item.difference, item.verdict)
+            for arm in arms
+            if (item := items[arm, score])
+        }
+        for score, label in (("nll", "NLL, nats (left is better)"), ("accuracy", "accuracy (right is better)"))
+    }
+    return draw_differences("Differences to the reference", caption, by_score)
+
+
+def plot_reliabilities(found: ComparisonFindings) -> Figure:
+    """Frequency by confidence on the test pairs, for each seed and for all seeds of an optimizer together.
+
+    Args:
+        found: findings of the comparison.
+    """
+    count = found.frozen.sizes["test"]
+    caption = (
+        f"n = {count:,} test pairs a run; pale: each seed; strong: all seeds of an optimizer together, "
+        f"bins of at least {_LEAST_IN_BIN} pairs"
+    )
+    figure, (axes,) = new_figure("Reliability", caption)
+    axes.curve([0.5, 1.0], [0.5, 1.0], "perfectly calibrated", color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2)
+    for index, arm in enumerate(found.arms):
+        seeds = [[(item.mean_confidence, item.frequency) for item in bins] for bins in arm.reliability]
+        draw_seeds(axes, seeds, _joined_bins(arm), index, arm.name)
+    axes.set(
+        xlim=(0.495, 1.005), xlabel="probability of the preferred side", ylabel="how often that side was the better one"
+    )
+    draw_legend(axes, "lower right")
+    return figure
+
+
+def _joined_bins(arm: ArmFinding) -> Float[np.ndarray, "bins 2"]:
+    """Mean confidence and frequency over all seeds, in each bin with enough pairs."""
+    bins: dict[float, list[ReliabilityBin]] = {}
+    for item in sorted((item for seed in arm.reliability for item in seed), key=lambda item: item.low):
+        bins.setdefault(item.low, []).append(item)
+    points = [
+        np.average([(item.mean_confidence, item.frequency) for item in items], axis=0, weights=pairs)
+        for items in bins.values()
+        if sum(pairs := [item.num_pairs for item in items]) >= _LEAST_IN_BIN
+    ]
+    return np.array(points).reshape(-1, 2)
+
+
+def plot_sharpness(found: ComparisonFindings) -> Figure:
+    """Test accuracy by the top eigenvalue of the Hessian, a point for each final run with measured curvature.
+
+    Args:
+        found: findings of the comparison.
+    """
+    caption = "a point for each final run; runs that differ in sharpness differ in much else: no cause is shown"
+    figure, (axes,) = new_figure("Sharpness and accuracy", caption)
+    for index, arm in enumerate(found.arms):
+        measured = [
+            (sharpness, accuracy)
+            for sharpness, accuracy in zip(arm.per_seed["top_eigenvalue"], arm.per_seed["accuracy"], strict=True)
+            if math.isfinite(sharpness) and sharpness > 0
+        ]
+        if measured:
+            x, y, color = [each[0] for each in measured], [each[1] for each in measured], SERIES[index % len(SERIES)]
+            axes.curve(x, y, arm.name, color=color, marker="o", markersize=5, linestyle="none")
+    axes.set(xscale="log", xlabel="top eigenvalue of the Hessian", ylabel="test accuracy")
+    draw_legend(axes)
+    return figure
+
+
+def plot_curves(found: ComparisonFindings) -> Figure:
+    """Validation NLL of the final runs over steps and over seconds, with the target.
+
+    Args:
+        found: findings of the comparison.
+    """
+    caption = "pale: each seed; strong: mean over seeds; dashed: target"
+    figure, panels = new_figure("Learning curves of the final runs", caption, ratios=(1, 1), shares_x=False)
+    for axes, name, label in zip(panels, ("step", "seconds"), ("optimizer step", "seconds in steps"), strict=True):
+        if math.isfinite(found.target):
+            axes.guide("target", y=found.target, linestyle=(0, (2, 2)), linewidth=1.2)
+        for index, arm in enumerate(found.arms):
+            courses = [[(getattr(at, name), at.nll) for at in curve.points] for curve in arm.curves if curve.points]
+            shortest = min(map(len, courses), default=0)
+            mean = np.mean([course[:shortest] for course in courses], axis=0) if shortest else []
+            draw_seeds(axes, courses, mean, index, arm.name)
+        axes.set(xlabel=label, ylabel="validation NLL")
+    count_ticks(panels[0].xaxis)
+    draw_legend(panels[0])
+    return figure

@@ -1,1 +1,0 @@
-"""Tables and pictures of readiness reports and of the readiness study."""
