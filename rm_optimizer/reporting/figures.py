@@ -100,8 +100,9 @@ class Panel(Axes):
         bars = np.maximum([values - ends[0], ends[1] - values], 0)
         has_bars = np.isfinite(bars).any()
         self.errorbar(places, values, yerr=bars if has_bars else None, label=label, **{**_BAR, **style})
-        columns = (places.tolist(), values.tolist(), *([_known(end) for end in side] for side in ends.tolist()))
-        self.marks += [Mark(label or "", *point) for point in zip(*columns, strict=True)]
+        known = [[end if math.isfinite(end) else None for end in side] for side in ends.tolist()]
+        columns = zip(places.tolist(), values.tolist(), *known, strict=True)
+        self.marks += [Mark(label or "", *point) for point in columns]
 
     def estimates(self, x: ArrayLike, found: Sequence[Estimate], label: str | None = None, **style: Any) -> None:
         """Draw estimates with their intervals (see `curve`)."""
@@ -113,10 +114,8 @@ class Panel(Axes):
         value, low, high = np.array([(each.value, each.low, each.high) for each in found], dtype=float).T
         bars = np.maximum([value - low, high - value], 0)
         self.errorbar(value, y, xerr=bars, label=label, **{**_BAR, **style})
-        heights = np.asarray(y, dtype=float).tolist()
-        self.marks += [
-            Mark(label, each.value, at, each.low, each.high) for each, at in zip(found, heights, strict=True)
-        ]
+        columns = zip(value.tolist(), np.asarray(y, dtype=float).tolist(), low.tolist(), high.tolist(), strict=True)
+        self.marks += [Mark(label, *point) for point in columns]
 
     def guide(self, label: str | None = None, *, x: float | None = None, y: float | None = None, **style: Any) -> None:
         """Draw a line across the panel at a place of one axis; only a labeled one is kept."""
@@ -167,16 +166,8 @@ def new_figure(
     )
     panels: list[Panel] = list(grid[:, 0])
     panels[0].set_title("\n".join([title, *("" for _ in lines)]), loc="left", fontsize=12, fontweight="bold", color=INK)
-    panels[0].text(
-        0.0,
-        1.025,
-        "\n".join(lines),
-        transform=panels[0].transAxes,
-        fontsize=9,
-        color=GRAY,
-        va="bottom",
-        in_layout=False,
-    )
+    style: dict[str, Any] = {"fontsize": 9, "color": GRAY, "va": "bottom", "in_layout": False}
+    panels[0].text(0.0, 1.025, "\n".join(lines), transform=panels[0].transAxes, **style)
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.spines[["left", "bottom"]].set_color(GRAY)
@@ -357,7 +348,3 @@ def _told(marks: Sequence[Mark]) -> Iterable[str]:
 
 def _range(ends: tuple[float, float]) -> str:
     return f"from {ends[0]:.4g} to {ends[1]:.4g}"
-
-
-def _known(end: float) -> float | None:
-    return end if math.isfinite(end) else None

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -46,42 +48,26 @@ from rm_optimizer.reporting.tables import Cell, summary_table
 LandscapeResult = Slice | Surface | Trajectory | LayerCurvature | HessianSpectrum | Evolution | BetweenModels
 
 
+_VIEWS: Mapping[type, tuple[Callable[[Any], list[Drawing]], Callable[[Any], dict[str, Cell]]]] = {
+    Slice: (slice_drawings, slice_table),
+    Surface: (surface_drawings, surface_table),
+    Trajectory: (trajectory_drawings, trajectory_table),
+    LayerCurvature: (layer_drawings, layer_table),
+    HessianSpectrum: (spectrum_drawings, spectrum_table),
+    Evolution: (evolution_drawings, evolution_table),
+    BetweenModels: (between_drawings, between_table),
+}
+"""Functions that draw a result, and that give its table, by its type."""
+
+
 def drawings(result: LandscapeResult) -> list[Drawing]:
     """Figures of a result and the numbers in them."""
-    match result:
-        case Slice():
-            return slice_drawings(result)
-        case Surface():
-            return surface_drawings(result)
-        case Trajectory():
-            return trajectory_drawings(result)
-        case HessianSpectrum():
-            return spectrum_drawings(result)
-        case LayerCurvature():
-            return layer_drawings(result)
-        case Evolution():
-            return evolution_drawings(result)
-        case BetweenModels():
-            return between_drawings(result)
+    return _VIEWS[type(result)][0](result)
 
 
 def summary_rows(result: LandscapeResult) -> dict[str, Cell]:
     """Rows for `summary_table`."""
-    match result:
-        case Slice():
-            return slice_table(result)
-        case Surface():
-            return surface_table(result)
-        case Trajectory():
-            return trajectory_table(result)
-        case HessianSpectrum():
-            return spectrum_table(result)
-        case LayerCurvature():
-            return layer_table(result)
-        case Evolution():
-            return evolution_table(result)
-        case BetweenModels():
-            return between_table(result)
+    return _VIEWS[type(result)][1](result)
 
 
 def scalars_of(result: LandscapeResult) -> dict[str, float]:
