@@ -74,7 +74,7 @@ def _answer(comparison: RunComparison) -> Answer:
     if decided := [item for item in found if item.verdict]:
         lines = (f"in NLL, {each.arm} is {each.verdict} than {baseline}: {each.estimate:+.3f}" for each in decided)
         return Answer("good", f"{len(decided)} of {len(found)} differ from {baseline}", tuple(lines))
-    said = f"none of {len(found)} arms is shown to be better or worse than {baseline} in NLL"
+    said = f"no arm is shown to be better or worse than {baseline} in NLL"
     return Answer("fair", "No difference is shown", (said,))
 
 
@@ -277,7 +277,7 @@ def plot_spectra(spectra: Mapping[str, HessianSpectrum]) -> Figure:
     sizes = sorted({spectrum.num_pairs for spectrum in spectra.values()})
     shown = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}, so not quite comparable"
     title = f"{matrix_title(first)}: spectra"
-    caption = f"n = {shown} pairs, those of each analysis; {first.params} parameters; bars: error bounds"
+    caption = f"n = {shown} pairs in each analysis; {first.params} parameters; bars: error bounds"
     has_density = all(spectrum.density is not None for spectrum in spectra.values())
     figure, axes = new_figure(title, caption, ratios=(1, 1) if has_density else (1,), shares_x=False)
     for index, (name, spectrum) in enumerate(spectra.items()):

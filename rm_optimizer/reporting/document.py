@@ -1,4 +1,4 @@
-"""Content of a page as values, its rendering as HTML and Markdown, and the files beside it."""
+"""Content of a page as values, its rendering as HTML and Markdown, and the files next to it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tone = Literal["good", "fair", "bad", "open"]
 """Judgment that a color shows."""
 PAGE_FILE = "index.html"
 _META = "rm-opt-exhibits"
-"""Name of the page's metadata element that lists the files beside the page."""
+"""Name of the page's metadata element that lists the files next to the page."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class Document:
         """The page as Markdown.
 
         Args:
-            with_figures: name the PNG files of the figures, which `write` puts beside the page; False leaves figures
+            with_figures: name the PNG files of the figures, which `write` puts next to the page; False leaves figures
                 out, for a pull request.
         """
         answer = " ".join(

@@ -43,7 +43,7 @@ _BYTES_OF_MB = 1e6
 _LEAST_IN_BIN = 10
 """Least number of pairs in a bin for its frequency to be drawn."""
 _NO_CAUSE = (
-    "Curvature stands beside the scores and explains none of them: runs that differ in sharpness differ in much else."
+    "Curvature is shown with the scores and explains none of them: runs that differ in sharpness differ in much else."
 )
 
 
@@ -85,7 +85,7 @@ def _parts(found: ComparisonFindings, rows: TrialRows) -> list[Part]:
         caption = f"Differences to {reference} in test NLL and accuracy, with intervals"
         judged = [Drawing("differences", plot_arm_differences(found), caption)]
     if any(math.isfinite(value) for arm in found.arms for value in arm.per_seed["top_eigenvalue"]):
-        caption = "Test accuracy beside the top eigenvalue, a point for each run"
+        caption = "Test accuracy by top eigenvalue, a point for each run"
         sharp = [Drawing("sharpness", plot_sharpness(found), caption)]
     return [
         Part("Verdicts", (verdicts, *judged)),

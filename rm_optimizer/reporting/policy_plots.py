@@ -58,7 +58,7 @@ def plot_overoptimization(curve: OveroptimizationCurve) -> Figure:
         (gold, GREEN, "gold reward", fit.alpha, fit.beta),
     ):
         axes.estimates(distances, gains, label, color=color, linestyle="none", markersize=5, capsize=3)
-        axes.plot(grid, fitted_gain(grid, alpha.value, beta.value, curve.optimization), color=color)
+        axes.curve(grid, fitted_gain(grid, alpha.value, beta.value, curve.optimization), color=color)
     axes.guide(y=0.0)
     if (peak := curve.peak_distance.value) < distances[-1]:
         axes.guide(f"peak of the fit, {peak:.2f}", x=peak, color=VERMILION, linestyle=":", linewidth=1.4)

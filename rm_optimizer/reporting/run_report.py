@@ -129,7 +129,7 @@ def plot_margins(margins: Float[np.ndarray, " pairs"]) -> Figure:
     """Histogram of the margins, with wrongly ranked pairs in another color and ties marked.
 
     Args:
-        margins: reward of the better response less that of the other.
+        margins: reward of the better response minus the reward of the other.
 
     Raises:
         ValueError: if there are no margins.
@@ -201,7 +201,7 @@ def _draw_courses(axes: Panel, history: History, training: str, validation: str)
     """Draw a smoothed column of training batches, and a column of validations."""
     steps, values = _column(_whole_batches(history), training)
     if half_width := _half_width(len(steps)):
-        axes.plot(steps, values, color=BLUE, alpha=0.22, linewidth=0.8)
+        axes.curve(steps, values, color=BLUE, alpha=0.22, linewidth=0.8)
     if len(steps):
         marker = "o" if len(steps) == 1 else None
         axes.curve(steps, _smoothed(values, half_width), "training", color=BLUE, linewidth=1.8, marker=marker)

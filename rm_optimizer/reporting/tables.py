@@ -135,7 +135,7 @@ def _weight_row(metrics: PairwiseMetrics) -> dict[str, Cell]:
 
 
 def group_table(metrics: PairwiseMetrics, column: str) -> Group:
-    """Accuracy for each value of a grouping column, largest group first, beside the length baseline.
+    """Accuracy for each value of a grouping column, largest group first, with the length baseline.
 
     If there are many groups, those with few pairs are only counted below the table; the JSON has all of them.
     """

@@ -90,7 +90,7 @@ def print_result(title: str, result: LandscapeResult, console: Console | None = 
 
 
 def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
-    """Draw a result as PNG and SVG, and write its numbers as Parquet and CSV beside the pictures."""
+    """Draw a result as PNG and SVG, and write its numbers as Parquet and CSV next to the pictures."""
     files = [file for drawing in drawings(result) for file in _written(drawing, folder)]
     if isinstance(result, HessianSpectrum):
         quantities = {name: json_values(quantity) for name, quantity in summarize(result).items()}

@@ -104,7 +104,7 @@ def _calibration(run_dir: Path, result: RunResult, missing: list[str]) -> tuple[
         missing.append(f"histogram of margins: {PAIR_REWARDS_FILE} holds {len(rewards):,} of {expected:,} pairs")
         return (reliability,)
     margins = plot_margins(margins_of(rewards))
-    return reliability, Drawing("margins", margins, "Reward of the better response less that of the other")
+    return reliability, Drawing("margins", margins, "Reward of the better response minus the reward of the other")
 
 
 def _readiness(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
@@ -139,17 +139,17 @@ def _answer(metrics: PairwiseMetrics) -> Answer:
     if metrics.collapse.collapsed:
         return Answer("bad", "The rewards do not tell responses apart", (metrics.collapse.reason,))
     accuracy = f"Accuracy {metrics.accuracy}"
-    beside = metrics.over_length
+    over = metrics.over_length
     sample = (
         f"On {metrics.num_pairs:,} validation pairs of {metrics.num_prompts:,} prompts; 95 % interval over prompts."
     )
-    if math.isnan(beside.value) or beside.low is None or beside.high is None:
+    if math.isnan(over.value) or over.low is None or over.high is None:
         unknown = "Lengths of the responses are unknown, so there is no length baseline."
         return Answer("fair", accuracy, (sample, unknown))
-    above = f"Length baseline (“the longer response wins”) {metrics.longer_wins}; accuracy − length baseline {beside}."
-    if beside.low > 0:
+    above = f"Length baseline (“the longer response wins”) {metrics.longer_wins}; accuracy − length baseline {over}."
+    if over.low > 0:
         return Answer("good", accuracy, (sample, above))
-    worse = beside.high < 0
+    worse = over.high < 0
     verdict = "It is below counting characters." if worse else "It is not shown to be above counting characters."
     return Answer("bad" if worse else "fair", accuracy, (sample, above, verdict))
 
