@@ -41,7 +41,7 @@ from transformers import AutoModelForSequenceClassification
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.core.tokens.common_starts import unique_tokens
+from rm_optimizer.core.tokens.prefix_trees import unique_tokens
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.serving.embedded.worker import Worker
 from rm_optimizer.serving.options import WorkerOptions

@@ -24,7 +24,7 @@ from transformers import (
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.certificate import ParityCertificate
-from rm_optimizer.core.storage.export_record import read_record
+from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.run_options import RunRequest

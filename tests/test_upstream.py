@@ -22,10 +22,10 @@ from torch.utils._pytree import tree_leaves
 from transformers.utils.hub import extract_commit_hash
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
-from rm_optimizer.core.classifier import tree_attention
+from rm_optimizer.core.classifier import attention
 from tests.builders import tiny_model
 
-PACKAGE = Path(tree_attention.__file__).parents[2]
+PACKAGE = Path(attention.__file__).parents[2]
 IN_USE = {
     "huggingface_hub": {"_validators"},
     "hydra": {"_actions", "_internal", "_option_string_actions"},

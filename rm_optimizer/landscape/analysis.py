@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.core.storage.checkpoint import read_checkpoint
+from rm_optimizer.core.storage.loading import read_checkpoint
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.analysis_context import (
     DIRECTIONS_FILE,

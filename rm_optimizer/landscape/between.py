@@ -19,7 +19,7 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
 from rm_optimizer.core.model.identity import differing_settings, tensors_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.storage.checkpoint import load_weights
+from rm_optimizer.core.storage.loading import load_weights
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
 from rm_optimizer.landscape.measured_loss import MeasuredLoss, clusters_of

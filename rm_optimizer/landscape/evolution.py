@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rm_optimizer.core.storage.checkpoint import load_weights, read_checkpoint
+from rm_optimizer.core.storage.loading import load_weights, read_checkpoint
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus, compare_spectra
 from rm_optimizer.records.codec import JsonRecord, from_values

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer
-from rm_optimizer.core.storage.export_record import read_record
+from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 
 

@@ -29,7 +29,7 @@ from rm_optimizer.core.model.sharding import (
     unreduced_gradients,
     whole,
 )
-from rm_optimizer.core.storage.checkpoint import PAYLOAD_KEY
+from rm_optimizer.core.storage.loading import PAYLOAD_KEY
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch
 from rm_optimizer.optim import build_optimizer, build_schedule, set_train_mode
 from rm_optimizer.schema import LossConfig

@@ -18,9 +18,8 @@ from transformers import AutoModelForSequenceClassification
 
 from rm_optimizer.core.classifier.pooling import packed_logits
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.storage.checkpoint import describe_model
-from rm_optimizer.core.tokens.packed_trees import pack_trees
-from rm_optimizer.core.tokens.prefix_trees import prefix_tree
+from rm_optimizer.core.storage.loading import describe_model
+from rm_optimizer.core.tokens.prefix_trees import pack_trees, prefix_tree
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import compiling, train_reward_model

@@ -1,17 +1,130 @@
-"""Choice of the attention kernel: the fastest that the model and the machine support."""
+"""Attention kernels: the switch between them by pass, the choice for a model, and masks of prefix trees.
+
+`transformers` reads one kernel from the configuration for every pass. A reward model has passes of several kinds. Trees
+of shared prompts need block masks, which only FlexAttention has. Padded pairs under autocast are fastest with
+FlashAttention 2, which removes the padding. Passes in float32 need SDPA. A switch chooses the kernel for each pass by
+its tensors alone, so that passes recomputed by gradient checkpointing use the same kernel again.
+"""
 
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
-from transformers import AutoModelForSequenceClassification, PretrainedConfig
+from jaxtyping import Bool
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    AutoModelForSequenceClassification,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+from transformers.integrations.flash_attention import flash_attention_forward
+from transformers.integrations.flex_attention import flex_attention_forward
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import flash_attention_mask, sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
-from rm_optimizer.core.classifier.attention_switch import HALF, AttentionSwitch
+from rm_optimizer.core.tokens.prefix_trees import PackedTrees
 from rm_optimizer.errors import ConfigError, did_you_mean
+
+HALF = (torch.float16, torch.bfloat16)
+"""Types that FlashAttention 2 computes in."""
+
+
+@dataclass(frozen=True)
+class AttentionSwitch:
+    """PyTorch's scaled dot product, exchanged for a faster kernel where one fits.
+
+    Args:
+        has_blocks: True if the model uses FlexAttention with block masks, on CUDA, for shared prompts.
+        has_varlen: True if the model uses FlashAttention 2, on CUDA in a half type, for padded sequences.
+    """
+
+    has_blocks: bool
+    has_varlen: bool
+
+    @property
+    def name(self) -> str:
+        """Name of this attention in `transformers`, which checks names that contain `sdpa` as it does SDPA."""
+        return "sdpa" + "_or_flex" * self.has_blocks + "_or_fa2" * self.has_varlen
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | BlockMask | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attention by the kernel that mask, device and type of the pass determine."""
+        dtype = computing_dtype(query.device, value.dtype)
+        found: tuple[Tensor, Tensor | None]
+        if isinstance(attention_mask, BlockMask):
+            found = flex_attention_forward(module, *_cast(dtype, query, key, value), attention_mask, **options)
+        elif self.unpads(query.device, dtype) and (attention_mask is None or attention_mask.ndim == 2):
+            caller = _FlashCaller(getattr(module, "is_causal", True))
+            found = flash_attention_forward(caller, *_cast(dtype, query, key, value), attention_mask, **options)
+        else:
+            found = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return found
+
+    def mask(self, *sizes: Any, device: torch.device, dtype: torch.dtype, **options: Any) -> Tensor | None:
+        """The mask of padded sequences, in the form that the kernel of the pass needs."""
+        unpads = self.unpads(device, computing_dtype(device, dtype))
+        make_mask = flash_attention_mask if unpads else sdpa_mask
+        mask: Tensor | None = make_mask(*sizes, device=device, dtype=dtype, **options)
+        return mask
+
+    def unpads(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """True if padded sequences go through FlashAttention 2."""
+        return self.has_varlen and torch.device(device).type == "cuda" and dtype in HALF
+
+
+@dataclass(frozen=True)
+class _FlashName:
+    _attn_implementation: str = "flash_attention_2"
+
+
+@dataclass(frozen=True)
+class _FlashCaller:
+    """Attributes of a layer that `flash_attention_forward` reads, since its own configuration names this switch."""
+
+    is_causal: bool
+    config: _FlashName = _FlashName()
+
+
+def computing_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """Type that attention computes in: autocast's if it is on, else the tensors' own."""
+    kind = torch.device(device).type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else dtype
+
+
+def _cast(dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """Convert the tensors to one type, since norms of queries and keys do not keep autocast's."""
+    return tuple(tensor.to(dtype) for tensor in tensors)
+
+
+SWITCHES = {
+    switch.name: switch
+    for switch in (AttentionSwitch(True, True), AttentionSwitch(True, False), AttentionSwitch(False, True))
+}
+"""The switches by name, registered with `transformers`."""
+
+for switch in SWITCHES.values():
+    AttentionInterface.register(switch.name, switch)
+    AttentionMaskInterface.register(switch.name, switch.mask)
+
 
 CHAIN = ("flash_attention_2", "sdpa", "eager")
 """Kernels from fastest to most general; each falls back to the next."""
@@ -117,3 +230,102 @@ def _obstacle(config: PretrainedConfig, kernel: str, dtype: torch.dtype, trust_r
 @cache
 def _say_once(level: int, sentence: str) -> None:
     _log.log(level, sentence)
+
+
+KERNELS = ("sdpa", "eager", "flex_attention", *SWITCHES)
+"""Attention kernels that take a mask of any form."""
+LAYER_KINDS = ("full_attention", "sliding_attention")
+"""Kinds of layers, as configurations list them, whose masks are known."""
+
+
+def tree_mask(packed: PackedTrees, window: int | None = None) -> Bool[Tensor, "rows 1 tokens tokens"]:
+    """Mask of the keys (last axis) that each query attends to: its own prefix and branch, backwards, in the window.
+
+    Padding attends to padding, so that no row of the softmax is empty.
+
+    Args:
+        packed: the rows.
+        window: sliding-window width in positions, or None.
+    """
+    tokens = packed.input_ids.shape[1]
+    query = torch.arange(tokens, dtype=packed.end.dtype, device=packed.end.device)[:, None]
+    allowed = (query < packed.end[:, None, :]).logical_and_(query >= query.T)
+    if window is not None:
+        position = packed.position_ids.to(packed.end.dtype)
+        allowed &= position[:, :, None] - position[:, None, :] < window
+    return allowed[:, None]
+
+
+def tree_mask_mod(packed: PackedTrees, window: int | None = None) -> Callable[..., Tensor]:
+    """`tree_mask` as a rule over row, head, query and key, which FlexAttention compiles into its kernel.
+
+    Nothing but the window is a number in it, so that rows of another width need no other kernel.
+    """
+    end, position = packed.end, packed.position_ids
+    if window is None:
+        return lambda row, head, query, key: (query >= key) & (query < end[row, key])
+    return lambda row, head, query, key: (
+        (query >= key) & (query < end[row, key]) & (position[row, query] - position[row, key] < window)
+    )
+
+
+def tree_block_mask(packed: PackedTrees, window: int | None = None) -> BlockMask:
+    """`tree_mask` for FlexAttention, which skips the blocks where it is empty."""
+    rows, tokens = packed.input_ids.shape
+    rule = tree_mask_mod(packed, window)
+    return create_block_mask(rule, rows, None, tokens, tokens, device=str(packed.end.device))
+
+
+def attention_masks(packed: PackedTrees, config: Any, dtype: torch.dtype) -> Any:
+    """The mask in the form the model's layers take: one for all of them, or a dict with one for each kind.
+
+    Args:
+        packed: the rows.
+        config: the text model's configuration; its kernel is one of `KERNELS`.
+        dtype: type of the additive mask for eager attention.
+    """
+    window = getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    windows = {kind: window if kind == "sliding_attention" else None for kind in kinds} or {"": window}
+    masks = {kind: _kernel_mask(packed, config._attn_implementation, width, dtype) for kind, width in windows.items()}
+    return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def _kernel_mask(packed: PackedTrees, kernel: str, window: int | None, dtype: torch.dtype) -> Tensor | BlockMask:
+    if takes_blocks(kernel, packed.end.device):
+        return tree_block_mask(packed, window)
+    mask = tree_mask(packed, window)
+    if kernel != "eager":
+        return mask
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def takes_blocks(kernel: str, device: torch.device) -> bool:
+    """True if shared prompts get a block mask: FlexAttention by name, or a switch that has it, on CUDA."""
+    assert kernel in KERNELS, f"sharing_obstacle lets no {kernel} pass"
+    return kernel == "flex_attention" or (kernel in SWITCHES and SWITCHES[kernel].has_blocks and device.type == "cuda")
+
+
+def sharing_obstacle(decoder: PreTrainedModel) -> str | None:
+    """Reason why a decoder's tokens cannot be computed once for several sequences, in words; None if they can.
+
+    A token's state must depend on the tokens it attends to and on their position ids alone.
+    """
+    config = decoder.config.get_text_config()
+    backbone = decoder.base_model
+    kinds = set(getattr(config, "layer_types", None) or LAYER_KINDS)
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None):
+        return "its attention looks both ways"
+    if "position_ids" not in inspect.signature(backbone.forward).parameters or getattr(config, "alibi", False):
+        return "it takes positions from the order of the tokens (ALiBi or the like), not from position ids"
+    if not hasattr(sys.modules[type(backbone).__module__], "create_causal_mask"):
+        return "it makes its own attention masks"  # transformers' masking_utils alone let a finished mask through
+    if unknown := sorted(kinds.difference(LAYER_KINDS)):
+        return f"its {', '.join(unknown)} layers take no mask"
+    if decoder._is_stateful or any(isinstance(module, torch.nn.Conv1d) for module in backbone.modules()):
+        return "its recurrent or convolutional layers carry state from each token to the next"
+    if "local" in getattr(config, "attention_layers", ()):
+        return "its local attention counts columns, not positions"
+    if config._attn_implementation not in KERNELS:
+        return f"{config._attn_implementation} takes no mask; set model.attn_implementation to sdpa"
+    return None

@@ -1,4 +1,4 @@
-"""A classifier with one label from its configuration: what is accepted, and how it is built for training rewards."""
+"""Construction of a classifier with one label from its configuration, for training rewards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AutoConfig,
@@ -19,11 +20,34 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from rm_optimizer.core.classifier.attention import choose_attention
-from rm_optimizer.core.classifier.batch_dependence import refuse_known
-from rm_optimizer.core.classifier.dropout import disable_dropout, disable_dropout_modules
+from rm_optimizer.core.classifier.limits import refuse_known
 from rm_optimizer.core.classifier.modalities import freeze_beside_text
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 from rm_optimizer.records.randomness import keeping_random_state
+
+_WORDS = ("dropout", "pdrop", "layerdrop")
+_MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+
+
+def disable_dropout(config: PretrainedConfig) -> None:
+    """Set every dropout probability of the configuration to 0, nested configurations included.
+
+    Before the model is built, this also turns off dropout that attention calls as a function, which is not a module. A
+    reward that depends on a random mask is a noisy label (Ziegler et al., 2019,
+    https://arxiv.org/abs/1909.08593, train their models without dropout).
+    """
+    for name, value in list(vars(config).items()):
+        if isinstance(value, PretrainedConfig):
+            disable_dropout(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool) and any(word in name for word in _WORDS):
+            setattr(config, name, type(value)(0))
+
+
+def disable_dropout_modules(model: nn.Module) -> None:
+    """Set the probability of every dropout module to 0, for models that write it in their code."""
+    for module in model.modules():
+        if isinstance(module, _MODULES):
+            module.p = 0.0
 
 
 @dataclass(frozen=True)

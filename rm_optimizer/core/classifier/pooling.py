@@ -9,8 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rm_optimizer.core.classifier.tree_attention import attention_masks
-from rm_optimizer.core.tokens.packed_trees import PackedTrees
+from rm_optimizer.core.classifier.attention import attention_masks
+from rm_optimizer.core.tokens.prefix_trees import PackedTrees
 
 
 def pools_last_token(model: PreTrainedModel) -> bool:

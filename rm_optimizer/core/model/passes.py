@@ -19,11 +19,16 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from rm_optimizer.core.classifier.pooling import packed_logits
-from rm_optimizer.core.tokens.common_starts import common_starts
-from rm_optimizer.core.tokens.packed_trees import pack_trees
 from rm_optimizer.core.tokens.padding import PadChoice
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences, row_batches
-from rm_optimizer.core.tokens.prefix_trees import TREE_TOKENS, PrefixTree, prefix_tree, tree_groups
+from rm_optimizer.core.tokens.prefix_trees import (
+    TREE_TOKENS,
+    PrefixTree,
+    common_starts,
+    pack_trees,
+    prefix_tree,
+    tree_groups,
+)
 
 CACHED_TOKENS = 65_536
 """Most tokens, over all branches of a pass, whose keys and values are copied from a cached start; bounds memory."""

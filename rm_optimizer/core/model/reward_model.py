@@ -14,21 +14,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rm_optimizer.core.classifier.batch_dependence import refuse_measured
+from rm_optimizer.core.classifier.attention import sharing_obstacle
 from rm_optimizer.core.classifier.building import LoadOptions, build_model
 from rm_optimizer.core.classifier.head import RewardHead, head_name, initialize_head, install_reward_head
+from rm_optimizer.core.classifier.limits import check_window, default_max_length, refuse_measured
 from rm_optimizer.core.classifier.pooling import last_token_logits, own_logits, packed_logits, pools_last_token
 from rm_optimizer.core.classifier.quantization import computing_dtype
-from rm_optimizer.core.classifier.tree_attention import sharing_obstacle
-from rm_optimizer.core.classifier.window import check_window, default_max_length
-from rm_optimizer.core.model.input_form import settle_input
 from rm_optimizer.core.model.losses import bradley_terry_loss, split_rewards
 from rm_optimizer.core.model.passes import SequenceScorer
 from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt, paired, require_finite
 from rm_optimizer.core.storage.certificate import ParityCertificate, require_parity
-from rm_optimizer.core.storage.checkpoint import describe_model
 from rm_optimizer.core.storage.export import save_export
-from rm_optimizer.core.storage.loading import LoadedModel, load_model, parse_dtype
+from rm_optimizer.core.storage.loading import LoadedModel, describe_model, load_model, parse_dtype, settle_input
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, RenderFn
 from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, num_embeddings, set_pad_token_id
@@ -76,6 +73,8 @@ class BradleyTerryRM(BaseRewardModel):
         self.model = model
         self.tokenizer = tokenizer
         self.renderer = ConversationRenderer(tokenizer, max_length, render_fn)
+        # The responses end in different tokens, a letter and a question mark: one last id means that the rendering ends
+        # every sequence with a fixed token, two that a sequence ends with the response's own last token.
         last_ids = {encoding.ids[-1] for encoding in self.renderer.encode_batch(["a", "a"], ["b", "9?"])}
         ends_freely = len(last_ids) > 1
         self.pad_choice = choose_pad_token(tokenizer, num_embeddings(model), last_ids, ends_freely=ends_freely)

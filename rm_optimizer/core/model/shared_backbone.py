@@ -15,7 +15,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.storage.adapter_files import adapter_tensors
 from rm_optimizer.core.storage.certificate import ParityCertificate
-from rm_optimizer.core.storage.export_record import read_record, require_exported_weights
+from rm_optimizer.core.storage.model_files import read_record, require_exported_weights
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.locations import ADAPTER_FILE

@@ -28,7 +28,7 @@ from rm_optimizer.core.classifier.adapters import (
 )
 from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.classifier.quantization import is_packed, is_quantized, unpacked
-from rm_optimizer.core.storage.export_record import read_record
+from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.locations import ADAPTER_FILE
 

@@ -27,8 +27,8 @@ from rm_optimizer.core.classifier.quantization import computing_dtype, reading_a
 from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
 from rm_optimizer.core.storage.adapter_files import BaseModel, base_of, merged_model, write_adapter
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, TOLERANCE, ParityCertificate, certify
-from rm_optimizer.core.storage.export_record import DIGESTS, weight_digests
 from rm_optimizer.core.storage.loading import quiet_transformers
+from rm_optimizer.core.storage.model_files import DIGESTS, weight_digests
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
 from rm_optimizer.core.tokens.written_template import add_nothing_to_texts

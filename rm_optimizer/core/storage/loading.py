@@ -1,9 +1,12 @@
-"""A classifier with one label and its tokenizer, from wherever they are stored, built for training rewards."""
+"""Loading of a classifier from a folder, the hub or a checkpoint, with the input form that it reads."""
 
 from __future__ import annotations
 
+import base64
+import json
 import logging
 import os
+import pickle
 import re
 import tempfile
 from collections.abc import Collection, Iterator, Mapping
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import (
     AutoConfig,
     AutoModelForSequenceClassification,
@@ -29,18 +33,24 @@ from transformers.utils.hub import extract_commit_hash
 from rm_optimizer.core.classifier.adapters import attach, has_untrained_adapter
 from rm_optimizer.core.classifier.building import LoadOptions, build, build_arguments, finished, reason_of
 from rm_optimizer.core.classifier.head import head_name, require_trained_head
-from rm_optimizer.core.classifier.quantization import quantization_arguments
+from rm_optimizer.core.classifier.quantization import is_quantized, quantization_arguments
 from rm_optimizer.core.rows.hub import restored_hub
 from rm_optimizer.core.storage.adapter_files import (
     StoredAdapter,
+    adapter_tensor_names,
+    describe_adapter,
     described_config,
 )
 from rm_optimizer.core.storage.certificate import ParityCertificate
-from rm_optimizer.core.storage.checkpoint import load_weights, read_checkpoint, write_description
-from rm_optimizer.core.storage.export_record import read_record, require_exported_weights
-from rm_optimizer.core.storage.model_files import find_source
-from rm_optimizer.core.storage.torn_files import damage
+from rm_optimizer.core.storage.model_files import (
+    damage,
+    find_source,
+    read_record,
+    require_archive,
+    require_exported_weights,
+)
 from rm_optimizer.core.tokens.tokenizer import TOKENIZER_FILE, read_otherwise
+from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.locations import ADAPTER_FILE, EXPORT_FILE, Source, SourceKind, resolve_source
@@ -48,6 +58,95 @@ from rm_optimizer.records.randomness import keeping_random_state
 
 if TYPE_CHECKING:
     from peft import LoraConfig
+
+PAYLOAD_KEY = "rm_optimizer"
+"""The entry of a `.ckpt` file that makes it loadable as a reward model."""
+WEIGHTS_PREFIX = "model.model."
+"""Before the classifier's parameter names: the training module's `model` is a `BradleyTerryRM`, whose `model` it is."""
+
+
+def describe_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Configuration, class, tokenizer, adapter and identity as JSON values, safe under `torch.load(weights_only=True)`.
+
+    Args:
+        model: the classifier.
+        tokenizer: its tokenizer; files are stored in base64, since some are binary.
+        identity: rendering, padding and head as in `export.json`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = {file.name: base64.b64encode(file.read_bytes()).decode() for file in sorted(Path(folder).iterdir())}
+    return {
+        "config": json.loads(model.config.to_json_string(use_diff=False)),
+        "architecture": {"class": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch.")},
+        "tokenizer_files": files,
+        "adapter": describe_adapter(model),
+        "export": json.loads(json.dumps(dict(identity))),
+    }
+
+
+def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The payload of a `.ckpt` file and the classifier's weights by name, memory-mapped on the CPU.
+
+    Raises:
+        CheckpointError: if the file is torn, needs code to load, or was not written by RM-Optimizer.
+    """
+    require_archive(Path(path))
+    try:
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_fault(error)}") from error
+    if not isinstance(content, dict) or PAYLOAD_KEY not in content or "state_dict" not in content:
+        raise CheckpointError(f"{path} was not written by RM-Optimizer: it has no '{PAYLOAD_KEY}' entry")
+    weights = {
+        name.removeprefix(WEIGHTS_PREFIX): tensor
+        for name, tensor in content["state_dict"].items()
+        if name.startswith(WEIGHTS_PREFIX)
+    }
+    return content[PAYLOAD_KEY], weights
+
+
+def _fault(error: Exception) -> str:
+    if isinstance(error, pickle.UnpicklingError):
+        return "it holds objects that only code could load, so RM-Optimizer did not write it"
+    if isinstance(error, PermissionError | FileNotFoundError):
+        return str(error.strerror)
+    return "it is torn; copy it again, or take another checkpoint of the run"
+
+
+def write_description(payload: Mapping[str, Any], folder: Path) -> None:
+    """Write a payload's configuration and tokenizer as the files that `transformers` reads."""
+    (folder / "config.json").write_text(json.dumps(payload["config"]), encoding="utf-8")
+    for name, content in payload["tokenizer_files"].items():
+        (folder / Path(name).name).write_bytes(base64.b64decode(content))
+
+
+def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Path) -> None:
+    """Load a checkpoint's weights into a classifier, every one of them; a base in four bits stays as it was read.
+
+    Args:
+        model: model of the architecture in `read_checkpoint`'s payload.
+        weights: weights from `read_checkpoint`.
+        path: the file, for the message.
+
+    Raises:
+        CheckpointError: if names are missing or unknown.
+    """
+    if is_quantized(model):
+        names = adapter_tensor_names(model)
+        weights = {name: value for name, value in weights.items() if name in names}
+        missing, unknown = sorted(names - weights.keys()), list[str]()
+        model.load_state_dict(weights, strict=False)
+    else:
+        missing, unknown = model.load_state_dict(weights, strict=False)
+    if missing or unknown:
+        examples = ", ".join([*missing, *unknown][:3])
+        raise CheckpointError(
+            f"{path} is torn: {len(missing)} weights are missing and {len(unknown)} unknown, among them {examples}"
+        )
+
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
 
@@ -267,3 +366,38 @@ def refuse_unread(model: PreTrainedModel, unread: Collection[str], *, is_fresh: 
             f" read, among them {', '.join(lost[:3])}, so its rewards would not be those of the saved model; correct "
             "config.json, or remove these weights if they have no part in the reward"
         )
+
+
+def settle_input(
+    loaded: LoadedModel, source: object, form: str | None, *, has_render_fn: bool, is_trained: bool
+) -> None:
+    """Adapt the tokenizer of a model without a recorded rendering to the input that it reads, or is trained on.
+
+    Args:
+        loaded: the model.
+        source: path or hub id that it was loaded from, for messages.
+        form: `plain` or `pair` for a trained model without a chat template; None takes `plain`, with a warning.
+        has_render_fn: True if a function of the user renders the conversations.
+        is_trained: True if the model has a trained reward head.
+
+    Raises:
+        ConfigError: if the form is unknown, not possible with the model, or not for it.
+    """
+    tokenizer = loaded.tokenizer
+    if form is not None and (loaded.identity or has_render_fn or not is_trained or tokenizer.chat_template):
+        raise ConfigError(
+            f"input_form={form} is for reward models of others that have no chat template, but how {source} "
+            "reads its input is known; leave the option out"
+        )
+    if loaded.identity or has_render_fn:
+        return
+    writer = TemplateWriter(tokenizer)
+    if not is_trained:
+        writer.write_for_training()
+        return
+    if form == "pair" and (getattr(loaded.model.config, "type_vocab_size", 0) or 0) > 1:
+        raise ConfigError(
+            f"input_form='pair' is not possible with {type(loaded.model).__name__}: it tells the two texts apart "
+            "by token types, which are not given to it here"
+        )
+    writer.write_as_read(form, source)

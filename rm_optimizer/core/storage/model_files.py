@@ -1,19 +1,138 @@
-"""Checks of a reward model's files before anything is loaded. This module does not import torch."""
+"""Files of a stored model: checks of them before anything is loaded, and `export.json` with its digests.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from rm_optimizer.core.rows.hub import hub_obstacle, restored_hub
-from rm_optimizer.core.storage.export_record import read_record
-from rm_optimizer.core.storage.torn_files import damage
 from rm_optimizer.errors import CheckpointError, no_trained_head
-from rm_optimizer.records.locations import Source, SourceKind, resolve_source
+from rm_optimizer.records.locations import EXPORT_FILE, Source, SourceKind, resolve_source
+
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
+    *("spiece.model", "spm.model", "sentencepiece.bpe.model", "tekken.json"),
+)
+"""Any of these makes a tokenizer."""
+_WEIGHTS = ("*.safetensors", "*.bin")
+_ADVICE = "copy the folder again, or export the model again"
+
+
+def damage(folder: Path) -> str | None:
+    """The first file of a model folder that is torn, empty or missing, and what to do; None if all look whole."""
+    found = next(chain(_torn_json(folder), _torn_weights(folder), _missing(folder)), None)
+    return None if found is None else f"{found}; {_ADVICE}"
+
+
+def _torn_json(folder: Path) -> Iterator[str]:
+    for file in sorted(folder.glob("*.json")):
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except ValueError:
+            state = "empty" if not file.stat().st_size else "torn: it is no whole JSON"
+            yield f"{file.name} is {state}"
+
+
+def _torn_weights(folder: Path) -> Iterator[str]:
+    for index in sorted(folder.glob("*.safetensors.index.json")):
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            continue  # told by `_torn_json`
+        lost = sorted(name for name in shards if not (folder / name).is_file())
+        yield from (f"{name} is missing, which {index.name} names" for name in lost)
+    for file in sorted(folder.glob("*.safetensors")):
+        size = file.stat().st_size
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except (SafetensorError, OSError):
+            yield f"{file.name} is empty" if not size else f"{file.name} is torn: its {size:,} bytes are not all of it"
+
+
+def _missing(folder: Path) -> Iterator[str]:
+    if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
+        yield "it holds no weights: expected model.safetensors"
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        yield "it holds no tokenizer: expected tokenizer.json, or another of the files its base model has"
+
+
+DIGESTS = "weights"
+"""The entry of `export.json` that holds the digests of the weight files."""
+_CHUNK_BYTES = 1 << 26
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The `export.json` of a folder; empty where other people's models have none.
+
+    Raises:
+        CheckpointError: if the file is torn.
+    """
+    path = folder / EXPORT_FILE
+    if not path.is_file():
+        return {}
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(record["identity"], dict):
+            raise TypeError("identity must be an object")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is torn or was not written by RM-Optimizer; export the model again") from error
+    found: dict[str, Any] = record
+    return found
+
+
+def weight_digests(folder: Path) -> dict[str, str]:
+    """Digest of every weight file of a folder by name: SHA-256 of the SHA-256s of its chunks of 64 MiB.
+
+    Chunks are hashed by all cores together, since a file may hold tens of gigabytes.
+    """
+    return {file.name: _digest(file) for file in sorted(folder.glob("*.safetensors"))}
+
+
+def _digest(file: Path) -> str:
+    starts = range(0, file.stat().st_size, _CHUNK_BYTES)
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            hashes = pool.map(lambda start: hashlib.sha256(os.pread(descriptor, _CHUNK_BYTES, start)).digest(), starts)
+            return hashlib.sha256(b"".join(hashes)).hexdigest()
+    finally:
+        os.close(descriptor)
+
+
+def require_exported_weights(folder: Path, record: Mapping[str, Any]) -> None:
+    """Refuse weight files that were changed, added or removed since `export.json` was written.
+
+    Args:
+        folder: holds the weights.
+        record: its `export.json`; nothing is checked where it holds no digests, as those of other people do.
+
+    Raises:
+        CheckpointError: naming the files.
+    """
+    recorded = record.get(DIGESTS)
+    if recorded is None:
+        return
+    found = weight_digests(folder)
+    changed = sorted(name for name in recorded.keys() | found.keys() if recorded.get(name) != found.get(name))
+    if changed:
+        raise CheckpointError(
+            f"the weights in {folder} are not those that were exported: {', '.join(changed[:3])} changed since its "
+            f"certificate was written; restore the folder, or, if the change is meant, delete its {EXPORT_FILE} and "
+            "export the model again"
+        )
 
 
 def find_source(source: str | Path, revision: str | None = None) -> Source:

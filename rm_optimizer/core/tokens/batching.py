@@ -23,9 +23,8 @@ from torch.utils.data import Dataset
 from rm_optimizer.core.pairs.orders import PairOrder, epoch_order
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import PairTokens
-from rm_optimizer.core.tokens.packed_trees import PackedTrees, pack_trees
 from rm_optimizer.core.tokens.plan import micro_batches, pad_sequences, rank_share, row_batches
-from rm_optimizer.core.tokens.prefix_trees import prefix_tree, shared_length
+from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree, shared_length
 from rm_optimizer.errors import DataError
 
 
@@ -321,6 +320,7 @@ class MacroBatches(Dataset[MacroBatch]):
             return epoch_order(len(kept), self.seed, epoch)
         given = np.asarray(self.order.positions(epoch), dtype=np.int64)
         places: NDArray[np.int64] = np.searchsorted(kept, given)
+        # A position beyond the last kept one gives len(kept), which "clip" makes an index; the comparison drops it.
         places = places[kept.take(places, mode="clip") == given]
         name, num_given = f"order {self.order.name!r}", self.collator.num_given
         if len(outside := given[(given < 0) | (given >= num_given)]):

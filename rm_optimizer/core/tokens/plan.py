@@ -110,6 +110,9 @@ def _cheapest_cuts(widths: NDArray[np.int64], token_budget: int) -> list[int]:
         wider = bisect_left(ascending, -((cost[near] - cost[far]) // (far - near)))
         return max(too_far[far], wider - 1)
 
+    # Entries are an end and the last start for which it is best, farthest end first. Starts descend: the left end is
+    # best now, and each further one from its own start on. A nearer end is added on the right after the removal of
+    # those that it overtakes before they are ever best.
     ends: deque[tuple[int, int]] = deque()
     for start in range(num - 1, -1, -1):
         near, since = start + 1, num

@@ -17,9 +17,8 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from rm_optimizer.core.metrics.aggregates import interquartile_mean, probability_of_improvement
 from rm_optimizer.core.metrics.calibration import ReliabilityBin, fold, reliability_curve
-from rm_optimizer.core.metrics.effects import SCORES, paired_effect
+from rm_optimizer.core.metrics.effects import SCORES, interquartile_mean, paired_effect, probability_of_improvement
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError

@@ -88,7 +88,7 @@ def _member(run: Path, config: TrainConfig) -> str:
     """Path of a run's adapter if its base can be loaded again, else of the whole model."""
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.storage.export import save_adapter
-    from rm_optimizer.core.storage.export_record import read_record
+    from rm_optimizer.core.storage.model_files import read_record
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.adapters import AdapterKind
 

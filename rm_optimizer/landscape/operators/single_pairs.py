@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rm_optimizer.core.classifier.tree_attention import tree_mask
+from rm_optimizer.core.classifier.attention import tree_mask
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch, PairBatch
-from rm_optimizer.core.tokens.packed_trees import PackedTrees
+from rm_optimizer.core.tokens.prefix_trees import PackedTrees
 from rm_optimizer.landscape.operators.objective import PairObjective
 
 

@@ -16,8 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from rm_optimizer.core.model.passes import SequenceScorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.storage.export_record import read_record
 from rm_optimizer.core.storage.loading import parse_dtype
+from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.schema.publish import RewardModelTrainingMode

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rm_optimizer.core.tokens.common_starts import LEAST_SHARED, common_starts
+from rm_optimizer.core.tokens.prefix_trees import LEAST_SHARED, common_starts
 from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.engine import Engine, ScoredBatch
 from rm_optimizer.serving.service.api_errors import Overloaded, TooLarge

@@ -16,8 +16,8 @@ from rm_optimizer.core.classifier.head import require_trained_head
 from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import write_adapter
-from rm_optimizer.core.storage.export_record import read_record, require_exported_weights
 from rm_optimizer.core.storage.loading import refuse_unread
+from rm_optimizer.core.storage.model_files import read_record, require_exported_weights
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.schema.publish import RewardModelTrainingMode

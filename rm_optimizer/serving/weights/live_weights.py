@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from rm_optimizer.core.classifier.adapters import has_adapter
 from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.storage.adapter_files import adapter_tensor_names
-from rm_optimizer.core.storage.export_record import DIGESTS, weight_digests
+from rm_optimizer.core.storage.model_files import DIGESTS, weight_digests
 from rm_optimizer.errors import WeightsRefused
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.update_protocol import TensorSpec

@@ -14,7 +14,7 @@ from typing import Any
 from rm_optimizer.core.pairs.dataset import TrainVal
 from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder, identity_of
 from rm_optimizer.core.rows.readers import is_hub_name
-from rm_optimizer.core.storage.checkpoint import read_checkpoint
+from rm_optimizer.core.storage.loading import read_checkpoint
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.files import write_text

@@ -20,9 +20,8 @@ from rm_optimizer.core.classifier.head import head_side_modules, require_trainab
 from rm_optimizer.core.classifier.quantization import is_quantized, quantization_arguments
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload
 from rm_optimizer.core.storage import adapter_files
-from rm_optimizer.core.storage.checkpoint import PAYLOAD_KEY
 from rm_optimizer.core.storage.export import save_adapter
-from rm_optimizer.core.storage.loading import load_model
+from rm_optimizer.core.storage.loading import PAYLOAD_KEY, load_model
 from rm_optimizer.errors import CheckpointError, ConfigError, MissingExtra
 from rm_optimizer.optim.param_groups import partition
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind

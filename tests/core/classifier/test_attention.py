@@ -18,15 +18,18 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_atten
 from transformers import AutoModelForSequenceClassification, BertConfig, Gemma2Config, LlamaConfig, PreTrainedModel
 from transformers.integrations import flex_attention as flex_integration
 
-from rm_optimizer.core.classifier import attention, attention_switch, tree_attention
-from rm_optimizer.core.classifier.attention import choose_attention
-from rm_optimizer.core.classifier.attention_switch import SWITCHES, AttentionSwitch
+from rm_optimizer.core.classifier import attention
+from rm_optimizer.core.classifier.attention import (
+    SWITCHES,
+    AttentionSwitch,
+    choose_attention,
+    tree_block_mask,
+    tree_mask,
+)
 from rm_optimizer.core.classifier.pooling import last_token_logits, packed_logits
-from rm_optimizer.core.classifier.tree_attention import tree_block_mask, tree_mask
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens.packed_trees import PackedTrees, pack_trees
 from rm_optimizer.core.tokens.plan import pad_sequences
-from rm_optimizer.core.tokens.prefix_trees import prefix_tree
+from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree
 from tests.builders import fresh_reward_model, tiny_model
 
 PAD = 2
@@ -69,13 +72,13 @@ def eagerly(*tensors: Tensor, training: bool, **options: Any) -> Tensor:
 def masks_seen(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     """Kinds of masks that FlexAttention is given."""
     seen: list[type] = []
-    flex = attention_switch.flex_attention_forward
+    flex = attention.flex_attention_forward
 
     def watched(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **options: Any) -> Any:
         seen.append(type(mask))
         return flex(module, query, key, value, mask, **options)
 
-    monkeypatch.setattr(attention_switch, "flex_attention_forward", watched)
+    monkeypatch.setattr(attention, "flex_attention_forward", watched)
     return seen
 
 
@@ -112,7 +115,7 @@ def test_rewards_through_flex_attention_equal_those_of_a_dense_mask(
     model.set_attn_implementation("sdpa_or_flex")
     torch.testing.assert_close(packed_logits(model, packed), expected)
     assert not masks_seen  # on a CPU the switch is SDPA
-    monkeypatch.setattr(tree_attention, "takes_blocks", lambda kernel, device: True)
+    monkeypatch.setattr(attention, "takes_blocks", lambda kernel, device: True)
     torch.testing.assert_close(packed_logits(model, packed), expected, rtol=2e-5, atol=2e-5)
     assert masks_seen == [BlockMask, BlockMask]
 
@@ -169,9 +172,9 @@ def test_padded_passes_in_a_half_type_go_to_flash_attention_and_others_to_sdpa(
     case: str, monkeypatch: pytest.MonkeyPatch
 ):
     flash = FakeFlash()
-    monkeypatch.setattr(attention_switch, "flash_attention_forward", flash)
+    monkeypatch.setattr(attention, "flash_attention_forward", flash)
     monkeypatch.setattr(
-        AttentionSwitch, "unpads", lambda self, device, dtype: self.has_varlen and dtype in attention_switch.HALF
+        AttentionSwitch, "unpads", lambda self, device, dtype: self.has_varlen and dtype in attention.HALF
     )
     model = tiny_model(case)
     expected = padded(model)

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 from transformers import AutoConfig, AutoModelForSequenceClassification, PerceiverConfig
 
-from rm_optimizer.core.classifier import batch_dependence
-from rm_optimizer.core.classifier.batch_dependence import KNOWN
-from rm_optimizer.core.classifier.window import default_max_length, exact_length, position_window
+from rm_optimizer.core.classifier import limits
+from rm_optimizer.core.classifier.limits import KNOWN, default_max_length, exact_length, position_window
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError, ConfigError
 from tests.builders import decoder_tokenizer, encoder_tokenizer, tiny_architecture
@@ -52,7 +51,7 @@ def test_a_known_architecture_is_refused_before_it_is_built(model_type: str, tmp
 
 @pytest.mark.parametrize("model_type", sorted(DEPENDENT))
 def test_an_unknown_architecture_is_measured(model_type: str, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(batch_dependence, "KNOWN", {})
+    monkeypatch.setattr(limits, "KNOWN", {})
     with pytest.raises(ConfigError, match="padding changes what it reads of a sequence by"):
         built(model_type, {**DEPENDENT[model_type], "initializer_range": 0.3})
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from scipy.stats import mannwhitneyu, trim_mean
 
-from rm_optimizer.core.metrics.aggregates import interquartile_mean, probability_of_improvement
+from rm_optimizer.core.metrics.effects import interquartile_mean, probability_of_improvement
 from rm_optimizer.errors import ConfigError
 
 DRAWS = {"num_bootstrap": 400, "seed": 0}

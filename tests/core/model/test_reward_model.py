@@ -13,14 +13,14 @@ from transformers import CONFIG_MAPPING, LlamaConfig
 
 from rm_optimizer.core.classifier import attention, pooling
 from rm_optimizer.core.classifier.attention import choose_attention
-from rm_optimizer.core.classifier.dropout import disable_dropout
+from rm_optimizer.core.classifier.building import disable_dropout
 from rm_optimizer.core.model import passes
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Scorer
 from rm_optimizer.core.tokens.batching import PackedPairBatch, PackedPairCollator, PairBatch, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
-from rm_optimizer.core.tokens.packed_trees import pack_trees
+from rm_optimizer.core.tokens.prefix_trees import pack_trees
 from rm_optimizer.errors import CheckpointError, ConfigError
 from tests.builders import (
     FAMILIES,

@@ -14,10 +14,10 @@ from safetensors.torch import load_file, save_file
 
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.storage import export_record
+from rm_optimizer.core.storage import model_files
 from rm_optimizer.core.storage.adapter_files import base_of
 from rm_optimizer.core.storage.export import save_adapter
-from rm_optimizer.core.storage.export_record import weight_digests
+from rm_optimizer.core.storage.model_files import weight_digests
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.vllm.folder import prepare_model
@@ -89,7 +89,7 @@ def test_a_weight_file_that_was_added_or_divided_is_refused(folder: Path):
 
 
 def test_chunks_in_another_order_have_another_digest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(export_record, "_CHUNK_BYTES", 4)
+    monkeypatch.setattr(model_files, "_CHUNK_BYTES", 4)
     found = set()
     for content in (b"aaaabbbbcc", b"bbbbaaaacc", b"aaaabbbbc", b"aaaabbbbccc", b""):
         (tmp_path / "model.safetensors").write_bytes(content)

@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassificati
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload
 from rm_optimizer.core.pairs.pair import Message
-from rm_optimizer.core.storage.checkpoint import PAYLOAD_KEY
+from rm_optimizer.core.storage.loading import PAYLOAD_KEY
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from tests.builders import (

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rm_optimizer.core.tokens.common_starts import LEAST_SHARED, common_starts, unique_tokens
+from rm_optimizer.core.tokens.prefix_trees import LEAST_SHARED, common_starts, unique_tokens
 
 SEQUENCES = st.lists(
     st.tuples(st.sampled_from([0, 20, 40, 64]), st.lists(st.integers(0, 2), min_size=1, max_size=6)), max_size=12

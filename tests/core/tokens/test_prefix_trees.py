@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
+from rm_optimizer.core.classifier.attention import attention_masks, sharing_obstacle, tree_block_mask, tree_mask
 from rm_optimizer.core.classifier.pooling import last_token_logits, packed_logits
-from rm_optimizer.core.classifier.tree_attention import attention_masks, sharing_obstacle, tree_block_mask, tree_mask
-from rm_optimizer.core.tokens.packed_trees import PackedTrees, pack_trees
 from rm_optimizer.core.tokens.plan import assign_rows, pad_sequences, row_batches
-from rm_optimizer.core.tokens.prefix_trees import prefix_tree, tree_groups
+from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree, tree_groups
 from tests.builders import tiny_model
 
 HH = Path(__file__).parents[4] / "shared" / "data" / "hh_train.jsonl.gz"

@@ -19,11 +19,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rm_optimizer.core.classifier.adapters import add_adapter
-from rm_optimizer.core.classifier.tree_attention import tree_mask
+from rm_optimizer.core.classifier.attention import tree_mask
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import MacroBatch, PackedPairBatch, PairBatch
-from rm_optimizer.core.tokens.packed_trees import pack_trees
-from rm_optimizer.core.tokens.prefix_trees import PrefixTree
+from rm_optimizer.core.tokens.prefix_trees import PrefixTree, pack_trees
 from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
