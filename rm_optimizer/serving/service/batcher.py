@@ -225,7 +225,11 @@ class Batcher:
         place = self._place
         for group in groups:
             for part in _cut([indices[i] for i in group], request.sequences, 2 * self._batch_tokens):
-                unit = self._unit(request, part, place)
+                first = request.sequences[part[0]]
+                start = first[:LEAST_SHARED] if len(first) > LEAST_SHARED else ()
+                depth = _shared([request.sequences[index] for index in part])
+                tokens = sum(len(request.sequences[index]) for index in part) - depth * (len(part) - 1)
+                unit = _Unit(place, next(self._numbers), request, part, tokens, depth, start)
                 heapq.heappush(self._heap, unit)
                 if unit.start:
                     self._starts[unit.start].append(unit)
@@ -233,13 +237,6 @@ class Batcher:
                 request.open_units += 1
         request.rounds += 1
         self._work.set()
-
-    def _unit(self, request: _Request, indices: list[int], place: float) -> _Unit:
-        first = request.sequences[indices[0]]
-        start = first[:LEAST_SHARED] if len(first) > LEAST_SHARED else ()
-        depth = _shared([request.sequences[index] for index in indices])
-        tokens = sum(len(request.sequences[index]) for index in indices) - depth * (len(indices) - 1)
-        return _Unit(place, next(self._numbers), request, indices, tokens, depth, start)
 
     async def _run(self) -> None:
         while True:

@@ -220,7 +220,9 @@ class AdapterSwap(Swap):
             raise
         self._history.remember(weights)
         self.serving = serving
-        self._remove_old()
+        for folder in self._folder.iterdir():  # no batch can use these any more
+            if int(folder.name) <= self._count - KEPT_ADAPTERS:
+                shutil.rmtree(folder, ignore_errors=True)
 
     async def _added(self, weights: StagedWeights, tensors: Mapping[str, Tensor]) -> Serving:
         """Load a further adapter beside the others: the served one with these tensors in it."""
@@ -242,12 +244,6 @@ class AdapterSwap(Swap):
         renamed = {stored_name(name): tensor for name, tensor in tensors.items()}
         save_file(load_file(served / WEIGHTS_FILE) | renamed, folder / WEIGHTS_FILE, metadata={"format": "pt"})
         return folder
-
-    def _remove_old(self) -> None:
-        """Remove adapters that no batch can use any more."""
-        for folder in self._folder.iterdir():
-            if int(folder.name) <= self._count - KEPT_ADAPTERS:
-                shutil.rmtree(folder, ignore_errors=True)
 
     async def drop(self) -> None:
         """Discard the staged tensors."""

@@ -30,7 +30,6 @@ from rm_optimizer.serving.client.connection import RETRIED_STATUSES, Deadline, P
 from rm_optimizer.serving.update_protocol import Abort, Begin, Outcome, OutcomeStatus, WeightProbe, WeightStatus
 from rm_optimizer.serving.weights.sending import (
     CommitUnanswered,
-    Outgoing,
     Payload,
     UpdateMessages,
     manifest,
@@ -168,14 +167,29 @@ class RMPublisherAdapter(PickledByArguments):
         status = self._status(deadline)
         self._notice_others(status, version)
         with outgoing(self.transport, payload, status, host=self.host, timeout_seconds=deadline.left) as transfer:
-            begin = self._announcement(payload, probe, version, batch_id, status.revision, transfer, deadline)
+            try:
+                begin = Begin(
+                    batch_id=batch_id,
+                    mode=self.mode,
+                    version=version,
+                    base_revision=status.revision,
+                    tensors=list(payload.specs),
+                    transport=self.transport,
+                    path=transfer.path,
+                    rendezvous=transfer.rendezvous,
+                    timeout_seconds=deadline.left,
+                    probe=probe,
+                )
+            except ValidationError as error:
+                first = error.errors()[0]
+                raise ConfigError(f"an update's {first['loc'][0]} is not valid: {first['msg']}") from error
             self._messages.post("begin", begin, deadline)
 
             def upload(body: Iterator[bytes], size: int) -> None:
                 headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
                 self._messages.request("PUT", f"upload/{batch_id}", deadline, content=body, headers=headers)
 
-            transfer.send(payload, upload)
+            transfer.send(upload)
             outcome = self._messages.commit(batch_id, deadline)
         if outcome.status is not OutcomeStatus.committed:
             raise self._do_not_serve(version, _reason(outcome))
@@ -197,33 +211,6 @@ class RMPublisherAdapter(PickledByArguments):
                 *(self.url, status.version, self._published[0], version),
             )
             self._published = None
-
-    def _announcement(
-        self,
-        payload: Payload,
-        probe: WeightProbe | None,
-        version: str,
-        batch_id: str,
-        base_revision: int,
-        transfer: Outgoing,
-        deadline: Deadline,
-    ) -> Begin:
-        try:
-            return Begin(
-                batch_id=batch_id,
-                mode=self.mode,
-                version=version,
-                base_revision=base_revision,
-                tensors=list(payload.specs),
-                transport=self.transport,
-                path=transfer.path,
-                rendezvous=transfer.rendezvous,
-                timeout_seconds=deadline.left,
-                probe=probe,
-            )
-        except ValidationError as error:
-            first = error.errors()[0]
-            raise ConfigError(f"an update's {first['loc'][0]} is not valid: {first['msg']}") from error
 
     def _given_up(self, batch_id: str, version: str, error: RMOptimizerError) -> Outcome | PublishFailed:
         """Abort the update on the server, and return its outcome with the best known reason."""

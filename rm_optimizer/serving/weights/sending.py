@@ -6,14 +6,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import httpx
 from pydantic import ValidationError
 from torch import Tensor
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from rm_optimizer.core.classifier.adapters import has_adapter
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -187,48 +186,14 @@ class Outgoing:
     """Open sending end of one update.
 
     Args:
+        send: function that transfers the tensors, once the receiver is ready.
         path: value of `Begin.path`.
         rendezvous: value of `Begin.rendezvous`.
     """
 
+    send: Callable[[Upload], None]
     path: str | None = None
     rendezvous: str | None = None
-
-    def send(self, payload: Payload, upload: Upload) -> None:
-        """Transfer the tensors, once the receiver is ready."""
-
-
-@dataclass(frozen=True)
-class ByBody(Outgoing):
-    """Transport by one HTTP body."""
-
-    def send(self, payload: Payload, upload: Upload) -> None:
-        """Upload the body."""
-        upload(payload.body(), Layout.of(payload.specs).size)
-
-
-@dataclass(frozen=True)
-class ByGroup(Outgoing):
-    """Transport by a process group.
-
-    Args:
-        store: open store of the sender.
-        transport: `gloo` or `nccl`.
-        timeout_seconds: seconds for the transfer.
-    """
-
-    store: TCPStore = field(kw_only=True)
-    transport: Transport = field(kw_only=True)
-    timeout_seconds: float = field(kw_only=True)
-
-    def send(self, payload: Payload, upload: Upload) -> None:
-        """Form the group and send the tensors in the manifest's order.
-
-        Raises:
-            TransferFailed: if the receiver goes away.
-        """
-        link = GroupLink(self.store, SENDER, self.transport, self.timeout_seconds)
-        link.send((spec.name, payload.tensors[spec.name]) for spec in payload.specs)
 
 
 @contextmanager
@@ -251,17 +216,21 @@ def outgoing(
         taken = ", ".join(status.transports)
         raise RMOptimizerError(f"the server does not accept transport {transport.value}; use one of {taken}")
     if transport is Transport.inline:
-        yield ByBody()
+        yield Outgoing(lambda upload: upload(payload.body(), Layout.of(payload.specs).size))
     elif transport is Transport.path:
         path = _written_below(Path(status.root or ""), payload)
         try:
-            yield Outgoing(path=str(path))
+            yield Outgoing(lambda upload: None, path=str(path))
         finally:
             path.unlink(missing_ok=True)
     else:
         store = open_store(host, timeout_seconds)
-        rendezvous = f"{host}:{store.port}"
-        yield ByGroup(rendezvous=rendezvous, store=store, transport=transport, timeout_seconds=timeout_seconds)
+
+        def send(upload: Upload) -> None:
+            link = GroupLink(store, SENDER, transport, timeout_seconds)
+            link.send((spec.name, payload.tensors[spec.name]) for spec in payload.specs)
+
+        yield Outgoing(send, rendezvous=f"{host}:{store.port}")
 
 
 def _written_below(root: Path, payload: Payload) -> Path:

@@ -12,6 +12,7 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeAlias
@@ -93,7 +94,8 @@ class WeightFileWriter:
         self.layout = Layout.of(specs)
         self._sizes = {spec.name: num_bytes(spec) for spec in specs}
         self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        self._file = open(self._temporary, "wb", opener=_private)  # noqa: SIM115, closed at the end of the block
+        # Closed at the end of the block; only its user may read the file.
+        self._file = open(self._temporary, "wb", opener=partial(os.open, mode=0o600))  # noqa: SIM115
         self._file.write(self.layout.head)
 
     def write(self, name: str, data: Buffer) -> None:
@@ -122,10 +124,6 @@ class WeightFileWriter:
         self._temporary.unlink(missing_ok=True)
         if kind is None:
             raise WeightsRefused(f"{self.path.name} lacks {', '.join(sorted(self._sizes)[:3])}")
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, mode=0o600)
 
 
 def write_weight_file(path: Path, specs: Sequence[TensorSpec], data: Iterable[tuple[str, Buffer]]) -> None:

@@ -75,7 +75,12 @@ def weight_router(receiver: WeightReceiver) -> APIRouter:
     @router.post("/commit", responses={**_FAILURES, 400: {"model": Outcome}})
     async def commit(body: Commit, response: Response) -> Outcome:
         """Check the tensors, then swap; 400 with the reason if the old weights stay."""
-        return _answered(await receiver.commit(body), response)
+        outcome = await receiver.commit(body)
+        response.headers[VERSION_HEADER] = outcome.version
+        response.headers[REVISION_HEADER] = str(outcome.revision)
+        if outcome.status is not OutcomeStatus.committed:
+            response.status_code = 409 if outcome.error is None else outcome.error.code
+        return outcome
 
     @router.post("/abort", responses=_FAILURES)
     async def abort(body: Abort) -> Outcome:
@@ -88,12 +93,3 @@ def weight_router(receiver: WeightReceiver) -> APIRouter:
         return receiver.status(batch_id)
 
     return router
-
-
-def _answered(outcome: Outcome, response: Response) -> Outcome:
-    """Outcome with its HTTP status."""
-    response.headers[VERSION_HEADER] = outcome.version
-    response.headers[REVISION_HEADER] = str(outcome.revision)
-    if outcome.status is not OutcomeStatus.committed:
-        response.status_code = 409 if outcome.error is None else outcome.error.code
-    return outcome
