@@ -218,9 +218,9 @@ class Engine(Protocol):
         """
 
     async def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights beside the old ones; they replace any weights staged before.
+        """Read and check new weights while the old ones serve; they replace any weights staged before.
 
-        Checks that the tensors are those of the mode, with the right shapes, the manifest's digests and finite values.
+        Checks that the tensors are the mode's, with the right shapes, the manifest's digests and finite values.
 
         Raises:
             WeightsRefused: if a check fails; nothing is staged then.

@@ -91,7 +91,7 @@ class ServeOptions:
 
     @property
     def model_name(self) -> str:
-        """Name of the model in requests: the given name, or that of its folder, file or hub id."""
+        """Name of the model in requests: the given name, else its folder's, file's or hub id's."""
         return self.served_model_name if self.served_model_name is not None else name_of(self.checkpoint)
 
     @property
@@ -153,7 +153,7 @@ def is_loopback(host: str) -> bool:
 
 
 def name_of(checkpoint: str) -> str:
-    """The model's name: that of its folder or file, of its run where a run's folder holds it, or of its hub id."""
+    """Name of the model from its folder or file, from its run if a run's folder holds it, or from its hub id."""
     path = Path(checkpoint).expanduser()
     if path.exists():
         path = path.resolve()

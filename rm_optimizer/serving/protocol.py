@@ -119,7 +119,7 @@ WireMessages: TypeAlias = Annotated[list[WireMessage], Field(fail_fast=True, max
 class ClassifyRequest(WireModel):
     """`POST /classify`: vLLM's request for one label.
 
-    Exactly one of `input` and `messages` is given. Text is tokenized as it stands; `messages` is one conversation that
+    Exactly one of `input` and `messages` is given. Text is tokenized unchanged; `messages` is one conversation that
     ends with the assistant's response, rendered as in training. Fields of vLLM that cannot change a reward (`user`,
     `priority`, `request_id`, `cache_salt`) are accepted and ignored. Nothing is truncated: `truncate_prompt_tokens`
     refuses what it would cut.

@@ -110,7 +110,7 @@ class AsyncRewardClient(ClientArguments):
         return list(torch.split(await self.score(flat, texts), sizes))
 
     async def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
-        """Margin: reward of `response_a` less that of `response_b`."""
+        """Margin: reward of `response_a` minus reward of `response_b`."""
         first, second = (await self.score_versioned([prompt, prompt], [response_a, response_b])).rewards
         return first - second
 
@@ -220,7 +220,7 @@ class RewardClient(ClientArguments, Scorer):
         return self._run(lambda client: client.score(prompts, responses))
 
     def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
-        """Margin: reward of `response_a` less that of `response_b`."""
+        """Margin: reward of `response_a` minus reward of `response_b`."""
         return self._run(lambda client: client.score_pair(prompt, response_a, response_b))
 
     def score_versioned(

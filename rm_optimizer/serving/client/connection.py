@@ -103,7 +103,7 @@ CONVERSATION_FORM = Form("/rm/score", _conversation_size, _conversation_body, _c
 
 
 def pieces(rows: Sequence[Any], size: Callable[[Any], int], limits: Limits) -> Iterator[range]:
-    """Consecutive ranges of rows that each fit into one request; a row beyond the limits gets a request of its own.
+    """Consecutive ranges of rows that each fit into one request; a row beyond the limits gets a separate request.
 
     Example:
         >>> list(pieces(["aa", "a", "aaaa", "a"], len, Limits(tokens=4, items=2)))
@@ -185,7 +185,7 @@ class Deadline:
         self.seconds = seconds
         self._end = time.monotonic() + seconds
         self._delay = FIRST_DELAY_SECONDS
-        self._random = random.Random()  # a generator of its own leaves those of a training run unchanged
+        self._random = random.Random()  # a separate generator leaves a training run's unchanged
 
     @property
     def left(self) -> float:
@@ -398,7 +398,7 @@ class Connection:
         """First successful answer, with as many attempts as the deadline allows.
 
         Raises:
-            RewardServerUnavailable: if there is none in time.
+            RewardServerUnavailable: if no answer comes in time.
             RewardServerRefused: if the server refuses.
         """
         while True:

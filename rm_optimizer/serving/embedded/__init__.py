@@ -1,1 +1,1 @@
-"""The embedded engine: a transformers model in a process of its own."""
+"""The embedded engine: a transformers model in a separate process."""

@@ -1,4 +1,4 @@
-"""Embedded engine: a `transformers` model in a process of its own, restarted from its last good weights."""
+"""Embedded engine: a `transformers` model in a separate process, restarted from its last good weights."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ ALIVE_SECONDS = 1.0
 
 
 class Worker:
-    """Loaded model with the name and number of its weights, and the weights staged beside it.
+    """Loaded model with the name and number of its weights, and the staged weights.
 
     Args:
         options: checkpoint, device and data types.

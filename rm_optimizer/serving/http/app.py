@@ -44,7 +44,7 @@ def create_app(
         api_key: key that every request must carry; None requires no key.
         update_key: key for weight updates in its place; None requires the `api_key` there too.
         local_only: refuse requests whose `Host` is not this machine.
-        routers: further routes, for example those of weight updates.
+        routers: further routes, for example for weight updates.
         body_seconds: longest pause in a body, in seconds.
     """
 

@@ -173,7 +173,7 @@ class Gate:
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then pass the request on; a request opens once its body is read."""
         CLIENT.set((scope.get("client") or [""])[0])
-        chunks = list[bytes]()  # counted as they arrive, also those of a body that never ends
+        chunks = list[bytes]()  # counted as they arrive, also if the body never ends
         try:
             await self._read(scope, receive, chunks)
             left: list[Message] = [{"type": "http.request", "body": chunks[0], "more_body": False}]

@@ -182,7 +182,7 @@ class BoundedHeaders(HttpProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Let uvicorn parse the bytes; those of incomplete headers are counted against the limits."""
+        """Let uvicorn parse the bytes, and count incomplete headers against the limits."""
         last, now = self.cycle, self.loop.time()
         if self._deadline is None and (last is None or last.response_complete):  # the first byte of a request
             self._owing_since = now

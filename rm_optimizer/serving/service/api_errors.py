@@ -34,7 +34,7 @@ class ApiError(RMOptimizerError):
     status = 400
     kind = "BadRequest"
     headers: Mapping[str, str] = {}
-    """Headers of the answer beside those of its body."""
+    """Headers of the answer in addition to its body's."""
 
     def __init__(self, message: str, param: str | None = None, *, retry_after_seconds: int | None = None) -> None:
         super().__init__(message)

@@ -245,7 +245,7 @@ class Batcher:
                 try:
                     await self._compute(batch)
                 finally:
-                    for unit in batch:  # those of an abandoned batch
+                    for unit in batch:  # of an abandoned batch
                         if not unit.is_computed:
                             _fail(unit.request, EngineUnavailable("the server is stopping"))
             else:

@@ -54,7 +54,7 @@ class RenderedTexts:
         self._ends_of_prompts = tuple(filter(None, (self._generation, self._opening)))
 
     def restored(self, text: str, prompt: object = None) -> str:
-        """Text as training rendered it; empty if nothing stands between the special tokens.
+        """Text as training rendered it; empty if nothing is between the special tokens.
 
         Args:
             text: conversation as a client rendered it.
@@ -159,7 +159,7 @@ class InputReader:
     def of(
         cls, description: EngineDescription, max_request_tokens: int, count_control: Callable[[int], None]
     ) -> InputReader:
-        """Reader for an engine's model; the arguments are those of the class.
+        """Reader for an engine's model, with the arguments of the class.
 
         Raises:
             CheckpointError: if conversations are rendered differently than by the engine's model.
@@ -258,7 +258,7 @@ class InputReader:
     def rendered(self, texts: Sequence[str], prompts: object = None) -> list[Encoding]:
         """Token ids of conversations that the client has rendered, as OpenRLHF sends them.
 
-        They equal those of `items` for the same conversations, for any padding and special tokens around the texts. An
+        They equal the ids from `items` for the same conversations, for any padding and special tokens around them. An
         over-long text loses tokens from its left, as an over-long prompt does in training.
 
         Args:

@@ -12,7 +12,7 @@ TOKENS = (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 class ServerMetrics:
-    """Counts of one server, in a registry of its own."""
+    """Counts of one server, in a separate registry."""
 
     def __init__(self) -> None:
         self.registry = here = CollectorRegistry()

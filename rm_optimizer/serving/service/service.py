@@ -202,7 +202,7 @@ class RewardService:
             )
 
     async def read(self, num_characters: int, tokenize: Callable[[], T]) -> T:
-        """Tokenize in threads beside the event loop, two requests at a time.
+        """Tokenize in threads outside the event loop, two requests at a time.
 
         Args:
             num_characters: characters of the request.
@@ -246,7 +246,7 @@ class RewardService:
         """Finite rewards of the sequences, all of one version.
 
         Raises:
-            NonFiniteScore: if a reward is NaN or infinite. If those of a probe are too, the server is not ready until
+            NonFiniteScore: if a reward is NaN or infinite. If a probe's are too, the server is not ready until
                 other weights come.
             TooLarge, Overloaded, EngineUnavailable: as `Batcher.score`.
         """

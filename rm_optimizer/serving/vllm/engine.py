@@ -76,7 +76,7 @@ class VllmEngine(UpdatableEngine):
         """Serve the checkpoint's own weights, which vLLM has loaded.
 
         Raises:
-            CheckpointError: if they are not those of the server's first start.
+            CheckpointError: if they differ from the server's first start.
         """
         await self._swap.start()
         self._watcher = asyncio.create_task(self._pooling.watch(), name="rm-vllm-watch")

@@ -1,4 +1,4 @@
-"""Weight updates of a running vLLM: reload of the model between two batches, or a further adapter beside it."""
+"""Weight updates of a running vLLM: reload of the model between two batches, or a further adapter."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Swap(ABC):
 
     @abstractmethod
     async def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights beside the old ones.
+        """Read and check new weights while the old ones serve.
 
         Raises:
             WeightsRefused: if a check fails.
@@ -225,7 +225,7 @@ class AdapterSwap(Swap):
                 shutil.rmtree(folder, ignore_errors=True)
 
     async def _added(self, weights: StagedWeights, tensors: Mapping[str, Tensor]) -> Serving:
-        """Load a further adapter beside the others: the served one with these tensors in it."""
+        """Load a further adapter: the served one with these tensors in it."""
         request = self._request(weights.version, self._written(tensors))
         await self._load(request)
         return Serving(weights.version, weights.revision, request)

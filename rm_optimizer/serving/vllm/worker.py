@@ -1,4 +1,4 @@
-"""Extension of vLLM's worker: check new weights beside the model, load all of them, or restore the old ones.
+"""Extension of vLLM's worker: check new weights without changing the model, load all of them, or restore the old ones.
 
 Loading into the live model by parts would leave a mixture if a part fails, which always happens on a CPU, since the
 linear layers are packed. Therefore everything is read and checked first, and loaded through vLLM's own reload.
@@ -61,7 +61,7 @@ class RewardWorkerExtension:
         self._rm_load(latest_tensors(last_good))
 
     def rm_add_adapter(self, name: str, number: int, folder: str) -> str | None:
-        """Load a LoRA adapter beside the others."""
+        """Load a LoRA adapter in addition to the others."""
         from vllm.exceptions import VLLMError
         from vllm.lora.request import LoRARequest
 

@@ -30,7 +30,7 @@ PROBE_ROWS = 256
 
 
 class PackedLinear(nn.Linear):
-    """Float32 linear layer that computes with a packed copy of its weight; its state is that of `nn.Linear`."""
+    """Float32 linear layer that computes with a packed copy of its weight; its state equals `nn.Linear`'s."""
 
     packed: Tensor
 
@@ -173,7 +173,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Update:
-    """New tensors beside the old ones, ready for the swap.
+    """New tensors, ready for the swap with the old ones.
 
     Args:
         tensors: new tensors by name, in the type and on the device of those they replace.

@@ -82,7 +82,7 @@ class RMPublisherAdapter(PickledByArguments):
 
     @property
     def _messages(self) -> UpdateMessages:
-        """Messages over this process's connections; those of a parent before a fork stay untouched."""
+        """Messages over this process's connections, never over a parent's from before a fork."""
         if not self._opened or self._opened[-1][0] != os.getpid() or self._opened[-1][1].session.is_closed:
             session = httpx.Client(**self._session_options)
             self._opened.append((os.getpid(), UpdateMessages(self.url, session)))

@@ -42,7 +42,7 @@ def sent_tensors(model: BradleyTerryRM, mode: RewardModelTrainingMode) -> dict[s
     """The tensors of a mode, by their names in the `transformers` classifier.
 
     `full` is the plain classifier, an adapter merged into it; `head_only` the final layer; `lora` the adapter with the
-    head-side modules that train beside it.
+    head-side modules that train with it.
 
     Raises:
         ConfigError: if the mode is `lora` and the model has no adapter, or `head_only` and it has.

@@ -44,7 +44,7 @@ def num_bytes(spec: TensorSpec) -> int:
     """Number of bytes of a tensor.
 
     Raises:
-        WeightsRefused: if its type is none of `CODES`.
+        WeightsRefused: if its type is not in `CODES`.
     """
     if spec.dtype not in CODES:
         raise WeightsRefused(f"{spec.name}: expected a type among {', '.join(CODES)}, got {spec.dtype}")

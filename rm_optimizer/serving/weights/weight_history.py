@@ -137,7 +137,7 @@ class UpdatableEngine(ABC):
         return self._history.committed
 
     async def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights beside the old ones; see `Engine.stage`."""
+        """Read and check new weights while the old ones serve; see `Engine.stage`."""
         async with self._updating:
             self._drop_staged()
             kept = await asyncio.to_thread(self._history.keep, weights)
