@@ -36,7 +36,9 @@ from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.service.metrics import ServerMetrics
 from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.vllm.folder import prepare_model, require_unchanged, suits_vllm
-from rm_optimizer.serving.vllm.launch import (
+from rm_optimizer.serving.vllm.plugin import RewardApplication, RewardEndpoint
+from rm_optimizer.serving.vllm.pooling import Pooling, ReadWriteLock
+from rm_optimizer.serving.vllm.supervisor import (
     RESTARTS_VARIABLE,
     SETTINGS_VARIABLE,
     Supervisor,
@@ -44,8 +46,6 @@ from rm_optimizer.serving.vllm.launch import (
     command,
     environment,
 )
-from rm_optimizer.serving.vllm.plugin import RewardApplication, RewardEndpoint
-from rm_optimizer.serving.vllm.pooling import Pooling, ReadWriteLock
 from rm_optimizer.serving.vllm.swap import ReloadSwap, Serving
 from rm_optimizer.serving.vllm.worker import RewardWorkerExtension, latest_tensors
 from rm_optimizer.serving.weights.live_weights import checked_tensors, checkpoint_version, tensor_specs
@@ -301,7 +301,7 @@ def test_a_supervisor_that_is_killed_takes_a_server_along_that_is_still_starting
     )
     supervisor = f"""
 import os, pathlib, sys
-from rm_optimizer.serving.vllm.launch import Supervisor
+from rm_optimizer.serving.vllm.supervisor import Supervisor
 started = pathlib.Path({str(tmp_path / "started")!r})
 Supervisor([sys.executable, "-c", {program!r}], os.environ | {{"STARTED": str(started)}}, started).run()
 """

@@ -44,7 +44,7 @@ def serve(options: ServeOptions) -> None:
         if not _takes_vllm(options):
             _serve(options, listening)
             return
-    from rm_optimizer.serving.vllm.launch import serve_with_vllm
+    from rm_optimizer.serving.vllm.supervisor import serve_with_vllm
 
     serve_with_vllm(options)  # it binds the address itself
 

@@ -12,8 +12,8 @@ from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights, check_rewards, probe_sequences
 from rm_optimizer.serving.update_protocol import WeightProbe
 from rm_optimizer.serving.vllm.folder import require_unchanged
-from rm_optimizer.serving.vllm.launch import VllmSettings
 from rm_optimizer.serving.vllm.pooling import Pooling, ReadWriteLock
+from rm_optimizer.serving.vllm.supervisor import VllmSettings
 from rm_optimizer.serving.vllm.swap import AdapterSwap, ReloadSwap, Serving, Swap
 from rm_optimizer.serving.weights.weight_history import UpdatableEngine, WeightHistory
 

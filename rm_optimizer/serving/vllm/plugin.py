@@ -24,7 +24,7 @@ from rm_optimizer.serving.http.slow_clients import BoundedHeaders, ConnectionLim
 from rm_optimizer.serving.service.api_errors import NotReady, error_answer
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.vllm.engine import VllmEngine
-from rm_optimizer.serving.vllm.launch import SETTINGS_VARIABLE, VllmSettings
+from rm_optimizer.serving.vllm.supervisor import SETTINGS_VARIABLE, VllmSettings
 from rm_optimizer.serving.weights.weight_routes import create_server
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.update_protocol import Begin
-from rm_optimizer.serving.weights.weight_file import check_weight_file, most_header_bytes, num_bytes
+from rm_optimizer.serving.weights.weight_file import WeightFileWriter, check_weight_file, most_header_bytes, num_bytes
 
 COPIED_BYTES = 8 * 2**20
 """Bytes that are copied at once."""
@@ -216,7 +216,6 @@ class FromGroup(Incoming):
 
     def _run(self) -> None:
         from rm_optimizer.serving.weights.group_transfer import RECEIVER, GroupLink, connect_store, wait_for_sender
-        from rm_optimizer.serving.weights.weight_file import WeightFileWriter
 
         begin = self._begin
         try:
