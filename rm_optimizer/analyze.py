@@ -105,9 +105,9 @@ def analyze(options: AnalyzeConfig) -> Path:
         ConfigError: if an option does not fit the model, or the folder holds another analysis or is in use.
         TrainingDiverged: if the loss is not finite.
     """
-    from rm_optimizer.records.analysis_folder import results_folder
-    from rm_optimizer.records.file_lock import held
-    from rm_optimizer.training.loggers.building import require_wandb_key
+    from rm_optimizer.records.files import held
+    from rm_optimizer.records.run_folder import results_folder
+    from rm_optimizer.training.loggers import require_wandb_key
 
     require_wandb_key(options.logger)
     folder = results_folder(options)
@@ -207,7 +207,7 @@ def _start(checkpoint: str) -> WeightsByStep:
     from rm_optimizer.records.codec import from_values
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.data import DataConfig
-    from rm_optimizer.training.base_model import starting_weights
+    from rm_optimizer.training.preparation import starting_weights
 
     run = RunFolder.of(checkpoint)
     assert run is not None, "its checkpoints were read"
@@ -271,8 +271,7 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
     from rm_optimizer.landscape.evolution import Evolution
     from rm_optimizer.landscape.spectrum import HessianSpectrum
     from rm_optimizer.reporting.landscape.results import scalars_of
-    from rm_optimizer.training.loggers.building import build_loggers, close_loggers
-    from rm_optimizer.training.loggers.media import log_histogram
+    from rm_optimizer.training.loggers import build_loggers, close_loggers, log_histogram
 
     loggers = build_loggers(options.logger, folder)
     if not loggers:
@@ -299,7 +298,7 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
 def _log_files(loggers: Sequence[Logger], kind: str, files: Sequence[Path], step: int) -> None:
     import pyarrow.parquet as pq
 
-    from rm_optimizer.training.loggers.media import log_figure, log_table
+    from rm_optimizer.training.loggers import log_figure, log_table
 
     for path in files:
         if path.suffix == ".png":
@@ -324,7 +323,7 @@ def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
 
 
 def _history_caption(run: RunFolder) -> str:
-    from rm_optimizer.training.folder.result import RunResult
+    from rm_optimizer.training.folder.record import RunResult
 
     trained, result = run.options, RunResult.read(run.path)
     num_pairs = trained["training"]["hessian"]["num_pairs"]
@@ -335,9 +334,9 @@ def _history_caption(run: RunFolder) -> str:
 
 def _record(options: AnalyzeConfig, folder: Path) -> None:
     """Write the composed options, the commit, the versions and the machine."""
-    from rm_optimizer.records.analysis_folder import ANALYSIS_FILE
     from rm_optimizer.records.files import write_text
     from rm_optimizer.records.provenance import commit, machine, versions
+    from rm_optimizer.records.run_folder import ANALYSIS_FILE
 
     recorded = {"options": asdict(options), "commit": commit(), "versions": versions(), "machine": machine()}
     write_text(folder / ANALYSIS_FILE, json.dumps(recorded, indent=2, default=str) + "\n")

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from rm_optimizer.interfaces.command_line import CommandLine, Composed
     from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.training.folder.result import RunResult
+    from rm_optimizer.training.folder.record import RunResult
 
 
 SWEEP = Sweep()
@@ -61,7 +61,7 @@ def main() -> None:
 def _tell_or_sweep(line: CommandLine[TrainConfig]) -> None:
     """Let Hydra print, or run the jobs of a sweep, and compare those that finished."""
     from rm_optimizer.interfaces.command_line import planned_sweep
-    from rm_optimizer.schema.implied import completed
+    from rm_optimizer.schema.compose import completed
     from rm_optimizer.training.folder.lock import reserved
 
     if line.only_tells or not line.flags.multirun:
@@ -281,7 +281,7 @@ def run(config: DictConfig) -> float:
 
 
 def _trained(options: TrainConfig) -> float:
-    from rm_optimizer.records.disk import writing
+    from rm_optimizer.records.files import writing
     from rm_optimizer.records.run_options import RunRequest
     from rm_optimizer.training.folder.start import ended_run
     from rm_optimizer.training.run import train_reward_model

@@ -62,8 +62,8 @@ from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.reporting.tables import new_table, output_console
 from rm_optimizer.schema.config import Attention
-from rm_optimizer.training.base_model import build_model
 from rm_optimizer.training.folder.checkpoints import checkpoint_path
+from rm_optimizer.training.preparation import build_model
 
 ARMS = ("ablation_a1", "ablation_a2", "ablation_a3", "ablation_a4", "full_finetune", "lora_r16")
 """Presets of `configs/experiment` trained for each seed."""

@@ -14,7 +14,7 @@ import torch
 from rm_optimizer.core.pairs.synthetic import WorldPairs, synthetic_world
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.base_model import starting_weights
+from rm_optimizer.training.preparation import starting_weights
 
 SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "nano_reward_model.py"
 NAMES = {

@@ -2,7 +2,7 @@
 
 A visit is a change of file along the calls, in the order in which they happen; class bodies, which run at import, are
 no calls. The process's calls are traced by `sys.setprofile`, which this file installs as `sitecustomize.py`. `python
-tools/walk.py --story` prints the order in which a training command first enters each file.
+tools/walk.py --story` prints the functions of a training command in the order of their first calls.
 """
 
 from __future__ import annotations
@@ -40,12 +40,14 @@ def install() -> None:
     package = f"{ROOT / 'rm_optimizer'}{os.sep}"
     walk: list[tuple[float, str, str]] = []
     marks: list[tuple[str, int]] = []
+    first: dict[str, None] = {}
 
     def on_call(frame: Any, event: str, argument: object) -> None:
         code = frame.f_code
         if event != "call" or not code.co_filename.startswith(package) or not code.co_flags & 0x2:  # no class body
             return
         file = code.co_filename[len(package) :]
+        first.setdefault(f"{file}: {code.co_qualname}")
         if not walk or walk[-1][1] != file:
             walk.append((time.monotonic(), file, code.co_qualname))
         if code.co_name in (STEP, TRAIN):
@@ -53,7 +55,9 @@ def install() -> None:
 
     def write() -> None:
         sys.setprofile(None)
-        Path(f"{os.environ['WALK']}.{os.getpid()}.json").write_text(json.dumps({"walk": walk, "marks": marks}))
+        Path(f"{os.environ['WALK']}.{os.getpid()}.json").write_text(
+            json.dumps({"walk": walk, "marks": marks, "first": list(first)})
+        )
 
     def execv(path: str, arguments: list[str], _execv: Any = os.execv) -> None:
         write()
@@ -98,11 +102,7 @@ def main() -> None:
         begun = next(at for name, at in command["marks"] if name == TRAIN)
         steps = [at for name, at in command["marks"] if name == STEP]
         if "--story" in sys.argv:
-            seen: set[str] = set()
-            for _, file, function in command["walk"]:
-                if file not in seen:
-                    print(f"{file}: {function}")
-                seen.add(file)
+            print(*command["first"], sep="\n")
             return
         show("options", files[: begun - 1])
         between = [files[start - 1 : end - 1] for start, end in itertools.pairwise(steps)]

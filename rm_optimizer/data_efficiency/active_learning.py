@@ -27,12 +27,12 @@ from rm_optimizer.data_efficiency.questions import (
     questions_of,
 )
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.records.disk import writing
+from rm_optimizer.records.files import writing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.schema.config import Resume, TrainConfig
 from rm_optimizer.training.folder.lock import run_lock
-from rm_optimizer.training.folder.result import RunResult
+from rm_optimizer.training.folder.record import RunResult
 from rm_optimizer.training.run import train_reward_model
 
 Answer = str | float | None

@@ -19,7 +19,7 @@ from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.data_efficiency.pool import read_pool
 from rm_optimizer.errors import DataError
-from rm_optimizer.records.progress import progress
+from rm_optimizer.records.ledger import progress
 
 _WORD = re.compile(r"[^\W_]+(?:'\w+)?")
 

@@ -26,8 +26,7 @@ from rm_optimizer.evaluation.pair_rewards import (
     write_pair_rewards,
 )
 from rm_optimizer.records.codec import json_values
-from rm_optimizer.records.file_lock import held
-from rm_optimizer.records.files import as_path, write_text
+from rm_optimizer.records.files import as_path, held, write_text
 from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE, require_no_run
 
 

@@ -18,7 +18,7 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.run_folder import OPTIONS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, PairReward, RunFolder
 from rm_optimizer.records.run_options import BY_CONTENT, FREE, flat, is_among
-from rm_optimizer.training.folder.result import RunResult
+from rm_optimizer.training.folder.record import RunResult
 
 PairKey = tuple[str, float, float, int]
 """Id, label and weight of a validation pair, and the number of equal ones before it."""

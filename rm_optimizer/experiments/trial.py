@@ -22,8 +22,7 @@ from typing import Any, TypeVar
 
 from rm_optimizer.errors import ConfigError, Interrupted, MissingExtra, TrainingDiverged, did_you_mean
 from rm_optimizer.records.codec import JsonRecord
-from rm_optimizer.records.file_lock import locked, sign
-from rm_optimizer.records.files import write_text
+from rm_optimizer.records.files import locked, sign, write_text
 from rm_optimizer.records.provenance import num_cores
 
 SPEC_FILE, RESULT_FILE, FAILURE_FILE, CLAIM_FILE = "spec.json", "result.json", "failure.json", "claim"

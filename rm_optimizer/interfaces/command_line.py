@@ -39,11 +39,9 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.interfaces.exits import one_exit
 from rm_optimizer.records.quoting import in_quotes
-from rm_optimizer.schema.compose import ConfigT, config_root, typed
-from rm_optimizer.schema.diagnose import explain, unknown_option, walk_options
-from rm_optimizer.schema.implied import completed, refuse_unread
+from rm_optimizer.schema.compose import ConfigT, completed, config_root, refuse_unread, typed
+from rm_optimizer.schema.diagnose import explain, require_switches, unknown_option, walk_options
 from rm_optimizer.schema.store import register
-from rm_optimizer.schema.values import require_switches
 
 
 @dataclass(frozen=True)

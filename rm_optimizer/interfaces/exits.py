@@ -73,7 +73,7 @@ def _system_refusal(error: Exception) -> int | None:
     if refused is not None:
         _discard_output()
         return report(DiskError(f"standard output cannot be written ({refused.strerror})"))
-    from rm_optimizer.records.disk import disk_error
+    from rm_optimizer.records.files import disk_error
 
     found = disk_error(error)
     return None if found is None else report(found)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from rm_optimizer.optim.compatibility import check_compatible
+from rm_optimizer.optim.algorithms import evaluation_weights, set_train_mode
 from rm_optimizer.optim.param_groups import GroupRow, describe_groups
-from rm_optimizer.optim.registry import OPTIMIZERS, OptimizerInfo, build_optimizer, optimizer_info
-from rm_optimizer.optim.schedule_free import evaluation_weights, set_train_mode
+from rm_optimizer.optim.registry import OPTIMIZERS, OptimizerInfo, build_optimizer, check_compatible, optimizer_info
 from rm_optimizer.optim.schedules import build_schedule
 
 __all__ = [

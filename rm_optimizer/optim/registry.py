@@ -1,8 +1,8 @@
-"""Registry of the optimizers: origin, cost, setups in which each would be another algorithm, and builder."""
+"""Registry of the optimizers: origin, cost, builder, and setups in which each would be another algorithm."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
@@ -11,10 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.optim import extra, standard
+from rm_optimizer.optim import builders
 from rm_optimizer.optim.muon import build_muon
 from rm_optimizer.optim.param_groups import partition
-from rm_optimizer.schema.optimizers import OptimizerConfig
+from rm_optimizer.schema.config import HardwareConfig
+from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig, ScheduleName
 
 Family = Literal["elementwise", "factored", "matrix", "two_pass", "schedule_free", "lr_free"]
 TrainingSetup = Literal["fsdp1", "fsdp2", "deepspeed", "decay"]
@@ -65,27 +66,27 @@ OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
     {
         entry.name: entry
         for entry in (
-            OptimizerInfo("adam", None, "elementwise", 8, standard.build_adam, CLIPPED),
-            OptimizerInfo("adamw", None, "elementwise", 8, standard.build_adamw, CLIPPED),
-            OptimizerInfo("sgd", None, "elementwise", 4, standard.build_sgd, CLIPPED),
+            OptimizerInfo("adam", None, "elementwise", 8, builders.build_adam, CLIPPED),
+            OptimizerInfo("adamw", None, "elementwise", 8, builders.build_adamw, CLIPPED),
+            OptimizerInfo("sgd", None, "elementwise", 4, builders.build_sgd, CLIPPED),
             OptimizerInfo("muon", None, "matrix", 4, build_muon, FLAT),
-            OptimizerInfo("lion", None, "elementwise", 4, standard.build_lion, CLIPPED),
-            OptimizerInfo("adafactor", None, "factored", 0, standard.build_adafactor, {**FLAT, **WHOLE}),
-            OptimizerInfo("sam", None, "two_pass", 8, standard.build_sam, GLOBAL, passes_per_step=2),
+            OptimizerInfo("lion", None, "elementwise", 4, builders.build_lion, CLIPPED),
+            OptimizerInfo("adafactor", None, "factored", 0, builders.build_adafactor, {**FLAT, **WHOLE}),
+            OptimizerInfo("sam", None, "two_pass", 8, builders.build_sam, GLOBAL, passes_per_step=2),
             OptimizerInfo(
                 "schedulefree",
                 None,
                 "schedule_free",
                 8,
-                standard.build_schedule_free,
+                builders.build_schedule_free,
                 {**AVERAGES, **CLIPPED},
             ),
-            OptimizerInfo("soap", POPT, "matrix", 24, extra.build_soap, {**FLAT, **WHOLE}),
-            OptimizerInfo("ademamix", POPT, "elementwise", 12, extra.build_ademamix, CLIPPED),
-            OptimizerInfo("prodigy", POPT, "lr_free", 16, extra.build_prodigy, {**GLOBAL, **WHOLE}),
-            OptimizerInfo("mars", POPT, "elementwise", 12, extra.build_mars, {**FLAT, **WHOLE}),
-            OptimizerInfo("scion", POPT, "matrix", 4, extra.build_scion, {**FLAT, **BFLOAT16}),
-            OptimizerInfo("shampoo", POPT, "matrix", 28, extra.build_shampoo, {**FLAT, **WHOLE}),
+            OptimizerInfo("soap", POPT, "matrix", 24, builders.build_soap, {**FLAT, **WHOLE}),
+            OptimizerInfo("ademamix", POPT, "elementwise", 12, builders.build_ademamix, CLIPPED),
+            OptimizerInfo("prodigy", POPT, "lr_free", 16, builders.build_prodigy, {**GLOBAL, **WHOLE}),
+            OptimizerInfo("mars", POPT, "elementwise", 12, builders.build_mars, {**FLAT, **WHOLE}),
+            OptimizerInfo("scion", POPT, "matrix", 4, builders.build_scion, {**FLAT, **BFLOAT16}),
+            OptimizerInfo("shampoo", POPT, "matrix", 28, builders.build_shampoo, {**FLAT, **WHOLE}),
         )
     }
 )
@@ -126,3 +127,37 @@ def build_optimizer(
     for group in optimizer.param_groups:
         group.setdefault("algorithm", config.name)
     return optimizer
+
+
+SHARDED_STRATEGY = "fsdp2"
+"""Value of `hardware.strategy` for FSDP2."""
+
+OTHERS = "use hardware=fsdp, which is FSDP2, or hardware=ddp"
+HINTS: dict[TrainingSetup, str] = {
+    "fsdp1": OTHERS,
+    "fsdp2": "use hardware=ddp",
+    "deepspeed": OTHERS,
+    "decay": "add schedule=constant",
+}
+
+
+def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule: ScheduleConfig) -> None:
+    """Refuse an optimizer that would be another algorithm in this setup.
+
+    Raises:
+        ConfigError: if the combination is refused, with the reason.
+    """
+    refuses = optimizer_info(config.name).refuses
+    for setup, option in _setups(hardware, schedule):
+        if setup in refuses:
+            raise ConfigError(f"optimizer={config.name} does not go with {option}: {refuses[setup]}; {HINTS[setup]}")
+
+
+def _setups(hardware: HardwareConfig, schedule: ScheduleConfig) -> Iterator[tuple[TrainingSetup, str]]:
+    """Setups of the run that the registry may refuse, each with the option that sets it."""
+    kinds: dict[str, TrainingSetup] = {SHARDED_STRATEGY: "fsdp2", "fsdp": "fsdp1", "deepspeed": "deepspeed"}
+    kind = next((kind for start, kind in kinds.items() if hardware.strategy.startswith(start)), None)
+    if kind is not None:
+        yield kind, f"hardware.strategy={hardware.strategy}"
+    if schedule.name is not ScheduleName.constant:
+        yield "decay", f"schedule.name={schedule.name.value}"

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rm_optimizer.optim.sam import SAM
+from rm_optimizer.optim.algorithms import SAM
 
 Group = Mapping[str, Any]
 

@@ -1,17 +1,178 @@
-"""Writing of files and folders that are either whole or absent."""
+"""Files: atomic writes, locks, and errors of the disk as sentences."""
 
 from __future__ import annotations
 
 import csv
+import errno
 import json
+import logging
 import os
 import re
 import shutil
+import socket
 import stat
+import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
+
+from safetensors import SafetensorError
+
+from rm_optimizer.errors import ConfigError, DiskError
+
+REMEDIES = {
+    errno.ENOSPC: "free space",
+    errno.EDQUOT: "free space, or raise your quota,",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.EROFS: "make the file system writable",
+    errno.EACCES: "give yourself permission to write",
+    errno.EPERM: "give yourself permission to write",
+}
+"""Remedy for each error number that means a fault of the disk; other errors are bugs and are raised as they are."""
+
+
+@contextmanager
+def writing(path: Path, *, first_in: Path | None = None) -> Iterator[None]:
+    """Turn an error of the system while writing into one sentence that names the path.
+
+    Args:
+        path: written path, which the sentence names.
+        first_in: other folder where the file is written before it is moved to `path`, if there is one.
+
+    Raises:
+        DiskError: if the disk is full or read-only, or permission is missing.
+    """
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        if _is_elsewhere(error, path) or (found := disk_error(error, path, first_in)) is None:
+            raise
+        raise DiskError(f"{found} and go on with resume=auto in the same run folder") from error
+
+
+def disk_error(error: Exception, path: Path | None = None, first_in: Path | None = None) -> DiskError | None:
+    """The sentence for an error of the system while writing; None for any other error.
+
+    Args:
+        error: raised error.
+        path: written path, which the sentence names; None means the file that the system reports.
+        first_in: other folder where the file is written before it is moved to `path`, if there is one.
+    """
+    if not isinstance(error, OSError | SafetensorError) or (number := _error_number(error)) not in REMEDIES:
+        return None
+    named = Path(error.filename) if isinstance(error, OSError) and isinstance(error.filename, str) else None
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    written = path or named
+    if written is None:
+        return DiskError(f"a file cannot be written ({reason}); {REMEDIES[number]}")
+    return DiskError(_sentence(written, named, reason, REMEDIES[number], first_in))
+
+
+def _error_number(error: OSError | SafetensorError) -> int:
+    """The system's error number, which errors of safetensors contain only in their text."""
+    if isinstance(error, OSError):
+        return error.errno or 0
+    found = re.search(r"os error (\d+)", str(error))
+    return int(found.group(1)) if found else 0
+
+
+def _is_elsewhere(error: OSError | SafetensorError, path: Path) -> bool:
+    """True if permission is missing for a file outside the written folder, which was perhaps only read."""
+    named = getattr(error, "filename", None)
+    beside = not isinstance(named, str) or Path(named).is_relative_to(path.parent)
+    return _error_number(error) in (errno.EACCES, errno.EPERM) and not beside
+
+
+def _sentence(path: Path, named: Path | None, reason: object, remedy: str, first_in: Path | None) -> str:
+    where = f"{path} cannot be written" + (f" ({named}: {reason})" if named not in (None, path) else f" ({reason})")
+    folders = f"{path.parent} or {first_in}, where it is written first," if first_in else f"{path.parent}"
+    return f"{where}; {remedy} in {folders}"
+
+
+UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+"""Error numbers of file systems without locks."""
+_HELD: set[tuple[Path, int]] = set()
+log = logging.getLogger("rm_optimizer")
+
+
+def locked(file: IO[Any] | int) -> bool:
+    """Lock an open file or folder until it is closed or the process ends; False if another process has it.
+
+    Raises:
+        OSError: if the file system has no locks.
+    """
+    if sys.platform == "win32":  # no advisory locks there
+        return True
+    import fcntl
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def locked_if_possible(file: IO[Any] | int, folder: Path, work: str) -> bool:
+    """Lock as `locked` does; if the file system has no locks, warn and return True.
+
+    Args:
+        file: an open file or folder.
+        folder: folder that the lock protects.
+        work: work that one process at a time does in the folder, for the warning.
+    """
+    try:
+        return locked(file)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        text = "the file system of %s has no locks (%s); do not start a second %s in this folder"
+        log.warning(text, folder, error.strerror, work)
+        return True
+
+
+@contextmanager
+def held(folder: Path, work: str) -> Iterator[None]:
+    """Hold a folder of results for this process; a folder made for it is removed if nothing was written.
+
+    The folder itself is locked, so no file is left behind. A block inside, on the same thread, shares the lock.
+    If the file system has no locks, it logs a warning and continues without one.
+
+    Args:
+        folder: the folder, made if missing.
+        work: work that one process at a time does there, for the messages.
+
+    Raises:
+        ConfigError: if another process holds it.
+    """
+    is_new, place = not folder.exists(), (folder.resolve(), threading.get_ident())
+    if place in _HELD:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        if not locked_if_possible(descriptor, folder, work):
+            raise ConfigError(
+                f"{folder} is in use: another process writes an {work} there; wait for it, stop it, or choose "
+                "another output folder"
+            )
+        _HELD.add(place)
+        remove_left(folder)
+        yield
+    finally:
+        _HELD.discard(place)
+        if is_new:
+            with suppress(OSError):  # it holds results
+                folder.rmdir()
+        os.close(descriptor)
+
+
+def sign(file: IO[str]) -> None:
+    """Write the id and host of this process into a file that it has locked, for the messages of other processes."""
+    file.truncate(0)
+    print(f"process {os.getpid()} on {socket.gethostname()}", file=file, flush=True)
 
 
 def as_path(name: str, value: str | os.PathLike[str]) -> Path:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -42,7 +43,8 @@ _MOST_NAMED = 12
 """Most series that a description lists; the others are only in the table."""
 
 
-class Mark(NamedTuple):
+@dataclass(frozen=True)
+class Mark:
     """A point, bar or guide of a figure.
 
     Args:
@@ -299,7 +301,7 @@ def save_figure(figure: Figure, png: Path, *, svg: bool = False) -> list[Path]:
 def figure_rows(figure: Figure) -> list[dict[str, Any]]:
     """A row for each point, bar and labeled guide of a figure; panels are counted from the top."""
     panels = (each for each in figure.axes if isinstance(each, Panel))
-    return [{"panel": index, **mark._asdict()} for index, panel in enumerate(panels) for mark in panel.marks]
+    return [{"panel": index, **asdict(mark)} for index, panel in enumerate(panels) for mark in panel.marks]
 
 
 def described(figure: Figure) -> str:
@@ -319,7 +321,7 @@ def _sentences(axes: Axes) -> Iterator[str]:
     if label := axes.get_ylabel():
         yield f"Vertical axis: {label}, {_range(axes.get_ylim())}."
     marks = axes.marks if isinstance(axes, Panel) else []
-    shown = [mark for mark in marks if mark.series] or [mark._replace(series="Values") for mark in marks]
+    shown = [mark for mark in marks if mark.series] or [replace(mark, series="Values") for mark in marks]
     names = list(dict.fromkeys(mark.series for mark in shown))
     in_order = sorted(shown, key=lambda mark: names.index(mark.series))
     for name, own in groupby(in_order, lambda mark: mark.series):

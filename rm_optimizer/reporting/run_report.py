@@ -39,7 +39,7 @@ from rm_optimizer.reporting.tables import (
     output_console,
     summary_table,
 )
-from rm_optimizer.training.folder.result import TOY_WARNING, RunResult, is_toy
+from rm_optimizer.training.folder.record import TOY_WARNING, RunResult, is_toy
 
 PICTURES = "plots"
 History = Sequence[Mapping[str, str | float | None]]

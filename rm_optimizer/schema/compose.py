@@ -1,17 +1,90 @@
-"""Composition of presets and overrides to typed options, in one process or the next."""
+"""Composition of presets and overrides to typed options, what options imply, and what leaves them unread."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.schema.implied import completed, refuse_unread
-from rm_optimizer.schema.store import register
+from rm_optimizer.schema.store import has_adapter, register
+
+
+def completed(overrides: Sequence[str]) -> list[str]:
+    """The overrides, with `model=custom` where they name a model by its path and choose no preset.
+
+    The default preset builds a toy, whose learning rate and length suit no other model.
+
+    Raises:
+        hydra.errors.HydraException: if an override cannot be read.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    given = {item.key_or_group: item for item in OverridesParser.create().parse_overrides(list(overrides))}
+    path = given.get("model.path")
+    if path is None or path.is_delete() or path.value() is None or "model" in given:
+        return list(overrides)
+    return [*overrides, "model=custom"]
+
+
+def refuse_unread(overrides: Sequence[str], config: DictConfig) -> None:
+    """Refuse options that nothing will read: those whose field names a condition that the configuration does not meet.
+
+    Of the two learning rates of a model, an adapter reads one and full fine-tuning the other. Of an analysis only the
+    options of its landscape are checked, since its overrides also hold all that its run recorded.
+
+    Args:
+        overrides: overrides that the user typed; values of presets may be unread.
+        config: the composed options.
+
+    Raises:
+        ConfigError: naming the option and the one that it needs.
+    """
+    is_run = "training" in config
+    adapter = OmegaConf.select(config, "adapter.kind")
+    unread, read = ("adamw_lr", "lora_lr") if is_run and has_adapter(config) else ("lora_lr", "adamw_lr")
+    for line in overrides:
+        option = line.lstrip("+").partition("=")[0]
+        if not is_run and not option.startswith("landscape."):
+            continue
+        if option == f"model.{unread}":
+            raise ConfigError(
+                f"model.{unread} is not read with adapter={getattr(adapter, 'value', adapter)}; set model.{read}, "
+                "which the optimizer presets scale, or optimizer.lr"
+            )
+        if not OmegaConf.select(config, option):
+            continue  # set to nothing
+        owner: Any = config
+        for name in option.split("."):
+            kind = OmegaConf.get_type(owner)
+            if not is_dataclass(kind):
+                break
+            needs = {item.name: item.metadata.get("needs", "") for item in fields(kind)}.get(name, "")
+            for need in filter(None, needs.split(",")):
+                _require_met(option, option.rpartition(f".{name}")[0], need, owner)
+            owner = OmegaConf.select(owner, name)
+
+
+def _require_met(option: str, group: str, need: str, owner: DictConfig) -> None:
+    """Raise unless one alternative of a field's condition is met by the options of its group."""
+    values: dict[str, list[str]] = {}
+    for each in need.lstrip("!").split("|"):
+        name, _, wanted = each.partition("=")
+        found = OmegaConf.select(owner, name)
+        if str(found) == wanted if wanted else bool(found) != need.startswith("!"):
+            return
+        values.setdefault(name, []).append(wanted)
+    asked = " or ".join(f"{group}.{name}" + f"={', '.join(each)}" * any(each) for name, each in values.items())
+    condition = f"while {asked} is null" if need.startswith("!") else f"with {asked}"
+    got = next(iter(values))
+    raise ConfigError(
+        f"{option} has an effect only {condition}, got {group}.{got}={OmegaConf.select(owner, got)}; leave {option} out"
+    )
+
 
 PACKAGE = Path(__file__).resolve().parent.parent
 ConfigT = TypeVar("ConfigT")
@@ -44,8 +117,7 @@ def compose(overrides: Sequence[str] = (), name: str = "config") -> DictConfig:
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
 
-    from rm_optimizer.schema.diagnose import explain
-    from rm_optimizer.schema.values import require_switches
+    from rm_optimizer.schema.diagnose import explain, require_switches
 
     register()
     try:
@@ -66,8 +138,7 @@ def typed(config: DictConfig, kind: type[ConfigT]) -> ConfigT:
     """
     from hydra.core.hydra_config import HydraConfig
 
-    from rm_optimizer.schema.diagnose import explain
-    from rm_optimizer.schema.values import require_finite
+    from rm_optimizer.schema.diagnose import explain, require_finite
 
     try:
         built = OmegaConf.to_object(config if HydraConfig.initialized() else _without_hydra(config))

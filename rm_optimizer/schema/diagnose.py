@@ -1,12 +1,9 @@
-"""Messages of one sentence for mistakes in a command line. This module does not import torch.
-
-Hydra and OmegaConf report mistakes in several paragraphs about nodes and struct flags. Here each mistake becomes one
-sentence that names the option as it was typed.
-"""
+"""Sentences for mistakes in options, and refusal of values that no option allows. Imports no torch."""
 
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -15,6 +12,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -27,6 +25,7 @@ from omegaconf.errors import (
 from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from rm_optimizer.errors import did_you_mean
+from rm_optimizer.schema.checks import require
 
 WORDS = {
     int: "an integer",
@@ -186,3 +185,29 @@ def _one_in_words(kind: Any) -> str:
 
 def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0]
+
+
+def require_finite(config: DictConfig) -> None:
+    """Refuse NaN and infinity in any option; range checks accept NaN, since a comparison with it is false.
+
+    Raises:
+        ConfigError: naming the first such option.
+    """
+    for option, _, value in walk_options(config):
+        if isinstance(value, float) and not math.isfinite(value):
+            require(False, option, "be a finite number", value)
+
+
+def require_switches(config: DictConfig, overrides: Sequence[str]) -> None:
+    """Refuse a number for an option that is true or false, which OmegaConf would take as true.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    for item in OverridesParser.create().parse_overrides(list(overrides)):
+        value = item.value()
+        parent, _, leaf = item.key_or_group.rpartition(".")
+        owner = OmegaConf.get_type(OmegaConf.select(config, parent) if parent else config)
+        if isinstance(value, int | float) and not isinstance(value, bool) and is_dataclass(owner):
+            is_switch = get_type_hints(owner).get(leaf) is bool
+            require(not is_switch, item.key_or_group, "be true or false", f"'{value}'")

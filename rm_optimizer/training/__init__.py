@@ -9,7 +9,7 @@ from rm_optimizer.lazy import export_lazily
 if TYPE_CHECKING:
     from rm_optimizer.training.callbacks.run_callback import RunCallback as RunCallback
     from rm_optimizer.training.data.in_memory import PreferenceDataModule as PreferenceDataModule
-    from rm_optimizer.training.folder.result import RunResult as RunResult
+    from rm_optimizer.training.folder.record import RunResult as RunResult
     from rm_optimizer.training.lightning_module import RewardModelLightning as RewardModelLightning
     from rm_optimizer.training.run import train_reward_model as train_reward_model
 

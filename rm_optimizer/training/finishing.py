@@ -21,13 +21,12 @@ from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.provenance import commit, machine, versions
 from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE, RunFolder
 from rm_optimizer.schema.data import Streaming
-from rm_optimizer.training.callbacks.best import warn_of_unmeasured
+from rm_optimizer.training.callbacks.evaluation_plan import warn_of_unmeasured
 from rm_optimizer.training.callbacks.interrupt import stopped_after
 from rm_optimizer.training.divergence import require_finite
 from rm_optimizer.training.fitting import Fit
 from rm_optimizer.training.folder.model_card import write_card
-from rm_optimizer.training.folder.record import RUN_KEY
-from rm_optimizer.training.folder.result import DataSummary, RunResult
+from rm_optimizer.training.folder.record import RUN_KEY, DataSummary, RunResult
 from rm_optimizer.training.preparation import Run, list_skipped
 
 log = logging.getLogger("rm_optimizer")

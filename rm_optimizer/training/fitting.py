@@ -21,9 +21,9 @@ from rm_optimizer.training.callbacks.loop import Checkpoints, StepProgress
 from rm_optimizer.training.callbacks.memory_profile import PROFILE_COLUMNS, PROFILE_ROWS, MemoryProfile
 from rm_optimizer.training.callbacks.progress import ProgressLines, shows_bars
 from rm_optimizer.training.callbacks.run_callback import columns_of
-from rm_optimizer.training.folder.extension import extension_at
-from rm_optimizer.training.folder.recorder import COLUMNS, MetricsCSV
-from rm_optimizer.training.folder.result import RunStatus
+from rm_optimizer.training.folder.checkpoints import extension_at
+from rm_optimizer.training.folder.metrics_csv import COLUMNS, MetricsCSV
+from rm_optimizer.training.folder.record import RunStatus
 from rm_optimizer.training.preparation import Run
 from rm_optimizer.training.trainer import build_trainer
 

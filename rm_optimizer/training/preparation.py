@@ -1,36 +1,98 @@
-"""Parts of a run: its pairs, model, batches and plan of evaluations."""
+"""Preparation of a run: its pairs, its base model and the plan of its steps."""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from rm_optimizer.core.pairs.dataset import TrainVal
+from torch import Tensor
+
+from rm_optimizer.core.classifier.adapters import add_adapter
+from rm_optimizer.core.classifier.head import require_trainable_head
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal, load_training_data
 from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.files import write_text
-from rm_optimizer.schema import TrainConfig
-from rm_optimizer.schema.data import OWN_MARGINS
-from rm_optimizer.training.base_model import trainable_model
-from rm_optimizer.training.callbacks.best import require_monitored
-from rm_optimizer.training.callbacks.evaluation_plan import plan_of
+from rm_optimizer.schema import ModelConfig, TrainConfig
+from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
+from rm_optimizer.schema.data import OWN_MARGINS, DataConfig
+from rm_optimizer.training.callbacks.evaluation_plan import plan_of, require_monitored
 from rm_optimizer.training.callbacks.loop import Evaluation
-from rm_optimizer.training.compiling import compile_backbone
-from rm_optimizer.training.data.curriculum import order_of
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
-from rm_optimizer.training.data.run_data import data_module, load_data
-from rm_optimizer.training.folder.record import RunRecord, Start, recorded
-from rm_optimizer.training.folder.result import TOY_WARNING, is_toy
+from rm_optimizer.training.data.run_data import data_module, load_data, order_of
+from rm_optimizer.training.folder.record import TOY_WARNING, RunRecord, Start, is_toy, recorded
 from rm_optimizer.training.folder.start import require_same_order, require_same_pairs
 from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.strategy import compile_backbone
 
 log = logging.getLogger("rm_optimizer")
+
+
+def trainable_model(config: TrainConfig, train: PreferenceDataset) -> BradleyTerryRM:
+    """The base model of a run in training mode, with the run's beta and adapter, and a head that can be trained."""
+    model = build_model(config.model, train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
+    model.beta = config.loss.beta
+    if count := add_adapter(model.model, config.adapter, seed=config.seed):
+        log.info("%s: %s", config.adapter.kind.value, count)
+    require_trainable_head(model.train().model)
+    return model
+
+
+def starting_weights(options: Mapping[str, Any], data: DataConfig) -> dict[str, Tensor]:
+    """Weights of the classifier before the first step of a run, by name, built again from the run's records.
+
+    Args:
+        options: the run's `options.json`.
+        data: its pairs, on which the tokenizer of a small model is trained.
+
+    Raises:
+        CheckpointError: if the base model cannot be loaded.
+        DataError: if the pairs are needed and no longer exist.
+    """
+    config, adapter = from_values(ModelConfig, options["model"]), from_values(AdapterConfig, options["adapter"])
+    train = PreferenceDataset.from_pairs([]) if config.path is not None else load_training_data(data).train
+    model = build_model(config, train, options["seed"])
+    add_adapter(model.model, adapter, seed=options["seed"])
+    weights: dict[str, Tensor] = model.model.state_dict()
+    return weights
+
+
+def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, quantize: bool = False) -> BradleyTerryRM:
+    """The base model of a run: loaded from `path`, or built small with a tokenizer trained on the pairs."""
+    if config.path is not None:
+        return BradleyTerryRM.from_pretrained(
+            config.path,
+            max_length=config.max_length,
+            attn_implementation=config.attn_implementation.value,
+            dropout=config.dropout,
+            seed=seed,
+            revision=config.revision,
+            trust_remote_code=config.trust_remote_code,
+            gradient_checkpointing=config.gradient_checkpointing,
+            quantize=quantize,
+            new_head=True,
+        )
+    assert config.max_length is not None, "checked with the options"
+    return BradleyTerryRM.from_config(
+        config.architecture,
+        train_tokenizer(rendered_texts(train.pairs), config.vocab_size),
+        max_length=config.max_length,
+        attn_implementation=config.attn_implementation.value,
+        dropout=config.dropout,
+        seed=seed,
+        gradient_checkpointing=config.gradient_checkpointing,
+    )
+
 
 SKIPPED_FILE = "skipped_rows.txt"
 """File in the run folder that lists the rows without a pair, one a line."""

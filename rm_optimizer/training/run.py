@@ -27,11 +27,9 @@ from rm_optimizer.training.callbacks.run_callback import require_callbacks
 from rm_optimizer.training.finishing import finish
 from rm_optimizer.training.fitting import fit
 from rm_optimizer.training.folder.lock import run_lock
-from rm_optimizer.training.folder.record import write_record
-from rm_optimizer.training.folder.result import RunResult
+from rm_optimizer.training.folder.record import RunResult, write_record
 from rm_optimizer.training.folder.start import begin, ended_run, require_same_order, require_same_pairs
-from rm_optimizer.training.loggers.building import open_loggers, require_wandb_key
-from rm_optimizer.training.loggers.outcome import log_outcome
+from rm_optimizer.training.loggers import log_outcome, open_loggers, require_wandb_key
 from rm_optimizer.training.preparation import Run, prepare
 from rm_optimizer.training.processes import require_devices
 

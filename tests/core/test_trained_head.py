@@ -127,5 +127,5 @@ def test_training_alone_asks_for_a_new_head():
     assert {str(path.relative_to(root)) for path in asking} == {
         "core/storage/loading.py",
         "errors.py",
-        "training/base_model.py",
+        "training/preparation.py",
     }

@@ -26,7 +26,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation import distinct_responses as response_scoring
 from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_model
-from rm_optimizer.records.file_lock import held
+from rm_optimizer.records.files import held
 from rm_optimizer.reporting.run_report import print_evaluation
 from tests.builders import narrow_reward_model
 

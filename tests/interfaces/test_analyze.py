@@ -26,8 +26,7 @@ from rm_optimizer.landscape.quantities import summarize
 from rm_optimizer.landscape.solve import solve
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
-from rm_optimizer.records.analysis_folder import results_folder
-from rm_optimizer.records.run_folder import RunFolder
+from rm_optimizer.records.run_folder import RunFolder, results_folder
 from rm_optimizer.reporting.landscape.results import scalars_of
 from rm_optimizer.reporting.landscape.runs import plot_evolution
 from rm_optimizer.schema import TrainConfig, compose, typed

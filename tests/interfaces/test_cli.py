@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rm_optimizer.errors import DataError, TrainingDiverged
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.commands import info
-from rm_optimizer.records.progress import progress
+from rm_optimizer.records.ledger import progress
 from rm_optimizer.schema.store import OPTIMIZERS
 
 

@@ -13,8 +13,7 @@ import pytest
 
 from rm_optimizer.errors import ConfigError, DataError, DiskError
 from rm_optimizer.interfaces.exits import CLOSED_OUTPUT, one_exit
-from rm_optimizer.records.disk import disk_error
-from rm_optimizer.records.files import replacing, write_text
+from rm_optimizer.records.files import disk_error, replacing, write_text
 from rm_optimizer.records.ledger import open_ledger
 
 ENTRY = "from rm_optimizer.interfaces.cli import app; app()"

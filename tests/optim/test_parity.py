@@ -7,9 +7,7 @@ import torch
 from torch import nn
 
 from rm_optimizer.optim import build_optimizer, set_train_mode
-from rm_optimizer.optim.lion import Lion
-from rm_optimizer.optim.sam import SAM
-from rm_optimizer.optim.schedule_free import ScheduleFreeAdamW
+from rm_optimizer.optim.algorithms import SAM, Lion, ScheduleFreeAdamW
 
 DECAY = 0.1
 

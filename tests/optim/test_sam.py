@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from rm_optimizer.optim.sam import SAM
+from rm_optimizer.optim.algorithms import SAM
 
 
 def quadratic(w, curvature=1.0):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from rm_optimizer.optim.schedule_free import ScheduleFreeAdamW, set_train_mode
+from rm_optimizer.optim.algorithms import ScheduleFreeAdamW, set_train_mode
 
 
 def make(beta1=0.9, size=200):

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rm_optimizer.optim.sam import SAM
-from rm_optimizer.optim.schedule_free import ScheduleFreeAdamW, set_train_mode
+from rm_optimizer.optim.algorithms import SAM, ScheduleFreeAdamW, set_train_mode
 from rm_optimizer.optim.stability import Stability, stability_of
 
 CURVATURE = torch.tensor([[3.0, 1.0], [1.0, 2.0]], dtype=torch.float64)

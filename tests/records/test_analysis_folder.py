@@ -13,9 +13,8 @@ import pytest
 from rm_optimizer.analyze import analyze, completed
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import checked
-from rm_optimizer.records.analysis_folder import results_folder
-from rm_optimizer.records.file_lock import held
-from rm_optimizer.records.run_folder import RunIdentity
+from rm_optimizer.records.files import held
+from rm_optimizer.records.run_folder import RunIdentity, results_folder
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
 

@@ -27,7 +27,7 @@ from rm_optimizer.landscape.surface.grid import MISSING, PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
 from rm_optimizer.records.run_folder import RunIdentity
-from rm_optimizer.training.folder.result import DataSummary, RunResult, RunStatus
+from rm_optimizer.training.folder.record import DataSummary, RunResult, RunStatus
 
 STORED = Path(__file__).with_name("stored_results.json")
 """Text of each result, as it was written before there was a codec."""

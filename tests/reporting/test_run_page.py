@@ -20,7 +20,7 @@ from rm_optimizer.reporting.pages.folder_page import write_page
 from rm_optimizer.reporting.pages.run_page import run_document
 from rm_optimizer.rl_coupling.ensemble import EnsembleReference
 from rm_optimizer.rl_coupling.ensemble_folder import save_ensemble
-from rm_optimizer.training.folder.result import RunResult
+from rm_optimizer.training.folder.record import RunResult
 from tests.browser import NEEDS_AXE, NEEDS_BROWSER, assert_accessible, assert_sound, opened_browser
 from tests.reporting.test_landscape_plots import SLICE, SURFACE
 

@@ -22,9 +22,9 @@ from rm_optimizer.core.storage.loading import describe_model
 from rm_optimizer.core.tokens.prefix_trees import pack_trees, prefix_tree
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import compiling, train_reward_model
+from rm_optimizer.training import strategy, train_reward_model
 from rm_optimizer.training.callbacks import loop as callbacks
-from rm_optimizer.training.compiling import compile_backbone
+from rm_optimizer.training.strategy import compile_backbone
 from tests.builders import tiny_reward_model
 
 Build = Callable[..., TrainConfig]
@@ -101,7 +101,7 @@ def test_many_sizes_share_two_compilations(family: str, passes: Callable[..., Te
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, compiling.COMPILERS)), reason="inductor needs a C++ compiler")
+@pytest.mark.skipif(not any(map(shutil.which, strategy.COMPILERS)), reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_the_kernels_of_inductor_agree():
     plain = reward_model("llama", num_hidden_layers=1).train()

@@ -14,7 +14,7 @@ from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.data.curriculum import order_of, training_margins
+from rm_optimizer.training.data.run_data import order_of, training_margins
 from tests.builders import tiny_reward_model
 from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 from tests.training.test_from_python import FEW, REVERSED, Steps

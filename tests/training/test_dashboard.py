@@ -7,10 +7,11 @@ import pytest
 from rm_optimizer.core.metrics.pairwise import ESTIMATES
 from rm_optimizer.errors import MissingExtra
 from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.training import loggers
 from rm_optimizer.training.callbacks.calibration import CALIBRATION_COLUMNS
 from rm_optimizer.training.callbacks.curvature import CURVATURE_COLUMNS
-from rm_optimizer.training.folder.recorder import COLUMNS
-from rm_optimizer.training.loggers.dashboard import COMPARED, GROUPED_BY, SECTIONS, dashboard
+from rm_optimizer.training.folder.metrics_csv import COLUMNS
+from rm_optimizer.training.loggers import COMPARED, GROUPED_BY, SECTIONS
 
 
 def test_every_metric_of_a_panel_is_logged():
@@ -22,7 +23,7 @@ def test_every_metric_of_a_panel_is_logged():
 
 def test_the_definition_is_built_without_an_account():
     pytest.importorskip("wandb_workspaces")
-    built = dashboard("team", "rm-optimizer")
+    built = loggers.dashboard("team", "rm-optimizer")
     assert [section.name for section in built.sections] == ["Best weights", *SECTIONS]
     assert [panel.y for panel in built.sections[1].panels] == [
         list(metrics) for metrics in SECTIONS["Validation"].values()
@@ -32,4 +33,4 @@ def test_the_definition_is_built_without_an_account():
 def test_a_missing_extra_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "wandb_workspaces", None)
     with pytest.raises(MissingExtra, match=r"pip install 'rm-optimizer\[dashboards\]'"):
-        dashboard("team", "rm-optimizer")
+        loggers.dashboard("team", "rm-optimizer")

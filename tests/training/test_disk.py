@@ -14,11 +14,11 @@ from safetensors import SafetensorError
 
 from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.errors import DiskError
-from rm_optimizer.records.disk import writing
+from rm_optimizer.records.files import writing
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks import loop as callbacks
-from rm_optimizer.training.folder.recorder import MetricsCSV
+from rm_optimizer.training.folder.metrics_csv import MetricsCSV
 
 Build = Callable[..., TrainConfig]
 

@@ -26,7 +26,7 @@ from rm_optimizer.reporting.run_report import print_run
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.run_callback import RunCallback
-from rm_optimizer.training.folder.result import RunStatus
+from rm_optimizer.training.folder.record import RunStatus
 from rm_optimizer.training.preparation import seen_by_base
 from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 

@@ -15,7 +15,7 @@ from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.reporting.run_report import print_run
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.base_model import build_model
+from rm_optimizer.training.preparation import build_model
 
 Build = Callable[..., TrainConfig]
 FEW = ("training.max_steps=3", "training.eval_at_start=false", "data.synthetic.num_val=16")

@@ -17,7 +17,7 @@ from rm_optimizer.core.pairs.overlap import TrainedPairs
 from rm_optimizer.errors import ConfigError, TrainingDiverged
 from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training.folder.result import RunStatus
+from rm_optimizer.training.folder.record import RunStatus
 
 Build = Callable[..., TrainConfig]
 

@@ -19,7 +19,7 @@ from rm_optimizer.records.run_options import RunRequest
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.folder.lock import require_free, run_lock
-from rm_optimizer.training.folder.result import RunStatus
+from rm_optimizer.training.folder.record import RunStatus
 from rm_optimizer.training.folder.start import begin
 
 Build = Callable[..., TrainConfig]

@@ -34,8 +34,8 @@ from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.training import train_reward_model
+from rm_optimizer.training.callbacks.cost import rss_bytes
 from rm_optimizer.training.callbacks.loop import evaluation_of
-from rm_optimizer.training.callbacks.rss import rss_bytes
 from rm_optimizer.training.folder.checkpoints import checkpoint_path
 from rm_optimizer.training.lightning_module import RewardModelLightning
 

@@ -31,7 +31,7 @@ from rm_optimizer.records.files import write_json_lines, write_text
 from rm_optimizer.records.run_options import flat, is_among, options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import ScheduleName
-from rm_optimizer.training.base_model import build_model
+from rm_optimizer.training.preparation import build_model
 
 REFERENCE = "adamw"
 """The arm that others are compared with, if it is among the optimizers."""

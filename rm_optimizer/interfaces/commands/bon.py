@@ -57,7 +57,7 @@ def bon(
     if policy not in (None, WORLD) and responses.prompts is None:
         raise ConfigError("--policy MODEL needs --prompts FILE")
     from rm_optimizer.core.rows.response_files import read_prompts
-    from rm_optimizer.records.progress import progress
+    from rm_optimizer.records.ledger import progress
     from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, rank_file, read_ranked
 
     curve_file = out_file.with_suffix(".curve.json")

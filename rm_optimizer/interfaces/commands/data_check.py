@@ -40,7 +40,7 @@ def data_check(
 
     Reports rows, duplicates, contradictions, lengths, overlap of splits, and the length baseline.
     """
-    from rm_optimizer.interfaces.json_option import printed_beside, write_json
+    from rm_optimizer.interfaces.outputs import printed_beside, write_json
 
     with printed_beside(json_file):
         audit = _audited(paths, pair_options, tokenizer, max_length)

@@ -32,8 +32,8 @@ def doctor(
     """
     from rm_optimizer.core.pairs.overlap import TrainedPairs
     from rm_optimizer.doctor.doctor import diagnose
-    from rm_optimizer.interfaces.json_option import printed_beside, write_json
-    from rm_optimizer.records.progress import stages
+    from rm_optimizer.interfaces.outputs import printed_beside, write_json
+    from rm_optimizer.records.ledger import stages
     from rm_optimizer.reporting.doctor_table import print_diagnosis
 
     data = pair_options.load_splits(sources, "--data")
@@ -60,7 +60,7 @@ def _keep(diagnosis: Diagnosis, checkpoint: str) -> None:
     from rm_optimizer.records.locations import resolve_source
     from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
     from rm_optimizer.training.folder.model_card import write_card
-    from rm_optimizer.training.folder.result import RunResult
+    from rm_optimizer.training.folder.record import RunResult
 
     run = RunFolder.of(checkpoint)
     result = None if run is None else RunResult.read(run.path)

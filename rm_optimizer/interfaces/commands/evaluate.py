@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.interfaces.output_folder import filling, made_folder
+from rm_optimizer.interfaces.outputs import filling, made_folder
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel
 
@@ -45,8 +45,8 @@ def evaluate(
     Prints a table, and writes JSON and plots. Repeat a stopped command to continue it.
     """
     from rm_optimizer.evaluation.saved_model import evaluate_model
-    from rm_optimizer.records.file_lock import held
-    from rm_optimizer.records.progress import progress
+    from rm_optimizer.records.files import held
+    from rm_optimizer.records.ledger import progress
     from rm_optimizer.reporting.run_report import draw_evaluation
 
     data = pair_options.load(sources)

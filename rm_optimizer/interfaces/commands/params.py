@@ -31,7 +31,7 @@ def groups_of(model: str, optimizer: str) -> tuple[GroupRow, ...]:
     from rm_optimizer.optim import build_optimizer
     from rm_optimizer.optim.param_groups import describe_groups
     from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.training.base_model import build_model
+    from rm_optimizer.training.preparation import build_model
 
     chosen = f"model.path={quoted(model)}" if names_model(model) else f"model={quoted(model)}"
     config = checked([chosen, f"optimizer={quoted(optimizer)}"], TrainConfig, writable=False)

@@ -13,7 +13,7 @@ from typer import Context, Exit, Option
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge, require_other
 from rm_optimizer.interfaces.field_flags import refuse_unread
-from rm_optimizer.interfaces.output_folder import filling, made_folder
+from rm_optimizer.interfaces.outputs import filling, made_folder
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel
 from rm_optimizer.schema.rlhf import WORLD
@@ -167,9 +167,9 @@ def readiness(
     from rm_optimizer.core.pairs.overlap import TrainedPairs
     from rm_optimizer.data_efficiency.votes import votes_of
     from rm_optimizer.doctor.diagnosis import FAILED_EXIT_CODE
-    from rm_optimizer.interfaces.json_option import printed_beside, write_json
+    from rm_optimizer.interfaces.outputs import printed_beside, write_json
     from rm_optimizer.records.files import write_text
-    from rm_optimizer.records.progress import stages
+    from rm_optimizer.records.ledger import stages
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.reporting.figures import save_figure
     from rm_optimizer.reporting.readiness import plot_readiness, print_readiness, readiness_page
@@ -255,7 +255,7 @@ def _pool(
     """Responses of the policy or the completions, ranked and kept in a file of the folder; None without either."""
     from rm_optimizer.core.model.identity import scorer_digest
     from rm_optimizer.core.pairs.pair import digest, prompt_id
-    from rm_optimizer.records.progress import progress
+    from rm_optimizer.records.ledger import progress
     from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, rank_file, read_ranked
     from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
 

@@ -39,7 +39,7 @@ def rlhf(
     responses. Repeat a stopped command to continue it.
     """
     from rm_optimizer.interfaces.command_line import checked
-    from rm_optimizer.interfaces.output_folder import made_folder
+    from rm_optimizer.interfaces.outputs import made_folder
     from rm_optimizer.records.quoting import in_quotes
     from rm_optimizer.records.recall import written
     from rm_optimizer.schema.rlhf import RLHFRunConfig

@@ -162,7 +162,7 @@ def _scored(scorer: CountingScorer, source: Path, target: Path, identity: str) -
         Interrupted: if the user stops it.
     """
     from rm_optimizer.evaluation.score_file import score_file
-    from rm_optimizer.records.progress import progress
+    from rm_optimizer.records.ledger import progress
 
     try:
         with progress("scoring", "rows") as show:

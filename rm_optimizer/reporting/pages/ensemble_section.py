@@ -13,7 +13,7 @@ from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.document import Block, Listing
 from rm_optimizer.reporting.tables import TextTable
 from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE, EnsembleRecord
-from rm_optimizer.training.folder.result import RunResult
+from rm_optimizer.training.folder.record import RunResult
 
 
 def ensemble_section(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:

@@ -18,7 +18,7 @@ from rm_optimizer.reporting.landscape.results import LandscapeResult, drawings, 
 from rm_optimizer.reporting.landscape.spectrum import has_training_curvature, plot_training_curvature
 from rm_optimizer.reporting.tables import TextTable, cell_text
 from rm_optimizer.schema.landscape import AnalysisType
-from rm_optimizer.training.folder.result import RunResult
+from rm_optimizer.training.folder.record import RunResult
 
 _RESULTS: dict[AnalysisType, type[JsonRecord]] = {
     **dict.fromkeys(

@@ -20,7 +20,7 @@ from rm_optimizer.reporting.readiness import readiness_rows
 from rm_optimizer.reporting.run_report import margins_of, plot_accuracy, plot_loss, plot_margins, plot_reliability
 from rm_optimizer.reporting.tables import TextTable, cell_text, metrics_rows
 from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
-from rm_optimizer.training.folder.result import RunResult
+from rm_optimizer.training.folder.record import RunResult
 
 _READINESS = Path("readiness", "readiness.json")
 

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import pytorch_lightning as pl
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
-from rm_optimizer.records.disk import writing
+from rm_optimizer.records.files import writing
 from rm_optimizer.schema.config import CalibrationConfig
 from rm_optimizer.training.callbacks.loop import Evaluation
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.lightning_module import RewardModelLightning
-from rm_optimizer.training.loggers.media import log_figure
+from rm_optimizer.training.loggers import log_figure
 
 DrawReliability = Callable[[PairwiseMetrics, Path], Path]
 """Function that draws the reliability diagram of one evaluation as a PNG file and returns its path."""

@@ -23,20 +23,24 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
 from rm_optimizer.optim import evaluation_weights
-from rm_optimizer.records.disk import writing
+from rm_optimizer.records.files import writing
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import LossConfig, TrainingConfig
 from rm_optimizer.schema.monitors import monitored_group
-from rm_optimizer.training.callbacks.best import BestSoFar
-from rm_optimizer.training.callbacks.evaluation_plan import EvaluationPlan
+from rm_optimizer.training.callbacks.evaluation_plan import BestSoFar, EvaluationPlan
 from rm_optimizer.training.callbacks.interrupt import StopSignal
 from rm_optimizer.training.callbacks.progress import ProgressLines
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.divergence import require_finite
-from rm_optimizer.training.folder.checkpoints import checkpoint_path, prune, save_checkpoint
-from rm_optimizer.training.folder.random_states import random_states, set_random_states
+from rm_optimizer.training.folder.checkpoints import (
+    checkpoint_path,
+    prune,
+    random_states,
+    save_checkpoint,
+    set_random_states,
+)
 from rm_optimizer.training.lightning_module import RewardModelLightning
-from rm_optimizer.training.loggers.media import log_histogram
+from rm_optimizer.training.loggers import log_histogram
 
 log = logging.getLogger("rm_optimizer")
 

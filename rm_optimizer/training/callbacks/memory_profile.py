@@ -13,10 +13,15 @@ import pytorch_lightning as pl
 import torch
 
 from rm_optimizer.core.tokens.batching import MacroBatch
-from rm_optimizer.records.disk import writing
-from rm_optimizer.records.files import write_text
-from rm_optimizer.training.callbacks.flops import ModelFlops, computed_tokens, peak_bf16_flops
-from rm_optimizer.training.callbacks.rss import RssSampler, rss_bytes, rss_source
+from rm_optimizer.records.files import write_text, writing
+from rm_optimizer.training.callbacks.cost import (
+    ModelFlops,
+    RssSampler,
+    computed_tokens,
+    peak_bf16_flops,
+    rss_bytes,
+    rss_source,
+)
 from rm_optimizer.training.lightning_module import RewardModelLightning
 
 log = logging.getLogger("rm_optimizer")

@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.records.disk import writing
-from rm_optimizer.records.file_lock import UNSUPPORTED, locked_if_possible, sign
-from rm_optimizer.records.files import remove_left
+from rm_optimizer.records.files import UNSUPPORTED, locked_if_possible, remove_left, sign, writing
 
 LOCK_FILE = ".lock"
 """File in the run folder; it stays there, and only a living process holds its lock."""

@@ -18,7 +18,7 @@ from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import EXPORT_FILE
 from rm_optimizer.records.quoting import markdown_line, markdown_table
 from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
-from rm_optimizer.training.folder.result import TOY_WARNING, DataSummary, RunResult, is_toy
+from rm_optimizer.training.folder.record import TOY_WARNING, DataSummary, RunResult, is_toy
 
 CARD_FILE = "README.md"
 """File in the folder of the exported model, which the hub shows."""

@@ -27,8 +27,7 @@ from rm_optimizer.records.run_folder import (
 )
 from rm_optimizer.records.run_options import RunRequest, changed_options, has_same_length, require_same_options
 from rm_optimizer.schema.config import Resume
-from rm_optimizer.training.folder.record import RunRecord, Start, read_record
-from rm_optimizer.training.folder.result import DataSummary, RunResult, RunStatus
+from rm_optimizer.training.folder.record import DataSummary, RunRecord, RunResult, RunStatus, Start, read_record
 
 log = logging.getLogger("rm_optimizer")
 

@@ -16,7 +16,7 @@ from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.monitors import Mode
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.callbacks.best import BestSoFar, require_monitored
+from rm_optimizer.training.callbacks.evaluation_plan import BestSoFar, require_monitored
 
 Build = Callable[..., TrainConfig]
 

@@ -27,9 +27,8 @@ from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.training import RunResult, train_reward_model
-from rm_optimizer.training.callbacks.flops import ModelFlops, peak_bf16_flops
+from rm_optimizer.training.callbacks.cost import ModelFlops, RssSampler, peak_bf16_flops
 from rm_optimizer.training.callbacks.memory_profile import MemoryProfile, step_rates
-from rm_optimizer.training.callbacks.rss import RssSampler
 from tests.builders import fresh_reward_model
 
 Build = Callable[..., TrainConfig]
@@ -105,7 +104,7 @@ def test_a_rank_without_pairs_has_no_rates():
 
 
 SAMPLING = """
-from rm_optimizer.training.callbacks.rss import RssSampler, rss_bytes
+from rm_optimizer.training.callbacks.cost import RssSampler, rss_bytes
 
 sampler = RssSampler()
 sampler.start()
@@ -138,7 +137,7 @@ def test_a_sample_taken_before_a_restart_is_not_written_after_it(monkeypatch: py
         time.sleep(0.1)  # the restart arrives while this reading is on its way
         return 1000
 
-    monkeypatch.setattr("rm_optimizer.training.callbacks.rss.rss_bytes", reading)
+    monkeypatch.setattr("rm_optimizer.training.callbacks.cost.rss_bytes", reading)
     watcher = threading.Thread(target=sampler.peak_bytes)
     watcher.start()
     taken.wait()

@@ -27,7 +27,7 @@ def compare(
     """
     from rm_optimizer.experiments.compared_runs import read_runs
     from rm_optimizer.experiments.run_comparison import compare_runs
-    from rm_optimizer.interfaces.output_folder import made_folder
+    from rm_optimizer.interfaces.outputs import made_folder
     from rm_optimizer.reporting.comparison import print_comparison, write_comparison
 
     comparison = compare_runs(read_runs(runs), num_bootstrap=bootstrap)

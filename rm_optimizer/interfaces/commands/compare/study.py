@@ -100,7 +100,7 @@ def across(
 ) -> None:
     """Combine comparisons of the same optimizers. They must be on three or more data sets."""
     from rm_optimizer.experiments.optimizer_comparison.findings import across_datasets, findings
-    from rm_optimizer.interfaces.json_option import printed_beside, write_json
+    from rm_optimizer.interfaces.outputs import printed_beside, write_json
     from rm_optimizer.reporting.tables import cell_text, new_table, output_console
 
     found = across_datasets([findings(folder) for folder in studies])

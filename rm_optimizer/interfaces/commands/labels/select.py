@@ -56,7 +56,7 @@ def select(
     from rm_optimizer.data_efficiency.pool import read_pool
     from rm_optimizer.data_efficiency.questions import questions_of, require_question_file, write_questions
     from rm_optimizer.evaluation.score_file import require_new
-    from rm_optimizer.records.progress import progress
+    from rm_optimizer.records.ledger import progress
     from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE
 
     acquire = acquisition_function(rule)

@@ -1,4 +1,4 @@
-"""`metrics.csv`: one row an optimizer step, the same file for the same run."""
+"""Numbers of every step, in metrics.csv."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from typing import Any, TextIO
 from lightning_utilities.core.rank_zero import rank_zero_only
 from pytorch_lightning.loggers import Logger
 
-from rm_optimizer.records.disk import writing
-from rm_optimizer.records.files import csv_table, replacing
+from rm_optimizer.records.files import csv_table, replacing, writing
 from rm_optimizer.records.run_folder import METRICS_FILE, read_rows
 
 COLUMNS = {

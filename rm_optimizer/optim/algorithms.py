@@ -1,4 +1,4 @@
-"""Schedule-Free AdamW, which averages weights instead of decaying the learning rate."""
+"""Optimizers of this package: Lion, SAM and Schedule-Free AdamW."""
 
 from __future__ import annotations
 
@@ -10,7 +10,103 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from rm_optimizer.optim.composite import loss_of
+from rm_optimizer.optim.muon import CompositeOptimizer, loss_of
+from rm_optimizer.records.randomness import random_state, set_random_state
+
+
+class Lion(Optimizer):
+    """Lion (Chen et al., 2023, "Symbolic discovery of optimization algorithms", arXiv 2302.06675, Program 1).
+
+    ``p <- p - lr wd p;  p <- p - lr sign(beta1 m + (1 - beta1) g);  m <- beta2 m + (1 - beta2) g``
+
+    Args:
+        params: parameters or groups of them.
+        lr: learning rate; every coordinate moves by it.
+        beta1: weight of the momentum in the step, in [0, 1).
+        beta2: decay of the momentum, in [0, 1).
+        weight_decay: decoupled decay.
+    """
+
+    def __init__(
+        self, params: Iterable[Any], *, lr: float, beta1: float, beta2: float, weight_decay: float = 0.0
+    ) -> None:
+        super().__init__(params, {"lr": lr, "beta1": beta1, "beta2": beta2, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Update every parameter that has a gradient."""
+        loss = loss_of(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self._update(p, p.grad, group)
+        return loss
+
+    def _update(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[p]
+        if not state:
+            state["exp_avg"] = torch.zeros_like(p)
+        m = state["exp_avg"]
+        p.mul_(1 - group["lr"] * group["weight_decay"])
+        p.add_(m.lerp(g, 1 - group["beta1"]).sign_(), alpha=-group["lr"])
+        m.lerp_(g, 1 - group["beta2"])
+
+
+class SAM(CompositeOptimizer):
+    """SAM (Foret et al., 2021, arXiv 2010.01412, Eq. 2-4) and ASAM (Kwon et al., 2021, arXiv 2102.11600).
+
+    ``step(closure)`` calls the closure twice. The first call computes ``g`` at ``w``, and the weights move to ``w + e``
+    with ``e = rho g / ||g||`` (ASAM: ``e = rho w^2 g / || |w| g ||``). The second call computes the gradient there. The
+    weights then return to ``w`` bit for bit, and the base optimizer steps with the second gradient.
+
+    The closure must zero the gradients, compute those of the *whole* macro-batch and return the loss. It may accumulate
+    and clip, since both passes use the same pairs and ``e`` does not depend on the length of ``g``. The random
+    generators are set back before the second call. So both passes use the same dropout, and the generators end where
+    one pass would have left them. Under FSDP1 each process would compute the norm of its own shard only, so
+    `check_compatible` refuses it.
+
+    Args:
+        base: the optimizer that takes the step.
+        rho: radius of the ascent step.
+        adaptive: ASAM's scale-free radius.
+    """
+
+    def __init__(self, base: Optimizer, *, rho: float, adaptive: bool = False) -> None:
+        super().__init__(base)
+        self.rho = rho
+        self.adaptive = adaptive
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Compute two passes, take one step, and return the loss of the first pass, which is at ``w``.
+
+        Raises:
+            ValueError: without a closure.
+        """
+        if closure is None:
+            raise ValueError("SAM needs step(closure): it computes the gradients twice in each step")
+        before = random_state()
+        with torch.enable_grad():
+            loss = closure()
+        weights = self._ascend()
+        set_random_state(before)
+        with torch.enable_grad():
+            closure()
+        with torch.no_grad():
+            for p, w in weights:
+                p.copy_(w)
+        super().step()
+        return loss
+
+    @torch.no_grad()
+    def _ascend(self) -> list[tuple[Tensor, Tensor]]:
+        """Move the weights to ``w + e``, and return each parameter with a copy of its ``w``."""
+        moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        weights = [(p, p.detach().clone()) for p in moved]
+        scaled = [p.grad * p.abs() if self.adaptive else p.grad for p in moved]
+        scale = self.rho / (torch.nn.utils.get_total_norm(scaled) + 1e-12)
+        for p, g in zip(moved, scaled, strict=True):
+            p.add_((g * p.abs() if self.adaptive else g) * scale.to(p.device))
+        return weights
 
 
 class ScheduleFreeAdamW(Optimizer):

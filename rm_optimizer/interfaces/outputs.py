@@ -1,13 +1,15 @@
-"""Folder for the results of a command."""
+"""Results of a command: the folder of --output and the option --json."""
 
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
+from rm_optimizer.records.files import write_text
 
 
 def made_folder(folder: Path) -> Path:
@@ -48,3 +50,34 @@ def filling(folder: Path) -> Iterator[None]:
         if isinstance(error, KeyboardInterrupt):
             raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
         raise
+
+
+@contextmanager
+def printed_beside(json_file: Path | None) -> Iterator[None]:
+    """Redirect the block's output to standard error if the JSON goes to standard output."""
+    if json_file is None or not _is_standard_output(json_file):
+        yield
+        return
+    with redirect_stdout(sys.stderr):
+        yield
+
+
+def _is_standard_output(path: Path) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(1))
+    except OSError:
+        return False
+
+
+def write_json(path: Path | None, text: str) -> None:
+    """Write JSON text if the option names a file.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
+    if path is None:
+        return
+    try:
+        write_text(path, text + "\n")
+    except OSError as error:
+        raise ConfigError(f"--json must be a file that can be written, got '{path}' ({error.strerror})") from error

@@ -1,1 +1,0 @@
-"""Loggers in addition to `metrics.csv`: TensorBoard and Weights & Biases."""
