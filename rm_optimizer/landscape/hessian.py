@@ -54,6 +54,8 @@ from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.schema import LossConfig
 
+_log = logging.getLogger("rm_optimizer")
+
 
 def add_estimates(
     operator: LossOperator,
@@ -81,140 +83,121 @@ def add_estimates(
     if found.is_interrupted:
         return
     try:
-        _estimate(operator, found, method, options, seed, clusters)
+        _Estimates(operator, found, method, options, seed, clusters).add()
     except KeyboardInterrupt:
         found.is_interrupted = True
 
 
-def _estimate(
-    operator: LossOperator,
-    found: Solution,
-    method: str,
-    options: SpectrumOptions,
-    seed: int,
-    clusters: Sequence[int] | None,
-) -> None:
-    is_hessian = isinstance(operator, HessianOperator)
-    if options.sam_rho and is_hessian:
-        found.geometry = local_geometry(operator.objective, operator, rho=options.sam_rho)
-    if found.searched:
-        found.pairs = with_overlooked(operator, found.pairs, found.searched, tolerance=options.tolerance, seed=seed + 2)
-    _add_sampling(operator, found, method, options, seed, clusters)
-    pairs = found.pairs
-    removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
-    if options.density_probes:
-        found.density = spectral_density(
-            operator,
-            num_probes=options.density_probes,
-            num_steps=options.density_steps,
-            seed=seed + 1,
-            found=removable,
-            at_once=_probes_at_once(operator, options, pairs),
+@dataclass
+class _Estimates:
+    """Requested estimates of one matrix, added to its eigenvalues; the arguments are those of `add_estimates`."""
+
+    operator: LossOperator
+    found: Solution
+    method: str
+    options: SpectrumOptions
+    seed: int
+    clusters: Sequence[int] | None
+
+    def add(self) -> None:
+        """Search for overlooked eigenvalues, and add sampling errors, density and trace, in this order."""
+        is_hessian = isinstance(self.operator, HessianOperator)
+        if self.options.sam_rho and is_hessian:
+            self.found.geometry = local_geometry(self.operator.objective, self.operator, rho=self.options.sam_rho)
+        if self.found.searched:
+            self.found.pairs = with_overlooked(
+                self.operator,
+                self.found.pairs,
+                self.found.searched,
+                tolerance=self.options.tolerance,
+                seed=self.seed + 2,
+            )
+        self._add_sampling()
+        pairs = self.found.pairs
+        removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
+        if self.options.density_probes:
+            self.found.density = spectral_density(
+                self.operator,
+                num_probes=self.options.density_probes,
+                num_steps=self.options.density_steps,
+                seed=self.seed + 1,
+                found=removable,
+                at_once=self._probes_at_once(),
+            )
+            self.found.trace = self.found.trace or self.found.density.moment(1)
+        if self.found.trace is None and self.options.trace_products:
+            self.found.trace = estimate_trace(
+                self.operator,
+                self.options.trace_method,
+                self.options.trace_products,
+                seed=self.seed + 1,
+                found=removable,
+                is_semidefinite=not is_hessian,
+            )
+
+    def _probes_at_once(self) -> int:
+        """Number of random vectors whose Lanczos bases share memory; 1 if products have nothing to share."""
+        if isinstance(self.operator, HessianOperator) and self.operator.product == KeptGraph.name:
+            return 1
+        basis = (self.options.density_steps + 1) * self.operator.dimension * torch.finfo(self.operator.dtype).bits // 8
+        room = memory_of_vectors(self.operator.device, self.options) - self.found.pairs.vectors.nbytes
+        return max(1, min(VECTORS_AT_ONCE, room // basis))
+
+    def _add_sampling(self) -> None:
+        """Add the errors of the first eigenvalues over pairs, and cross-fitted values of the largest ones."""
+        num_values = len(self.found.pairs.values)
+        num_top, num_bottom = known_ends(self.found.pairs.values.tolist(), self.method, self.options.which)
+        num_nonzero = _num_nonzero(self.found.pairs)
+        listed = min(len(self.found.pairs.vectors), num_nonzero)
+        sampled = min(self.options.num_sampled, listed, num_top) if num_top else min(self.options.num_sampled, listed)
+        if sampled and isinstance(self.operator, OutputOperator):
+            self._sample_gram(self.operator, sampled)
+        elif sampled and isinstance(self.operator, HessianOperator):
+            self._sample_hessian(self.operator, sampled, is_top=num_top > 0)
+        self.found.not_cross_fitted = not_cross_fitted(
+            num_top,
+            self.options.num_sampled,
+            num_nonzero,
+            num_prompts(self.operator.objective.num_pairs, self.clusters),
+            self.found.cross_fit,
+            lists_smallest=num_top < num_values and num_bottom > 0,
         )
-        found.trace = found.trace or found.density.moment(1)
-    if found.trace is None and options.trace_products:
-        found.trace = estimate_trace(
-            operator,
-            options.trace_method,
-            options.trace_products,
-            seed=seed + 1,
-            found=removable,
-            is_semidefinite=not is_hessian,
+
+    def _sample_gram(self, operator: OutputOperator, count: int) -> None:
+        """Add errors over pairs from the gradients of single pairs, whatever the method of the eigenvalues."""
+        gram = self.found.gram or gauss_newton_exact(
+            operator.objective, curvature=operator.curvature, memory_bytes=self.options.memory_bytes
         )
+        count = min(count, len(gram.values))
+        *self.found.sampling, self.found.trace = gram.bootstrap(count, clusters=self.clusters, seed=self.seed)
+        self.found.cross_fit = cross_fit_gram(gram, count, clusters=self.clusters, seed=self.seed)
+        everything = np.arange(gram.num_pairs)
+        along, indices = gram.curvatures(everything, everything, count), pair_indices(operator.objective.batches)
+        self.found.pair_curvatures = PairCurvatures(along, gram.pair_weights, indices, gram)
 
-
-def _probes_at_once(operator: LossOperator, options: SpectrumOptions, pairs: Eigenpairs) -> int:
-    """Number of random vectors whose Lanczos bases fit into memory together; 1 if products have nothing to share."""
-    if isinstance(operator, HessianOperator) and operator.product == KeptGraph.name:
-        return 1
-    basis = (options.density_steps + 1) * operator.dimension * torch.finfo(operator.dtype).bits // 8
-    room = memory_of_vectors(operator.device, options) - pairs.vectors.nbytes
-    return max(1, min(VECTORS_AT_ONCE, room // basis))
-
-
-def _add_sampling(
-    operator: LossOperator,
-    found: Solution,
-    method: str,
-    options: SpectrumOptions,
-    seed: int,
-    clusters: Sequence[int] | None,
-) -> None:
-    """Add the errors of the first eigenvalues over pairs, and cross-fitted values of the largest ones."""
-    num_values = len(found.pairs.values)
-    num_top, num_bottom = known_ends(found.pairs.values.tolist(), method, options.which)
-    num_nonzero = _num_nonzero(found.pairs)
-    listed = min(len(found.pairs.vectors), num_nonzero)
-    sampled = min(options.num_sampled, listed, num_top) if num_top else min(options.num_sampled, listed)
-    if sampled and isinstance(operator, OutputOperator):
-        _sample_gram(operator, found, sampled, options, seed, clusters)
-    elif sampled and isinstance(operator, HessianOperator):
-        _sample_hessian(operator, found, sampled, options, seed, clusters, is_top=num_top > 0)
-    found.not_cross_fitted = not_cross_fitted(
-        num_top,
-        options.num_sampled,
-        num_nonzero,
-        num_prompts(operator.objective.num_pairs, clusters),
-        found.cross_fit,
-        lists_smallest=num_top < num_values and num_bottom > 0,
-    )
+    def _sample_hessian(self, operator: HessianOperator, count: int, *, is_top: bool) -> None:
+        """Add errors over pairs from second derivatives of single pairs along the vectors."""
+        objective, pairs = operator.objective, self.found.pairs
+        curvatures = pair_curvatures(objective, pairs.vectors[:count], pairs.values[:count].tolist())
+        self.found.sampling = sampling_error(objective, curvatures, clusters=self.clusters, seed=self.seed)
+        weights, indices = weights_of(objective), pair_indices(objective.batches)
+        self.found.pair_curvatures = PairCurvatures(curvatures.cpu().numpy(), weights, indices)
+        if is_top:
+            self.found.cross_fit = cross_fit_hessian(
+                operator,
+                count,
+                top=float(pairs.values[0]),
+                sampling=self.found.sampling,
+                clusters=self.clusters,
+                seed=self.seed,
+                state_file=self.options.state_file,
+            )
 
 
 def _num_nonzero(pairs: Eigenpairs) -> int:
     """Number of the first eigenvalues that lie further from 0 than their error bounds."""
     is_zero = (pairs.values.abs() <= pairs.error_bounds).tolist()
     return is_zero.index(True) if True in is_zero else len(is_zero)
-
-
-def _sample_gram(
-    operator: OutputOperator,
-    found: Solution,
-    count: int,
-    options: SpectrumOptions,
-    seed: int,
-    clusters: Sequence[int] | None,
-) -> None:
-    """Add errors over pairs from the gradients of single pairs; they do not depend on the method of the eigenvalues."""
-    gram = found.gram or gauss_newton_exact(
-        operator.objective, curvature=operator.curvature, memory_bytes=options.memory_bytes
-    )
-    count = min(count, len(gram.values))
-    *found.sampling, found.trace = gram.bootstrap(count, clusters=clusters, seed=seed)
-    found.cross_fit = cross_fit_gram(gram, count, clusters=clusters, seed=seed)
-    everything = np.arange(gram.num_pairs)
-    along, indices = gram.curvatures(everything, everything, count), pair_indices(operator.objective.batches)
-    found.pair_curvatures = PairCurvatures(along, gram.pair_weights, indices, gram)
-
-
-def _sample_hessian(
-    operator: HessianOperator,
-    found: Solution,
-    count: int,
-    options: SpectrumOptions,
-    seed: int,
-    clusters: Sequence[int] | None,
-    *,
-    is_top: bool,
-) -> None:
-    """Add errors over pairs from second derivatives of single pairs along the vectors."""
-    objective, pairs = operator.objective, found.pairs
-    curvatures = pair_curvatures(objective, pairs.vectors[:count], pairs.values[:count].tolist())
-    found.sampling = sampling_error(objective, curvatures, clusters=clusters, seed=seed)
-    weights, indices = weights_of(objective), pair_indices(objective.batches)
-    found.pair_curvatures = PairCurvatures(curvatures.cpu().numpy(), weights, indices)
-    if is_top:
-        found.cross_fit = cross_fit_hessian(
-            operator,
-            count,
-            top=float(pairs.values[0]),
-            sampling=found.sampling,
-            clusters=clusters,
-            seed=seed,
-            state_file=options.state_file,
-        )
-
-
-_log = logging.getLogger("rm_optimizer")
 
 
 @dataclass(eq=False, repr=False)
