@@ -1,4 +1,4 @@
-"""Tables of the manual that are made from the code: options with defaults and meanings, and folders of the package.
+"""Tables of the manual that are made from the code: options with defaults and meanings, and public names.
 
 `python tools/describe.py` in the checkout writes them between two marks in the files listed here.
 """
@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from rm_optimizer import PUBLIC_MODULES
 from rm_optimizer.schema.checks import in_words
-from rm_optimizer.schema.compose import PACKAGE, config_root
+from rm_optimizer.schema.compose import config_root
 from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig
@@ -56,16 +56,6 @@ def optimizer_reference() -> str:
     return "\n".join(parts)
 
 
-def room_reference() -> str:
-    """Table of the folders of the package, each with the first paragraph of its `__init__.py`."""
-    rows = ["| room | what it holds |", "| --- | --- |"]
-    for init in sorted(PACKAGE.glob("*/**/__init__.py")):
-        text = ast.get_docstring(ast.parse(init.read_text(encoding="utf-8"))) or ""
-        first = " ".join(text.partition("\n\n")[0].split()).removesuffix(" Names load on first use.")
-        rows.append(f"| `{init.parent.relative_to(PACKAGE)}` | {first} |")
-    return "\n".join([*rows, ""])
-
-
 def public_names() -> str:
     """Table of the names of `rm_optimizer` with meanings, and for each other module a table of its further names."""
     described: set[str] = set()
@@ -89,7 +79,6 @@ def _meaning(value: Any) -> str:
 
 
 REFERENCES: Mapping[str, Callable[[], str]] = {
-    "docs/architecture.md": room_reference,
     "docs/optimizers.md": optimizer_reference,
     "docs/options.md": option_reference,
     "docs/public-names.md": public_names,
