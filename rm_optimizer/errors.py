@@ -5,7 +5,7 @@ RMOptimizerError
 ├── DataError             a file, a row or a data set that cannot be used
 │   ├── DataStalled       a data-loader batch that did not come in time
 │   └── ConversationRefused   a conversation that the tokenizer's chat template does not write whole
-├── CheckpointError       a model or checkpoint that is missing, torn or not what it claims to be
+├── CheckpointError       a model or checkpoint that is missing, damaged or not what it claims to be
 ├── MissingExtra          an optional dependency that is not installed
 ├── DiskError             a file that cannot be written
 ├── TrainingDiverged      a loss that is not finite

@@ -32,7 +32,7 @@ def shares_prefixes(model: BradleyTerryRM, tokenized: PairTokens, mode: PrefixSh
     if obstacle is None and mode == PrefixSharing.on:
         return True
     if mode == PrefixSharing.on:
-        raise ConfigError(f"batching.prefix_sharing=on cannot be had: {obstacle}; set it to auto or off")
+        raise ConfigError(f"batching.prefix_sharing=on is not possible: {obstacle}; set it to auto or off")
     obstacle = obstacle or _disparity(model, tokenized)
     if obstacle is not None:
         log.info("pairs are padded in batches of like length, without prefix sharing: %s", obstacle)

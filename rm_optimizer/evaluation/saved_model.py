@@ -114,7 +114,7 @@ def evaluate_model(
         on_progress: function called with the number of responses done and the number of all.
 
     Raises:
-        CheckpointError: if a reward is not finite, or the record of the model's training pairs is torn.
+        CheckpointError: if a reward is not finite, or the record of the model's training pairs is damaged.
         ConfigError: if the folder is one of a run or a model, or another process writes into it.
         DataError: if a conversation cannot be rendered and bad rows are not dropped, or too many rows are bad.
     """

@@ -113,7 +113,7 @@ class Ledger:
 def open_ledger(
     path: Path, identity: str, *, other: str, num_wanted: int | None = None, remedy: str = "remove it to start again"
 ) -> Iterator[Ledger]:
-    """Open the ledger of a computation; it keeps the pieces of an earlier, stopped call without a torn last line.
+    """Open the ledger of a computation; it keeps the pieces of an earlier, stopped call but an incomplete last line.
 
     A finished ledger of another computation is replaced when the first piece is added.
 
@@ -176,7 +176,7 @@ def read_ledger(path: Path) -> Iterator[Any]:
 
 
 def whole_lines(file: IO[bytes]) -> Iterator[bytes]:
-    """Lines of a file without a torn last line, which a kill may leave."""
+    """Lines of a file without an incomplete last line, which a kill may leave."""
     return takewhile(lambda line: line.endswith(b"\n"), file)
 
 

@@ -77,7 +77,7 @@ def load_ensemble(
             f"{folder} holds no {ENSEMBLE_FILE}; make an ensemble with rm-opt ensemble join MODEL MODEL … --output DIR"
         ) from error
     except (ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{folder / ENSEMBLE_FILE} is torn; make the ensemble again") from error
+        raise CheckpointError(f"{folder / ENSEMBLE_FILE} is damaged; make the ensemble again") from error
     paths = [str(folder / name) if (folder / name).exists() else name for name in record.members]
     return RewardModelEnsemble(
         paths,

@@ -213,7 +213,7 @@ def test_a_folder_of_an_ensemble_gives_the_same_rewards_after_it_is_moved(folder
     assert again.predict("p", "abc") == ensemble.predict("p", "abc")
     assert again.digest() != ensemble.digest()
     (tmp_path / "ensemble.json").write_text('{"members": ["a"')
-    with pytest.raises(CheckpointError, match=r"ensemble.json is torn"):
+    with pytest.raises(CheckpointError, match=r"ensemble.json is damaged"):
         load_ensemble(tmp_path)
     with pytest.raises(CheckpointError, match=r"holds no ensemble.json"):
         load_ensemble(tmp_path / "nowhere")

@@ -75,6 +75,6 @@ def test_sharing_is_refused_by_name_where_it_cannot_be(small_config: Build, tmp_
     on, auto = small_config(tmp_path, "batching.prefix_sharing=on"), small_config(tmp_path)
     for config in (on, auto):
         config.model.architecture = {"model_type": "bert", "hidden_size": 32, "num_attention_heads": 2}
-    with pytest.raises(ConfigError, match=r"batching\.prefix_sharing=on cannot be had: .*not a causal decoder"):
+    with pytest.raises(ConfigError, match=r"batching\.prefix_sharing=on is not possible: .*not a causal decoder"):
         prepared_run(on)
     assert not prepared_run(auto).datamodule.shares_prefixes

@@ -127,7 +127,7 @@ class BradleyTerryRM(BaseRewardModel):
                 tokenizer's encoding of (prompt, response); None takes `plain`, with a warning.
 
         Raises:
-            CheckpointError: if the source is missing, torn, no trained reward model, or recorded another rendering.
+            CheckpointError: if the source is missing, damaged, no trained reward model, or recorded another rendering.
             ConfigError: if an option is unknown or out of range, or `input_form` is given for another model.
         """
         options = LoadOptions(

@@ -100,7 +100,7 @@ def adapter_key(folder: Path) -> str | None:
     try:
         config: dict[str, Any] = json.loads((folder / ADAPTER_FILE).read_text(encoding="utf-8"))
     except ValueError as error:
-        raise CheckpointError(f"{folder / ADAPTER_FILE} is torn; export the adapter again") from error
+        raise CheckpointError(f"{folder / ADAPTER_FILE} is damaged; export the adapter again") from error
     for name, value in config.items():
         config[name] = sorted(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
     identity = record["identity"]

@@ -181,14 +181,14 @@ class TrainedPairs:
         """Read the file of `write`.
 
         Raises:
-            CheckpointError: if the file is torn.
+            CheckpointError: if the file is damaged.
         """
         try:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return cls(arrays["pairs"], arrays["prompts"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise CheckpointError(
-                f"{path} is torn, so it is unknown what the model was trained on; remove it to evaluate without"
+                f"{path} is damaged, so it is unknown what the model was trained on; remove it to evaluate without"
             ) from error
 
     @classmethod
@@ -199,7 +199,7 @@ class TrainedPairs:
             source: anything `BradleyTerryRM.from_pretrained` loads.
 
         Raises:
-            CheckpointError: if the record is torn.
+            CheckpointError: if the record is damaged.
         """
         given = Path(source).expanduser()
         if not given.exists():

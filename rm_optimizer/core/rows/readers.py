@@ -114,7 +114,7 @@ def _file_reader(path: Path) -> Callable[[Path, Report], Iterator[tuple[int, Row
 
 
 def guarded(path: Path, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
-    """Yield the rows, with one sentence for every kind of torn file.
+    """Yield the rows, with one sentence for every kind of damaged file.
 
     Raises:
         DataError: if the file cannot be read.

@@ -91,7 +91,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The payload of a `.ckpt` file and the classifier's weights by name, memory-mapped on the CPU.
 
     Raises:
-        CheckpointError: if the file is torn, needs code to load, or was not written by RM-Optimizer.
+        CheckpointError: if the file is damaged, needs code to load, or was not written by RM-Optimizer.
     """
     require_archive(Path(path))
     try:
@@ -113,7 +113,7 @@ def _fault(error: Exception) -> str:
         return "it holds objects that only code could load, so RM-Optimizer did not write it"
     if isinstance(error, PermissionError | FileNotFoundError):
         return str(error.strerror)
-    return "it is torn; copy it again, or take another checkpoint of the run"
+    return "it is damaged; copy it again, or take another checkpoint of the run"
 
 
 def write_description(payload: Mapping[str, Any], folder: Path) -> None:
@@ -144,7 +144,7 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Pa
     if missing or unknown:
         examples = ", ".join([*missing, *unknown][:3])
         raise CheckpointError(
-            f"{path} is torn: {len(missing)} weights are missing and {len(unknown)} unknown, among them {examples}"
+            f"{path} is damaged: {len(missing)} weights are missing and {len(unknown)} unknown, among them {examples}"
         )
 
 
@@ -213,7 +213,7 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
     """Read a classifier and its tokenizer from a hub id, a folder, a run folder or a `.ckpt` file.
 
     Raises:
-        CheckpointError: if there is nothing, it is torn, it cannot give one reward, or it lacks a trained reward head
+        CheckpointError: if there is nothing, it is damaged, cannot give one reward, or lacks a trained reward head
             and `options.new_head` is false.
         ConfigError: if an option is unknown, or the architecture's rewards depend on their batch.
     """

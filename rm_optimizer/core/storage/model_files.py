@@ -31,7 +31,7 @@ _ADVICE = "copy the folder again, or export the model again"
 
 
 def damage(folder: Path) -> str | None:
-    """The first file of a model folder that is torn, empty or missing, and what to do; None if all look whole."""
+    """The first file of a model folder that is damaged, empty or missing, and what to do; None if all look whole."""
     found = next(chain(_torn_json(folder), _torn_weights(folder), _missing(folder)), None)
     return None if found is None else f"{found}; {_ADVICE}"
 
@@ -41,7 +41,7 @@ def _torn_json(folder: Path) -> Iterator[str]:
         try:
             json.loads(file.read_text(encoding="utf-8"))
         except ValueError:
-            state = "empty" if not file.stat().st_size else "torn: it is no whole JSON"
+            state = "empty" if not file.stat().st_size else "damaged: it is no whole JSON"
             yield f"{file.name} is {state}"
 
 
@@ -59,7 +59,7 @@ def _torn_weights(folder: Path) -> Iterator[str]:
             with safe_open(file, framework="pt"):
                 pass
         except (SafetensorError, OSError):
-            yield f"{file.name} is empty" if not size else f"{file.name} is torn: its {size:,} bytes are not all of it"
+            yield f"{file.name} is empty" if not size else f"{file.name} is truncated: only {size:,} bytes are there"
 
 
 def _missing(folder: Path) -> Iterator[str]:
@@ -78,7 +78,7 @@ def read_record(folder: Path) -> dict[str, Any]:
     """The `export.json` of a folder; empty where other people's models have none.
 
     Raises:
-        CheckpointError: if the file is torn.
+        CheckpointError: if the file is damaged.
     """
     path = folder / EXPORT_FILE
     if not path.is_file():
@@ -88,7 +88,9 @@ def read_record(folder: Path) -> dict[str, Any]:
         if not isinstance(record["identity"], dict):
             raise TypeError("identity must be an object")
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is torn or was not written by RM-Optimizer; export the model again") from error
+        raise CheckpointError(
+            f"{path} is damaged or was not written by RM-Optimizer; export the model again"
+        ) from error
     found: dict[str, Any] = record
     return found
 
@@ -151,7 +153,7 @@ def refuse_by_files(source: str) -> None:
     """Refuse within a second what loading would refuse later, if the files show the reason.
 
     Raises:
-        CheckpointError: if there is no model, a file is torn, or no weight can be that of a reward head.
+        CheckpointError: if there is no model, a file is damaged, or no weight can be that of a reward head.
     """
     with restored_hub():
         found = find_source(source)
@@ -169,7 +171,7 @@ def require_archive(path: Path) -> None:
     """
     if path.is_file() and not zipfile.is_zipfile(path):
         raise CheckpointError(
-            f"{path} cannot be read as a checkpoint: it is torn, or is none (such files are zip archives, and this one "
+            f"{path} cannot be read as a checkpoint: it is damaged, or none (such files are zip archives, and this one "
             "has no table of contents); give another file"
         )
 

@@ -2,7 +2,7 @@
 
 A cache folder is named by its fingerprint and contains one flat array of token ids with offsets. It is built under
 another name and renamed when it is complete, so that runs that start together never read an incomplete one. The
-checksum of each file is stored, so that a torn or changed folder is built again.
+checksum of each file is stored, so that a damaged or changed folder is built again.
 """
 
 from __future__ import annotations

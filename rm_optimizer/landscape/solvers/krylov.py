@@ -205,7 +205,7 @@ class KrylovState:
         """The state that `save` wrote.
 
         Raises:
-            CheckpointError: if the file is missing, torn or of another kind, or belongs to another matrix.
+            CheckpointError: if the file is missing, damaged or of another kind, or belongs to another matrix.
         """
         try:
             payload = json.loads(path.read_text(encoding="utf-8"))

@@ -52,7 +52,7 @@ class Directions:
         """Read the directions that `save` wrote for this identity; None if there are none.
 
         Raises:
-            CheckpointError: if the file is torn.
+            CheckpointError: if the file is damaged.
         """
         if not path.exists():
             return None

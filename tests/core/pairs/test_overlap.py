@@ -57,5 +57,5 @@ def test_the_record_is_found_from_every_kind_of_path(tmp_path: Path, monkeypatch
 def test_a_torn_record_is_refused_by_name(tmp_path: Path):
     path = TRAINED.write(tmp_path / TRAINED_PAIRS_FILE)
     path.write_bytes(path.read_bytes()[:50])
-    with pytest.raises(CheckpointError, match=r"trained_pairs\.npz is torn"):
+    with pytest.raises(CheckpointError, match=r"trained_pairs\.npz is damaged"):
         TrainedPairs.read(path)

@@ -164,11 +164,11 @@ def cut(path: Path, size: int) -> None:
 
 
 DAMAGES = {
-    r"model\.safetensors is torn: its 5,000 bytes": lambda f: cut(f / "model.safetensors", 5000),
+    r"model\.safetensors is truncated: only 5,000 bytes": lambda f: cut(f / "model.safetensors", 5000),
     r"model\.safetensors is empty": lambda f: cut(f / "model.safetensors", 0),
-    r"config\.json is torn: it is no whole JSON": lambda f: cut(f / "config.json", 40),
+    r"config\.json is damaged: it is no whole JSON": lambda f: cut(f / "config.json", 40),
     r"config\.json is empty": lambda f: cut(f / "config.json", 0),
-    r"tokenizer\.json is torn": lambda f: cut(f / "tokenizer.json", 100),
+    r"tokenizer\.json is damaged": lambda f: cut(f / "tokenizer.json", 100),
     "it holds no tokenizer": lambda f: [file.unlink() for file in f.glob("tokenizer*")],
     "it holds no weights": lambda f: (f / "model.safetensors").unlink(),
 }
@@ -227,7 +227,7 @@ def test_foreign_and_torn_checkpoints_are_refused(tmp_path: Path):
     whole = lightning_checkpoint(model, tmp_path / "whole.ckpt")
     torn = tmp_path / "torn.ckpt"
     torn.write_bytes(whole.read_bytes()[:9000])
-    with pytest.raises(CheckpointError, match=r"torn\.ckpt cannot be read as a checkpoint: it is torn, or is none"):
+    with pytest.raises(CheckpointError, match=r"torn\.ckpt cannot be read as a checkpoint: it is damaged, or none"):
         BradleyTerryRM.from_pretrained(torn)
     code = tmp_path / "code.ckpt"
     torch.save({"state_dict": {}, PAYLOAD_KEY: Path("an object that needs code to load")}, code)
