@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from rm_optimizer.analyze import analyze, completed
+from rm_optimizer.analyze import analyze, read
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.records.files import held
@@ -34,7 +34,7 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def composed(checkpoint: Path, *overrides: str) -> AnalyzeConfig:
-    arguments = completed([f"checkpoint='{checkpoint}'", *overrides])
+    arguments = read([f"checkpoint='{checkpoint}'", *overrides]).overrides
     return checked(arguments, AnalyzeConfig, name="analyze", writable=False)
 
 
