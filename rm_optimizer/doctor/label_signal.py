@@ -35,7 +35,7 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
         seed: seed of folds, random labels and bootstrap.
     """
     expected = ("above 0.5", "0.5")
-    decided = scored.where(np.array([pair.label != 0.5 for pair in scored.pairs], dtype=bool))
+    decided = scored.decided()
     if len(decided.pairs) < FEWEST_PAIRS:
         reason = f"{len(decided.pairs)} pairs with a better response are too few for a probe; give {FEWEST_PAIRS}"
         names = zip(("label_signal", "label_shuffle"), expected, strict=True)

@@ -65,6 +65,10 @@ class ScoredPairs:
         pairs = tuple(pair for pair, is_kept in zip(self.pairs, kept, strict=True) if is_kept)
         return replace(self, pairs=pairs, rewards=self.rewards[kept], features=self.features[kept])
 
+    def decided(self) -> ScoredPairs:
+        """The scored pairs with a better response."""
+        return self.where(np.array([pair.label != 0.5 for pair in self.pairs], dtype=bool))
+
     def metrics(self, seed: int, *, length_sign: float) -> PairwiseMetrics:
         """Agreement of the rewards, and of length alone, with the labels, with intervals from resamples of prompts.
 
@@ -207,7 +211,7 @@ def label_groups(scored: ScoredPairs, seed: int) -> Check:
     1 %, divided by the number of values (Bonferroni), and is not above chance.
     """
     expected = "above 0.5 for each value of the metadata"
-    scored = scored.where(np.array([pair.label != 0.5 for pair in scored.pairs], dtype=bool))
+    scored = scored.decided()
     values = {(name, str(value)) for pair in scored.pairs for name, value in pair.metadata.items()}
     found: list[tuple[float, str, Estimate, Estimate]] = []
     for name, value in sorted(values):
