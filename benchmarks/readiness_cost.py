@@ -35,9 +35,7 @@ from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler
 from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions, measure_readiness
-from rm_optimizer.rl_coupling.readiness.oracle import ScorerOracle
-from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
-from rm_optimizer.rl_coupling.readiness.probe import StoppingRule, run_probe
+from rm_optimizer.rl_coupling.readiness.probe import ResponsePool, ScorerOracle, StoppingRule, run_probe
 from rm_optimizer.rl_coupling.readiness.report import ProbeRecord
 from rm_optimizer.rl_coupling.world_policy import WorldGold, WorldPolicy
 

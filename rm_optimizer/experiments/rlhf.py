@@ -20,12 +20,10 @@ from rm_optimizer.rl_coupling.ensemble_folder import (
     save_ensemble,
 )
 from rm_optimizer.rl_coupling.language_policies import require_language_model
-from rm_optimizer.rl_coupling.reward_server import serving
-from rm_optimizer.rl_coupling.rlhf.measurement import PolicyCheckpoint
-from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult, optimize_policy
-from rm_optimizer.rl_coupling.rlhf.trl_training import require_trl
-from rm_optimizer.rl_coupling.rlhf.world_model import save_world_policy
-from rm_optimizer.rl_coupling.world_policy import WorldGold
+from rm_optimizer.rl_coupling.policy_training import require_trl
+from rm_optimizer.rl_coupling.rlhf import PolicyCheckpoint, RLHFResult, optimize_policy
+from rm_optimizer.rl_coupling.trainer_rewards import serving
+from rm_optimizer.rl_coupling.world_policy import WorldGold, save_world_policy
 from rm_optimizer.schema.rlhf import WORLD, RLHFRunConfig
 from rm_optimizer.training.data.run_data import load_data
 from rm_optimizer.training.run import train_reward_model

@@ -11,7 +11,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, ScalarFormatter
 from rm_optimizer.reporting.figures import BLUE, GREEN, INK, VERMILION, draw_legend, new_figure
 from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
 from rm_optimizer.rl_coupling.overoptimization import Optimization, OveroptimizationCurve, fitted_gain
-from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult
+from rm_optimizer.rl_coupling.rlhf import RLHFResult
 
 
 def plot_best_of_n(curve: BestOfNCurve) -> Figure:

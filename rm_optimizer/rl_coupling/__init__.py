@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from rm_optimizer.rl_coupling.adapters.openrlhf import openrlhf_reward_func as openrlhf_reward_func
-    from rm_optimizer.rl_coupling.adapters.trl import trl_reward_async as trl_reward_async
-    from rm_optimizer.rl_coupling.adapters.verl import verl_compute_score as verl_compute_score
-    from rm_optimizer.rl_coupling.adapters.verl import verl_compute_score_async as verl_compute_score_async
-    from rm_optimizer.rl_coupling.adapters.verl import verl_compute_scores as verl_compute_scores
+    from rm_optimizer.rl_coupling.adapters import openrlhf_reward_func as openrlhf_reward_func
+    from rm_optimizer.rl_coupling.adapters import trl_reward_async as trl_reward_async
+    from rm_optimizer.rl_coupling.adapters import verl_compute_score as verl_compute_score
+    from rm_optimizer.rl_coupling.adapters import verl_compute_score_async as verl_compute_score_async
+    from rm_optimizer.rl_coupling.adapters import verl_compute_scores as verl_compute_scores
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve as BestOfNCurve
     from rm_optimizer.rl_coupling.ensemble import EnsembleMargin as EnsembleMargin
     from rm_optimizer.rl_coupling.ensemble import EnsemblePrediction as EnsemblePrediction
@@ -29,16 +29,16 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses as RankedResponses
     from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions as ReadinessOptions
     from rm_optimizer.rl_coupling.readiness.measurement import measure_readiness as measure_readiness
-    from rm_optimizer.rl_coupling.readiness.oracle import ScorerOracle as ScorerOracle
+    from rm_optimizer.rl_coupling.readiness.probe import ScorerOracle as ScorerOracle
     from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport as RLReadinessReport
     from rm_optimizer.rl_coupling.readiness.scorer import RLReadinessScorer as RLReadinessScorer
-    from rm_optimizer.rl_coupling.reward_credit import RewardModelCreditAssigner as RewardModelCreditAssigner
-    from rm_optimizer.rl_coupling.reward_scale import ScaledScorer as ScaledScorer
-    from rm_optimizer.rl_coupling.reward_scorer import RewardModelScorer as RewardModelScorer
-    from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult as RLHFResult
-    from rm_optimizer.rl_coupling.rlhf.optimization import optimize_policy as optimize_policy
-    from rm_optimizer.rl_coupling.rlhf.world_model import save_world_policy as save_world_policy
+    from rm_optimizer.rl_coupling.rlhf import RLHFResult as RLHFResult
+    from rm_optimizer.rl_coupling.rlhf import optimize_policy as optimize_policy
+    from rm_optimizer.rl_coupling.rollouts import RewardModelCreditAssigner as RewardModelCreditAssigner
+    from rm_optimizer.rl_coupling.rollouts import RewardModelScorer as RewardModelScorer
+    from rm_optimizer.rl_coupling.trainer_rewards import ScaledScorer as ScaledScorer
     from rm_optimizer.rl_coupling.world_policy import WorldGold as WorldGold
     from rm_optimizer.rl_coupling.world_policy import WorldPolicy as WorldPolicy
+    from rm_optimizer.rl_coupling.world_policy import save_world_policy as save_world_policy
 
 export_lazily(globals())

@@ -1,17 +1,27 @@
-"""The synthetic world as a policy and as a judge, for best-of-n with gold rewards and no language model."""
+"""The synthetic world as a policy, as a judge, and as a small language model that can be trained."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, digest, paired, prompt_id
 from rm_optimizer.core.pairs.synthetic import PreferenceWorld
+from rm_optimizer.core.storage.loading import quiet_transformers
+from rm_optimizer.core.tokens.conversation_text import plain_prompt
+from rm_optimizer.core.tokens.tokenizer import train_tokenizer
+from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import DataError
+from rm_optimizer.records.files import replacing_folder
+from rm_optimizer.records.randomness import keeping_random_state
+from rm_optimizer.rl_coupling.language_policies import prompt_ids
 
 
 class WorldPolicy:
@@ -68,3 +78,107 @@ class WorldGold(Scorer):
 
 def _text(prompt: Prompt) -> str:
     return as_messages(prompt)[-1].content
+
+
+NUM_RESPONSES = 6400
+VOCABULARY = 1024
+BATCH = 64
+PEAK_LR = 4e-3
+WARMUP_STEPS = 20
+_IGNORED = -100
+"""Label of a position that transformers' loss ignores."""
+
+
+def save_world_policy(
+    world: PreferenceWorld,
+    folder: Path,
+    *,
+    num_responses: int = NUM_RESPONSES,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Path:
+    """Fit a two-layer Llama to responses of the world's policy, and save it with its tokenizer.
+
+    The world's policy is a program, which cannot be optimized. This language model of the same prompts and responses
+    can. An existing folder is kept.
+
+    Args:
+        world: the world.
+        folder: folder of the model.
+        num_responses: number of responses to fit, each used once, at least one batch of 64.
+        seed: seed of responses and weights, not negative.
+        on_progress: called with the number of finished steps and of all steps.
+    """
+    if (folder / "config.json").is_file():
+        return folder
+    generator = np.random.default_rng([seed, 17])
+    prompts = world.prompts()
+    asked = [prompts[index] for index in generator.integers(len(prompts), size=num_responses)]
+    answers = [world.sample_response(prompt, generator) for prompt in asked]
+    rendered = [plain_prompt(as_messages(prompt)) for prompt in asked]
+    texts = (text for both in zip(rendered, answers, strict=True) for text in both)
+    tokenizer = train_tokenizer(texts, VOCABULARY)
+    TemplateWriter(tokenizer).write_for_training()
+    ids = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for answer in answers]
+    rows = [(prompt_ids(tokenizer, prompt), own) for prompt, own in zip(asked, ids, strict=True)]
+    with keeping_random_state(seed=seed):
+        model = _fitted(tokenizer, rows, generator, on_progress)
+    with replacing_folder(folder) as aside, quiet_transformers():
+        model.save_pretrained(aside)
+        tokenizer.save_pretrained(aside)
+    return folder
+
+
+def _fitted(
+    tokenizer: PreTrainedTokenizerBase,
+    rows: Sequence[tuple[list[int], list[int]]],
+    generator: np.random.Generator,
+    on_progress: Callable[[int, int], None],
+) -> LlamaForCausalLM:
+    """The model after one pass over the rows with AdamW and a learning rate that falls to 0."""
+    model = LlamaForCausalLM(_architecture(tokenizer)).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
+    by_length = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+    order = generator.permutation(len(rows) // BATCH).tolist()  # batches of similar lengths
+    for step, number in enumerate(order):
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - step / len(order))
+        tokens, labels = _padded(by_length[number * BATCH : (number + 1) * BATCH], tokenizer.pad_token_id)
+        model(
+            input_ids=tokens, labels=labels
+        ).loss.backward()  # padding is on the right, so a causal model needs no mask
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        on_progress(step + 1, len(order))
+    return model.eval()
+
+
+def _architecture(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
+    hidden = 64
+    return LlamaConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=1.0 / math.sqrt(hidden),
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+
+
+def _padded(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
+    """Tokens padded on the right, and labels of the responses only."""
+    longest = max(len(prompt) + len(response) for prompt, response in rows)
+    tokens = torch.full((len(rows), longest), pad)
+    labels = torch.full((len(rows), longest), _IGNORED)
+    for number, (prompt, response) in enumerate(rows):
+        end = len(prompt) + len(response)
+        tokens[number, :end] = torch.tensor([*prompt, *response])
+        labels[number, len(prompt) : end] = torch.tensor(response)
+    return tokens, labels

@@ -23,7 +23,7 @@ from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs, pa
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation import distinct_responses as response_scoring
+from rm_optimizer.evaluation import saved_model
 from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_model
 from rm_optimizer.records.files import held
@@ -130,7 +130,7 @@ class Killed(Exception):
 def test_a_killed_evaluation_goes_on_to_the_same_bytes(
     model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(response_scoring, "CHUNK_RESPONSES", 4)
+    monkeypatch.setattr(saved_model, "CHUNK_RESPONSES", 4)
 
     def kill(done: int, total: int) -> None:
         if done == 8:
@@ -151,7 +151,7 @@ def test_a_killed_evaluation_goes_on_to_the_same_bytes(
 def test_other_weights_do_not_go_on_from_a_killed_evaluation(
     model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(response_scoring, "CHUNK_RESPONSES", 4)
+    monkeypatch.setattr(saved_model, "CHUNK_RESPONSES", 4)
 
     def kill(done: int, total: int) -> None:
         if done == 8:

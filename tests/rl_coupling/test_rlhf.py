@@ -18,13 +18,12 @@ from rm_optimizer.core.pairs.pair import Scorer
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted, RewardServerUnavailable
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.rl_coupling import rlhf
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.language_policies import TransformersPolicy
-from rm_optimizer.rl_coupling.rlhf import optimization
-from rm_optimizer.rl_coupling.rlhf.generation import TrainedPolicy
-from rm_optimizer.rl_coupling.rlhf.measurement import Judges, MeasuredCheckpoint, curve_of
-from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult, optimize_policy
-from rm_optimizer.rl_coupling.rlhf.world_model import save_world_policy
+from rm_optimizer.rl_coupling.policy_training import TrainedPolicy
+from rm_optimizer.rl_coupling.rlhf import Judges, MeasuredCheckpoint, RLHFResult, curve_of, optimize_policy
+from rm_optimizer.rl_coupling.world_policy import save_world_policy
 from rm_optimizer.schema.rlhf import PolicyAlgorithm, RLHFConfig
 from rm_optimizer.serving.client.client import RewardClient
 from tests.builders import decoder_tokenizer, tiny_reward_model
@@ -96,7 +95,7 @@ def test_the_policy_moves_and_every_checkpoint_is_measured(whole, policy):
 
 def test_a_repeated_call_trains_nothing_and_another_is_refused(whole, policy, monkeypatch):
     folder = Path(whole.policy).parent
-    monkeypatch.setattr(optimization, "train_policy", None)
+    monkeypatch.setattr(rlhf, "train_policy", None)
     again = run(policy, folder, config=whole.config, num_bootstrap=100)
     assert again.checkpoints == whole.checkpoints
     with pytest.raises(DataError, match="holds another optimization"):

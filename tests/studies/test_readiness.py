@@ -33,7 +33,7 @@ from scipy.stats import kendalltau
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.readiness.fitted import FittedReadiness, fitted_readiness
-from rm_optimizer.rl_coupling.readiness.oracle import RATER_BETA
+from rm_optimizer.rl_coupling.readiness.probe import RATER_BETA
 
 SMALL = {"models": 6, "steps": 10, "architectures": ("bag",)}
 

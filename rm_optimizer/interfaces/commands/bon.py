@@ -147,7 +147,7 @@ def _scorer(saved: SavedModel, server: str | None) -> Iterator[tuple[BradleyTerr
     if server is None:
         yield model, model
         return
-    from rm_optimizer.rl_coupling.reward_server import serving
+    from rm_optimizer.rl_coupling.trainer_rewards import serving
 
     with serving(server, model, saved.checkpoint, option="--server") as client:
         print(f"server: {server} answers with version {client.version}")

@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.pairs.pair import Prompt
     from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions
-    from rm_optimizer.rl_coupling.readiness.oracle import Oracle
-    from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
+    from rm_optimizer.rl_coupling.readiness.probe import Oracle, ResponsePool
 
 REPORT, PICTURE, PAGE = "readiness.json", "readiness.png", "readiness.html"
 """Files of the result, beside the model."""
@@ -84,7 +83,7 @@ class OracleFlags:
             DataError: if the answers cannot be read, or there are none.
         """
         from rm_optimizer.data_efficiency.questions import read_answers
-        from rm_optimizer.rl_coupling.readiness.oracle import Comparisons, ScorerOracle
+        from rm_optimizer.rl_coupling.readiness.probe import Comparisons, ScorerOracle
 
         if self.comparisons is not None:
             return Comparisons(read_answers(self.comparisons).pairs)
@@ -257,7 +256,7 @@ def _pool(
     from rm_optimizer.core.pairs.pair import digest, prompt_id
     from rm_optimizer.records.ledger import progress
     from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, rank_file, read_ranked
-    from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
+    from rm_optimizer.rl_coupling.readiness.probe import ResponsePool
 
     def kept(*identity: object) -> Path:
         return folder / f"responses-{digest([scorer_digest(model), *identity])}.jsonl"

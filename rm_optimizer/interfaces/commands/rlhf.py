@@ -12,8 +12,7 @@ from rm_optimizer.interfaces.launch import as_overrides
 from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
-    from rm_optimizer.rl_coupling.rlhf.measurement import PolicyCheckpoint
-    from rm_optimizer.rl_coupling.rlhf.optimization import RLHFResult
+    from rm_optimizer.rl_coupling.rlhf import PolicyCheckpoint, RLHFResult
 
 
 def rlhf(

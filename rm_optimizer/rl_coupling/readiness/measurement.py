@@ -25,23 +25,27 @@ from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.out_of_distribution import MahalanobisDetector
 from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, Policy
-from rm_optimizer.rl_coupling.readiness.conclusion import Evidence, conclude
 from rm_optimizer.rl_coupling.readiness.features import (
     epistemic_std,
     length_sensitivity,
     pair_accuracy,
     relative_to_ceiling,
     reward_spread,
+    style_flips,
     tempered_scores,
     tied_groups,
     worst_slice_accuracy,
 )
 from rm_optimizer.rl_coupling.readiness.fitted import FittedReadiness, fitted_readiness
-from rm_optimizer.rl_coupling.readiness.oracle import Oracle, ScorerOracle
-from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
-from rm_optimizer.rl_coupling.readiness.probe import StoppingRule, run_probe
-from rm_optimizer.rl_coupling.readiness.report import Algorithm, ProbeRecord, ReadinessSample, RLReadinessReport
-from rm_optimizer.rl_coupling.readiness.style_edits import style_flips
+from rm_optimizer.rl_coupling.readiness.probe import Oracle, ResponsePool, ScorerOracle, StoppingRule, run_probe
+from rm_optimizer.rl_coupling.readiness.report import (
+    Algorithm,
+    Evidence,
+    ProbeRecord,
+    ReadinessSample,
+    RLReadinessReport,
+    conclude,
+)
 
 OnStage = Callable[[str, int, int], None]
 """Called with what is being done, and how many of how many stages are done."""

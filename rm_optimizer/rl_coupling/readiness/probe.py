@@ -1,19 +1,177 @@
-"""Best-of-n probe on responses of a policy, stopped when it is decided."""
+"""Best-of-n probe: a pool of a policy's responses, oracles that compare them, and the rule that stops the questions."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
+from jaxtyping import Float, Int
+from scipy.special import expit
 
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
 from rm_optimizer.core.metrics.intervals import clustered_share
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, Scorer, prompt_id
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
 from rm_optimizer.rl_coupling.readiness.features import ProbeQuestions, probe_questions
-from rm_optimizer.rl_coupling.readiness.oracle import Oracle
-from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
 from rm_optimizer.rl_coupling.readiness.report import ProbeRecord
+
+RATER_BETA = 2.0
+"""Inverse temperature of raters, per standard deviation of the reward within prompts."""
+
+
+class Oracle(Protocol):
+    """Anything that compares responses: a gold reward, another reward model, or answers of people."""
+
+    def prefer(
+        self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
+    ) -> Float[np.ndarray, " questions"]:
+        """Probability that the first response to each prompt is the better one; NaN where there is no answer."""
+        ...
+
+
+class ScorerOracle:
+    """Oracle by rewards: without a scale it prefers the higher one, with one it answers as a rater does.
+
+    A rater prefers the first response with probability `sigmoid(2 (r_1 - r_2) / scale)`, as those of the validating
+    study do (`RATER_BETA`). A probe then means what it meant there.
+
+    Args:
+        scorer: a gold reward, or a reward model that shares no training pairs with the one in question.
+        is_exact: True for a gold reward; its accuracy on labeled pairs is then the ceiling of any model's.
+        scale: standard deviation of the rewards within prompts, positive; None compares without noise.
+    """
+
+    def __init__(self, scorer: Scorer, *, is_exact: bool = False, scale: float | None = None) -> None:
+        self._scorer = scorer
+        self.is_exact = is_exact
+        self._scale = scale
+
+    def as_rater(self, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]) -> ScorerOracle:
+        """The oracle with its scale on these responses; without one where it tells none of them apart."""
+        groups = self._scorer.score_groups(prompts, responses_of_each)
+        variance = float(np.mean([rewards.double().var(correction=1).item() for rewards in groups]))
+        scale = math.sqrt(variance) if variance > 0 else None
+        return ScorerOracle(self._scorer, is_exact=self.is_exact, scale=scale)
+
+    def prefer(
+        self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
+    ) -> Float[np.ndarray, " questions"]:
+        """Probability that the first response is preferred; 1, 0.5 or 0 without a scale.
+
+        Raises:
+            DataError: if a reward is not finite.
+        """
+        groups = self._scorer.score_groups(prompts, list(zip(first, second, strict=True)))
+        margin = np.array([float(rewards[0] - rewards[1]) for rewards in groups])
+        if not np.isfinite(margin).all():
+            raise DataError("the oracle gives rewards that are not finite; choose another with --gold")
+        if self._scale is None:
+            return np.asarray(0.5 + 0.5 * np.sign(margin))
+        return np.asarray(expit(RATER_BETA * margin / self._scale))
+
+
+class Comparisons:
+    """Oracle of comparisons that were made already, by people as a rule.
+
+    Args:
+        pairs: answered questions, `label` being the probability that `chosen` is the better response.
+    """
+
+    def __init__(self, pairs: Iterable[PreferencePair]) -> None:
+        self._answers = {
+            key: chance
+            for pair in pairs
+            for key, chance in (
+                ((pair.prompt_id, pair.chosen, pair.rejected), pair.label),
+                ((pair.prompt_id, pair.rejected, pair.chosen), 1 - pair.label),
+            )
+        }
+
+    def prefer(
+        self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
+    ) -> Float[np.ndarray, " questions"]:
+        """The answers, NaN where a question was not answered."""
+        keys = zip(map(prompt_id, prompts), first, second, strict=True)
+        return np.array([self._answers.get(key, math.nan) for key in keys])
+
+
+@dataclass(frozen=True)
+class ResponsePool:
+    """Equally many responses to each prompt.
+
+    Args:
+        prompts: text or messages.
+        responses: responses to each prompt.
+        rewards: their rewards.
+    """
+
+    prompts: Sequence[Prompt]
+    responses: Sequence[Sequence[str]]
+    rewards: Float[np.ndarray, "prompts samples"]
+
+    @classmethod
+    def of(cls, ranked: Sequence[RankedResponses]) -> ResponsePool:
+        """The pool of ranked responses.
+
+        Raises:
+            DataError: if prompts differ in their number of responses, or there are fewer than two of either.
+        """
+        counts = sorted({len(row.responses) for row in ranked})
+        if len(ranked) < 2 or len(counts) != 1 or counts[0] < 2:
+            sizes = f"{counts[0]} to {counts[-1]} responses" if counts else "none"
+            raise DataError(
+                "readiness needs at least 2 prompts with equally many responses, at least 2 to each; got "
+                f"{len(ranked)} prompts with {sizes}"
+            )
+        return cls(
+            [row.prompt for row in ranked], [row.responses for row in ranked], np.array([r.rewards for r in ranked])
+        )
+
+    @property
+    def lengths(self) -> Float[np.ndarray, "prompts samples"]:
+        """Characters of each response."""
+        return np.array([[float(len(text)) for text in texts] for texts in self.responses])
+
+    def texts(self, prompt: Int[np.ndarray, " questions"], column: Int[np.ndarray, " questions"]) -> list[str]:
+        """Response of each question."""
+        return [self.responses[row][place] for row, place in zip(prompt, column, strict=True)]
+
+    def compared(
+        self,
+        oracle: Oracle,
+        prompt: Int[np.ndarray, " questions"],
+        first: Int[np.ndarray, " questions"],
+        second: Int[np.ndarray, " questions"],
+    ) -> Float[np.ndarray, " questions"]:
+        """Answers of an oracle, NaN where there is none; equal texts tie unasked.
+
+        Raises:
+            DataError: if an answer is not in [0, 1].
+        """
+        sides = self.texts(prompt, first), self.texts(prompt, second)
+        asked = [place for place, (one, other) in enumerate(zip(*sides, strict=True)) if one != other]
+        wins = np.full(len(prompt), 0.5)
+        if asked:
+            chosen = [[side[place] for place in asked] for side in sides]
+            wins[asked] = oracle.prefer([self.prompts[prompt[place]] for place in asked], *chosen)
+        if (wins < 0).any() or (wins > 1).any():
+            raise DataError("an oracle's answer must lie in [0, 1], the probability that the first response is better")
+        return wins
+
+    def num_labels(
+        self,
+        wins: Float[np.ndarray, " questions"],
+        prompt: Int[np.ndarray, " questions"],
+        first: Int[np.ndarray, " questions"],
+        second: Int[np.ndarray, " questions"],
+    ) -> int:
+        """Different questions among those that the oracle answered; equal texts are none."""
+        sides = zip(wins, prompt, self.texts(prompt, first), self.texts(prompt, second), strict=True)
+        return len({(row, *sorted(both)) for win, row, *both in sides if np.isfinite(win) and both[0] != both[1]})
 
 
 @dataclass(frozen=True)

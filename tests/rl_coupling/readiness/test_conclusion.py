@@ -11,7 +11,6 @@ from scipy.special import expit
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import clustered_share
 from rm_optimizer.doctor.diagnosis import Check, Status
-from rm_optimizer.rl_coupling.readiness.conclusion import Evidence, conclude
 from rm_optimizer.rl_coupling.readiness.features import probe_questions
 from rm_optimizer.rl_coupling.readiness.fitted import (
     FitProvenance,
@@ -20,7 +19,7 @@ from rm_optimizer.rl_coupling.readiness.fitted import (
     FittedReadiness,
     fitted_readiness,
 )
-from rm_optimizer.rl_coupling.readiness.report import Algorithm, ProbeRecord, ReadinessVerdict
+from rm_optimizer.rl_coupling.readiness.report import Algorithm, Evidence, ProbeRecord, ReadinessVerdict, conclude
 
 TERMS = (
     FittedFeature("accuracy_relative", 0.5, 0.2, 0.5, 0.0, 1.0),

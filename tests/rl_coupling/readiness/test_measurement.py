@@ -17,9 +17,7 @@ from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler
 from rm_optimizer.rl_coupling.readiness import measurement
 from rm_optimizer.rl_coupling.readiness.fitted import FitProvenance, FittedFeature, FittedOutcome, FittedReadiness
 from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions, measure_readiness
-from rm_optimizer.rl_coupling.readiness.oracle import ScorerOracle
-from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
-from rm_optimizer.rl_coupling.readiness.probe import StoppingRule
+from rm_optimizer.rl_coupling.readiness.probe import ResponsePool, ScorerOracle, StoppingRule
 from rm_optimizer.rl_coupling.readiness.report import ReadinessVerdict, RLReadinessReport
 from rm_optimizer.rl_coupling.world_policy import WorldGold, WorldPolicy
 from tests.builders import tiny_reward_model

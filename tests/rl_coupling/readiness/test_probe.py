@@ -9,10 +9,15 @@ import torch
 from rm_optimizer.core.pairs.pair import PreferencePair, Scorer
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
-from rm_optimizer.rl_coupling.readiness.oracle import Comparisons, ScorerOracle
-from rm_optimizer.rl_coupling.readiness.pool import ResponsePool
-from rm_optimizer.rl_coupling.readiness.probe import StoppingRule, planned_questions, run_probe
-from rm_optimizer.rl_coupling.readiness.style_edits import EDITS, style_flips
+from rm_optimizer.rl_coupling.readiness.features import EDITS, style_flips
+from rm_optimizer.rl_coupling.readiness.probe import (
+    Comparisons,
+    ResponsePool,
+    ScorerOracle,
+    StoppingRule,
+    planned_questions,
+    run_probe,
+)
 
 
 class ByWord(Scorer):

@@ -1,8 +1,9 @@
-"""Scale of the rewards for an RL trainer: raw, or a named scale that was saved with the model."""
+"""Rewards for a trainer, on a scale saved with the model or from a server that has its weights."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,11 @@ from typing import Any
 from jaxtyping import Float
 from torch import Tensor
 
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
+from rm_optimizer.serving.client.client import RewardClient
 
 
 class RewardScale(StrEnum):
@@ -65,3 +68,34 @@ def _numbers(scale: RewardScale, record: Mapping[str, Any], export: str | Path) 
     raise CheckpointError(
         f"{export} records no numbers for scale={scale}; give the best/ folder of a run of rm-opt train, or scale=raw"
     )
+
+
+CONTACT_SECONDS = 3.0
+"""Seconds in which a reward server must answer before the first prompt."""
+PROBE_TOLERANCE = 0.02
+"""Largest difference of a served reward from the model's own that counts as rounding, relative to rewards above 1."""
+
+
+@contextmanager
+def serving(server: str, model: BradleyTerryRM, checkpoint: str, *, option: str) -> Iterator[RewardClient]:
+    """Open a client of a server, after a check of one reward that it serves the model.
+
+    Args:
+        server: address, such as http://127.0.0.1:8000.
+        model: the model in this process.
+        checkpoint: path or name of the model, for error messages.
+        option: name of the server's option, for error messages.
+
+    Raises:
+        ConfigError: if the server has other weights.
+        RewardServerUnavailable: if it does not answer.
+    """
+    RewardClient(server, renderer=model.renderer, timeout_seconds=CONTACT_SECONDS).close()
+    with RewardClient(server, renderer=model.renderer) as client:
+        served, own = (float(scorer.score(["Hi."], ["Hello."])[0]) for scorer in (client, model))
+        if not abs(served - own) <= PROBE_TOLERANCE * max(1.0, abs(own)):
+            raise ConfigError(
+                f"{option} {server} has other weights than {checkpoint}: it gives {served:.4f} where that gives "
+                f"{own:.4f}; serve {checkpoint}, or name the model that is served"
+            )
+        yield client

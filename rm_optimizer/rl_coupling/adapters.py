@@ -1,19 +1,83 @@
-"""Reward functions for verl (`custom_reward_function.path`), called for one response or for a batch."""
+"""Reward functions for TRL, OpenRLHF and verl from reward models.
+
+TRL takes functions as `reward_funcs`; the blocking one is `rm_optimizer.serving.trl_reward`. OpenRLHF's `remote_url`
+names a Python file with a function `reward_func`. The URL of `rm-opt serve` followed by `/get_reward` does the same
+over HTTP. verl calls a `custom_reward_function.path` for one response or for a batch. `docs/rl-coupling.md` shows how.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from itertools import chain, repeat
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
-from rm_optimizer.core.pairs.pair import Prompt, Scorer
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, require_finite
 from rm_optimizer.core.rows.messages import read_prompt
+from rm_optimizer.serving.client.client import AsyncRewardClient
+from rm_optimizer.serving.client.reward_function import conversations
+from rm_optimizer.serving.service.inputs import RenderedTexts
 
-if TYPE_CHECKING:
-    from rm_optimizer.serving.client.client import AsyncRewardClient
+
+def trl_reward_async(client: AsyncRewardClient, name: str = "reward") -> Callable[..., Awaitable[list[float]]]:
+    """Coroutine function for raw rewards of texts or messages, which TRL awaits together with other rewards.
+
+    TRL has one event loop for its reward functions. The client opens its session on this loop.
+
+    Args:
+        client: client of a reward server.
+        name: name of the function in TRL's log.
+
+    Raises:
+        ValueError: by the function, if a completion is not text and does not end with the assistant's message.
+    """
+
+    async def rewards(prompts: Sequence[Any], completions: Sequence[Any], **ignored: Any) -> list[float]:
+        found = await client.score(*conversations(prompts, completions))
+        return [float(reward) for reward in found.tolist()]
+
+    rewards.__name__ = name
+    return rewards
+
+
+RewardFunc = Callable[[Sequence[str], Sequence[str], Sequence[Any]], dict[str, Any]]
+
+
+def openrlhf_reward_func(model: BradleyTerryRM) -> RewardFunc:
+    """`reward_func(queries, prompts, labels)` with the raw rewards of a model in this process.
+
+    Queries are whole conversations decoded by OpenRLHF, and `prompts` shows where each answer begins. They are read as
+    by the server: special tokens and padding around a text do not change its reward, and a text that is too long loses
+    tokens on the left. Threads that call the function at the same time take turns. OpenRLHF clips rewards to [-10, 10]
+    by default (`--reward.clip_range`).
+
+    Args:
+        model: the reward model, on its device.
+
+    Raises:
+        CheckpointError: by the function, if a reward is not finite.
+        ValueError: by the function, if a query holds no text.
+        ConversationRefused: by the function, if the chat template changes an answer whose beginning is unknown, or
+            refuses it.
+    """
+    restorer, lock = RenderedTexts(model.renderer), Lock()
+
+    def reward_func(queries: Sequence[str], prompts: Sequence[str], labels: Sequence[Any]) -> dict[str, Any]:
+        texts = list(map(restorer.restored, queries, chain(prompts or (), repeat(None))))
+        if "" in texts:
+            raise ValueError(f"queries[{texts.index('')}] holds no text between its special tokens; leave it out")
+        with lock:
+            encodings = model.renderer.encode_rendered(texts, model.max_length)
+            rewards: Tensor = model.score_encoded(encodings).float()
+        require_finite(rewards.tolist(), lambda index: f"queries[{index}]")
+        return {"rewards": rewards, "scores": rewards, "extra_logs": {"rm_reward": rewards}}
+
+    return reward_func
+
 
 PROMPT_KEY = "prompt"
 """Key of `extra_info` that holds the prompt, which verl passes to reward functions in no other way."""

@@ -1,1 +1,0 @@
-"""Reward functions for TRL, OpenRLHF and verl from reward models."""

@@ -1,1 +1,0 @@
-"""Reinforcement learning of a policy against a reward model with TRL, and a measurement of every checkpoint."""
