@@ -7,17 +7,6 @@ import shlex
 from collections.abc import Iterable, Sequence
 
 
-def as_value(text: str) -> str:
-    """Text that Hydra's grammar reads back unchanged, in quotes only if it needs them.
-
-    Example:
-        >>> as_value("data/p-400.jsonl"), as_value("a b"), as_value("true"), as_value("1e5")
-        ('data/p-400.jsonl', "'a b'", "'true'", "'1e5'")
-    """
-    is_plain = re.fullmatch(r"(\.{0,2}/|[A-Za-z_])[\w/.@%+-]*", text, re.ASCII)
-    return text if is_plain and text.lower() not in ("true", "false", "null", "nan", "inf") else in_quotes(text)
-
-
 def shell_word(text: str) -> str:
     """Text as one word of a POSIX shell, as readable as it can be.
 

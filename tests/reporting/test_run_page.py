@@ -2,19 +2,19 @@
 
 import base64
 import csv
+import html
 import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from typer.testing import CliRunner
 
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape.surface.results import Slice, Surface
-from rm_optimizer.records.run_command import run_command
-from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.html import answer, bullets, page, paragraph, table
 from rm_optimizer.reporting.pages.folder_page import write_page
 from rm_optimizer.reporting.pages.run_page import run_document
@@ -72,17 +72,13 @@ def test_figures_and_tables_stand_beside_the_page_and_take_its_colors(trained: P
     assert "#222222" not in page
 
 
-def test_the_command_of_the_run_stands_on_its_page(trained: Path):
-    assert "rm-opt train model=tiny optimizer=adamw schedule=cosine hardware=cpu" in run_document(trained).html()
-    assert "training.max_steps=2" in run_document(trained).html()
-
-
-def test_values_are_quoted_only_where_a_shell_or_hydra_needs_it(trained: Path):
-    options = RunFolder(trained).options
-    options["data"] |= {"train": "p400.jsonl", "val": "my pairs.jsonl"}
-    command = run_command(options)
-    assert " data.train=p400.jsonl " in command
-    assert """ "data.val='my pairs.jsonl'" """ in command
+def test_the_command_of_the_run_is_on_its_page_as_it_was_typed(copied: Path):
+    assert "trains it again" not in run_document(copied).html()  # a run from Python has none
+    typed = ["model=tiny", "data.val='my pairs.jsonl'", "output_dir=x", "seed=3"]
+    (copied / ".hydra").mkdir()
+    OmegaConf.save(OmegaConf.create(typed), copied / ".hydra" / "overrides.yaml")
+    page = html.unescape(run_document(copied).html())
+    assert """rm-opt train model=tiny "data.val='my pairs.jsonl'" seed=3<""" in page
 
 
 def test_marks_of_direction_are_shown_and_change_nothing_around_them(copied: Path):

@@ -6,11 +6,12 @@ import json
 import math
 from pathlib import Path
 
+from omegaconf import OmegaConf
+
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.doctor.diagnosis import Diagnosis, Status
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.quoting import shell_word
-from rm_optimizer.records.run_command import run_command
 from rm_optimizer.records.run_folder import DOCTOR_FILE, METRICS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, RunFolder
 from rm_optimizer.records.run_options import flat
 from rm_optimizer.reporting.document import Answer, Block, Code, Document, Drawing, Fold, Listing, Part
@@ -50,7 +51,7 @@ def run_document(run_dir: Path) -> Document:
         Part("Ensemble", ensemble_section(run_dir, missing)),
         Part("Readiness for reinforcement learning", _readiness(run_dir, missing)),
         Part("Checks by the doctor", _doctor(run_dir, missing)),
-        _settings(result),
+        _settings(run_dir, result),
         Part("Missing", (tuple(missing),)),
     ]
     return Document(f"{result.model}, {result.optimizer}, seed {result.seed}", _answer(metrics), parts)
@@ -169,7 +170,16 @@ def _groups(metrics: PairwiseMetrics, column: str) -> Listing:
     return Listing(f"by_{column}", TextTable(f"Each {column}, the largest first", head, rows), first=20)
 
 
-def _settings(result: RunResult) -> Part:
+def _command(run_dir: Path) -> tuple[Block, ...]:
+    """The command line as it was typed, which Hydra stored; nothing for a run from Python or in another folder."""
+    stored = run_dir / ".hydra" / "overrides.yaml"
+    if not stored.is_file():
+        return ()
+    typed = [line for line in map(str, OmegaConf.load(stored)) if not line.startswith(("output_dir=", "resume="))]
+    return "This command trains it again:", Code(" ".join(["rm-opt", "train", *map(shell_word, typed)]))
+
+
+def _settings(run_dir: Path, result: RunResult) -> Part:
     seconds, rate = result.wall_seconds, result.pairs_per_second
     facts = {
         "training pairs": f"{result.data.train_pairs:,}, fingerprint {result.data.train_fingerprint}",
@@ -182,8 +192,7 @@ def _settings(result: RunResult) -> Part:
     }
     options = "\n".join(f"{name}={json.dumps(value)}" for name, value in sorted(flat(result.config)))
     blocks = (
-        "This command trains it again:",
-        Code(run_command(result.config)),
+        *_command(run_dir),
         Listing("", TextTable("Run and machine", ("", ""), tuple(facts.items()))),
         Fold("All options of the run", (Code(options),)),
     )
