@@ -121,8 +121,7 @@ def _worst_share(
     where, share = max(shares.items(), key=lambda item: item[1])
     good = f"{name.replace('_', ' ')}: {share:.1%} of the pairs of {where}"
     verdict = (share <= most, share, "share of pairs", f"at most {most:g}", good, f"{good}; {remedy}")
-    otherwise = Status.fail if share > fails_above else Status.warn
-    return judged(name, *verdict, otherwise=otherwise, details=shares)
+    return judged(name, *verdict, otherwise=Status.fail if share > fails_above else Status.warn, details=shares)
 
 
 def _rule(audit: DataAudit, name: str, rule: Callable[[SplitAudit], str], limit: float, remedy: str) -> Check:
@@ -151,8 +150,7 @@ def labels(data: Mapping[str, PreferenceDataset]) -> Check:
     good = f"{1 - undecided:.1%} of the pairs have a better response"
     bad = f"{undecided:.1%} of the pairs have label 0.5 and teach no preference; check the label column"
     verdict = (undecided <= 0.5, undecided, "share of pairs without a better response", "at most 0.5", good, bad)
-    otherwise = Status.fail if undecided == 1 else Status.warn
-    return judged("labels", *verdict, otherwise=otherwise, details=details)
+    return judged("labels", *verdict, otherwise=Status.fail if undecided == 1 else Status.warn, details=details)
 
 
 def margins(data: Mapping[str, PreferenceDataset]) -> Check:

@@ -118,8 +118,28 @@ class _Examination:
         model, probe = self.model, self.probe
         return [
             ("weights", lambda: [doctor_head.finite_weights(model)]),
-            ("tokens and template", self._text),
-            ("head", self._head),
+            (
+                "tokens and template",
+                lambda: [
+                    doctor_text.pad_token(model, probe),
+                    doctor_text.tokenizer_file(model),
+                    doctor_text.special_tokens(model, probe),
+                    doctor_text.template_date(model),
+                    doctor_text.rendered_together(model, probe),
+                    doctor_text.truncation(model),
+                ],
+            ),
+            (
+                "head",
+                lambda: [
+                    doctor_head.single_label(model),
+                    doctor_head.raw_reward(model),
+                    doctor_head.head_init(model),
+                    doctor_head.adapter_trained(model),
+                    doctor_head.head_dtype(model, probe),
+                    doctor_head.head_trainable(model, probe),
+                ],
+            ),
             ("padding", lambda: [doctor_model.padding(model, probe), doctor_model.plain_forward(model, probe)]),
             ("batches", lambda: [doctor_model.batch(model, probe), doctor_model.prefix_sharing(model, probe)]),
             ("dropout", lambda: [doctor_model.dropout(model, probe)]),
@@ -137,28 +157,6 @@ class _Examination:
         return [
             ("rewards", self._probe_rewards),
             ("pairs", lambda: [skipped(name, "", reason) for name in _NEEDS_DATA]),
-        ]
-
-    def _text(self) -> list[Check]:
-        model, probe = self.model, self.probe
-        return [
-            doctor_text.pad_token(model, probe),
-            doctor_text.tokenizer_file(model),
-            doctor_text.special_tokens(model, probe),
-            doctor_text.template_date(model),
-            doctor_text.rendered_together(model, probe),
-            doctor_text.truncation(model),
-        ]
-
-    def _head(self) -> list[Check]:
-        model, probe = self.model, self.probe
-        return [
-            doctor_head.single_label(model),
-            doctor_head.raw_reward(model),
-            doctor_head.head_init(model),
-            doctor_head.adapter_trained(model),
-            doctor_head.head_dtype(model, probe),
-            doctor_head.head_trainable(model, probe),
         ]
 
     def _splits(self) -> list[Check]:

@@ -65,16 +65,8 @@ def adapter_trained(model: BradleyTerryRM) -> Check:
         "reached it, and that its weights were saved"
     )
     is_good, expected = not is_zero or is_head_fresh(model), "not zero beside a trained head"
-    return judged(
-        "adapter_trained",
-        is_good,
-        "zero" if is_zero else "not zero",
-        "factors B",
-        expected,
-        good,
-        bad,
-        otherwise=Status.warn,
-    )
+    verdict = (is_good, "zero" if is_zero else "not zero", "factors B", expected, good, bad)
+    return judged("adapter_trained", *verdict, otherwise=Status.warn)
 
 
 def head_dtype(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:

@@ -44,7 +44,13 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
     targets = np.concatenate([winners[:, None], _random_winners(decided, seed)], axis=1)
     predicted = held_out_predictions(decided.features[:, 0] - decided.features[:, 1], targets, _folds(decided, seed))
     shuffled = (0.5 + 0.5 * np.sign(predicted * targets))[:, 1:].mean(axis=0)
-    return [_signal(decided, predicted[:, 0], float(shuffled.mean()), is_fresh, seed), _shuffle(shuffled)]
+    mean, error = float(shuffled.mean()), float(shuffled.std(ddof=1) / np.sqrt(len(shuffled)))
+    good = f"with random labels the probe is right on {mean:.3f} ± {error:.3f} of new prompts"
+    bad = f"{good}, so the same comparisons stand under several prompts; remove such repeats before splitting"
+    details = {"standard_error": error, "num_shuffles": len(shuffled)}
+    verdict = (not mean - _STANDARD_ERRORS * error > 0.5, mean, "held-out accuracy", expected[1], good, bad)
+    control = judged("label_shuffle", *verdict, details=details)
+    return [_signal(decided, predicted[:, 0], mean, is_fresh, seed), control]
 
 
 def held_out_predictions(
@@ -108,14 +114,3 @@ def _signal(scored: ScoredPairs, predicted: np.ndarray, shuffled: float, is_fres
         "num_prompts": estimate.num_samples,
     }
     return Check("label_signal", status, estimate.value, "held-out accuracy", "above 0.5", explanation, details)
-
-
-def _shuffle(accuracies: np.ndarray) -> Check:
-    """Check of the control task over all shuffles; it fails above chance by more than `_STANDARD_ERRORS`."""
-    mean = float(accuracies.mean())
-    error = float(accuracies.std(ddof=1) / np.sqrt(len(accuracies)))
-    is_leaking = mean - _STANDARD_ERRORS * error > 0.5
-    good = f"with random labels the probe is right on {mean:.3f} ± {error:.3f} of new prompts"
-    bad = f"{good}, so the same comparisons stand under several prompts; remove such repeats before splitting"
-    details = {"standard_error": error, "num_shuffles": len(accuracies)}
-    return judged("label_shuffle", not is_leaking, mean, "held-out accuracy", "0.5", good, bad, details=details)

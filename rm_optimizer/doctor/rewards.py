@@ -283,16 +283,11 @@ def reward_length(scored: ScoredPairs) -> Check:
     low, high = (math.tanh(math.atanh(np.clip(rho, -0.999999, 0.999999)) + sign * half) for sign in (-1, 1))
     follows = low > LENGTH_CORRELATION or high < -LENGTH_CORRELATION
     good = f"margins correlate with length by {rho:.2f}"
-    verdict = (
-        rho,
-        "rank correlation",
-        expected,
-        good,
-        f"{good}; the model ranks by length, so balance lengths in the data or penalize length",
-    )
+    bad = f"{good}; the model ranks by length, so balance lengths in the data or penalize length"
     baseline = length_baseline(scored.pairs).value
     details = {"low": low, "high": high, "longer_wins": baseline, "num_pairs": len(length)}
-    return judged("reward_length", not follows, *verdict, otherwise=Status.warn, details=details)
+    verdict = (not follows, rho, "rank correlation", expected, good, bad)
+    return judged("reward_length", *verdict, otherwise=Status.warn, details=details)
 
 
 def prompt_only(model: BradleyTerryRM, scored: ScoredPairs) -> Check:

@@ -126,9 +126,9 @@ def rendered_together(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -
     whole = [_whole_text_ids(model, prompt, response) for prompt, response in DEFAULT_PROBE]
     short = [i for i, ids in enumerate(whole) if len(ids) + 4 <= model.max_length]
     if not short:
-        reason = f"max_length={model.max_length} cuts every probe conversation"
-        return skipped("rendered_together", expected, reason)
-    num_wrong = sum(not _contains(probe[i], whole[i]) for i in short)
+        return skipped("rendered_together", expected, f"max_length={model.max_length} cuts every probe conversation")
+    read = {i: [list(probe[i][start : start + len(whole[i])]) for start in range(len(probe[i]))] for i in short}
+    num_wrong = sum(whole[i] not in read[i] for i in short)
     good = "prompt and response are rendered together and tokenized once"
     bad = (
         "sequences differ from the tokens of the conversation's text; render prompt and response together and tokenize "
@@ -141,11 +141,6 @@ def _whole_text_ids(model: BradleyTerryRM, prompt: Prompt, response: str) -> lis
     text = model.renderer.text(prompt, response)
     ids: list[int] = model.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
-
-
-def _contains(ids: Sequence[int], part: Sequence[int]) -> bool:
-    starts = range(len(ids) - len(part) + 1)
-    return any(tuple(ids[start : start + len(part)]) == tuple(part) for start in starts)
 
 
 def truncation(model: BradleyTerryRM) -> Check:
