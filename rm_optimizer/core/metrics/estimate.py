@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float64
@@ -99,7 +100,8 @@ def finite_array(values: ArrayLike, name: str, axes: Sequence[str]) -> Float64[n
         on_cpu = values.detach().cpu() if hasattr(values, "detach") else values
         array = np.asarray(on_cpu.double() if hasattr(on_cpu, "double") else on_cpu, dtype=np.float64)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{form}, got {' '.join(str(error).split())}") from error
+        table = values.to_numpy() if hasattr(values, "to_numpy") else values
+        raise DataError(f"{form}, got {_misfit(table, axes) or ' '.join(str(error).split())}") from error
     if array.ndim != len(axes) or not array.size:
         raise DataError(f"{form}, got the shape {array.shape}")
     if not np.isfinite(array).all():
@@ -107,3 +109,24 @@ def finite_array(values: ArrayLike, name: str, axes: Sequence[str]) -> Float64[n
         where = ", ".join(f"{axis} {index + 1}" for axis, index in zip(axes, place, strict=True))
         raise DataError(f"{name} must be finite, got {array[tuple(place)]} in {where}; leave it out or check the model")
     return array
+
+
+def _misfit(values: Any, axes: Sequence[str], before: str = "") -> str | None:
+    """First entry of nested rows that is no number or has another length, with its place; None if all fit."""
+    if not hasattr(values, "__len__"):
+        return None
+    rows = list(values)
+    for number, entry in enumerate(rows, 1):
+        where = f"{before}{axes[0]} {number}"
+        if len(axes) == 1:
+            try:
+                float(entry)
+            except (TypeError, ValueError):
+                return f"{entry!r} in {where}"
+        elif isinstance(entry, str) or not hasattr(entry, "__len__"):
+            return f"{entry!r} in {where}"
+        elif len(entry) != len(rows[0]):
+            return f"length {len(entry)} in {where}, but {len(rows[0])} in {before}{axes[0]} 1"
+        elif (found := _misfit(entry, axes[1:], f"{where}, ")) is not None:
+            return found
+    return None

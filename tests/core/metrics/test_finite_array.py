@@ -27,8 +27,11 @@ FORMS: dict[str, Callable[[np.ndarray], Any]] = {
     "transposed": lambda table: np.ascontiguousarray(table.T).T,
 }
 WRONG: dict[str, tuple[Any, str]] = {
-    "ragged": ([[1.0, 2.0], [3.0]], "one length in each axis, got "),
-    "text": ([["a", "b"]], "must be numbers by .*, got could not convert"),
+    "ragged": ([[1.0, 2.0], [3.0]], "in each axis, got length 1 in (prompt|response) 2, but 2 in (prompt|response) 1$"),
+    "ragged rows": ([np.ones(2), np.ones(3)], "got length 3 in (prompt|response) 2, but 2 in (prompt|response) 1$"),
+    "a row that is a number": ([[1.0, 2.0], 3.0], "got 3.0 in (prompt|response) 2$"),
+    "text": ([["1", "b"]], "must be numbers by .*, got 'b' in (prompt|response) 1, (sample|feature) 2$"),
+    "a frame with text": (pd.DataFrame({"x": [1.0, 2.0], "y": [3.0, "b"]}), "got 'b' in .* 2, .* 2$"),
     "missing": ([[1.0, None], [2.0, 3.0]], "must be (finite|numbers)"),
     "nothing": (None, "must be numbers by"),
     "one row": ([1.0, 2.0], r"got the shape \(2,\)"),
@@ -63,6 +66,12 @@ def test_what_is_no_table_of_numbers_is_one_sentence(entrance: str, wrong: str):
     with pytest.raises(DataError, match=sentence) as refused:
         ENTRANCES[entrance](values)
     assert "\n" not in str(refused.value)
+
+
+def test_a_cell_of_three_axes_is_named_with_all_of_them():
+    members = [[[1.0, 2.0], [3.0, 4.0]], [[1.0, 2.0], [3.0]]]
+    with pytest.raises(DataError, match=r"got length 1 in member 2, prompt 2, but 2 in member 2, prompt 1$"):
+        finite_array(members, "rewards", ["member", "prompt", "sample"])
 
 
 def test_a_curriculum_names_the_pair_without_a_margin():
