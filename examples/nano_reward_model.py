@@ -20,6 +20,7 @@ import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -91,7 +92,8 @@ class Block(nn.Module):
         mixed = scaled_dot_product_attention(rotated(q, angles), rotated(k, angles), v, is_causal=True)
         x = x + self.o(mixed.transpose(1, 2).flatten(-2))
         inner = self.norm_out(x)
-        return x + self.down(silu(self.gate(inner)) * self.up(inner))
+        out: Tensor = x + self.down(silu(self.gate(inner)) * self.up(inner))
+        return out
 
 
 class RewardModel(nn.Module):
@@ -115,12 +117,13 @@ class RewardModel(nn.Module):
         for block in self.blocks:
             x = block(x, angles)
         last = torch.tensor([len(row) - 1 for row in rows])
-        return self.score(self.norm(x)[torch.arange(len(rows)), last])[:, 0]
+        rewards: Tensor = self.score(self.norm(x)[torch.arange(len(rows)), last])[:, 0]
+        return rewards
 
 
 def margins(model: RewardModel, batch: list[tuple[list[int], list[int]]]) -> Tensor:
     """Reward of the chosen less that of the rejected response, of each pair."""
-    rewards = model([row for pair in batch for row in pair])
+    rewards: Tensor = model([row for pair in batch for row in pair])
     return rewards[0::2] - rewards[1::2]
 
 
@@ -136,7 +139,8 @@ def train(model: RewardModel, rows: list[tuple[list[int], list[int]]], num_steps
     """Loss of each step: mean of -log sigmoid(margin) (Bradley & Terry, 1952), clipped, one AdamW step."""
     hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks")]
     others = [p for name, p in model.named_parameters() if not (p.dim() == 2 and name.startswith("blocks"))]
-    optimizer = torch.optim.AdamW([{"params": hidden}, {"params": others, "weight_decay": 0.0}], weight_decay=DECAY)
+    groups: list[dict[str, Any]] = [{"params": hidden}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, weight_decay=DECAY)
     steps_per_epoch = math.ceil(len(rows) / BATCH)
     for step in range(num_steps):
         epoch, place = divmod(step, steps_per_epoch)
@@ -146,7 +150,7 @@ def train(model: RewardModel, rows: list[tuple[list[int], list[int]]], num_steps
             group["lr"] = RATE * factor(step, num_steps)
         optimizer.zero_grad()
         loss = -logsigmoid(margins(model, batch)).mean()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         yield loss.item()
