@@ -146,11 +146,6 @@ def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) 
     """
     wanted = _chosen(config)
     require_exact(wanted)
-    if wanted.init_lora_weights not in _KEEPS_BASE:
-        raise ConfigError(
-            "LoraConfig.init_lora_weights must be left at its default for a reward model, got "
-            f"{wanted.init_lora_weights!r}: such an adapter could not be saved and merged exactly"
-        )
     head_side, beside = head_side_modules(model), parts_beside_text(model)
     wanted.task_type = import_peft().TaskType.SEQ_CLS
     wanted.modules_to_save = sorted({*(wanted.modules_to_save or ()), *head_side})
@@ -318,21 +313,27 @@ def _name_base(config: LoraConfig, model: PreTrainedModel) -> None:
     config.revision = None if is_folder else getattr(model.config, "_commit_hash", None)
 
 
-def require_exact(config: LoraConfig, where: str = "LoraConfig.") -> None:
+def require_exact(config: LoraConfig, stored: Path | None = None) -> None:
     """Refuse a configuration whose adapter is no sum of a frozen matrix and a product, so that it cannot be merged.
 
+    Args:
+        config: the configuration.
+        stored: its file; None for a new adapter, whose factors must also start without a change of the frozen weights.
+
     Raises:
-        ConfigError: naming the setting, after `where`.
+        ConfigError: naming the setting.
     """
-    default = type(config)()
-    settings = {name: value for name, value in vars(config).items() if value != getattr(default, name, None)}
-    if not isinstance(config.modules_to_save, str):
-        settings = {name: value for name, value in settings.items() if name not in _EXACT.split()}
-    for name, value in settings.items():
-        raise ConfigError(
-            f"{where}{name} must be left at its default for a reward model, got {value!r}: "
-            "such an adapter could not be saved and merged exactly"
-        )
+    default, where = type(config)(), "LoraConfig." if stored is None else f"{stored}: "
+    refused = {
+        "init_lora_weights": stored is None and config.init_lora_weights not in _KEEPS_BASE,
+        "modules_to_save": isinstance(config.modules_to_save, str),
+    }
+    for name, value in vars(config).items():
+        if refused.get(name, name not in _EXACT.split()) and value != getattr(default, name, None):
+            raise ConfigError(
+                f"{where}{name} must be left at its default for a reward model, got {value!r}: "
+                "such an adapter could not be saved and merged exactly"
+            )
 
 
 def is_under(name: str, modules: Collection[str]) -> bool:

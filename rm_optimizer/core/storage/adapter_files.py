@@ -167,7 +167,7 @@ class StoredAdapter:
             )
         if not config.base_model_name_or_path:
             raise CheckpointError(f"the adapter in {folder} does not name its base model in {ADAPTER_FILE}")
-        require_exact(config, f"{folder / ADAPTER_FILE}: ")
+        require_exact(config, folder / ADAPTER_FILE)
         return cls(folder, config, read_record(folder))
 
     @property

@@ -339,6 +339,7 @@ def test_peft_options_survive_adapter_folder_and_merge(config: LoraConfig, tmp_p
         (LoraConfig(init_lora_weights="pissa"), "init_lora_weights must be left"),
         (LoraConfig(trainable_token_indices=[1]), r"LoraConfig.trainable_token_indices must be left.* got \[1\]"),
         (LoraConfig(lora_bias=True), "LoraConfig.lora_bias must be left"),
+        (LoraConfig(r=3, modules_to_save="score"), "LoraConfig.modules_to_save must be left.* got 'score'"),
     ],
 )
 def test_what_cannot_be_kept_is_refused_in_a_sentence(config: AdapterConfig | LoraConfig, message: str):
