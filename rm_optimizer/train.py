@@ -60,17 +60,15 @@ def main() -> None:
 
 def _tell_or_sweep(line: CommandLine[TrainConfig]) -> None:
     """Let Hydra print, or run the jobs of a sweep, and compare those that finished."""
-    from rm_optimizer.interfaces.command_line import planned_sweep
     from rm_optimizer.schema.compose import completed
     from rm_optimizer.training.folder.lock import reserved
 
     if line.only_tells or not line.flags.multirun:
         line.of(completed(line.overrides)).launch(run)
         return
-    folder = planned_sweep(line.overrides, name=line.main_file, config_dir=line.flags.config_dir).folder
     try:
-        with naming_sweep_folder(), reserved(folder):
-            line.of(_in_folder(completed(line.overrides), folder)).launch(run)
+        with naming_sweep_folder(), reserved(line.sweep.folder):
+            line.of(_in_folder(completed(line.overrides), line.sweep.folder)).launch(run)
     finally:
         if SWEEP.jobs:
             print(f"\n{SWEEP.table()}\n{SWEEP.folder}/{SWEEP_FILE} holds this table")
@@ -189,9 +187,7 @@ def _checked(line: CommandLine[TrainConfig]) -> Composed[TrainConfig] | None:
 
 def _jobs(line: CommandLine[TrainConfig]) -> list[Composed[TrainConfig]]:
     """The jobs that together hold every value of a sweep, and those whose folder exists, each in its own folder."""
-    from rm_optimizer.interfaces.command_line import planned_sweep
-
-    plan = planned_sweep(line.overrides, name=line.main_file, config_dir=line.flags.config_dir)
+    plan = line.sweep
     begun = (number for number in range(len(plan.jobs)) if (plan.folder / str(number)).is_dir())
     jobs, folders = [], set[str]()
     for number in sorted({*plan.covering, *begun}):

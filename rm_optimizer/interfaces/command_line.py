@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -172,6 +172,15 @@ class CommandLine(Generic[ConfigT]):
             option = name.lstrip("+")
             if equals and seen.setdefault(option, value) != value:
                 raise ConfigError(f"{option} is given twice, as {seen[option]} and as {value}; give it once")
+
+    @cached_property
+    def sweep(self) -> SweepPlan:
+        """The jobs of a sweep, in a folder whose time is filled in once.
+
+        Raises:
+            ConfigError: if an override cannot be read or composed.
+        """
+        return planned_sweep(self.overrides, name=self.main_file, config_dir=self.flags.config_dir)
 
     def composed(self, *, job: int | None = None) -> Composed[ConfigT]:
         """Compose and check the options, of one job if they are swept.

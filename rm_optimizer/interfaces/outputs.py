@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout, suppress
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 
 from rm_optimizer.errors import ConfigError, Interrupted, RMOptimizerError
@@ -55,10 +55,8 @@ def filling(folder: Path) -> Iterator[None]:
 @contextmanager
 def printed_beside(json_file: Path | None) -> Iterator[None]:
     """Redirect the block's output to standard error if the JSON goes to standard output."""
-    if json_file is None or not _is_standard_output(json_file):
-        yield
-        return
-    with redirect_stdout(sys.stderr):
+    is_taken = json_file is not None and _is_standard_output(json_file)
+    with redirect_stdout(sys.stderr) if is_taken else nullcontext():
         yield
 
 
