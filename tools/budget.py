@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 7320,
+    "core": 7317,
     "serving": 4456,
     "landscape": 4043,
     "training": 2668,
     "rl_coupling": 2662,
     "reporting": 2633,
-    "interfaces": 1944,
+    "interfaces": 1945,
     "experiments": 1796,
     "data_efficiency": 1281,
     "schema": 937,
@@ -28,15 +28,15 @@ ROOMS: Mapping[str, int] = {
     "optim": 747,
     "records": 712,
     "evaluation": 531,
-    "modules at the top": 475,
+    "modules at the top": 474,
 }
 LIMITS: Mapping[str, int] = {
     "files": 346,
     "files of less than 40 lines": 7,
     "functions of seven parameters or more": 55,
-    "import lines": 5303,
-    "import lines inside functions": 329,
-    "lines of code": 33118,
+    "import lines": 5301,
+    "import lines inside functions": 327,
+    "lines of code": 33115,
     "private functions with one caller": 715,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

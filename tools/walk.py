@@ -38,7 +38,7 @@ def install() -> None:
     import threading
 
     package = f"{ROOT / 'rm_optimizer'}{os.sep}"
-    walk: list[tuple[float, str, str]] = []
+    walk: list[tuple[float, str]] = []
     marks: list[tuple[str, int]] = []
     first: dict[str, None] = {}
 
@@ -49,7 +49,7 @@ def install() -> None:
         file = code.co_filename[len(package) :]
         first.setdefault(f"{file}: {code.co_qualname}")
         if not walk or walk[-1][1] != file:
-            walk.append((time.monotonic(), file, code.co_qualname))
+            walk.append((time.monotonic(), file))
         if code.co_name in (STEP, TRAIN):
             marks.append((code.co_name, len(walk)))
 
@@ -98,7 +98,7 @@ def main() -> None:
         command = next((walk for walk in found if walk["marks"]), None)
         if command is None:
             sys.exit((folder / "printed").read_text())
-        files = [file for _, file, _ in command["walk"]]
+        files = [file for _, file in command["walk"]]
         begun = next(at for name, at in command["marks"] if name == TRAIN)
         steps = [at for name, at in command["marks"] if name == STEP]
         if "--story" in sys.argv:
@@ -106,7 +106,6 @@ def main() -> None:
             return
         show("options", files[: begun - 1])
         between = [files[start - 1 : end - 1] for start, end in itertools.pairwise(steps)]
-
         show("step", min(between, key=len))  # the others also evaluate or save
         show("request", request(folder))
 
@@ -134,14 +133,10 @@ def request(folder: Path) -> list[str]:
         time.sleep(0.3)
     server.send_signal(signal.SIGINT)
     server.wait(60)
-    found = []
     for each in walks(folder):
-        for start, end in times[1:]:
-            if slice_ := [file for at, file, _ in each["walk"] if start <= at <= end]:
-                found.append(slice_)
-        if any(any("serving/http" in file for file in files) for files in found):
-            return min(found, key=len)
-        found.clear()
+        asked_files = [[file for at, file in each["walk"] if start <= at <= end] for start, end in times[1:]]
+        if any("serving/http" in file for files in asked_files for file in files):
+            return min(filter(None, asked_files), key=len)
     sys.exit("no request was traced")
 
 

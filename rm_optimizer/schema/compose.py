@@ -13,6 +13,9 @@ from omegaconf.errors import OmegaConfBaseException
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.store import has_adapter, register
 
+PACKAGE = Path(__file__).resolve().parent.parent
+ConfigT = TypeVar("ConfigT")
+
 
 def completed(overrides: Sequence[str]) -> list[str]:
     """The overrides, with `model=custom` where they name a model by its path and choose no preset.
@@ -84,10 +87,6 @@ def _require_met(option: str, group: str, need: str, owner: DictConfig) -> None:
     raise ConfigError(
         f"{option} has an effect only {condition}, got {group}.{got}={OmegaConf.select(owner, got)}; leave {option} out"
     )
-
-
-PACKAGE = Path(__file__).resolve().parent.parent
-ConfigT = TypeVar("ConfigT")
 
 
 def config_root() -> str:

@@ -22,8 +22,6 @@ _OFFLINE = (
     "<p>This page takes its scripts from cdn.jsdelivr.net. Where it stays empty, read "
     '<a href="/openapi.json">/openapi.json</a>, which needs no internet.</p>'
 )
-
-
 CLIENT_CLOSED = 499
 """nginx's status for a client that disconnected; only the metrics use it."""
 

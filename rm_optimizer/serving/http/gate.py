@@ -39,6 +39,18 @@ OPEN_PATHS = frozenset({"/health", "/ping"})
 UPDATE_PATHS = "/rm/weights"
 """Prefix of the paths of weight updates, which may have a key of their own."""
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
+MAX_OPEN_BYTES = 64 * 2**20
+"""Bytes of the bodies of open requests before a new one; requests of falling sizes hold some times as many."""
+MAX_BODY_BYTES = 8 * 2**20
+"""Bytes of one body."""
+MAX_CONTAINERS = 2**16
+"""JSON lists and objects in one body; each costs Python's parser as much as a hundred numbers."""
+MAX_STRINGS = 2**19
+"""JSON strings in one body, more than any request of `MAX_CONTAINERS` objects needs."""
+MAX_VALUES = 2**20
+"""Commas outside of strings in one body."""
+MAX_KEYS = 2**18
+"""Colons outside of strings in one body."""
 _PORT = re.compile(r":\d+\Z")
 
 
@@ -95,20 +107,6 @@ def header_size_check(scope: Scope) -> ApiError | None:
     line = len(scope["method"]) + len(target) + len(scope["query_string"]) + len(" ? HTTP/1.1\r\n")
     size = line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")
     return HeadersTooLarge() if size > MAX_HEADER_BYTES else None
-
-
-MAX_OPEN_BYTES = 64 * 2**20
-"""Bytes of the bodies of open requests before a new one; requests of falling sizes hold some times as many."""
-MAX_BODY_BYTES = 8 * 2**20
-"""Bytes of one body."""
-MAX_CONTAINERS = 2**16
-"""JSON lists and objects in one body; each costs Python's parser as much as a hundred numbers."""
-MAX_STRINGS = 2**19
-"""JSON strings in one body, more than any request of `MAX_CONTAINERS` objects needs."""
-MAX_VALUES = 2**20
-"""Commas outside of strings in one body."""
-MAX_KEYS = 2**18
-"""Colons outside of strings in one body."""
 
 
 @dataclass(eq=False)
