@@ -17,7 +17,8 @@ from torch import Tensor
 
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, paired, prompt_id, require_finite
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id, require_finite
+from rm_optimizer.core.rows.natural import paired
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.score_file import CountedRewards
 from rm_optimizer.records.codec import JsonRecord, json_values

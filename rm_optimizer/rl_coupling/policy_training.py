@@ -24,7 +24,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, paired, require_finite
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, require_finite
+from rm_optimizer.core.rows.natural import paired
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import CheckpointError, MissingExtra

@@ -12,8 +12,9 @@ from jaxtyping import Float
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, digest, paired, prompt_id
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, digest, prompt_id
 from rm_optimizer.core.pairs.synthetic import PreferenceWorld
+from rm_optimizer.core.rows.natural import paired
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer

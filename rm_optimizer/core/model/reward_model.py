@@ -22,7 +22,8 @@ from rm_optimizer.core.classifier.pooling import last_token_logits, own_logits, 
 from rm_optimizer.core.classifier.quantization import computing_dtype
 from rm_optimizer.core.model.losses import bradley_terry_loss, split_rewards
 from rm_optimizer.core.model.passes import SequenceScorer
-from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt, paired, require_finite
+from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt, require_finite
+from rm_optimizer.core.rows.natural import paired
 from rm_optimizer.core.storage.certificate import ParityCertificate, require_parity
 from rm_optimizer.core.storage.export import save_export
 from rm_optimizer.core.storage.loading import LoadedModel, describe_model, load_model, parse_dtype, settle_input

@@ -12,12 +12,13 @@ from typing import Any, Protocol, overload
 
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.overlap import continued, conversation_groups, prompt_keys
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, listed, prompt_id
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, prompt_id
 from rm_optimizer.core.pairs.source_pairs import load_sources, mixed, mixed_rows
 from rm_optimizer.core.pairs.sources import DataSource, parse_sources
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import PairRows, SkippedRow
 from rm_optimizer.core.rows.columns import Columns
+from rm_optimizer.core.rows.natural import table_rows
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
 
@@ -83,8 +84,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
         """
         if isinstance(pairs, cls):
             return pairs
-        is_frame = hasattr(pairs, "to_dict") and hasattr(pairs, "columns")
-        rows = pairs.to_dict("records") if is_frame else listed("pairs", pairs)  # type: ignore[attr-defined]
+        rows = table_rows("pairs", pairs)
         kind = PreferencePair if rows and isinstance(rows[0], PreferencePair) else Mapping
         for place, row in enumerate(rows):
             if not isinstance(row, kind):

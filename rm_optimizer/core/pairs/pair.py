@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
@@ -20,6 +20,7 @@ from rm_optimizer.core.rows.messages import Message as Message
 from rm_optimizer.core.rows.messages import Prompt as Prompt
 from rm_optimizer.core.rows.messages import as_messages as as_messages
 from rm_optimizer.core.rows.messages import read_messages, require_characters, require_response
+from rm_optimizer.core.rows.natural import flat_groups
 from rm_optimizer.errors import CheckpointError
 
 
@@ -170,78 +171,6 @@ def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None
             f"{len(broken)} of {len(rewards)} rewards are not finite, the first is {rewards[first]} for {name(first)}: "
             "the model's weights are broken, or overflow in the type it computes in; give another checkpoint"
         )
-
-
-def listed(name: str, values: Any) -> list[Any]:
-    """Values of a list, tuple, generator, array or column.
-
-    Args:
-        name: name of the argument, for the message.
-        values: the argument.
-
-    Raises:
-        TypeError: if it is a text, a mapping, a set, a table or a single value.
-    """
-    is_other = isinstance(values, str | bytes | Mapping | Set) or hasattr(values, "columns")
-    if is_other or not isinstance(values, Iterable):
-        raise TypeError(f"{name} must be a list, tuple, generator, array or column, got {type(values).__name__}")
-    found = values.tolist() if hasattr(values, "tolist") else list(values)
-    return found if isinstance(found, list) else [found]
-
-
-def _prompts(prompts: Prompt | Sequence[Prompt]) -> tuple[list[Any], bool]:
-    """The prompts, and True if they are a single one."""
-    if isinstance(prompts, str):
-        return [prompts], True
-    each = listed("prompts", prompts)
-    is_single = isinstance(next(iter(each), None), Message | Mapping)
-    return ([tuple(each)] if is_single else each), is_single
-
-
-def paired(prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> tuple[list[Prompt], list[str]]:
-    """Prompts and responses one for one; a single prompt is that of every response.
-
-    Args:
-        prompts: one prompt for each response, or a single one, as text or messages.
-        responses: the responses, or the text of a single one.
-
-    Raises:
-        ValueError: if there are not as many prompts as responses, or several prompts have a single text for response.
-        TypeError: if an argument holds no values, or a response is not text.
-
-    Example:
-        >>> paired("Explain chess", ["Start with pawns.", "No."])
-        (['Explain chess', 'Explain chess'], ['Start with pawns.', 'No.'])
-    """
-    texts: list[Any] = [responses] if isinstance(responses, str) else listed("responses", responses)
-    given, is_single = _prompts(prompts)
-    each = given * len(texts) if is_single else given
-    for place, text in enumerate(texts):
-        if not isinstance(text, str):
-            raise TypeError(f"responses[{place}] must be text, got {type(text).__name__}")
-    if not is_single and isinstance(responses, str):
-        raise ValueError(f"expected a list of responses beside a list of prompts, got the text {responses[:40]!r}")
-    if len(each) != len(texts):
-        raise ValueError(f"expected one response for each prompt, got {len(each)} prompts and {len(texts)} responses")
-    return each, texts
-
-
-def flat_groups(
-    prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
-) -> tuple[list[Prompt], list[str], list[int]]:
-    """Prompts and responses one for one, neighbors with one prompt, and the number of responses to each prompt.
-
-    Raises:
-        ValueError: if there are not as many groups of responses as prompts.
-    """
-    each, _ = _prompts(prompts)
-    groups = [listed("the responses to each prompt", group) for group in listed("responses_of_each", responses_of_each)]
-    if len(each) != len(groups):
-        raise ValueError(
-            f"expected a group of responses for each prompt, got {len(each)} prompts and {len(groups)} groups"
-        )
-    rows = [(prompt, text) for prompt, texts in zip(each, groups, strict=True) for text in texts]
-    return *paired([prompt for prompt, _ in rows], [text for _, text in rows]), list(map(len, groups))
 
 
 class BaseRewardModel(nn.Module, Scorer):

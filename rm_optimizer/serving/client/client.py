@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, flat_groups, paired
+from rm_optimizer.core.pairs.pair import Prompt, Scorer
+from rm_optimizer.core.rows.natural import flat_groups, paired
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import RewardServerUnavailable, WrongVersion
 from rm_optimizer.serving.client.connection import (

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 import pandas as pd
+import pyarrow as pa
 import pytest
 from datasets import Dataset
 
 from rm_optimizer import compose, evaluate_model, train_reward_model
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.pairs.pair import Message, PreferencePair, paired
+from rm_optimizer.core.pairs.pair import Message, PreferencePair
+from rm_optimizer.core.rows.natural import paired
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.score_file import score_file
 from tests.builders import tiny_reward_model
@@ -111,3 +113,33 @@ def test_options_are_taken_as_compose_returns_them():
         train_reward_model(compose(["model=tiny"]))
     with pytest.raises(TypeError, match="config must be the options of a run, got dict; make them by compose"):
         train_reward_model({"model": "tiny"})
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        pd.DataFrame,
+        Dataset.from_list,
+        pa.Table.from_pylist,
+        iter,
+        lambda rows: pd.DataFrame(rows, [7, 8, 9]),
+        lambda rows: pd.DataFrame(rows).to_dict("list"),
+        lambda rows: Dataset.from_list([*rows, *rows]).select([0, 1, 2]),
+    ],
+)
+def test_every_table_gives_the_pairs_of_its_rows(form):
+    rows = [{"prompt": f"What is {n}?", "chosen": "It is.", "rejected": "No."} for n in range(3)]
+    assert PreferenceDataset.from_pairs(form(rows)).fingerprint == PreferenceDataset.from_pairs(rows).fingerprint
+
+
+@pytest.mark.parametrize(
+    ("table", "said"),
+    [
+        (pd.DataFrame({"prompt": ["secret", 3]}), "pairs cannot be read as a table: .*column prompt"),
+        ({"prompt": ["secret"], "chosen": ["1", "2"]}, "pairs cannot be read as a table: .*chosen.*length"),
+    ],
+)
+def test_a_table_that_no_file_could_hold_is_refused_without_its_content(table, said):
+    with pytest.raises(DataError, match=said) as caught:
+        PreferenceDataset.from_pairs(table)
+    assert "secret" not in str(caught.value)
