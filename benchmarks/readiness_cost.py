@@ -30,9 +30,9 @@ import torch
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler
 from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions, measure_readiness
 from rm_optimizer.rl_coupling.readiness.probe import ResponsePool, ScorerOracle, StoppingRule, run_probe

@@ -43,8 +43,8 @@ from serving_consistency import server
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.audit import length_baseline
 from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.audit import length_baseline
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, reward_distribution

@@ -49,7 +49,7 @@ from rm_optimizer.core.metrics.effects import Outcome, both, outcome, paired_eff
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import crossed_mean
 from rm_optimizer.core.model.losses import bradley_terry_pair_losses
-from rm_optimizer.core.pairs.audit import length_baseline
+from rm_optimizer.core.tokens.audit import length_baseline
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatches, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.errors import ConfigError, RMOptimizerError

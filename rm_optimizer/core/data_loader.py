@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from rm_optimizer.core.pairs.dataset import PreferenceDataset as PreferenceDataset
-    from rm_optimizer.core.pairs.dataset import TrainVal as TrainVal
-    from rm_optimizer.core.pairs.dataset import load_pairs as load_pairs
-    from rm_optimizer.core.pairs.dataset import load_training_data as load_training_data
-    from rm_optimizer.core.pairs.dataset import prompt_ids as prompt_ids
-    from rm_optimizer.core.pairs.dataset import require_disjoint_prompts as require_disjoint_prompts
     from rm_optimizer.core.pairs.orders import PairOrder as PairOrder
     from rm_optimizer.core.pairs.synthetic import PreferenceWorld as PreferenceWorld
     from rm_optimizer.core.rows.bad_rows import SkippedRow as SkippedRow
     from rm_optimizer.core.streaming.dataset import RayPreferenceDataset as RayPreferenceDataset
+    from rm_optimizer.core.tokens.dataset import PreferenceDataset as PreferenceDataset
+    from rm_optimizer.core.tokens.dataset import TrainVal as TrainVal
+    from rm_optimizer.core.tokens.dataset import load_pairs as load_pairs
+    from rm_optimizer.core.tokens.dataset import load_training_data as load_training_data
+    from rm_optimizer.core.tokens.dataset import prompt_ids as prompt_ids
+    from rm_optimizer.core.tokens.dataset import require_disjoint_prompts as require_disjoint_prompts
     from rm_optimizer.core.tokens.loader import create_dataloader as create_dataloader
 
 export_lazily(globals())

@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.data_efficiency.acquisition import RandomSampling
 from rm_optimizer.data_efficiency.feature_rules import acquisition_function
 from rm_optimizer.data_efficiency.pool import read_pool

@@ -15,8 +15,8 @@ from scipy.sparse.linalg import svds
 from scipy.special import expit, log_expit
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.data_efficiency.pool import read_pool
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.ledger import progress

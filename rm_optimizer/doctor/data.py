@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Callable, Mapping
 
 from rm_optimizer.core.metrics.intervals import wilson_interval
-from rm_optimizer.core.pairs.audit import DataAudit, SplitAudit, audit_pairs
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.overlap import TrainedPairs, folded_words
 from rm_optimizer.core.pairs.pair import Prompt, as_messages
+from rm_optimizer.core.tokens.audit import DataAudit, SplitAudit, audit_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 
 MOST_REPEATS, MOST_CONTRADICTIONS = 0.01, 0.01

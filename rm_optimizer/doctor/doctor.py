@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.overlap import TrainedPairs
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor import data as doctor_data
 from rm_optimizer.doctor import head as doctor_head
 from rm_optimizer.doctor import label_signal

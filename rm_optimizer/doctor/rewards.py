@@ -18,9 +18,9 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.model.features import scored_features
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.audit import length_baseline
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.audit import length_baseline
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 from rm_optimizer.doctor.probe_conversations import change_tolerance, padded_rewards, running
 

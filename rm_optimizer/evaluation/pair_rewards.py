@@ -19,9 +19,9 @@ from torch import Tensor, distributed
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import in_step, is_sharded, most_over_ranks, spare_batch
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.batching import AnyPairBatch, evaluation_batches
 from rm_optimizer.core.tokens.cache import TokenizedPairs, TruncationReport
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text

@@ -14,10 +14,10 @@ import torch
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.overlap import TrainedOn, TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, require_finite
 from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.best_of_n import BestOfN, best_of_n
 from rm_optimizer.evaluation.pair_rewards import (
     DISTRIBUTIONS_FILE,

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import TrainVal
 from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.core.rows.response_files import read_prompts
+from rm_optimizer.core.tokens.dataset import TrainVal
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.ensemble_folder import (

@@ -15,7 +15,7 @@ from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
 
 if TYPE_CHECKING:
-    from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.core.tokens.dataset import PreferenceDataset
 
 _log = logging.getLogger("rm_optimizer")
 
@@ -59,8 +59,8 @@ class PairOptions:
             ConfigError: if a flag's value is unknown, or a file is named twice.
             DataError: if the source cannot be used.
         """
-        from rm_optimizer.core.pairs.dataset import load_pairs
         from rm_optimizer.core.rows.readers import source_files
+        from rm_optimizer.core.tokens.dataset import load_pairs
 
         self._require_known()
         sources = [source] if isinstance(source, str) else source

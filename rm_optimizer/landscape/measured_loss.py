@@ -13,9 +13,9 @@ import torch
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal, load_pairs, load_training_data
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_pairs, load_training_data
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.draws import FEWEST, PairSample, Prompts, draw_pairs, require_enough
 from rm_optimizer.landscape.estimates.by_pair import DescribedPair, pair_indices

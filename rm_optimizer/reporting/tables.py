@@ -15,8 +15,8 @@ from rich.text import Text
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics
-from rm_optimizer.core.pairs.audit import QUANTILES, DataAudit, SplitAudit
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
+from rm_optimizer.core.tokens.audit import QUANTILES, DataAudit, SplitAudit
 from rm_optimizer.records.quoting import markdown_line, markdown_table
 
 if TYPE_CHECKING:  # it imports the model, which a command on data does not need

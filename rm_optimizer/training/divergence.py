@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import TrainingDiverged
 from rm_optimizer.evaluation.pair_rewards import PairRewards
 from rm_optimizer.training.folder.checkpoints import last_good_checkpoint

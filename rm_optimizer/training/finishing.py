@@ -12,9 +12,9 @@ import numpy as np
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import is_sharded, load_whole_weights
-from rm_optimizer.core.pairs.audit import length_baseline
 from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE
 from rm_optimizer.core.storage.loading import load_weights, read_checkpoint
+from rm_optimizer.core.tokens.audit import length_baseline
 from rm_optimizer.errors import CheckpointError, Interrupted
 from rm_optimizer.evaluation.pair_rewards import ScoringStopped, write_evaluation, write_pair_rewards
 from rm_optimizer.records.locations import BEST_FOLDER

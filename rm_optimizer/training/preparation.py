@@ -14,11 +14,11 @@ from torch import Tensor
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.head import require_trainable_head
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal, load_training_data
 from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_training_data
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.codec import from_values

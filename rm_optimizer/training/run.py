@@ -14,8 +14,8 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import Callback
 
-from rm_optimizer.core.pairs.dataset import TrainVal
 from rm_optimizer.core.pairs.orders import PairOrder
+from rm_optimizer.core.tokens.dataset import TrainVal
 from rm_optimizer.errors import Interrupted, TrainingDiverged
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.records.files import write_text

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from typer.testing import CliRunner
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.synthetic import synthetic_world
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, TrainingDiverged
 from rm_optimizer.experiments.optimizer_comparison import arm_trial, stages
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, across_datasets, findings

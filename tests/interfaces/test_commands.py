@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.audit import DataAudit
+from rm_optimizer.core.tokens.audit import DataAudit
 from rm_optimizer.interfaces.cli import app
 from tests.bad_input.world import PAIRS
 from tests.builders import narrow_reward_model

@@ -13,9 +13,9 @@ import pytest
 
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.core.metrics.pairwise import evaluate_pairs
-from rm_optimizer.core.pairs.audit import DataAudit, PromptOverlap, SourceAudit, SplitAudit
 from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.storage.certificate import ParityCertificate, ProbeScore
+from rm_optimizer.core.tokens.audit import DataAudit, PromptOverlap, SourceAudit, SplitAudit
 from rm_optimizer.core.tokens.cache import TruncationReport
 from rm_optimizer.doctor.diagnosis import Check, Diagnosis, Status
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSamples

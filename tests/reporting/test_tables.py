@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
-from rm_optimizer.core.pairs.audit import DataAudit, PromptOverlap, SourceAudit, SplitAudit
+from rm_optimizer.core.tokens.audit import DataAudit, PromptOverlap, SourceAudit, SplitAudit
 from rm_optimizer.reporting.tables import group_table, metrics_rows, print_audit, summary_table
 
 

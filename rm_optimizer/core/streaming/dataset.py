@@ -12,7 +12,6 @@ from functools import cached_property
 
 import numpy as np
 
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.overlap import folded_prompt_id
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.pairs.sources import parse_sources
@@ -23,6 +22,7 @@ from rm_optimizer.core.streaming.blocks import BLOCK_BYTES, BlockReader, BlockTo
 from rm_optimizer.core.streaming.order import BatchShape, MacroBatchStream, StreamOrder
 from rm_optimizer.core.streaming.workers import TokenizerPool
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow
 
 WINDOW_BLOCKS = 16

@@ -17,9 +17,9 @@ import torch
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, score_pairs
 from rm_optimizer.experiments.cost import StepClock
 from rm_optimizer.experiments.optimizer_comparison.setting import Frozen, pairs_file

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from rm_optimizer.core.metrics.calibration import ReliabilityBin, fold, reliability_curve
 from rm_optimizer.core.metrics.effects import SCORES, interquartile_mean, paired_effect, probability_of_improvement
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import (
     CURVE_FILE,

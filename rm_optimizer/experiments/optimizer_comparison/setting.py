@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from rm_optimizer.core.model.identity import weights_digest
-from rm_optimizer.core.pairs.dataset import PreferenceDataset, load_pairs, require_disjoint_prompts
 from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, load_pairs, require_disjoint_prompts
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.experiments.cost import steps_of
 from rm_optimizer.experiments.study import FROZEN_FILE

@@ -15,9 +15,9 @@ from rm_optimizer.interfaces.pairs import PairOptions
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from rm_optimizer.core.pairs.audit import DataAudit
-    from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.rows.bad_rows import SkippedRow
+    from rm_optimizer.core.tokens.audit import DataAudit
+    from rm_optimizer.core.tokens.dataset import PreferenceDataset
 
 TINY_VOCABULARY = 2048
 """Vocabulary size of the tokenizer that is trained if none is named; the same as for `model=tiny`."""
@@ -49,10 +49,10 @@ def data_check(
 
 def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | None, max_length: int) -> DataAudit:
     """Print the audit of the splits, and return it."""
-    from rm_optimizer.core.pairs.audit import audit_pairs
-    from rm_optimizer.core.pairs.dataset import label_note
     from rm_optimizer.core.rows.bad_rows import cause_of
+    from rm_optimizer.core.tokens.audit import audit_pairs
     from rm_optimizer.core.tokens.chat import ConversationRenderer
+    from rm_optimizer.core.tokens.dataset import label_note
     from rm_optimizer.reporting.tables import example_table, output_console, print_audit
 
     datasets = pair_options.load_splits(paths, "PATHS")

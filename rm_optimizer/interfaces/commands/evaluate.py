@@ -16,8 +16,8 @@ from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel
 
 if TYPE_CHECKING:
-    from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.pairs.pair import PreferencePair
+    from rm_optimizer.core.tokens.dataset import PreferenceDataset
     from rm_optimizer.evaluation.saved_model import Evaluation
 
 RESULTS = Path("outputs", "evaluate")

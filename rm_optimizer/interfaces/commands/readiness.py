@@ -20,8 +20,8 @@ from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
-    from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.pairs.pair import Prompt
+    from rm_optimizer.core.tokens.dataset import PreferenceDataset
     from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions
     from rm_optimizer.rl_coupling.readiness.probe import Oracle, ResponsePool
 
@@ -227,7 +227,7 @@ def _validation_pairs(checkpoint: str) -> PreferenceDataset:
         ConfigError: if it belongs to no run, or to one with streamed pairs.
         DataError: if the pairs are no longer those of the run.
     """
-    from rm_optimizer.core.pairs.dataset import load_training_data
+    from rm_optimizer.core.tokens.dataset import load_training_data
     from rm_optimizer.records.codec import from_values
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.data import DataConfig, Streaming

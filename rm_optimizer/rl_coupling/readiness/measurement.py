@@ -16,9 +16,9 @@ from rm_optimizer.core.metrics.intervals import clustered_share
 from rm_optimizer.core.model.features import features
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.overlap import TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor.diagnosis import Check, Status
 from rm_optimizer.doctor.doctor import diagnose
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean

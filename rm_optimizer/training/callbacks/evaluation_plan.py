@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.orders import epoch_order
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.optim import optimizer_info
 from rm_optimizer.schema import TrainConfig

@@ -20,7 +20,7 @@ from pytorch_lightning.callbacks import RichProgressBar
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.losses import configured_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
 from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.records.files import writing

@@ -15,13 +15,13 @@ import torch
 from numpy.typing import NDArray
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.overlap import TrainedPairs, pair_fingerprints
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches, pair_collator
 from rm_optimizer.core.tokens.cache import TokenizedPairs, TruncationReport, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.tokens.loader import MacroBatchLoader
 from rm_optimizer.errors import ConversationRefused, DataError
 from rm_optimizer.evaluation.pair_rewards import PairRewards, score_pairs

@@ -12,10 +12,10 @@ import numpy as np
 from jaxtyping import Float
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import PreferenceDataset, TrainVal, load_training_data, require_disjoint_prompts
 from rm_optimizer.core.pairs.orders import BINS, CurriculumSampler, PairOrder
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.readers import read_rows
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_training_data, require_disjoint_prompts
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.schema.data import OWN_MARGINS, Streaming

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.dataset import TrainVal, distinct_prompts, load_pairs
 from rm_optimizer.core.pairs.overlap import TrainedPairs
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.streaming.dataset import RayPreferenceDataset
 from rm_optimizer.core.streaming.order import MacroBatchStream, StreamPosition, StreamTally
 from rm_optimizer.core.tokens.batching import MacroBatch
+from rm_optimizer.core.tokens.dataset import TrainVal, distinct_prompts, load_pairs
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import DataConfig
 from rm_optimizer.training.data.in_memory import PreferenceDataModule

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
-from rm_optimizer.core.pairs.dataset import TrainVal
 from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder, identity_of
 from rm_optimizer.core.rows.readers import is_hub_name
 from rm_optimizer.core.storage.loading import read_checkpoint
+from rm_optimizer.core.tokens.dataset import TrainVal
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.files import write_text

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rm_optimizer.core.pairs.dataset import TrainVal
 from rm_optimizer.core.pairs.orders import PairOrder, identity_of
 from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE
+from rm_optimizer.core.tokens.dataset import TrainVal
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_folder import (

@@ -16,8 +16,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import as_messages
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import RMOptimizerError
 
 Row = dict[str, Any]

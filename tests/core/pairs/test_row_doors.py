@@ -9,8 +9,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import Message, PreferencePair
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import DataError
 from tests.core.pairs.row_layouts import LAYOUTS, outcome
 

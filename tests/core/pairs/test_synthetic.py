@@ -13,9 +13,9 @@ from sklearn.feature_extraction.text import CountVectorizer
 from sklearn.linear_model import LogisticRegression
 
 from rm_optimizer.core.pairs import synthetic
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld, synthetic_world
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.schema.data import SyntheticConfig
 
 STORED = {0: ("1980b99d930c947a", "41ffb771a774a69a", 0.8815), 3: ("925ccd993ca7d614", "3455a7736888f26b", 0.8835)}

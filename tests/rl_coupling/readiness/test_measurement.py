@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.pairs.dataset import PreferenceDataset
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor.diagnosis import Status
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble

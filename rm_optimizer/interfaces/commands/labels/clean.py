@@ -31,8 +31,8 @@ def data_clean(
     """
     import numpy as np
 
-    from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.pairs.overlap import conversation_groups
+    from rm_optimizer.core.tokens.dataset import PreferenceDataset
     from rm_optimizer.data_efficiency.linear_reward import fixed_differences
     from rm_optimizer.data_efficiency.wrong_labels import held_out_chances, suspected_labels, turned
     from rm_optimizer.evaluation.score_file import require_new

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
-    from rm_optimizer.core.pairs.dataset import PreferenceDataset
+    from rm_optimizer.core.tokens.dataset import PreferenceDataset
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
 DEFAULT_RULE = "boundary_optimal"
@@ -120,8 +120,8 @@ def _pool(
     """Pairs to choose from followed by labeled ones, and a mask of the labeled ones."""
     import numpy as np
 
-    from rm_optimizer.core.pairs.dataset import PreferenceDataset
     from rm_optimizer.core.pairs.orders import random_positions
+    from rm_optimizer.core.tokens.dataset import PreferenceDataset
     from rm_optimizer.data_efficiency.questions import asked_once
 
     pairs = _unlabeled(source, pool)

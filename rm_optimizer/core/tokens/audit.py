@@ -8,16 +8,19 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
-from rm_optimizer.core.pairs.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, as_messages
+from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.rows.messages import control_tokens
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
 from rm_optimizer.records.codec import JsonRecord
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.tokens.chat import ConversationRenderer
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 """Quantiles of the token lengths; the last is the longest."""
@@ -25,23 +28,6 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
 _UNKNOWN = Estimate(math.nan, None, 0)
 _WORD = re.compile(r"\w+|[^\w\s]")
-
-
-class _Encoded(Protocol):
-    @property
-    def ids(self) -> tuple[int, ...]: ...
-    @property
-    def prompt_cut(self) -> int: ...
-    @property
-    def response_cut(self) -> int: ...
-
-
-class Renderer(Protocol):
-    """Part of a `ConversationRenderer` that the audit needs."""
-
-    def encode(self, prompt: Prompt, response: str) -> _Encoded:
-        """Token ids of prompt and response, and the numbers of tokens cut from each."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -143,7 +129,7 @@ class DataAudit(JsonRecord):
 
 
 def audit_pairs(
-    datasets: Mapping[str, PreferenceDataset], renderer: Renderer, special_tokens: Sequence[str] = ()
+    datasets: Mapping[str, PreferenceDataset], renderer: ConversationRenderer, special_tokens: Sequence[str] = ()
 ) -> DataAudit:
     """Audit each data set and the overlap of prompts between each two.
 
@@ -165,7 +151,7 @@ def _overlap(first: tuple[str, PreferenceDataset], second: tuple[str, Preference
     return PromptOverlap(first[0], second[0], len(shared), on_first, on_second, num_leaked_pairs(first[1], second[1]))
 
 
-def _audit_split(dataset: PreferenceDataset, renderer: Renderer, control: re.Pattern[str]) -> SplitAudit:
+def _audit_split(dataset: PreferenceDataset, renderer: ConversationRenderer, control: re.Pattern[str]) -> SplitAudit:
     sides = _encoded_sides(dataset, renderer)
     lengths = np.array([[side.length for side in pair] for pair in sides], dtype=np.float64).reshape(-1, 2)
     quantiles = np.quantile(lengths, QUANTILES, axis=0).T if len(lengths) else np.full((2, len(QUANTILES)), np.nan)
@@ -212,7 +198,7 @@ class _Side:
     ids_hash: int
 
 
-def _encoded_sides(dataset: PreferenceDataset, renderer: Renderer) -> list[tuple[_Side, _Side]]:
+def _encoded_sides(dataset: PreferenceDataset, renderer: ConversationRenderer) -> list[tuple[_Side, _Side]]:
     """Both sides of each pair; a response that stands in many pairs is encoded once."""
     known: dict[tuple[str, str], _Side] = {}
 

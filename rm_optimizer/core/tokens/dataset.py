@@ -8,7 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.overlap import continued, conversation_groups, prompt_keys
@@ -22,6 +22,9 @@ from rm_optimizer.core.rows.natural import table_rows
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
 
+if TYPE_CHECKING:
+    from rm_optimizer.core.tokens.chat import ConversationRenderer
+
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -32,14 +35,6 @@ def prompt_ids(pairs: Sequence[PreferencePair]) -> tuple[str, ...]:
         if pair.prompt not in known:
             known[pair.prompt] = prompt_id(pair.prompt)
     return tuple(known[pair.prompt] for pair in pairs)
-
-
-class Renderer(Protocol):
-    """Part of a `ConversationRenderer` that `PreferenceDataset.accepted_by` needs."""
-
-    def refusal(self, pair: PreferencePair) -> str | None:
-        """Reason why a side of the pair cannot be rendered; None if both can."""
-        ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -203,7 +198,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
         kept = random_positions(len(self.pairs), num_pairs, seed)
         return self._taken(kept.tolist(), self.skipped)
 
-    def accepted_by(self, renderer: Renderer) -> PreferenceDataset:
+    def accepted_by(self, renderer: ConversationRenderer) -> PreferenceDataset:
         """The pairs that can be rendered; a row whose conversation is refused is treated like any other bad row.
 
         Raises:
@@ -219,7 +214,7 @@ class PreferenceDataset(Sequence[PreferencePair]):
         gone = frozenset(refused)
         return self._taken([i for i in range(len(self.pairs)) if i not in gone], (*self.skipped, *dropped))
 
-    def _refusals(self, renderer: Renderer, refused: list[int]) -> Iterator[tuple[int, str]]:
+    def _refusals(self, renderer: ConversationRenderer, refused: list[int]) -> Iterator[tuple[int, str]]:
         """Positions and reasons of pairs that cannot be rendered, the positions also put into `refused`."""
         for position, pair in enumerate(self.pairs):
             if (reason := renderer.refusal(pair)) is not None:

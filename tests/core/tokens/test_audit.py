@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.pairs.audit import QUANTILES, DataAudit, PromptOverlap, audit_pairs, length_baseline
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_messages
 from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.core.tokens.audit import QUANTILES, DataAudit, PromptOverlap, audit_pairs, length_baseline
 
 
 @dataclass(frozen=True)
