@@ -52,12 +52,12 @@ from rm_optimizer.rl_coupling.best_of_n_curve import selected_means
 from rm_optimizer.rl_coupling.readiness.features import (
     agreement,
     pair_accuracy,
-    probe_questions,
     relative_to_ceiling,
     reward_spread,
     tempered_scores,
 )
 from rm_optimizer.rl_coupling.readiness.fitted import FitProvenance, FittedFeature, FittedOutcome, FittedReadiness
+from rm_optimizer.rl_coupling.readiness.probe import probe_questions
 from rm_optimizer.rl_coupling.readiness.scorer import RLReadinessScorer
 
 DEVELOPMENT, TEST = (0, 1, 2), (3, 4, 5, 6, 7, 8)

@@ -13,6 +13,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
@@ -20,7 +21,7 @@ from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id
 from rm_optimizer.errors import ConfigError, Interrupted, RewardServerUnavailable
-from rm_optimizer.evaluation.score_file import score_counted
+from rm_optimizer.evaluation.score_file import CountedRewards, score_counted
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
 from rm_optimizer.records.files import replacing_folder, write_text
 from rm_optimizer.records.ledger import Ledger, open_ledger
@@ -93,94 +94,23 @@ class PolicyCheckpoint:
     disagreement: Estimate | None
     num_tokens: Estimate
 
+    @classmethod
+    def of(cls, own: MeasuredCheckpoint, start: MeasuredCheckpoint) -> PolicyCheckpoint:
+        """A checkpoint beside the start policy's."""
 
-@dataclass(frozen=True)
-class Judges:
-    """Rewards that measure a policy.
+        def mean(values: Sequence[float], first: Sequence[float] | float = 0.0) -> Estimate:
+            return student_mean(np.array(values) - np.array(first))
 
-    Args:
-        proxy: the reward that is optimized.
-        gold: the judge, or None.
-    """
-
-    proxy: Scorer
-    gold: Scorer | None
-
-    def measure(
-        self, policy: TrainedPolicy, prompts: Sequence[Prompt], num_samples: int, step: int, seed: int
-    ) -> MeasuredCheckpoint:
-        """Measure the policy in its current state on fresh responses.
-
-        Raises:
-            CheckpointError: if a reward is not finite.
-        """
-        drawn = policy.respond(prompts, num_samples, seed)
-        rows = [prompt for prompt in prompts for _ in range(num_samples)]
-        texts = [text for own in drawn.texts for text in own]
-        shape = (len(prompts), num_samples)
-        counted, disagreement = None, None
-        if isinstance(self.proxy, RewardModelEnsemble):
-            found, counted = self.proxy.predict_counted(rows, texts)
-            disagreement = np.array([one.std_reward for one in found]).reshape(shape)
-        elif isinstance(self.proxy, BradleyTerryRM):
-            counted = score_counted(self.proxy, rows, texts)
-            require_finite_rewards(counted.rewards, texts)
-        if counted is None:  # a server, which does not count its cuts
-            proxy, num_cut = finite_rewards(self.proxy, rows, texts).numpy().reshape(shape), 0
-        else:
-            proxy = np.array(counted.rewards).reshape(shape)
-            num_cut = max(counted.num_prompt_cut, counted.num_response_cut)
-        gold = None if self.gold is None else finite_rewards(self.gold, rows, texts).numpy().reshape(shape)
-        if num_cut:
-            _log.warning(
-                "step %d: the reward model cut %d of %d prompts or responses, so their ends or beginnings are not "
-                "rewarded; lower rlhf.max_new_tokens, or train the reward model with a larger model.max_length",
-                step,
-                num_cut,
-                len(texts),
-            )
-        return MeasuredCheckpoint(
-            step,
-            _means(drawn.divergence.numpy()),
-            _means(proxy),
-            None if gold is None else _means(gold),
-            None if disagreement is None else _means(disagreement),
-            _means(drawn.num_tokens.double().numpy()),
-            (_within(proxy), math.nan if gold is None else _within(gold)),
-            texts[0],
+        return cls(
+            own.step,
+            mean(own.divergence),
+            mean(own.proxy),
+            mean(own.proxy, start.proxy),
+            None if own.gold is None else mean(own.gold),
+            None if own.gold is None or start.gold is None else mean(own.gold, start.gold),
+            None if own.disagreement is None else mean(own.disagreement),
+            mean(own.num_tokens),
         )
-
-
-def _means(values: np.ndarray) -> tuple[float, ...]:
-    return tuple(values.mean(axis=1).tolist())
-
-
-def _within(values: np.ndarray) -> float:
-    return math.sqrt(float(values.var(axis=1, ddof=1).mean()))
-
-
-def beside_start(checkpoints: Sequence[MeasuredCheckpoint]) -> tuple[PolicyCheckpoint, ...]:
-    """The checkpoints with intervals, each compared with the first."""
-
-    def gain(name: str, checkpoint: MeasuredCheckpoint) -> Estimate:
-        return student_mean(np.array(getattr(checkpoint, name)) - np.array(getattr(checkpoints[0], name)))
-
-    def mean(values: tuple[float, ...] | None) -> Estimate | None:
-        return None if values is None else student_mean(np.array(values))
-
-    return tuple(
-        PolicyCheckpoint(
-            each.step,
-            student_mean(np.array(each.divergence)),
-            student_mean(np.array(each.proxy)),
-            gain("proxy", each),
-            mean(each.gold),
-            None if each.gold is None else gain("gold", each),
-            mean(each.disagreement),
-            student_mean(np.array(each.num_tokens)),
-        )
-        for each in checkpoints
-    )
 
 
 def largest_gain(checkpoints: Sequence[MeasuredCheckpoint], seed: int) -> tuple[int, Estimate]:
@@ -310,16 +240,14 @@ def optimize_policy(
     asked = [[prompt_id(prompt) for prompt in own] for own in (prompts, measured_prompts)]
     identity = digest([weights_digest(model.model), model.tokenizer.chat_template, judges, asked, options, seed])
     with open_ledger(folder / MEASUREMENTS_FILE, identity, other="another optimization") as log:
-        run = _Optimization(model, Judges(reward, gold), measured_prompts, folder, config, seed, log, on_checkpoint)
-        reason = run.finish(prompts)
-        step = run.save_policy(reason)
-    measured = run.measured
+        run = _Optimization(model, reward, gold, measured_prompts, folder, config, seed, log, on_checkpoint)
+        step, measured = run.finish(prompts), run.measured
     best_step, best_gain = (None, None) if measured[0].gold is None else largest_gain(measured, seed)
     result = RLHFResult(
         policy=str(folder / POLICY_FOLDER),
         step=step,
-        stop_reason=reason,
-        checkpoints=beside_start(measured),
+        stop_reason=StopReason.disagreement if run.disagrees else StopReason.finished,
+        checkpoints=tuple(PolicyCheckpoint.of(each, measured[0]) for each in measured),
         best_gold_step=best_step,
         best_gold_gain=best_gain,
         curve=curve_of(measured, num_bootstrap=num_bootstrap, seed=seed),
@@ -333,80 +261,35 @@ def optimize_policy(
     return result
 
 
+@dataclass
 class _Optimization:
     """One optimization, from its last checkpoint to its end."""
 
-    def __init__(
-        self,
-        policy: TrainedPolicy,
-        judges: Judges,
-        prompts: Sequence[Prompt],
-        folder: Path,
-        config: RLHFConfig,
-        seed: int,
-        log: Ledger,
-        on_checkpoint: Callable[[PolicyCheckpoint], None],
-    ) -> None:
-        self._policy, self._judges, self._prompts = policy, judges, prompts
-        self._folder, self._config, self._seed = folder, config, seed
-        self._log, self._on_checkpoint = log, on_checkpoint
-        self.measured = [from_values(MeasuredCheckpoint, value) for value in log.values()]
-        if self.measured and self.measured[-1].step > config.steps:
+    policy: TrainedPolicy
+    reward: Scorer
+    gold: Scorer | None
+    prompts: Sequence[Prompt]
+    folder: Path
+    config: RLHFConfig
+    seed: int
+    log: Ledger
+    on_checkpoint: Callable[[PolicyCheckpoint], None]
+
+    def __post_init__(self) -> None:
+        self.measured = [from_values(MeasuredCheckpoint, value) for value in self.log.values()]
+        if self.measured and self.measured[-1].step > self.config.steps:
             raise ConfigError(
-                f"{folder} holds an optimization of {self.measured[-1].step} steps, which is longer than rlhf.steps="
-                f"{config.steps}; give as many steps or more, or name another folder"
+                f"{self.folder} holds an optimization of {self.measured[-1].step} steps, which is longer than "
+                f"rlhf.steps={self.config.steps}; give as many steps or more, or name another folder"
             )
         for found in self.measured:
-            on_checkpoint(beside_start([self.measured[0], found])[-1])
+            self.on_checkpoint(PolicyCheckpoint.of(found, self.measured[0]))
 
-    def finish(self, prompts: Sequence[Prompt]) -> StopReason:
-        """Train and measure the remaining steps."""
-        try:
-            if not self.measured:
-                self._measure(0)
-            step = self.measured[-1].step
-            needed = checkpoint_folder(self._folder / CHECKPOINTS_FOLDER, step)
-            if step and not self._has_ended() and not needed.is_dir():
-                raise ConfigError(f"{needed} is gone, and the run cannot go on without it; remove {self._folder}")
-            if not self._has_ended():
-                train_policy(
-                    self._policy,
-                    self._judges.proxy,
-                    prompts,
-                    self._folder / CHECKPOINTS_FOLDER,
-                    self._config,
-                    seed=self._seed,
-                    resume_step=self.measured[-1].step,
-                    reached=self._reached,
-                )
-        except KeyboardInterrupt:
-            raise Interrupted(f"stopped; {self._goes_on()}") from None
-        except RewardServerUnavailable as error:
-            raise RewardServerUnavailable(f"{error}; {self._goes_on()}") from error
-        return StopReason.disagreement if self._disagrees() else StopReason.finished
-
-    def _goes_on(self) -> str:
-        return f"the same command goes on from step {self.measured[-1].step if self.measured else 0}"
-
-    def _reached(self, step: int) -> bool:
-        """Measure a checkpoint; False if it is the last."""
-        self._measure(step)
-        return not self._has_ended()
-
-    def _measure(self, step: int) -> None:
-        """Measure the policy in its current state, and save the measurement."""
-        seed = int(digest([self._seed, step])[:8], 16)
-        found = self._judges.measure(self._policy, self._prompts, self._config.measured_samples, step, seed)
-        self._log.append(found)
-        self.measured.append(found)
-        self._on_checkpoint(beside_start([self.measured[0], found])[-1])
-
-    def _has_ended(self) -> bool:
-        return self.measured[-1].step >= self._config.steps or self._disagrees()
-
-    def _disagrees(self) -> bool:
+    @property
+    def disagrees(self) -> bool:
+        """True if the members disagree too much on the last checkpoint."""
         limit, last, first = (
-            self._config.stop_disagreement,
+            self.config.stop_disagreement,
             self.measured[-1].disagreement,
             self.measured[0].disagreement,
         )
@@ -414,17 +297,94 @@ class _Optimization:
             return False
         return bool(np.mean(last) > limit * np.mean(first))
 
-    def save_policy(self, reason: StopReason) -> int:
-        """Copy the last checkpoint, or the one before it after a stop by disagreement; return its step."""
-        place = -2 if reason == StopReason.disagreement else -1
-        step, target = self.measured[place].step, self._folder / POLICY_FOLDER
-        with replacing_folder(target) as aside:
+    @property
+    def has_ended(self) -> bool:
+        """True if no step is left."""
+        return self.measured[-1].step >= self.config.steps or self.disagrees
+
+    def finish(self, prompts: Sequence[Prompt]) -> int:
+        """Train and measure the remaining steps, save the policy, and return its step."""
+        checkpoints = self.folder / CHECKPOINTS_FOLDER
+        try:
+            if not self.measured:
+                self.reached(0)
+            step = self.measured[-1].step
+            if not self.has_ended:
+                if step and not (needed := checkpoint_folder(checkpoints, step)).is_dir():
+                    raise ConfigError(f"{needed} is gone, and the run cannot go on without it; remove {self.folder}")
+                train_policy(
+                    self.policy,
+                    self.reward,
+                    prompts,
+                    checkpoints,
+                    self.config,
+                    seed=self.seed,
+                    resume_step=step,
+                    reached=self.reached,
+                )
+        except (KeyboardInterrupt, RewardServerUnavailable) as error:
+            again = f"the same command goes on from step {self.measured[-1].step if self.measured else 0}"
+            if isinstance(error, KeyboardInterrupt):
+                raise Interrupted(f"stopped; {again}") from None
+            raise RewardServerUnavailable(f"{error}; {again}") from error
+        step = self.measured[-2 if self.disagrees else -1].step  # after a stop, the checkpoint before
+        with replacing_folder(self.folder / POLICY_FOLDER) as aside:
             if step == 0:
-                self._policy.save(aside, self._policy.reference)
+                self.policy.save(aside, self.policy.reference)
             else:
-                kept = checkpoint_folder(self._folder / CHECKPOINTS_FOLDER, step)
-                shutil.copytree(kept, aside, dirs_exist_ok=True, ignore=shutil.ignore_patterns(*_OF_THE_TRAINER))
+                left_out = shutil.ignore_patterns(*_OF_THE_TRAINER)
+                shutil.copytree(checkpoint_folder(checkpoints, step), aside, dirs_exist_ok=True, ignore=left_out)
         return step
+
+    def reached(self, step: int) -> bool:
+        """Measure the policy in its current state, and save the measurement; False if it is the last.
+
+        Raises:
+            CheckpointError: if a reward is not finite.
+        """
+        num, seed = self.config.measured_samples, int(digest([self.seed, step])[:8], 16)
+        drawn = self.policy.respond(self.prompts, num, seed)
+        rows = [prompt for prompt in self.prompts for _ in range(num)]
+        texts = [text for own in drawn.texts for text in own]
+        disagreement = None
+        if isinstance(self.reward, RewardModelEnsemble):
+            found, counted = self.reward.predict_counted(rows, texts)
+            disagreement = [one.std_reward for one in found]
+        elif isinstance(self.reward, BradleyTerryRM):
+            counted = score_counted(self.reward, rows, texts)
+        else:  # a server, which does not count its cuts
+            counted = CountedRewards(self.reward.score(rows, texts).tolist(), 0, 0)
+        require_finite_rewards(counted.rewards, texts)
+        gold = None if self.gold is None else finite_rewards(self.gold, rows, texts).tolist()
+        if num_cut := max(counted.num_prompt_cut, counted.num_response_cut):
+            _log.warning(
+                "step %d: the reward model cut %d of %d prompts or responses, so their ends or beginnings are not "
+                "rewarded; lower rlhf.max_new_tokens, or train the reward model with a larger model.max_length",
+                step,
+                num_cut,
+                len(texts),
+            )
+
+        def means(values: ArrayLike) -> tuple[float, ...]:
+            return tuple(np.reshape(values, (len(self.prompts), num)).mean(axis=1).tolist())
+
+        def within(values: ArrayLike) -> float:
+            return math.sqrt(np.reshape(values, (len(self.prompts), num)).var(axis=1, ddof=1).mean())
+
+        measured = MeasuredCheckpoint(
+            step,
+            means(drawn.divergence.numpy()),
+            means(counted.rewards),
+            None if gold is None else means(gold),
+            None if disagreement is None else means(disagreement),
+            means(drawn.num_tokens.double().numpy()),
+            (within(counted.rewards), math.nan if gold is None else within(gold)),
+            texts[0],
+        )
+        self.log.append(measured)
+        self.measured.append(measured)
+        self.on_checkpoint(PolicyCheckpoint.of(measured, self.measured[0]))
+        return not self.has_ended
 
 
 def _known_by(scorer: Scorer, prompt: Prompt) -> str:

@@ -22,7 +22,7 @@ from rm_optimizer.rl_coupling import rlhf
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.language_policies import TransformersPolicy
 from rm_optimizer.rl_coupling.policy_training import TrainedPolicy
-from rm_optimizer.rl_coupling.rlhf import Judges, MeasuredCheckpoint, RLHFResult, curve_of, optimize_policy
+from rm_optimizer.rl_coupling.rlhf import MeasuredCheckpoint, RLHFResult, curve_of, optimize_policy
 from rm_optimizer.rl_coupling.world_policy import save_world_policy
 from rm_optimizer.schema.rlhf import PolicyAlgorithm, RLHFConfig
 from rm_optimizer.serving.client.client import RewardClient
@@ -150,8 +150,8 @@ def test_a_server_gives_the_rewards_of_its_model(policy, reward_model, tmp_path,
     local = run(policy, tmp_path / "local", BradleyTerryRM.from_pretrained(reward_model))
     assert "the reward model cut" not in caplog.text
     short = BradleyTerryRM.from_pretrained(reward_model, max_length=8)
-    Judges(short, None).measure(TrainedPolicy(policy, max_new_tokens=6, temperature=1.0), PROMPTS[:1], 2, 5, 0)
-    assert "step 5: the reward model cut 2 of 2 prompts or responses" in caplog.text
+    run(policy, tmp_path / "short", short, replace(CONFIG, steps=1))
+    assert "step 1: the reward model cut 8 of 8 prompts or responses" in caplog.text
     with engine_running(lambda: InProcessEngine(options_of(reward_model, tmp_path / "scratch"))) as server:
         model = BradleyTerryRM.from_pretrained(reward_model)
         with RewardClient(server.url, renderer=model.renderer) as client:

@@ -54,23 +54,22 @@ class OracleFlags:
             ConfigError: naming them.
             DataError: if the answers cannot be read.
         """
-        from rm_optimizer.data_efficiency.questions import SUFFIXES, read_answers
+        from rm_optimizer.data_efficiency.questions import read_answers, require_question_file
         from rm_optimizer.evaluation.score_file import require_new
 
-        if self.gold is not None and self.comparisons is not None:
+        flags = {"--gold": self.gold, "--comparisons": self.comparisons, "--ask": self.ask}
+        named = [flag for flag, value in flags.items() if value is not None]
+        if named[:2] == ["--gold", "--comparisons"]:
             raise ConfigError("give one oracle: --gold MODEL, or --comparisons FILE")
-        named = {"--gold": self.gold, "--comparisons": self.comparisons, "--ask": self.ask}
-        asked = [flag for flag, value in named.items() if value is not None]
-        if asked and responses.policy is None and responses.completions is None:
+        if named and responses.policy is None and responses.completions is None:
             raise ConfigError(
-                f"{asked[0]} is about a policy's responses; add --policy MODEL, or --completions FILE of saved ones"
+                f"{named[0]} is about a policy's responses; add --policy MODEL, or --completions FILE of saved ones"
             )
         responses.check(context, "n")
-        if not asked:
+        if not named:
             refuse_unread(context, "without an oracle or --ask", "labels", "precision")
         if self.ask is not None:
-            if self.ask.suffix not in SUFFIXES:
-                raise ConfigError(f"--ask must end in {', '.join(SUFFIXES)}, got '{self.ask.name}'")
+            require_question_file(self.ask, "--ask")
             require_new(self.ask)
         if self.comparisons is not None:
             read_answers(self.comparisons)
@@ -288,24 +287,23 @@ def _write_questions(pool: ResponsePool, algorithm: str, options: ReadinessOptio
     import numpy as np
 
     from rm_optimizer.core.pairs.pair import PreferencePair
-    from rm_optimizer.data_efficiency.questions import questions_of, write_questions
+    from rm_optimizer.data_efficiency.questions import asked_once, questions_of, write_questions
     from rm_optimizer.rl_coupling.readiness.measurement import probe_sizes
-    from rm_optimizer.rl_coupling.readiness.probe import planned_questions
+    from rm_optimizer.rl_coupling.readiness.probe import probe_questions
 
     if not np.ptp(pool.rewards, axis=1).any():
         raise DataError(
             "the model gives equal rewards to all responses of each prompt, so its picks are random and there is "
             "nothing to ask"
         )
-    found: dict[str, PreferencePair] = {}
+    found = []
     for n in probe_sizes(algorithm, pool.rewards.shape[1]):
-        asked = planned_questions(pool, n, options.rule, seed=options.seed)
+        asked = probe_questions(pool.rewards, n, options.rule.max_questions, seed=options.seed)
         for row, pick, other in zip(asked.prompt, asked.pick, asked.other, strict=True):
             texts = pool.responses[row]
             if texts[pick] != texts[other]:
-                pair = PreferencePair(pool.prompts[row], texts[pick], texts[other])
-                found.setdefault("".join(sorted([pair.prompt_id, *(texts[pick], texts[other])])), pair)
-    pairs = list(found.values())
+                found.append(PreferencePair(pool.prompts[row], texts[pick], texts[other]))
+    pairs = [*asked_once(found).values()]
     if not pairs:
         raise DataError("the policy's responses to each prompt are all equal, so there is nothing to ask")
     write_questions(questions_of(pairs, np.arange(len(pairs)), seed=options.seed), path)

@@ -6,7 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -259,20 +259,11 @@ class _Measurement:
 
     def report(self, wall_seconds: float) -> RLReadinessReport:
         """The verdict, with all that was measured."""
-        conclusion = conclude(Evidence(self.algorithm, self.found, self.gates, self.probes, self.unscored), self.fit)
+        found = conclude(Evidence(self.algorithm, self.found, self.gates, self.probes, self.unscored), self.fit)
         pool = None if self.policy is None or not self.found else self.pool
-        return RLReadinessReport(
-            verdict=conclusion.verdict,
-            score=conclusion.score,
-            basis=conclusion.basis,
-            features=self.found,
-            components=conclusion.components,
-            recommendations=conclusion.recommendations,
-            cautions=(*conclusion.cautions, *self.cautions),
-            algorithm=self.algorithm,
-            gates=self.gates,
-            probes=tuple(self.probes),
-            unscored=self.unscored,
+        return replace(
+            found,
+            cautions=(*found.cautions, *self.cautions),
             sample=ReadinessSample(
                 num_pairs=len(self.sample),
                 num_prompts=0 if pool is None else len(pool.prompts),

@@ -11,12 +11,11 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.special import expit
 
-from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
+from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, finite_array
 from rm_optimizer.core.metrics.intervals import clustered_share
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, Scorer, prompt_id
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
-from rm_optimizer.rl_coupling.readiness.features import ProbeQuestions, probe_questions
 from rm_optimizer.rl_coupling.readiness.report import ProbeRecord
 
 RATER_BETA = 2.0
@@ -225,9 +224,56 @@ class StoppingRule:
         return None
 
 
-def planned_questions(pool: ResponsePool, n: int, rule: StoppingRule, *, seed: int) -> ProbeQuestions:
-    """All questions that a probe may ask, in order."""
-    return probe_questions(pool.rewards, n, rule.max_questions, seed=seed)
+@dataclass(frozen=True)
+class ProbeQuestions:
+    """Comparisons of a reward model's pick with another response of the policy.
+
+    Args:
+        prompt: row of each question's prompt.
+        pick: column of the response that the reward model picks.
+        other: column of the response that the pick is compared with.
+    """
+
+    prompt: Int[np.ndarray, " questions"]
+    pick: Int[np.ndarray, " questions"]
+    other: Int[np.ndarray, " questions"]
+
+
+def probe_questions(
+    proxy: Float[np.ndarray, "prompts samples"], n: int, num_questions: int, *, seed: int
+) -> ProbeQuestions:
+    """Draw questions of the best-of-n probe, in the order in which they are asked.
+
+    A question takes n responses of a prompt's pool at random. Its pick has the highest proxy reward among them, ties at
+    random. It is compared with a random other response of the whole pool. Prompts come in rounds of all prompts in
+    random order, so that every beginning of the questions is a balanced sample.
+
+    Args:
+        proxy: rewards of the model in question.
+        n: responses to pick from, in 1 … samples.
+        num_questions: questions, positive.
+        seed: seed of the draw.
+
+    Raises:
+        ConfigError: if n or the number of questions is out of range.
+        DataError: if a pool has fewer than two responses, or a reward is not finite.
+    """
+    pool = finite_array(proxy, "rewards", ["prompt", "sample"])
+    num_prompts, num_samples = pool.shape
+    if num_samples < 2:
+        raise DataError("the probe compares responses of one prompt; draw at least 2 to each prompt")
+    if not 1 <= n <= num_samples:
+        raise ConfigError(f"n of the probe must lie in 1 … {num_samples}, the responses to each prompt, got {n}")
+    if num_questions < 1:
+        raise ConfigError(f"num_questions must be positive, got {num_questions}")
+    rng = np.random.default_rng([seed, n])
+    rounds = [rng.permutation(num_prompts) for _ in range(-(-num_questions // num_prompts))]
+    prompt = np.concatenate(rounds)[:num_questions]
+    drawn = rng.random((num_questions, num_samples)).argsort(axis=1)[:, :n]
+    best = pool[prompt[:, None], drawn].argmax(axis=1)
+    pick = drawn[np.arange(num_questions), best]
+    other = rng.integers(num_samples - 1, size=num_questions)
+    return ProbeQuestions(prompt, pick, other + (other >= pick))
 
 
 def run_probe(pool: ResponsePool, oracle: Oracle, n: int, rule: StoppingRule, *, seed: int) -> ProbeRecord:
@@ -243,7 +289,7 @@ def run_probe(pool: ResponsePool, oracle: Oracle, n: int, rule: StoppingRule, *,
     Raises:
         DataError: if the oracle answers none of the questions of the first look.
     """
-    asked = planned_questions(pool, n, rule, seed=seed)
+    asked = probe_questions(pool.rewards, n, rule.max_questions, seed=seed)
     wins, stopped, rate = np.zeros(0), None, None
     for stop, confidence in rule.looks():
         part = slice(len(wins), stop)

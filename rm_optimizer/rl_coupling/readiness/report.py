@@ -157,19 +157,7 @@ class Evidence:
     unscored: Mapping[str, Estimate] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
-class Conclusion:
-    """Verdict with its reasons, as in `RLReadinessReport`."""
-
-    verdict: ReadinessVerdict
-    score: Estimate | None
-    basis: str
-    components: Mapping[str, float]
-    recommendations: tuple[str, ...]
-    cautions: tuple[str, ...]
-
-
-def conclude(evidence: Evidence, fit: FittedReadiness | None) -> Conclusion:
+def conclude(evidence: Evidence, fit: FittedReadiness | None) -> RLReadinessReport:
     """Decide whether a reward model is good enough for an algorithm.
 
     A failed gate, rewards that rank no responses, or picks that are hardly better than other responses, decide against
@@ -211,7 +199,19 @@ def conclude(evidence: Evidence, fit: FittedReadiness | None) -> Conclusion:
         if limits and verdict is ReadinessVerdict.ready:
             verdict = ReadinessVerdict.acceptable
     advice = [remedy for _, remedy in obstacles] + limits + _next_steps(evidence, verdict, components)
-    return Conclusion(verdict, score, basis, components, tuple(dict.fromkeys(advice)), tuple(cautions))
+    return RLReadinessReport(
+        verdict=verdict,
+        score=score,
+        basis=basis,
+        features=evidence.features,
+        components=components,
+        recommendations=tuple(dict.fromkeys(advice)),
+        cautions=tuple(cautions),
+        algorithm=evidence.algorithm,
+        gates=tuple(evidence.gates),
+        probes=tuple(evidence.probes),
+        unscored=evidence.unscored,
+    )
 
 
 def _scored(evidence: Evidence, fit: FittedReadiness | None) -> tuple[Estimate | None, list[str]]:

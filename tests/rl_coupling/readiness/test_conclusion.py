@@ -11,7 +11,6 @@ from scipy.special import expit
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import clustered_share
 from rm_optimizer.doctor.diagnosis import Check, Status
-from rm_optimizer.rl_coupling.readiness.features import probe_questions
 from rm_optimizer.rl_coupling.readiness.fitted import (
     FitProvenance,
     FittedFeature,
@@ -19,6 +18,7 @@ from rm_optimizer.rl_coupling.readiness.fitted import (
     FittedReadiness,
     fitted_readiness,
 )
+from rm_optimizer.rl_coupling.readiness.probe import probe_questions
 from rm_optimizer.rl_coupling.readiness.report import Algorithm, Evidence, ProbeRecord, ReadinessVerdict, conclude
 
 TERMS = (

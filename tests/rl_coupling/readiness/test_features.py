@@ -13,13 +13,13 @@ from rm_optimizer.rl_coupling.readiness.features import (
     epistemic_std,
     length_sensitivity,
     pair_accuracy,
-    probe_questions,
     relative_to_ceiling,
     reward_spread,
     tempered_scores,
     tied_groups,
     worst_slice_accuracy,
 )
+from rm_optimizer.rl_coupling.readiness.probe import probe_questions
 
 
 @pytest.fixture

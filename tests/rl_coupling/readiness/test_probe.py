@@ -15,7 +15,7 @@ from rm_optimizer.rl_coupling.readiness.probe import (
     ResponsePool,
     ScorerOracle,
     StoppingRule,
-    planned_questions,
+    probe_questions,
     run_probe,
 )
 
@@ -97,7 +97,7 @@ def test_interval_covers_the_truth_wherever_the_probe_stops(truth):
 
 def test_answers_of_people_are_found_whichever_side_they_stood_on():
     pool, rule = POOL, StoppingRule(40, 20)
-    asked = planned_questions(pool, 8, rule, seed=3)
+    asked = probe_questions(pool.rewards, 8, rule.max_questions, seed=3)
     pairs = []
     for place, (row, pick, other) in enumerate(zip(asked.prompt, asked.pick, asked.other, strict=True)):
         sides = (pool.responses[row][pick], pool.responses[row][other])
