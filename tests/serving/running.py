@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.http.app import create_app
-from rm_optimizer.serving.http.slow_clients import BoundedHeaders
+from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.receiver import WeightReceiver
 from rm_optimizer.serving.weights.weight_routes import weight_router
@@ -34,10 +34,11 @@ def free_socket() -> socket.socket:
 
 
 @contextmanager
-def app_running(app: ASGIApp, http: type[BoundedHeaders] = BoundedHeaders) -> Iterator[str]:
-    """The URL of an application that runs in a thread."""
+def app_running(app: ASGIApp, **options: object) -> Iterator[str]:
+    """The URL of an application that runs in a thread, with options of uvicorn."""
     listening = free_socket()
-    config = uvicorn.Config(app, http=http, log_level="critical", access_log=False, lifespan="off")
+    limits = {"http": "h11", "h11_max_incomplete_event_size": 4 * MAX_HEADER_BYTES}
+    config = uvicorn.Config(app, log_level="critical", access_log=False, lifespan="off", **limits | options)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()

@@ -208,7 +208,7 @@ def test_a_server_that_can_answer_no_more_ends_with_the_reason(monkeypatch):
 IMPORTED = """
 import sys
 from pathlib import Path
-import rm_optimizer.serving.embedded.engine, rm_optimizer.serving.http.slow_clients
+import rm_optimizer.serving.embedded.engine, rm_optimizer.serving.http.gate
 import rm_optimizer.serving.weights.weight_routes
 from rm_optimizer.serving.service.inputs import stored_tokenizer
 print(stored_tokenizer(Path(sys.argv[1]))("A dog.")["input_ids"])

@@ -32,7 +32,6 @@ from rm_optimizer.errors import PublishFailed, RMOptimizerError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.http.gate import OPEN_PATHS
-from rm_optimizer.serving.http.slow_clients import BoundedHeaders
 from rm_optimizer.serving.protocol import VERSION_HEADER, sigmoid
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
@@ -185,15 +184,11 @@ def test_no_route_answers_without_the_key_and_vllms_own_answer_nobody(server):
                 assert client.request(method, path, headers=AUTHORIZED).status_code == 404, (method, path)
 
 
-def test_headers_that_never_end_are_refused_by_vllms_own_server_too(server):
+def test_headers_that_are_too_large_are_refused_by_vllms_own_server_too(server):
     url = httpx.URL(server.url)
-    slow, large = (socket.create_connection((url.host, url.port), timeout=2 * BoundedHeaders.seconds) for _ in range(2))
-    with slow, large:
-        slow.sendall(b"GET /health HTTP/1.1\r\n")
-        large.sendall(b"GET /" + b"x" * MAX_HEADER_BYTES)
+    with socket.create_connection((url.host, url.port), timeout=20) as large:
+        large.sendall(b"GET /" + b"x" * MAX_HEADER_BYTES + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
         assert large.recv(65536).startswith(b"HTTP/1.1 431 ")
-        assert post(server, "/classify", {"input": "a"}).status_code == 200
-        assert slow.recv(65536).startswith(b"HTTP/1.1 408 ")
 
 
 @pytest.mark.parametrize("transport", ["inline", "path"])

@@ -31,9 +31,7 @@ from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import StagedWeights
-from rm_optimizer.serving.http.slow_clients import BoundedHeaders
 from rm_optimizer.serving.options import ServeOptions
-from rm_optimizer.serving.service.metrics import ServerMetrics
 from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.vllm.folder import prepare_model, require_unchanged, suits_vllm
 from rm_optimizer.serving.vllm.plugin import RewardApplication, RewardEndpoint
@@ -354,12 +352,11 @@ def test_vllm_hears_of_sigterm_when_open_requests_are_answered():
             events.append("answered")
 
         outer = RewardApplication(nothing)
-        config = SimpleNamespace(http_protocol_class=None)
+        config = SimpleNamespace(limit_concurrency=None)
         state = SimpleNamespace(reward_app=reward_app, server=SimpleNamespace(config=config))
-        reward_app.state = SimpleNamespace(service=SimpleNamespace(metrics=ServerMetrics()))  # type: ignore[attr-defined]
         scope = {"type": "http", "app": SimpleNamespace(state=state)}
         await outer(scope | {"type": "lifespan"}, nothing, nothing)
-        assert issubclass(config.http_protocol_class, BoundedHeaders)
+        assert config.limit_concurrency >= 16
         early = asyncio.create_task(outer(scope, nothing, nothing))
         await asyncio.sleep(0)
         os.kill(os.getpid(), signal.SIGTERM)

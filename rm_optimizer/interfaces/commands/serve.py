@@ -82,22 +82,23 @@ def _serve(options: ServeOptions, listening: socket.socket) -> None:
 
     from rm_optimizer.serving.embedded.engine import TransformersEngine
     from rm_optimizer.serving.http.app import show_server_log
-    from rm_optimizer.serving.http.slow_clients import BoundedHeaders, ConnectionLimits, report_lack_of_files_once
+    from rm_optimizer.serving.http.gate import MAX_BACKLOG, most_connections
+    from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
     from rm_optimizer.serving.weights.weight_routes import create_server
 
     async def main() -> None:
-        report_lack_of_files_once(asyncio.get_running_loop())
         worker = WorkerOptions(
             options.checkpoint, dtype=options.dtype, token_budget=options.token_budget, threads=options.threads
         )
         app, receiver = create_server(TransformersEngine(worker), options)
-        limits = ConnectionLimits.of_process()
         config = uvicorn.Config(
             app,
             host=options.host,
             port=options.port,
-            http=BoundedHeaders.limited(limits.open, receiver.service.metrics),
-            backlog=limits.backlog,
+            http="h11",  # of uvicorn's two parsers the one with a limit on incomplete headers
+            h11_max_incomplete_event_size=4 * MAX_HEADER_BYTES,  # up to this the answer is a typed 431
+            limit_concurrency=most_connections(),
+            backlog=MAX_BACKLOG,
             log_level="warning",
             access_log=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,

@@ -12,9 +12,8 @@ from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response
 
 import rm_optimizer
-from rm_optimizer.serving.http.gate import Gate, bearer_check, header_size_check, local_host_check
+from rm_optimizer.serving.http.gate import BODY_SECONDS, Gate, bearer_check, header_size_check, local_host_check
 from rm_optimizer.serving.http.routes import ClientLeft, router
-from rm_optimizer.serving.http.slow_clients import BODY_SECONDS
 from rm_optimizer.serving.service.api_errors import install_error_answers
 from rm_optimizer.serving.service.service import RewardService
 

@@ -1,26 +1,25 @@
 """Gate before the application: checks of a request's head, limits on its body, and counts.
 
-Bodies are limited before any is parsed.
+Bodies are limited before any is parsed. A body that stops or trickles gets 408 and its connection is closed, as by
+Apache's `mod_reqtimeout` (`RequestReadTimeout body=20,MinRate=…`). Slow headers and idle connections are limited by
+uvicorn's options alone, so a server that strangers reach belongs behind a proxy.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import re
+import resource
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rm_optimizer.serving.http.slow_clients import (
-    BODY_SECONDS,
-    LEAST_BYTES_PER_SECOND,
-    ConnectionLimits,
-    TimedReceive,
-)
 from rm_optimizer.serving.service.api_errors import (
     MAX_HEADER_BYTES,
     ApiError,
@@ -51,13 +50,74 @@ MAX_VALUES = 2**20
 """Commas outside of strings in one body."""
 MAX_KEYS = 2**18
 """Colons outside of strings in one body."""
+BODY_SECONDS = 20.0
+"""Longest pause in a body, and the time of a body beyond what its bytes earn, in seconds."""
+LEAST_BYTES_PER_SECOND = 128 * 2**10
+"""Least rate of a body; each byte extends its time by the reciprocal in seconds."""
+MAX_CONNECTIONS = 2048
+"""Most open connections, if the limit of open files allows as many."""
+MAX_BACKLOG = 128
+"""Most connections that wait to be accepted, in addition to the open ones."""
+RESERVED_FILES = 64 + MAX_BACKLOG
+"""Open files for everything but open connections."""
 _PORT = re.compile(r":\d+\Z")
+
+
+def most_connections() -> int:
+    """Most open connections of this process, after raising its limit of open files as far as the system allows."""
+    files, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != hard:
+        with suppress(ValueError, OSError):  # macOS: more than the kernel has
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            files = hard
+    return MAX_CONNECTIONS if files == resource.RLIM_INFINITY else max(16, min(MAX_CONNECTIONS, files - RESERVED_FILES))
 
 
 class AmbiguousLength(InvalidRequest):
     """A proxy may read another end of the body than this server, so the connection ends."""
 
     headers: Mapping[str, str] = {"connection": "close"}
+
+
+class SlowBody(ApiError):
+    """The client stopped before the end of its body, or sends it too slowly."""
+
+    status, kind = 408, "SlowBody"
+    headers: Mapping[str, str] = {"Connection": "close"}
+    """The rest of the body is not read."""
+
+
+@dataclass(eq=False)
+class TimedReceive:
+    """`receive` with a time limit on the body; it waits without one for the disconnection that follows.
+
+    Only time spent waiting for the client counts, so that a busy server ends no request.
+    """
+
+    receive: Receive
+    seconds: float
+    least_rate: float
+    waited: float = 0.0
+    size: int = 0
+    is_whole: bool = False
+
+    async def __call__(self) -> Message:
+        """Next message, or `SlowBody` if it does not come in time."""
+        if self.is_whole:
+            return await self.receive()
+        left = self.seconds + self.size / self.least_rate - self.waited
+        started = time.monotonic()
+        try:
+            message = await asyncio.wait_for(self.receive(), min(self.seconds, left))
+        except TimeoutError as error:
+            raise SlowBody(
+                f"{self.size} bytes of the body came in {self.waited + time.monotonic() - started:.1f} s; expected the "
+                f"next within {self.seconds:g} s and {self.least_rate:g} bytes a second; send the body at once"
+            ) from error
+        self.waited += time.monotonic() - started
+        self.size += len(message.get("body", b""))
+        self.is_whole = not message.get("more_body", False)
+        return message
 
 
 Check: TypeAlias = Callable[[Scope], ApiError | None]
@@ -128,7 +188,7 @@ class Gate:
     least_rate: float = LEAST_BYTES_PER_SECOND
 
     def __post_init__(self) -> None:
-        self.requests = FairShare(ConnectionLimits.of_process().open // 2)  # the other half answers probes and refusals
+        self.requests = FairShare(most_connections() // 2)  # the other half answers probes and refusals
         self.bytes = FairShare(MAX_OPEN_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

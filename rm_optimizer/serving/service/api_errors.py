@@ -17,7 +17,7 @@ from rm_optimizer.errors import EngineFailed, EngineUnavailable, RMOptimizerErro
 from rm_optimizer.serving.protocol import ErrorBody, ErrorDetail
 
 MAX_HEADER_BYTES = 16 * 2**10
-"""Most bytes of a request line and its headers; h11's own limit for incomplete ones."""
+"""Most bytes of a request line and its headers."""
 MAX_QUOTED = 1000
 """Most characters of a message, and of a field's name."""
 

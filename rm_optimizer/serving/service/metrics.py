@@ -46,10 +46,6 @@ class ServerMetrics:
         self.unique_tokens.inc(unique_tokens)
         self.batch_tokens.observe(unique_tokens)
 
-    def count_refusal(self, status: int) -> None:
-        """Count a request that was refused before it was complete."""
-        self.requests.labels(OTHER_ROUTE, str(status)).inc()
-
     def text(self) -> bytes:
         """Prometheus' text form."""
         return generate_latest(self.registry)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rm_optimizer.errors import CheckpointError, RMOptimizerError
 from rm_optimizer.serving.child_process import end_with_parent
 from rm_optimizer.serving.http.app import show_server_log
-from rm_optimizer.serving.http.slow_clients import BoundedHeaders, ConnectionLimits, report_lack_of_files_once
+from rm_optimizer.serving.http.gate import most_connections
 from rm_optimizer.serving.service.api_errors import NotReady, error_answer
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.vllm.engine import VllmEngine
@@ -91,9 +91,9 @@ def _greeting(service: RewardService, url: str) -> str:
 class RewardApplication:
     """vLLM's outermost middleware (`--middleware`), whose application answers every request.
 
-    vLLM's server has no option for the HTTP protocol, so `BoundedHeaders` is installed here before it listens. SIGTERM
-    is handled here too: accepted requests are answered before vLLM receives it. vLLM's own drain fails on a pooling
-    engine that receives another sequence meanwhile (`assert req_state.detokenizer is not None`, vLLM 0.32).
+    vLLM's server has no option for the number of connections, so their limit is set here before it listens. SIGTERM is
+    handled here too: accepted requests are answered before vLLM receives it. vLLM's own drain fails on a pooling engine
+    that receives another sequence meanwhile (`assert req_state.detokenizer is not None`, vLLM 0.32).
 
     Args:
         app: vLLM's application, which keeps its startup and shutdown.
@@ -108,12 +108,7 @@ class RewardApplication:
         """Pass the request to the service's application, unless the server is stopping."""
         if scope["type"] == "lifespan":
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._stop)
-            state = scope["app"].state
-            protocol = BoundedHeaders.limited(
-                ConnectionLimits.of_process().open, state.reward_app.state.service.metrics
-            )
-            state.server.config.http_protocol_class = protocol  # looked up for each connection
-            report_lack_of_files_once(asyncio.get_running_loop())
+            scope["app"].state.server.config.limit_concurrency = most_connections()  # read for each connection
             await self.app(scope, receive, send)
             return
         if self._ending is not None and scope["type"] == "http":
