@@ -132,8 +132,8 @@ class StagedWeights:
     probe: WeightProbe | None = None
 
 
-DESCRIPTION, STAGED = TypeAdapter(EngineDescription), TypeAdapter(StagedWeights)
-"""Conversion to JSON values and back, for other processes and for files."""
+STAGED = TypeAdapter(StagedWeights)
+"""Conversion to JSON values and back."""
 
 
 def probe_sequences(probe: WeightProbe | None, max_length: int) -> list[list[int]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -12,7 +13,6 @@ from fastapi import FastAPI
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import EngineUnavailable
-from rm_optimizer.serving.embedded.frames import frame_groups, frame_sequences, sequences_frame
 from rm_optimizer.serving.embedded.worker import Worker
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.http.app import create_app
@@ -85,10 +85,8 @@ class InProcessEngine:
 
     async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
         await self.gate.wait()
-        frame = sequences_frame({}, sequences, group_sizes)
-        rewards = self.worker.scorer.rewards(frame_sequences(frame), frame_groups(frame))
-        numbers = tuple(math.nan if self.score_nan else value for value in rewards.tolist())
-        return ScoredBatch(numbers, self.version, self.revision)
+        scored = self.worker.score(sequences, group_sizes)
+        return replace(scored, rewards=(math.nan,) * len(sequences)) if self.score_nan else scored
 
     async def stage(self, weights: StagedWeights) -> None:
         self.worker.expect(weights.revision)

@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import struct
 import threading
 import time
 from multiprocessing.connection import Connection
-
-
-def frame(header: dict) -> bytes:
-    text = json.dumps(header).encode()
-    return struct.pack("<I", len(text)) + text
 
 
 def run(connection: Connection, behavior: str) -> None:
     """`silent` sends nothing, `hung` sends signs of life and no answer, `dumb` does not even come up."""
     if behavior == "dumb":
         time.sleep(600)
-    connection.send_bytes(frame({"op": "up", "description": None}))
+    connection.send(("up", None))
     if behavior == "hung":
         threading.Thread(target=show_life, args=(connection,), daemon=True).start()
     while behavior != "silent":
-        connection.recv_bytes()
+        connection.recv()
     time.sleep(600)
 
 
 def show_life(connection: Connection) -> None:
     while True:
-        connection.send_bytes(frame({"op": "alive"}))
+        connection.send(("alive",))
         time.sleep(0.05)

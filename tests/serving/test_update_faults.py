@@ -20,7 +20,7 @@ from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.update_protocol import Begin
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
-from rm_optimizer.serving.weights.sending import Payload, manifest, sent_tensors, weight_probe
+from rm_optimizer.serving.weights.sending import Payload, sent_tensors, weight_probe
 from tests.serving.engines import exported
 from tests.serving.running import free_socket, serve_process, wait_ready
 from tests.serving.test_weight_sync import PARITY, PROMPTS, RESPONSES
@@ -46,8 +46,7 @@ def is_gone(pid: int) -> bool:
 
 def uploaded(url: str, model: BradleyTerryRM, version: str) -> None:
     """Begin an update and transfer all of it, without a commit."""
-    tensors = sent_tensors(model, FULL)
-    payload = Payload(tensors, manifest(tensors))
+    payload = Payload(sent_tensors(model, FULL))
     begin = Begin(
         batch_id=version,
         mode=FULL,

@@ -221,7 +221,7 @@ def test_a_lost_answer_is_asked_for_again_and_the_update_is_one(plain):
             raise httpx.ReadError("connection reset")
 
     with create_rm_publisher(plain.url) as publisher:
-        publisher._messages.session.event_hooks["request"].append(losing)
+        publisher._session.event_hooks["request"].append(losing)
         outcome = publisher.publish(plain.model, version)
     assert len(lost) == 2
     assert (outcome.status, outcome.version) == (OutcomeStatus.committed, version)

@@ -19,11 +19,11 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
+from typing import Any
 
 from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.child_process import RestartLimit
-from rm_optimizer.serving.embedded.frames import Frame, frame_rewards, sequences_frame
-from rm_optimizer.serving.engine import DESCRIPTION, STAGED, EngineDescription, ScoredBatch, StagedWeights, new_revision
+from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights, new_revision
 from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.weights.weight_history import UpdatableEngine, WeightHistory
 
@@ -56,9 +56,9 @@ DEFAULT_LIMITS = WorkerLimits()
 
 @dataclass(eq=False)
 class _Question:
-    """Frame that was sent, its answer, and the seconds allowed from the moment the worker begins with it."""
+    """Answer to a question, and the seconds allowed from the moment the worker begins with it."""
 
-    answer: asyncio.Future[Frame]
+    answer: asyncio.Future[tuple[Any, str | None]]
     seconds: float
 
 
@@ -78,8 +78,8 @@ class WorkerLink:
         self._limits = limits
         self._ids = itertools.count()
         self._waiting: dict[int, _Question] = {}
-        self._up: asyncio.Future[Frame] = self._loop.create_future()
-        self._num_frames = 0
+        self._up: asyncio.Future[tuple[Any, ...]] = self._loop.create_future()
+        self._num_messages = 0
         self.is_hung = False
         self._kill_reason: str | None = None
         self.ended = asyncio.Event()
@@ -102,17 +102,20 @@ class WorkerLink:
             WeightsRefused: if an update cannot be loaded.
             RMOptimizerError: if the model cannot be loaded.
         """
-        frame = await asyncio.shield(self._up)  # one who waits no more does not make it done
-        if frame.header["op"] == "failed":
+        kind, *report = await asyncio.shield(self._up)  # one who waits no more does not make it done
+        if kind == "failed":
+            name, reason = report
             kinds = {kind.__name__: kind for kind in (CheckpointError, WeightsRefused)}
-            raise kinds.get(frame.header["kind"], RMOptimizerError)(frame.header["error"])
-        return DESCRIPTION.validate_python(frame.header["description"])
+            raise kinds.get(name, RMOptimizerError)(reason)
+        description: EngineDescription = report[0]
+        return description
 
-    async def ask(self, frame: Frame, seconds: float = math.inf) -> Frame:
+    async def ask(self, method: str, *arguments: object, seconds: float = math.inf) -> Any:
         """Send a question and wait for its answer; questions are answered in the order of their sending.
 
         Args:
-            frame: the question.
+            method: name of a method of `Worker`.
+            arguments: its arguments.
             seconds: time limit from its answer to the previous question; the worker is killed past it.
 
         Raises:
@@ -123,20 +126,19 @@ class WorkerLink:
             raise WorkerDied("the worker process has ended")
         number = next(self._ids)
         question = self._waiting[number] = _Question(self._loop.create_future(), seconds)
-        data = Frame(frame.header | {"id": number}, frame.payload).encode()
         try:
-            await self._loop.run_in_executor(self._sender, self._send, data)
-            reply: Frame = await question.answer
+            await self._loop.run_in_executor(self._sender, self._send, (number, method, *arguments))
+            result, refusal = await question.answer
         finally:
             self._waiting.pop(number, None)
-        if "refused" in reply.header:
-            raise WeightsRefused(reply.header["refused"])
-        return reply
+        if refusal is not None:
+            raise WeightsRefused(refusal)
+        return result
 
     async def close(self) -> None:
         """End the process: it exits when its pipe closes, or is killed after some seconds."""
         if self._up.done() and not self.ended.is_set():
-            self._sender.submit(self._send, Frame({"op": "stop", "id": -1}).encode())
+            self._sender.submit(self._send, None)
         else:
             self.process.kill()
         await self._wait_ended(self._limits.stop)
@@ -157,12 +159,12 @@ class WorkerLink:
         seen, silent, oldest, busy = 0, 0.0, -1, 0.0
         while not self.ended.is_set():
             await asyncio.sleep(self._limits.tick)
-            silent = silent + self._limits.tick if self._num_frames == seen else 0.0
+            silent = silent + self._limits.tick if self._num_messages == seen else 0.0
             first = next((number for number, asked in self._waiting.items() if asked.seconds < math.inf), -1)
             busy = busy + self._limits.tick if first == oldest >= 0 else 0.0
-            seen, oldest = self._num_frames, first
+            seen, oldest = self._num_messages, first
             limits, is_up = self._limits, self._up.done()
-            if silent > (limits.silence if is_up else limits.loading if self._num_frames else limits.start):
+            if silent > (limits.silence if is_up else limits.loading if self._num_messages else limits.start):
                 self._kill(f"it gave no sign of life for {silent:.0f} s")
             elif oldest >= 0 and busy > self._waiting[oldest].seconds:
                 self.is_hung = True
@@ -172,17 +174,17 @@ class WorkerLink:
         self._kill_reason = reason
         self.process.kill()
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, question: tuple[object, ...] | None) -> None:
         with suppress(OSError):  # the reader reaches the end of the pipe too, and fails every question
-            self._connection.send_bytes(data)
+            self._connection.send(question)
 
     def _read(self) -> None:
         try:
             while True:
-                frame = Frame.decode(self._connection.recv_bytes())
-                self._num_frames += 1
-                if frame.header.get("op") != "alive":
-                    self._call(self._received, frame)
+                message = self._connection.recv()
+                self._num_messages += 1
+                if message != ("alive",):
+                    self._call(self._received, message)
         except (EOFError, OSError):
             self._call(self._died)
 
@@ -190,11 +192,11 @@ class WorkerLink:
         with suppress(RuntimeError):  # the loop is closed, so nothing waits any more
             self._loop.call_soon_threadsafe(function, *arguments)  # type: ignore[arg-type]
 
-    def _received(self, frame: Frame) -> None:
-        if "op" in frame.header:
-            self._up.set_result(frame)
-        elif (asked := self._waiting.get(frame.header["id"])) is not None and not asked.answer.done():
-            asked.answer.set_result(frame)
+    def _received(self, message: tuple[Any, ...]) -> None:
+        if isinstance(message[0], str):
+            self._up.set_result(message)
+        elif (asked := self._waiting.get(message[0])) is not None and not asked.answer.done():
+            asked.answer.set_result((message[1], message[2]))
 
     def _died(self) -> None:
         self.ended.set()
@@ -313,31 +315,31 @@ class TransformersEngine(UpdatableEngine):
 
     async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
         """Rewards of the sequences; a batch whose worker dies goes to the next worker. See `Engine.score`."""
-        frame, tokens = sequences_frame({"op": "score"}, sequences, group_sizes), sum(map(len, sequences))
+        tokens = sum(map(len, sequences))
         for _ in range(ATTEMPTS):
             link = await self._running()
             started = time.monotonic()
             try:
-                answer = await link.ask(frame, self._time.limit(tokens))
+                scored: ScoredBatch = await link.ask("score", sequences, group_sizes, seconds=self._time.limit(tokens))
             except WorkerDied:
                 continue
             self._time.note(tokens, time.monotonic() - started)
-            return ScoredBatch(frame_rewards(answer), answer.header["version"], answer.header["revision"])
+            return scored
         raise EngineUnavailable(f"{ATTEMPTS} worker processes died on this batch")
 
     async def _read(self, weights: StagedWeights) -> None:
-        await self._live_link().ask(Frame({"op": "stage", "weights": STAGED.dump_python(weights, mode="json")}))
+        await self._live_link().ask("stage", weights)
 
     async def _swap_in(self, weights: StagedWeights) -> None:
         num_tokens = sum(map(len, weights.probe.input_ids)) if weights.probe else 0
-        frame = Frame({"op": "commit", "revision": weights.revision})
-        await self._live_link().ask(frame, SWAP_SECONDS + self._time.limit(num_tokens))
+        seconds = SWAP_SECONDS + self._time.limit(num_tokens)
+        await self._live_link().ask("commit", weights.revision, seconds=seconds)
         self.version, self.revision = weights.version, weights.revision
         self._history.remember(weights)
 
     async def _discard(self) -> None:
         if self.is_up:
-            await self._live_link().ask(Frame({"op": "rollback"}), SWAP_SECONDS)
+            await self._live_link().ask("expect", None, seconds=SWAP_SECONDS)
 
     async def _launch(self) -> None:
         self._link = WorkerLink(self.options, self._history.committed, self.limits)

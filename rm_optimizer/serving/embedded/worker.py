@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -21,15 +23,7 @@ from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.embedded.frames import Frame, frame_groups, frame_sequences, rewards_frame
-from rm_optimizer.serving.engine import (
-    DESCRIPTION,
-    STAGED,
-    EngineDescription,
-    StagedWeights,
-    check_rewards,
-    probe_sequences,
-)
+from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights, check_rewards, probe_sequences
 from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.weights.live_weights import (
     Update,
@@ -155,6 +149,14 @@ class Worker:
             export=record,
         )
 
+    def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
+        """Rewards of the sequences; see `Engine.score`."""
+        rows = [np.array(row, dtype=np.int32) for row in sequences]
+        groups = None
+        if group_sizes is not None:
+            groups = [range(stop - size, stop) for size, stop in zip(group_sizes, accumulate(group_sizes), strict=True)]
+        return ScoredBatch(tuple(self.scorer.rewards(rows, groups).tolist()), self.version, self.revision)
+
     def expect(self, revision: int | None) -> None:
         """Discard the staged weights and accept only this revision from now on; None accepts none."""
         self.staged, self.expected = None, revision
@@ -189,59 +191,42 @@ class Worker:
 
 
 def run_worker(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:
-    """Main function of the process: load, report, and answer until the pipe closes."""
+    """Main function of the process: load, report, and answer until the pipe closes.
+
+    A question is its number, the name of a method of `Worker` and its arguments; None ends the process. The answer is
+    the number, the result, and the reason if the method refuses weights.
+    """
     transformers_logging.disable_progress_bar()
     lock = threading.Lock()
 
-    def send(frame: Frame) -> None:
+    def send(*message: object) -> None:
         with lock:
-            connection.send_bytes(frame.encode())
+            connection.send(message)
 
-    threading.Thread(target=_show_life, args=(send,), name="rm-worker-alive", daemon=True).start()
+    def show_life() -> None:  # independent of the other threads
+        with suppress(OSError):
+            while True:
+                send("alive")
+                time.sleep(ALIVE_SECONDS)
+
+    def answer(number: int, method: Callable[..., object], arguments: Sequence[Any]) -> None:
+        try:
+            send(number, method(*arguments), None)
+        except WeightsRefused as error:
+            send(number, None, str(error))
+
+    threading.Thread(target=show_life, name="rm-worker-alive", daemon=True).start()
     try:
         worker = Worker(options, committed)
     except RMOptimizerError as error:
-        send(Frame({"op": "failed", "kind": type(error).__name__, "error": str(error)}))
+        send("failed", type(error).__name__, str(error))
         return
-    send(Frame({"op": "up", "description": DESCRIPTION.dump_python(worker.description, mode="json")}))
-    try:
-        while (frame := Frame.decode(connection.recv_bytes())).header["op"] != "stop":
-            _answer(worker, frame, send)
-    except (EOFError, OSError):
-        return
-
-
-def _show_life(send: Callable[[Frame], None]) -> None:
-    """Send a sign of life each second until the pipe closes, independent of the other threads."""
-    try:
-        while True:
-            send(Frame({"op": "alive"}))
-            time.sleep(ALIVE_SECONDS)
-    except OSError:
-        return
-
-
-def _answer(worker: Worker, frame: Frame, send: Callable[[Frame], None]) -> None:
-    operation, answer = frame.header["op"], {"id": frame.header["id"]}
-    if operation == "score":
-        rewards = worker.scorer.rewards(frame_sequences(frame), frame_groups(frame))
-        send(rewards_frame(answer | {"version": worker.version, "revision": worker.revision}, rewards))
-    elif operation == "stage":
-        weights = STAGED.validate_python(frame.header["weights"])
-        worker.expect(weights.revision)
-        thread = threading.Thread(target=_refusable, args=(lambda: worker.stage(weights), answer, send), daemon=True)
-        thread.start()
-    elif operation == "commit":
-        _refusable(lambda: worker.commit(frame.header["revision"]), answer, send)
-    elif operation == "rollback":
-        worker.expect(None)
-        send(Frame(answer))
-
-
-def _refusable(act: Callable[[], Any], answer: dict[str, Any], send: Callable[[Frame], None]) -> None:
-    try:
-        act()
-    except WeightsRefused as error:
-        send(Frame(answer | {"refused": str(error)}))
-    else:
-        send(Frame(answer))
+    send("up", worker.description)
+    with suppress(EOFError, OSError):
+        while (question := connection.recv()) is not None:
+            number, name, *arguments = question
+            if name == "stage":  # beside the batches
+                worker.expect(arguments[0].revision)
+                threading.Thread(target=answer, args=(number, worker.stage, arguments), daemon=True).start()
+            else:
+                answer(number, getattr(worker, name), arguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -21,7 +21,7 @@ from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.options import is_loopback
 from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.weights.live_weights import as_bytes
-from rm_optimizer.serving.weights.weight_file import WeightFileWriter, num_bytes
+from rm_optimizer.serving.weights.weight_file import num_bytes
 
 SENDER, RECEIVER = 0, 1
 PIECE_BYTES = 64 * 2**20
@@ -123,8 +123,8 @@ class GroupLink:
             for piece in as_bytes(tensor).to(self.device).split(PIECE_BYTES):  # type: ignore[no-untyped-call]
                 self._finish(self.group.send([piece], RECEIVER, 0), name)
 
-    def receive(self, specs: Sequence[TensorSpec], writer: WeightFileWriter) -> None:
-        """Receive the tensors of a manifest, in its order, into a file.
+    def receive(self, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, memoryview]]:
+        """Names and bytes of the tensors of a manifest, in its order.
 
         Raises:
             TransferFailed: if the sender goes away or the time is up.
@@ -136,7 +136,7 @@ class GroupLink:
                 self._finish(self.group.recv([landing], SENDER, 0), spec.name)
                 if landing is not piece:
                     piece.copy_(landing)
-            writer.write(spec.name, whole.numpy().data)
+            yield spec.name, whole.numpy().data
 
     def _finish(self, work: Any, name: str) -> None:
         """Wait for one piece. It is polled, since NCCL's own timeout would end the process."""
@@ -152,12 +152,6 @@ class GroupLink:
                 time.sleep(_POLL_SECONDS)
         except (DistError, RuntimeError) as error:
             raise TransferFailed(f"{name} was not transferred: {_first_line(error)}") from error
-
-
-def byte_pieces(tensors: Mapping[str, Tensor]) -> Iterable[tuple[str, memoryview]]:
-    """Names and bytes on the CPU, one tensor at a time."""
-    for name, tensor in tensors.items():
-        yield name, as_bytes(tensor).cpu().numpy().data
 
 
 def _gloo(store: TCPStore, rank: int, timeout: timedelta) -> Any:

@@ -14,7 +14,12 @@ from pathlib import Path
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.update_protocol import Begin
-from rm_optimizer.serving.weights.weight_file import WeightFileWriter, check_weight_file, most_header_bytes, num_bytes
+from rm_optimizer.serving.weights.weight_file import (
+    check_weight_file,
+    most_header_bytes,
+    num_bytes,
+    write_weight_file,
+)
 
 COPIED_BYTES = 8 * 2**20
 """Bytes that are copied at once."""
@@ -223,8 +228,7 @@ class FromGroup(Incoming):
             _settle(self._standing)
             wait_for_sender(store, begin.timeout_seconds, lambda: self._dropped)
             link = GroupLink(store, RECEIVER, begin.transport, begin.timeout_seconds)
-            with WeightFileWriter(self._landing, begin.tensors) as writer:
-                link.receive(begin.tensors, writer)
+            write_weight_file(self._landing, begin.tensors, link.receive(begin.tensors))
         except (RMOptimizerError, OSError) as error:
             failure = error if isinstance(error, RMOptimizerError) else WeightsRefused(f"cannot be kept: {error}")
             for future in (self._standing, self._received):

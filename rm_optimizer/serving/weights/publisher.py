@@ -26,26 +26,46 @@ from rm_optimizer.errors import (
 )
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.schema.publish import PublishConfig, RewardModelTrainingMode, Transport
-from rm_optimizer.serving.client.connection import RETRIED_STATUSES, Deadline, PickledByArguments, bearer, is_loopback
-from rm_optimizer.serving.update_protocol import Abort, Begin, Outcome, OutcomeStatus, WeightProbe, WeightStatus
-from rm_optimizer.serving.weights.sending import (
-    CommitUnanswered,
-    Payload,
-    UpdateMessages,
-    manifest,
-    outgoing,
-    sent_tensors,
-    weight_probe,
+from rm_optimizer.serving.client.connection import (
+    RETRIED_STATUSES,
+    Deadline,
+    PickledByArguments,
+    bearer,
+    broken,
+    is_loopback,
+    retry_after,
 )
+from rm_optimizer.serving.protocol import WireModel
+from rm_optimizer.serving.update_protocol import Abort, Begin, Commit, Outcome, OutcomeStatus, WeightProbe, WeightStatus
+from rm_optimizer.serving.weights.sending import Payload, outgoing, sent_tensors, weight_probe
 
 ATTEMPTS = 3
 """Most attempts of a whole update, after a lost update or a broken transfer."""
+CONFLICT = 409
+"""Status of an update that another one blocks; with `Retry-After` if waiting helps."""
 FORGOTTEN = frozenset({"UnknownUpdate", "UpdateConflict"})
 """Kinds of refusals after which the update may start again: the server lost it, or another update came first."""
 GIVING_UP_SECONDS = 5.0
 """Seconds for the server to report the outcome of an update that failed here."""
-
 _log = logging.getLogger("rm_optimizer")
+
+
+class CommitUnanswered(RewardServerUnavailable):
+    """The outcome of a commit is unknown: the server has not answered."""
+
+
+def _may_be_repeated(answer: httpx.Response, deadline: Deadline) -> bool:
+    """True if the same message may succeed later: the update has not ended, and the blocking one will soon."""
+    if answer.status_code == CONFLICT:
+        wait = retry_after(answer)
+        return wait is not None and deadline.left >= 2 * wait
+    if answer.status_code not in RETRIED_STATUSES:
+        return False
+    try:
+        Outcome.model_validate_json(answer.content)  # a repeated message gets the same outcome again
+    except ValidationError:
+        return True
+    return False
 
 
 @dataclass(eq=False, repr=False)
@@ -58,35 +78,45 @@ class RMPublisherAdapter(PickledByArguments):
 
     Args:
         url: address of the server, `http://host:port`.
-        mode: set of tensors to send.
-        transport: one HTTP body, a file below the server's weights root on one machine, gloo, or NCCL.
+        mode: set of tensors to send: `full`, `head_only` or `lora`.
+        transport: `inline`, one HTTP body; `path`, a file below the server's weights root on one machine; `gloo` or
+            `nccl`, a process group.
         api_key: bearer token; None sends none.
         timeout_seconds: seconds for one update.
         host: address of this machine that the server reaches, for gloo and NCCL.
+
+    Raises:
+        ConfigError: if a word is unknown, or no header can carry the key.
     """
 
     _: KW_ONLY
-    mode: RewardModelTrainingMode = RewardModelTrainingMode.full
-    transport: Transport = Transport.inline
+    mode: RewardModelTrainingMode | str = RewardModelTrainingMode.full
+    transport: Transport | str = Transport.inline
     api_key: str | None = None
     timeout_seconds: float = 120.0
     host: str = "127.0.0.1"
 
     def _prepare(self) -> None:
+        for name, word, words in (
+            ("mode", self.mode, RewardModelTrainingMode),
+            ("transport", self.transport, Transport),
+        ):
+            if word not in list(words):
+                raise ConfigError(did_you_mean(name, word, list(words)))
         self._session_options: dict[str, Any] = {
             "headers": bearer(self.api_key),
             "trust_env": not is_loopback(self.url),
         }
-        self._opened: list[tuple[int, UpdateMessages]] = []
+        self._sessions: dict[int, httpx.Client] = {}
         self._published: tuple[str, int] | None = None
 
     @property
-    def _messages(self) -> UpdateMessages:
-        """Messages over this process's connections, never over a parent's from before a fork."""
-        if not self._opened or self._opened[-1][0] != os.getpid() or self._opened[-1][1].session.is_closed:
-            session = httpx.Client(**self._session_options)
-            self._opened.append((os.getpid(), UpdateMessages(self.url, session)))
-        return self._opened[-1][1]
+    def _session(self) -> httpx.Client:
+        """Connections of this process, never a parent's from before a fork."""
+        here = os.getpid()
+        if here not in self._sessions or self._sessions[here].is_closed:
+            self._sessions[here] = httpx.Client(**self._session_options)
+        return self._sessions[here]
 
     def publish(self, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> Outcome:
         """Publish the weights, and return the outcome once they are served.
@@ -101,12 +131,11 @@ class RMPublisherAdapter(PickledByArguments):
             ConfigError: if the mode does not suit the model, or the version's name the protocol.
         """
         if isinstance(weights, Mapping):
-            model, tensors = None, dict(weights)
+            payload, probe = Payload(weights), None
         else:
             require_bradley_terry(weights)
-            model, tensors = weights, sent_tensors(weights, self.mode)
-        payload = Payload(tensors, manifest(tensors))
-        probe = None if model is None else weight_probe(model)
+            payload = Payload(sent_tensors(weights, RewardModelTrainingMode(self.mode)))
+            probe = weight_probe(weights)
         batch_id, deadline = uuid.uuid4().hex, Deadline(self.url, self.timeout_seconds)
         for attempt in range(1, ATTEMPTS + 1):
             try:
@@ -137,23 +166,28 @@ class RMPublisherAdapter(PickledByArguments):
         """Return once the server accepts connections, for which a starting one has some seconds.
 
         Raises:
-            RewardServerUnavailable: if it does not.
+            PublishFailed: if it does not.
         """
         deadline = Deadline(self.url, seconds)
         while True:
             try:
-                self._messages.session.get(f"{self.url}/health", timeout=deadline.timeout())
+                self._session.get(f"{self.url}/health", timeout=deadline.timeout())
                 return
             except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                time.sleep(deadline.pause(str(error) or type(error).__name__))
+                try:
+                    time.sleep(deadline.pause(str(error) or type(error).__name__))
+                except RewardServerUnavailable as late:
+                    raise PublishFailed(
+                        f"no server accepts connections at {self.url}; start one with rm-opt serve, or train with "
+                        f"publish.url=null: {late}"
+                    ) from late
             except httpx.HTTPError:
                 return
 
     def close(self) -> None:
         """Close the session; a second call does nothing, and a later message opens another."""
-        for pid, messages in self._opened:
-            if pid == os.getpid():
-                messages.session.close()
+        if os.getpid() in self._sessions:
+            self._session.close()
 
     def __enter__(self) -> RMPublisherAdapter:
         return self
@@ -166,37 +200,79 @@ class RMPublisherAdapter(PickledByArguments):
     ) -> Outcome:
         status = self._status(deadline)
         self._notice_others(status, version)
-        with outgoing(self.transport, payload, status, host=self.host, timeout_seconds=deadline.left) as transfer:
+        transport = Transport(self.transport)
+        with outgoing(transport, payload, status, host=self.host, timeout_seconds=deadline.left) as (address, send):
             try:
                 begin = Begin(
                     batch_id=batch_id,
-                    mode=self.mode,
+                    mode=RewardModelTrainingMode(self.mode),
                     version=version,
                     base_revision=status.revision,
-                    tensors=list(payload.specs),
-                    transport=self.transport,
-                    path=transfer.path,
-                    rendezvous=transfer.rendezvous,
+                    tensors=payload.specs,
+                    transport=transport,
                     timeout_seconds=deadline.left,
                     probe=probe,
+                    **address,
                 )
             except ValidationError as error:
                 first = error.errors()[0]
                 raise ConfigError(f"an update's {first['loc'][0]} is not valid: {first['msg']}") from error
-            self._messages.post("begin", begin, deadline)
+            self._post("begin", begin, deadline)
 
             def upload(body: Iterator[bytes], size: int) -> None:
                 headers = {"Content-Length": str(size), "Content-Type": "application/octet-stream"}
-                self._messages.request("PUT", f"upload/{batch_id}", deadline, content=body, headers=headers)
+                self._request("PUT", f"upload/{batch_id}", deadline, content=body, headers=headers)
 
-            transfer.send(upload)
-            outcome = self._messages.commit(batch_id, deadline)
+            send(upload)
+            outcome = self._commit(batch_id, deadline)
         if outcome.status is not OutcomeStatus.committed:
             raise self._do_not_serve(version, _reason(outcome))
         return outcome
 
     def _status(self, deadline: Deadline) -> WeightStatus:
-        return WeightStatus.model_validate(self._messages.request("GET", "status", deadline).json())
+        return WeightStatus.model_validate(self._request("GET", "status", deadline).json())
+
+    def _commit(self, batch_id: str, deadline: Deadline) -> Outcome:
+        """Outcome of the commit.
+
+        Raises:
+            CommitUnanswered: if the server does not answer.
+            RewardServerRefused: if the server has no such update, or its engine died.
+        """
+        try:
+            return Outcome.model_validate(self._post("commit", Commit(batch_id=batch_id), deadline).json())
+        except RewardServerUnavailable as error:
+            raise CommitUnanswered(str(error)) from error
+        except RewardServerRefused as error:
+            if error.status < 500 or error.status in RETRIED_STATUSES:
+                raise
+            raise CommitUnanswered(str(error)) from error
+
+    def _post(self, route: str, message: WireModel, deadline: Deadline) -> httpx.Response:
+        return self._request("POST", route, deadline, json=message.model_dump(mode="json"))
+
+    def _request(self, method: str, route: str, deadline: Deadline, **content: Any) -> httpx.Response:
+        """Successful answer to a message, which carries the update's id and so may be repeated.
+
+        Raises:
+            RewardServerRefused: if the server refuses.
+            RewardServerUnavailable: if it does not answer in time.
+            TransferFailed: if a body breaks off: it is read once, and the update is tried again as a whole.
+        """
+        url = f"{self.url}/rm/weights/{route}"
+        while True:
+            got: httpx.Response | httpx.HTTPError
+            try:
+                got = self._session.request(method, url, timeout=deadline.timeout(), **content)
+            except httpx.HTTPError as error:
+                if "content" in content:
+                    broken(error, self.url)
+                    raise TransferFailed(f"the upload broke off: {error}") from error
+                got = error
+            judged = deadline.judge(got, self.url, lambda answer: _may_be_repeated(answer, deadline))
+            if isinstance(judged, httpx.Response):
+                return judged
+            time.sleep(judged)
 
     def _remembered(self, outcome: Outcome) -> Outcome:
         self._published = outcome.version, outcome.revision
@@ -216,7 +292,7 @@ class RMPublisherAdapter(PickledByArguments):
         """Abort the update on the server, and return its outcome with the best known reason."""
         abort = Abort(batch_id=batch_id, reason=str(error)[:500])
         try:
-            answer = self._messages.post("abort", abort, Deadline(self.url, GIVING_UP_SECONDS))
+            answer = self._post("abort", abort, Deadline(self.url, GIVING_UP_SECONDS))
         except RMOptimizerError as silence:
             is_told = isinstance(silence, RewardServerRefused) and silence.status < 500  # it has no such update
             if isinstance(error, CommitUnanswered) and not is_told:
@@ -242,30 +318,15 @@ def _reason(outcome: Outcome) -> str:
 def create_rm_publisher(
     url: str,
     *,
-    mode: str = "full",
-    transport: str = "inline",
+    mode: RewardModelTrainingMode | str = RewardModelTrainingMode.full,
+    transport: Transport | str = Transport.inline,
     api_key: str | None = None,
     timeout_seconds: float = 120.0,
     host: str = "127.0.0.1",
 ) -> RMPublisherAdapter:
-    """Create a publisher from plain strings.
-
-    The mode is `full`, `head_only` or `lora`, and the transport `inline`, `path`, `gloo` or `nccl`. For the other
-    arguments see `RMPublisherAdapter`.
-
-    Raises:
-        ConfigError: if a word is unknown.
-    """
-    for name, word, words in (("mode", mode, RewardModelTrainingMode), ("transport", transport, Transport)):
-        if word not in list(words):
-            raise ConfigError(did_you_mean(name, word, list(words)))
+    """Create a publisher; for the arguments see `RMPublisherAdapter`."""
     return RMPublisherAdapter(
-        url,
-        mode=RewardModelTrainingMode(mode),
-        transport=Transport(transport),
-        api_key=api_key,
-        timeout_seconds=timeout_seconds,
-        host=host,
+        url, mode=mode, transport=transport, api_key=api_key, timeout_seconds=timeout_seconds, host=host
     )
 
 
@@ -280,48 +341,31 @@ def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
         ConfigError: if the variable of the API key is not set.
         PublishFailed: if the server does not answer, or does not accept the transport.
     """
+    api_key = None
+    if config.api_key_env is not None:
+        api_key = os.environ.get(config.api_key_env)
+        if not api_key:
+            raise ConfigError(f"publish.api_key_env names {config.api_key_env}, which is not set; export it")
+        require_key(f"the key in {config.api_key_env} (publish.api_key_env)", api_key)
     try:
         publisher = RMPublisherAdapter(
             str(config.url),
             mode=config.mode,
             transport=config.transport,
-            api_key=_api_key(config),
+            api_key=api_key,
             timeout_seconds=config.timeout_seconds,
             host=config.host,
         )
     except httpx.InvalidURL as error:
         raise ConfigError(f"publish.url must be like http://127.0.0.1:8000, got {config.url!r}: {error}") from error
     try:
-        taken = _first_status(publisher).transports
-    except RMOptimizerError:
-        publisher.close()
-        raise
-    if publisher.transport not in taken:
-        publisher.close()
-        raise ConfigError(f"publish.transport must be one of {', '.join(taken)}, which the server accepts")
-    return publisher
-
-
-def _api_key(config: PublishConfig) -> str | None:
-    if config.api_key_env is None:
-        return None
-    api_key = os.environ.get(config.api_key_env)
-    if not api_key:
-        raise ConfigError(f"publish.api_key_env names {config.api_key_env}, which is not set; export it")
-    require_key(f"the key in {config.api_key_env} (publish.api_key_env)", api_key)
-    return api_key
-
-
-def _first_status(publisher: RMPublisherAdapter) -> WeightStatus:
-    """Status of the server, after a wait if it is starting."""
-    try:
         publisher.wait_reachable(min(STARTING_SECONDS, publisher.timeout_seconds))
-    except RewardServerUnavailable as error:
-        raise PublishFailed(
-            f"publish.url: no server accepts connections at {publisher.url}; start one with rm-opt serve, or train "
-            f"with publish.url=null: {error}"
-        ) from error
-    try:
-        return publisher.status()
+        taken = publisher.status().transports
+        if publisher.transport not in taken:
+            raise ConfigError(f"publish.transport must be one of {', '.join(taken)}, which the server accepts")
     except RMOptimizerError as error:
+        publisher.close()
+        if isinstance(error, ConfigError):
+            raise
         raise PublishFailed(f"publish.url: {error}") from error
+    return publisher

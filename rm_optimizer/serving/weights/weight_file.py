@@ -14,7 +14,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeAlias
 
 from safetensors import SafetensorError, safe_open
@@ -51,6 +50,11 @@ def num_bytes(spec: TensorSpec) -> int:
     return math.prod(spec.shape) * _BYTES[CODES[spec.dtype]]
 
 
+def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Tensors as a file holds them: wide types come first, so that every tensor is aligned."""
+    return sorted(specs, key=lambda spec: (-_BYTES.get(CODES.get(spec.dtype, ""), 0), spec.name))
+
+
 @dataclass(frozen=True)
 class Layout:
     """Positions of the tensors in a file.
@@ -67,10 +71,10 @@ class Layout:
 
     @classmethod
     def of(cls, specs: Sequence[TensorSpec]) -> Layout:
-        """Layout of a file with these tensors; wide types come first, so that every tensor is aligned."""
+        """Layout of a file with these tensors."""
         entries: dict[str, Any] = {}
         place = 0
-        for spec in sorted(specs, key=lambda spec: (-_BYTES.get(CODES.get(spec.dtype, ""), 0), spec.name)):
+        for spec in in_file_order(specs):
             end = place + num_bytes(spec)
             entries[spec.name] = {"dtype": CODES[spec.dtype], "shape": spec.shape, "data_offsets": [place, end]}
             place = end
@@ -81,56 +85,18 @@ class Layout:
         return cls(_SIZE.pack(len(text)) + text, starts, first + place)
 
 
-class WeightFileWriter:
-    """Writer of one file under a temporary name, tensors in any order; the file is renamed once it is complete.
-
-    Args:
-        path: path of the file.
-        specs: specifications of the tensors.
-    """
-
-    def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
-        self.path = path
-        self.layout = Layout.of(specs)
-        self._sizes = {spec.name: num_bytes(spec) for spec in specs}
-        self._temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        # Closed at the end of the block; only its user may read the file.
-        self._file = open(self._temporary, "wb", opener=partial(os.open, mode=0o600))  # noqa: SIM115
-        self._file.write(self.layout.head)
-
-    def write(self, name: str, data: Buffer) -> None:
-        """Write one tensor's bytes.
-
-        Raises:
-            WeightsRefused: if it is not among the file's tensors, or not of their size.
-        """
-        view = memoryview(data)
-        if self._sizes.get(name) != view.nbytes:
-            raise WeightsRefused(f"{name}: expected {self._sizes.get(name, 'no')} bytes, got {view.nbytes}")
-        self._file.seek(self.layout.starts[name])
-        self._file.write(view)
-        del self._sizes[name]
-
-    def __enter__(self) -> WeightFileWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._file.close()
-        if kind is None and not self._sizes:
-            os.replace(self._temporary, self.path)
-            return
-        self._temporary.unlink(missing_ok=True)
-        if kind is None:
-            raise WeightsRefused(f"{self.path.name} lacks {', '.join(sorted(self._sizes)[:3])}")
-
-
 def write_weight_file(path: Path, specs: Sequence[TensorSpec], data: Iterable[tuple[str, Buffer]]) -> None:
-    """Write a whole file atomically."""
-    with WeightFileWriter(path, specs) as writer:
-        for name, content in data:
-            writer.write(name, content)
+    """Write a file of tensors that come in any order, under a temporary name until it is complete."""
+    layout, temporary = Layout.of(specs), path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb", opener=partial(os.open, mode=0o600)) as file:  # only its user may read it
+            file.write(layout.head)
+            for name, content in data:
+                file.seek(layout.starts[name])
+                file.write(content)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def most_header_bytes(specs: Sequence[TensorSpec]) -> int:

@@ -8,11 +8,9 @@ from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
-from pydantic import TypeAdapter
 
 from rm_optimizer.serving.embedded import engine as engine_module
 from rm_optimizer.serving.embedded.engine import BatchTime, WorkerDied, WorkerLimits, WorkerLink
-from rm_optimizer.serving.embedded.frames import Frame
 from tests.serving import still_worker
 
 LIMITS = WorkerLimits(start=60.0, loading=60.0, silence=0.6, stop=0.3, tick=0.05)
@@ -37,7 +35,6 @@ def linked(monkeypatch, behavior: str, scene, limits: WorkerLimits = LIMITS):
             await link.close()
 
     monkeypatch.setattr(engine_module, "_spawned", spawned)
-    monkeypatch.setattr(engine_module, "DESCRIPTION", TypeAdapter(None))
     return asyncio.run(run())
 
 
@@ -49,7 +46,7 @@ def test_a_worker_that_stands_still_is_killed_and_its_questions_fail(monkeypatch
         await link.up()
         asked = time.monotonic()
         with pytest.raises(WorkerDied):
-            await link.ask(Frame({"op": "score"}, b"0" * 2**20), seconds=1.5)  # more than its pipe holds
+            await link.ask("score", b"0" * 2**20, seconds=1.5)  # more than its pipe holds
         assert time.monotonic() - asked < 60
         return link.end_reason
 
@@ -68,7 +65,7 @@ def test_a_worker_that_never_says_a_word_is_killed(monkeypatch):
 def test_a_worker_with_nothing_to_do_and_a_slow_stage_are_left_alone(monkeypatch):
     async def scene(link):
         await link.up()
-        stage = asyncio.create_task(link.ask(Frame({"op": "stage"})))
+        stage = asyncio.create_task(link.ask("stage"))
         await asyncio.sleep(1.0)
         alive = not link.ended.is_set()
         stage.cancel()

@@ -20,7 +20,7 @@ from rm_optimizer.serving.weights.group_transfer import (
     wait_for_sender,
 )
 from rm_optimizer.serving.weights.sending import manifest
-from rm_optimizer.serving.weights.weight_file import WeightFileWriter
+from rm_optimizer.serving.weights.weight_file import write_weight_file
 
 two_gpus = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL needs a GPU for each end")]
 TRANSPORTS = [Transport.gloo, pytest.param(Transport.nccl, marks=two_gpus)]
@@ -31,8 +31,7 @@ def received(transport: Transport, specs, path, rendezvous: str, failures: list[
         torch.cuda.set_device(1)
     try:
         link = GroupLink(connect_store(rendezvous, 20.0), RECEIVER, transport, 20.0)
-        with WeightFileWriter(path, specs) as writer:
-            link.receive(specs, writer)
+        write_weight_file(path, specs, link.receive(specs))
     except TransferFailed as error:
         failures.append(error)
 
@@ -66,11 +65,8 @@ def test_a_receiver_whose_sender_falls_silent_gives_up_in_time(tmp_path):
 
     def receive() -> None:
         link = GroupLink(connect_store(f"127.0.0.1:{store.port}", 1.0), RECEIVER, Transport.gloo, 1.0)
-        with (
-            pytest.raises(TransferFailed, match="a was not transferred"),
-            WeightFileWriter(tmp_path / "w", specs) as writer,
-        ):
-            link.receive(specs, writer)
+        with pytest.raises(TransferFailed, match="a was not transferred"):
+            write_weight_file(tmp_path / "w", specs, link.receive(specs))
         failures.append(time.monotonic())
 
     started = time.monotonic()

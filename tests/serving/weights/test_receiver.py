@@ -16,14 +16,14 @@ import pytest
 import torch
 from safetensors.torch import save, save_file
 
-from rm_optimizer.errors import EngineUnavailable, WeightsRefused
+from rm_optimizer.errors import EngineUnavailable, TransferFailed, WeightsRefused
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
 from rm_optimizer.serving.update_protocol import Begin, OutcomeStatus, TensorSpec
 from rm_optimizer.serving.weights import receiver
 from rm_optimizer.serving.weights.incoming import FromPath, checked_path
 from rm_optimizer.serving.weights.live_weights import tensor_specs
-from rm_optimizer.serving.weights.sending import manifest
-from rm_optimizer.serving.weights.weight_file import WeightFileWriter, check_weight_file, write_weight_file
+from rm_optimizer.serving.weights.sending import Payload, manifest
+from rm_optimizer.serving.weights.weight_file import check_weight_file, write_weight_file
 from tests.serving.engines import InProcessEngine, exported, options_of
 from tests.serving.running import engine_running
 
@@ -429,15 +429,16 @@ def test_probes_that_the_model_cannot_compute_and_endless_waits_are_refused(serv
 def test_a_file_is_there_whole_or_not_at_all(tmp_path):
     specs = [TensorSpec(name=name, shape=[2], dtype="float32") for name in ("a", "b")]
     path = tmp_path / "w.safetensors"
-    with pytest.raises(WeightsRefused, match="lacks b"), WeightFileWriter(path, specs) as writer:
-        writer.write("a", b"12345678")
-    for name, data in (("a", b"1"), ("c", b"12345678")):
-        with pytest.raises(WeightsRefused, match="bytes"), WeightFileWriter(path, specs) as writer:
-            writer.write(name, data)
+
+    def broken_off():
+        yield "a", b"12345678"
+        raise TransferFailed("b was not transferred")
+
+    with pytest.raises(TransferFailed):
+        write_weight_file(path, specs, broken_off())
     assert os.listdir(tmp_path) == []
-    with WeightFileWriter(path, specs) as writer:
-        for name in ("a", "b"):
-            writer.write(name, b"12345678")
+    write_weight_file(path, specs, [(name, b"12345678") for name in ("a", "b")])
+    assert os.listdir(tmp_path) == [path.name]
     assert path.stat().st_mode & 0o777 == 0o600
 
 
@@ -445,14 +446,12 @@ def test_a_file_is_there_whole_or_not_at_all(tmp_path):
 def test_files_of_ours_are_read_by_safetensors(tmp_path, dtype):
     from safetensors.torch import load_file
 
-    from rm_optimizer.serving.weights.group_transfer import byte_pieces
-
     tensors = {
         "odd": torch.arange(3).to(torch.int8),
         "x": (torch.arange(6).reshape(2, 3) % 2).to(getattr(torch, dtype)),
         "none": torch.zeros(0),
     }
-    write_weight_file(tmp_path / "w.safetensors", manifest(tensors), byte_pieces(tensors))
+    write_weight_file(tmp_path / "w.safetensors", manifest(tensors), Payload(tensors).pieces())
     loaded = load_file(tmp_path / "w.safetensors")
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype
