@@ -6,16 +6,21 @@ two batches. Every answer comes from the old weights until a commit has returned
 
 from __future__ import annotations
 
+import asyncio
+import json
 import math
+import shutil
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter
 
-from rm_optimizer.errors import CheckpointError, WeightsRefused
+from rm_optimizer.errors import CheckpointError, RMOptimizerError, WeightsRefused
+from rm_optimizer.records.files import write_text
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.update_protocol import TensorSpec, WeightProbe
 
@@ -164,37 +169,108 @@ def check_rewards(rewards: Sequence[float], probe: WeightProbe | None, dtype: st
             )
 
 
-class Engine(Protocol):
-    """Scores token ids. Every method may be called from any task of one event loop."""
+LIST_FILE = "committed.json"
+
+
+class WeightHistory:
+    """Committed updates in a folder that outlives the process with the model.
+
+    Args:
+        folder: folder of the updates, created if missing; updates of an earlier process are kept.
+        is_listed: also keep a list of the updates in the folder, for a process that receives none.
+    """
+
+    def __init__(self, folder: Path, *, is_listed: bool = True) -> None:
+        self.folder, self._is_listed = folder, is_listed
+        folder.mkdir(parents=True, exist_ok=True)
+        file = folder / LIST_FILE
+        values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
+        self.committed: tuple[StagedWeights, ...] = tuple(map(STAGED.validate_python, values))
+        self._remove_others()
+
+    @property
+    def files(self) -> list[str]:
+        """Files of the updates, oldest first."""
+        return [str(weights.file) for weights in self.committed]
+
+    def keep(self, weights: StagedWeights) -> StagedWeights:
+        """Move the update's file into this folder, and return the update with its new path.
+
+        Raises:
+            WeightsRefused: if the file cannot be moved; nothing of it is left then.
+        """
+        target = self.folder / f"{weights.revision}.safetensors"
+        try:
+            shutil.move(weights.file, target)
+        except OSError as error:
+            target.unlink(missing_ok=True)
+            raise WeightsRefused(f"the update's file cannot be written: {error.strerror}") from error
+        return replace(weights, file=target)
+
+    def remember(self, weights: StagedWeights) -> None:
+        """Record a kept update as served, and remove earlier ones that it replaces entirely."""
+        names = {spec.name for spec in weights.tensors}
+        earlier = [kept for kept in self.committed if not names.issuperset(spec.name for spec in kept.tensors)]
+        self.committed = (*earlier, replace(weights, probe=None))
+        self._record()
+
+    def clear(self) -> None:
+        """Remove all updates, so that only the checkpoint remains."""
+        self.committed = ()
+        self._record()
+
+    def _record(self) -> None:
+        if self._is_listed:
+            values = [STAGED.dump_python(kept, mode="json") for kept in self.committed]
+            write_text(self.folder / LIST_FILE, json.dumps(values))
+        self._remove_others()
+
+    def _remove_others(self) -> None:
+        served = {weights.file for weights in self.committed}
+        for file in self.folder.glob("*.safetensors"):
+            if file not in served:
+                file.unlink(missing_ok=True)
+
+
+class Engine(ABC):
+    """Scores token ids, and stages and commits updates. Every method may be called from any task of one event loop.
+
+    Args:
+        history: committed updates, which outlive the process with the model.
+
+    Attributes:
+        version: name of the weights that answer the next batch; empty before the first start.
+        revision: their serial number.
+        failure: reason of a permanent failure; None while the engine can answer.
+        num_restarts: restarts of the model's process after its death.
+    """
+
+    def __init__(self, history: WeightHistory) -> None:
+        self.version, self.revision = "", new_revision()
+        self.failure: str | None = None
+        self.num_restarts = 0
+        self._description: EngineDescription | None = None
+        self._history = history
+        self._staged: StagedWeights | None = None
+        self._updating = asyncio.Lock()
 
     @property
     def description(self) -> EngineDescription:
         """Description of the served model; available once `start` has returned."""
-
-    @property
-    def version(self) -> str:
-        """Name of the weights that answer the next batch."""
-
-    @property
-    def revision(self) -> int:
-        """Serial number of the weights that answer the next batch."""
+        assert self._description is not None, "the engine has not started"
+        return self._description
 
     @property
     def committed(self) -> Sequence[StagedWeights]:
         """Updates that serve on top of the checkpoint, oldest first."""
+        return self._history.committed
 
     @property
+    @abstractmethod
     def is_up(self) -> bool:
         """True while the model is loaded and its process runs."""
 
-    @property
-    def failure(self) -> str | None:
-        """Reason of a permanent failure; None while the engine can answer."""
-
-    @property
-    def num_restarts(self) -> int:
-        """Number of restarts of the model's process after its death."""
-
+    @abstractmethod
     async def start(self) -> None:
         """Load the model.
 
@@ -202,9 +278,11 @@ class Engine(Protocol):
             RMOptimizerError: if it cannot be loaded.
         """
 
+    @abstractmethod
     async def stop(self) -> None:
         """Answer the accepted batches, then end the process; a second call does nothing."""
 
+    @abstractmethod
     async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
         """Rewards of the sequences, each with ids below `vocab_size` and 1 to `max_length` of them.
 
@@ -226,6 +304,15 @@ class Engine(Protocol):
             WeightsRefused: if a check fails; nothing is staged then.
             EngineUnavailable: if the engine is not up.
         """
+        async with self._updating:
+            self._drop_staged()
+            kept = await asyncio.to_thread(self._history.keep, weights)
+            try:
+                await self._read(kept)
+            except (RMOptimizerError, asyncio.CancelledError):
+                kept.file.unlink(missing_ok=True)
+                raise
+            self._staged = kept
 
     async def commit(self, revision: int) -> None:
         """Swap in the staged weights between two batches, check their probe, and swap back if it fails.
@@ -234,6 +321,35 @@ class Engine(Protocol):
             WeightsRefused: if nothing of this revision is staged (a restart loses it), or the probe fails.
             EngineUnavailable: if the engine is not up.
         """
+        async with self._updating:
+            if self._staged is None or self._staged.revision != revision:
+                raise WeightsRefused("the new weights are not staged any more; begin the update again")
+            staged, self._staged = self._staged, None
+            try:
+                await self._swap_in(staged)
+            except RMOptimizerError:
+                staged.file.unlink(missing_ok=True)
+                raise
 
     async def rollback(self) -> None:
         """Discard the staged weights; the served weights stay."""
+        async with self._updating:
+            self._drop_staged()
+            await self._discard()
+
+    @abstractmethod
+    async def _read(self, weights: StagedWeights) -> None:
+        """Let the model's processes read and check the weights."""
+
+    @abstractmethod
+    async def _swap_in(self, weights: StagedWeights) -> None:
+        """Serve the weights that were read, and record them in the history; on failure serve the old ones."""
+
+    @abstractmethod
+    async def _discard(self) -> None:
+        """Let the model's processes discard the weights that were read."""
+
+    def _drop_staged(self) -> None:
+        if self._staged is not None:
+            self._staged.file.unlink(missing_ok=True)
+            self._staged = None

@@ -30,9 +30,10 @@ from rm_optimizer.errors import CheckpointError, EngineUnavailable, MissingExtra
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.engine import StagedWeights
+from rm_optimizer.serving.engine import StagedWeights, WeightHistory
 from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.update_protocol import TensorSpec
+from rm_optimizer.serving.vllm.engine import ReloadEngine
 from rm_optimizer.serving.vllm.folder import prepare_model, require_unchanged, suits_vllm
 from rm_optimizer.serving.vllm.plugin import RewardApplication, RewardEndpoint
 from rm_optimizer.serving.vllm.pooling import Pooling, ReadWriteLock
@@ -44,12 +45,10 @@ from rm_optimizer.serving.vllm.supervisor import (
     command,
     environment,
 )
-from rm_optimizer.serving.vllm.swap import ReloadSwap, Serving
 from rm_optimizer.serving.vllm.worker import RewardWorkerExtension, latest_tensors
 from rm_optimizer.serving.weights.live_weights import checked_tensors, checkpoint_version, tensor_specs
 from rm_optimizer.serving.weights.sending import manifest
-from rm_optimizer.serving.weights.weight_history import WeightHistory
-from tests.serving.engines import exported
+from tests.serving.engines import exported, fake_description
 
 FULL, HEAD = RewardModelTrainingMode.full, RewardModelTrainingMode.head_only
 
@@ -403,51 +402,53 @@ class FakeClient:
 
 def committing(
     tmp_path: Path, client: FakeClient, verify: Callable[[], None] = lambda: None
-) -> tuple[ReloadSwap, Pooling, list[int], BaseException | None]:
-    """A commit over the client: what serves after it, the SIGTERMs sent, and what it raised."""
+) -> tuple[ReloadEngine, list[int], BaseException | None]:
+    """A commit over the client: the engine after it, the SIGTERMs sent, and what it raised."""
     signals: list[int] = []
+    client.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))  # type: ignore[attr-defined]
+    model = SimpleNamespace(description=fake_description(), folder=tmp_path, adapter=None)
+    settings = SimpleNamespace(history_folder=tmp_path, model=model, num_restarts=0)
 
-    async def check(serving: Serving) -> None: ...
+    async def check(*_: object) -> None: ...
 
-    async def scene() -> tuple[ReloadSwap, Pooling, BaseException | None]:
+    async def scene() -> tuple[ReloadEngine, BaseException | None]:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, signals.append, signal.SIGTERM)
-        pooling = Pooling(client)
-        folders = {"checkpoint": tmp_path, "version": "v0", "verify": verify}
-        swap = ReloadSwap(pooling, ReadWriteLock(), WeightHistory(tmp_path), **folders)
+        engine = ReloadEngine(client, settings)
+        engine._verify, engine._check = verify, check
         [raised] = await asyncio.gather(
-            swap.commit(staged(tmp_path, "v1", {"a": torch.ones(1)}), check), return_exceptions=True
+            engine._swap_in(staged(tmp_path, "v1", {"a": torch.ones(1)})), return_exceptions=True
         )
         await asyncio.sleep(0.01)
         loop.remove_signal_handler(signal.SIGTERM)
-        return swap, pooling, raised
+        return engine, raised
 
-    swap, pooling, raised = asyncio.run(scene())
-    return swap, pooling, signals, raised
+    engine, raised = asyncio.run(scene())
+    return engine, signals, raised
 
 
 def test_an_update_serves_once_all_workers_have_it(tmp_path):
     client = FakeClient({"rm_commit": None})
-    swap, pooling, signals, raised = committing(tmp_path, client)
+    engine, signals, raised = committing(tmp_path, client)
     assert raised is None
-    assert (swap.serving.version, swap.serving.revision, pooling.is_up, signals) == ("v1", 1, True, [])
+    assert (engine.version, engine.revision, engine.is_up, signals) == ("v1", 1, True, [])
     assert client.calls == ["pause", "rm_commit", "resume"]
 
 
 def test_an_update_that_one_worker_cannot_load_is_taken_back_in_all(tmp_path):
     client = FakeClient({"rm_commit": "no such parameter", "rm_restore": None})
-    swap, pooling, signals, raised = committing(tmp_path, client)
+    engine, signals, raised = committing(tmp_path, client)
     assert isinstance(raised, WeightsRefused)
-    assert (swap.serving.version, pooling.is_up, signals) == ("v0", True, [])
+    assert (engine.version, engine.is_up, signals) == ("v0", True, [])
     assert client.calls == ["pause", "rm_commit", "resume", "pause", "rm_restore", "resume"]
 
 
 def test_an_engine_whose_weights_are_unknown_answers_nobody_and_ends(tmp_path):
-    swap, pooling, signals, raised = committing(tmp_path, FakeClient({"rm_commit": "no such parameter"}))
+    engine, signals, raised = committing(tmp_path, FakeClient({"rm_commit": "no such parameter"}))
     assert isinstance(raised, RuntimeError)
-    assert (swap.serving.version, pooling.is_up, signals) == ("v0", False, [signal.SIGTERM])
+    assert (engine.version, engine.is_up, signals) == ("v0", False, [signal.SIGTERM])
     with pytest.raises(EngineUnavailable):
-        asyncio.run(pooling.rewards([[1, 2]], None))
+        asyncio.run(engine.score([[1, 2]]))
 
 
 REPLACED = "replaced while it was served, so start the server again"
@@ -459,10 +460,10 @@ def test_an_update_is_not_taken_back_to_a_checkpoint_that_was_replaced(tmp_path)
     shutil.rmtree(tmp_path / "export")
     exported("llama", tmp_path / "export", seed=1)
     client = FakeClient({"rm_commit": "no such parameter", "rm_restore": None})
-    _swap, pooling, signals, raised = committing(tmp_path, client, partial(require_unchanged, model))
+    engine, signals, raised = committing(tmp_path, client, partial(require_unchanged, model))
     assert isinstance(raised, CheckpointError)
     assert REPLACED in str(raised)
-    assert (pooling.is_up, signals) == (False, [signal.SIGTERM])
+    assert (engine.is_up, signals) == (False, [signal.SIGTERM])
 
 
 @pytest.mark.parametrize("change", ["nothing", "weights", "max_length", "removed"])

@@ -23,9 +23,15 @@ from typing import Any
 
 from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.child_process import RestartLimit
-from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights, new_revision
+from rm_optimizer.serving.engine import (
+    Engine,
+    EngineDescription,
+    ScoredBatch,
+    StagedWeights,
+    WeightHistory,
+    new_revision,
+)
 from rm_optimizer.serving.options import WorkerOptions
-from rm_optimizer.serving.weights.weight_history import UpdatableEngine, WeightHistory
 
 
 class WorkerDied(EngineUnavailable):
@@ -260,7 +266,7 @@ class BatchTime:
         self._seconds_a_token *= 2
 
 
-class TransformersEngine(UpdatableEngine):
+class TransformersEngine(Engine):
     """Engine that scores in a worker process and restarts it after a failure.
 
     Args:
@@ -271,25 +277,14 @@ class TransformersEngine(UpdatableEngine):
     def __init__(self, options: WorkerOptions, limits: WorkerLimits = DEFAULT_LIMITS) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rm-serve-"))
         super().__init__(WeightHistory(self._folder / "history", is_listed=False))
-        self.revision = new_revision()
         self.options = replace(options, tokenizer_folder=str(self._folder / "tokenizer"), revision=self.revision)
         self.limits = limits
-        self.num_restarts = 0
         self._link: WorkerLink | None = None
-        self._description: EngineDescription | None = None
-        self.version = ""
         self._up = asyncio.Event()
-        self.failure: str | None = None
         self._is_stopped = False
         self._watcher: asyncio.Task[None] | None = None
         self._restarts = RestartLimit("the worker process")
         self._time = BatchTime()
-
-    @property
-    def description(self) -> EngineDescription:
-        """Description of the served model; available once `start` has returned."""
-        assert self._description is not None, "the engine has not started"
-        return self._description
 
     @property
     def is_up(self) -> bool:

@@ -1,28 +1,48 @@
-"""Engine inside vLLM's server: rewards from its scheduler, one version an answer, and weight updates."""
+"""Engines inside vLLM's server: rewards from its scheduler, one version an answer, and weight updates.
+
+A plain classifier is updated by a reload between two batches, a model with an adapter by a further adapter.
+"""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import shutil
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rm_optimizer.errors import EngineUnavailable
-from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights, check_rewards, probe_sequences
-from rm_optimizer.serving.update_protocol import WeightProbe
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rm_optimizer.core.storage.adapter_files import WEIGHTS_FILE, stored_name
+from rm_optimizer.errors import EngineUnavailable, WeightsRefused
+from rm_optimizer.records.locations import ADAPTER_FILE
+from rm_optimizer.serving.engine import (
+    Engine,
+    ScoredBatch,
+    StagedWeights,
+    WeightHistory,
+    check_rewards,
+    probe_sequences,
+)
 from rm_optimizer.serving.vllm.folder import require_unchanged
 from rm_optimizer.serving.vllm.pooling import Pooling, ReadWriteLock
 from rm_optimizer.serving.vllm.supervisor import VllmSettings
-from rm_optimizer.serving.vllm.swap import AdapterSwap, ReloadSwap, Serving, Swap
-from rm_optimizer.serving.weights.weight_history import UpdatableEngine, WeightHistory
+from rm_optimizer.serving.vllm.worker import latest_tensors
+from rm_optimizer.serving.weights.live_weights import checked_tensors
 
 if TYPE_CHECKING:
     from vllm.engine.protocol import EngineClient
+    from vllm.lora.request import LoRARequest
+
+KEPT_ADAPTERS = 8
+"""Adapters kept on disk, since vLLM reads an evicted one again when a batch needs it."""
 
 
-class VllmEngine(UpdatableEngine):
-    """Engine that scores through vLLM's own engine client.
+class VllmEngine(Engine):
+    """Engine on vLLM's own engine client; a failed one ends its server, and a supervisor starts another.
 
     Args:
         client: engine client of the surrounding vLLM server.
@@ -31,46 +51,20 @@ class VllmEngine(UpdatableEngine):
 
     def __init__(self, client: EngineClient, settings: VllmSettings) -> None:
         super().__init__(WeightHistory(settings.history_folder))
-        scheduler = client.vllm_config.scheduler_config
-        self.description: EngineDescription = replace(
-            settings.model.description, token_budget=scheduler.max_num_batched_tokens
-        )
+        budget = client.vllm_config.scheduler_config.max_num_batched_tokens
+        self._description = replace(settings.model.description, token_budget=budget)
+        self.version = self._description.version
         self.num_restarts = settings.num_restarts
-        self.failure: str | None = None  # a failed engine ends its server, and the supervisor starts another
-        self._pooling = Pooling(client)
+        self.pooling = Pooling(client)
+        self._adapter: LoRARequest | None = None
         self._lock = ReadWriteLock()
-        self._swap = self._make_swap(settings)
         self._is_stopped = False
         self._watcher: asyncio.Task[None] | None = None
-
-    def _make_swap(self, settings: VllmSettings) -> Swap:
-        version, model = self.description.version, settings.model
-        if model.adapter is None:
-            return ReloadSwap(
-                self._pooling,
-                self._lock,
-                self._history,
-                checkpoint=model.folder,
-                version=version,
-                verify=partial(require_unchanged, model),
-            )
-        folder = settings.adapters_folder
-        return AdapterSwap(self._pooling, self._history, adapter=model.adapter, folder=folder, version=version)
-
-    @property
-    def version(self) -> str:
-        """Name of the weights that answer the next batch."""
-        return self._swap.serving.version
-
-    @property
-    def revision(self) -> int:
-        """Serial number of the weights that answer the next batch."""
-        return self._swap.serving.revision
 
     @property
     def is_up(self) -> bool:
         """True while the engine's processes run."""
-        return not self._is_stopped and self._pooling.is_up
+        return not self._is_stopped and self.pooling.is_up
 
     async def start(self) -> None:
         """Serve the checkpoint's own weights, which vLLM has loaded.
@@ -78,8 +72,8 @@ class VllmEngine(UpdatableEngine):
         Raises:
             CheckpointError: if they differ from the server's first start.
         """
-        await self._swap.start()
-        self._watcher = asyncio.create_task(self._pooling.watch(), name="rm-vllm-watch")
+        await self._start()
+        self._watcher = asyncio.create_task(self.pooling.watch(), name="rm-vllm-watch")
 
     async def restore(self) -> None:
         """Apply the updates of an earlier process of this server to the checkpoint.
@@ -87,8 +81,9 @@ class VllmEngine(UpdatableEngine):
         Raises:
             WeightsRefused: if vLLM cannot load them.
         """
-        if self._history.committed:
-            await self._swap.restore()
+        if self.committed:
+            await self._restore()
+            self.version, self.revision = self.committed[-1].version, self.committed[-1].revision
 
     async def stop(self) -> None:
         """Accept no more batches; vLLM's server ends the engine."""
@@ -100,27 +95,158 @@ class VllmEngine(UpdatableEngine):
         """Rewards of the sequences; vLLM's prefix cache finds common starts by itself. See `Engine.score`."""
         self._require_up()
         async with self._lock.reading():
-            serving = self._swap.serving
-            rewards = await self._pooling.rewards(sequences, serving.adapter)
-            return ScoredBatch(rewards, serving.version, serving.revision)
+            version, revision = self.version, self.revision
+            return ScoredBatch(await self.pooling.rewards(sequences, self._adapter), version, revision)
 
-    async def _read(self, weights: StagedWeights) -> None:
-        self._require_up()
-        await self._swap.stage(weights)
+    async def _start(self) -> None:
+        """Make the first weights available."""
+        raise NotImplementedError
 
-    async def _swap_in(self, weights: StagedWeights) -> None:
-        self._require_up()
-        await self._swap.commit(weights, partial(self._check, weights.probe))
+    async def _restore(self) -> None:
+        """Load the updates of the history."""
+        raise NotImplementedError
 
-    async def _discard(self) -> None:
-        self._require_up()
-        await self._swap.drop()
+    async def _check(self, weights: StagedWeights, adapter: LoRARequest | None) -> None:
+        """Score the probe without the lock, which the caller holds or does not need."""
+        sequences = probe_sequences(weights.probe, self.description.max_length)
+        check_rewards(await self.pooling.rewards(sequences, adapter), weights.probe, self.description.dtype)
 
-    async def _check(self, probe: WeightProbe | None, serving: Serving) -> None:
-        """Score a probe without the lock, which the caller holds or does not need."""
-        rewards = await self._pooling.rewards(probe_sequences(probe, self.description.max_length), serving.adapter)
-        check_rewards(rewards, probe, self.description.dtype)
+    def _serve(self, weights: StagedWeights, adapter: LoRARequest | None = None) -> None:
+        self._history.remember(weights)
+        self.version, self.revision, self._adapter = weights.version, weights.revision, adapter
 
     def _require_up(self) -> None:
         if not self.is_up:
             raise EngineUnavailable("vLLM's engine has stopped; its supervisor starts another")
+
+
+class ReloadEngine(VllmEngine):
+    """Engine with updates by reload: drain, load the tensors, clear the prefix cache, admit."""
+
+    def __init__(self, client: EngineClient, settings: VllmSettings) -> None:
+        super().__init__(client, settings)
+        self._checkpoint = sorted(str(file) for file in settings.model.folder.glob("*.safetensors"))
+        self._verify = partial(require_unchanged, settings.model)
+
+    async def _start(self) -> None:
+        await asyncio.to_thread(self._verify)
+
+    async def _restore(self) -> None:
+        """Load the checkpoint with the updates on top."""
+        await self._in_pause("rm_restore", [*self._checkpoint, *self._history.files])
+        await asyncio.to_thread(self._verify)
+
+    async def _read(self, weights: StagedWeights) -> None:
+        self._require_up()
+        specs = [spec.model_dump() for spec in weights.tensors]
+        _require(await self.pooling.ask_workers("rm_stage", str(weights.file), specs))
+
+    async def _swap_in(self, weights: StagedWeights) -> None:
+        """Load between two batches; no request is answered meanwhile.
+
+        An engine with neither the new weights nor its old ones is ended; its supervisor starts another.
+        """
+        self._require_up()
+        async with self._lock.writing():
+            is_sound = False
+            try:
+                try:
+                    _require(await self._in_pause("rm_commit"))
+                    await self._check(weights, None)
+                except WeightsRefused:
+                    await self._restore()
+                    is_sound = True
+                    raise
+                self._serve(weights)
+                is_sound = True
+            finally:
+                if not is_sound:
+                    self.pooling.give_up()
+
+    async def _in_pause(self, method: str, *arguments: list[str]) -> str | None:
+        """Call the workers while nothing is computed, with a clear prefix cache."""
+        client = self.pooling.client
+        await client.pause_generation(mode="wait", clear_cache=True)  # vLLM's default, abort, ends an engine that pools
+        complaint = await self.pooling.ask_workers(method, *arguments)
+        await client.resume_generation()
+        return complaint
+
+    async def _discard(self) -> None:
+        self._require_up()
+        await self.pooling.ask_workers("rm_drop")
+
+
+class AdapterEngine(VllmEngine):
+    """Engine with updates by LoRA adapters, one for each version; a batch ends with the adapter it began with.
+
+    An adapter's name is its version and a number, since vLLM looks up cached prefixes by the name.
+    """
+
+    def __init__(self, client: EngineClient, settings: VllmSettings) -> None:
+        super().__init__(client, settings)
+        assert settings.model.adapter is not None
+        self._first, self._folder, self._count = settings.model.adapter, settings.adapters_folder, 0
+        self._tensors: Mapping[str, Tensor] = {}
+        shutil.rmtree(self._folder, ignore_errors=True)  # adapters of an earlier process
+
+    async def _start(self) -> None:
+        self._adapter = await self._loaded(self.version, self._first)
+
+    async def _restore(self) -> None:
+        """Load the first adapter with the updates in it."""
+        tensors = dict(latest_tensors(self._history.files))
+        self._adapter = await self._loaded(self.committed[-1].version, self._written(tensors))
+
+    async def _read(self, weights: StagedWeights) -> None:
+        self._require_up()
+        self._tensors = await asyncio.to_thread(lambda: dict(checked_tensors(weights.file, weights.tensors)))
+
+    async def _swap_in(self, weights: StagedWeights) -> None:
+        """Load a further adapter: the served one with the update's tensors in it."""
+        self._require_up()
+        tensors, self._tensors = self._tensors, {}
+        adapter = await self._loaded(weights.version, self._written(tensors))
+        try:
+            await self._check(weights, adapter)
+        except WeightsRefused:
+            await self.pooling.client.remove_lora(self._count)
+            raise
+        self._serve(weights, adapter)
+        for folder in self._folder.iterdir():  # no batch can use these any more
+            if int(folder.name) <= self._count - KEPT_ADAPTERS:
+                shutil.rmtree(folder, ignore_errors=True)
+
+    async def _discard(self) -> None:
+        self._require_up()
+        self._tensors = {}
+
+    async def _loaded(self, version: str, folder: Path) -> LoRARequest:
+        """Load the adapter of a folder in addition to the others."""
+        from vllm.lora.request import LoRARequest
+
+        self._count += 1
+        request = LoRARequest(f"{version}#{self._count}", self._count, str(folder))
+        arguments = (request.lora_name, request.lora_int_id, request.lora_path)
+        _require(await self.pooling.ask_workers("rm_add_adapter", *arguments))
+        return request
+
+    def _written(self, tensors: Mapping[str, Tensor]) -> Path:
+        """Folder of a new adapter: the served one with these tensors in it."""
+        assert self._adapter is not None
+        served = Path(self._adapter.lora_path)
+        folder = self._folder / str(self._count + 1)
+        folder.mkdir(parents=True)
+        shutil.copyfile(self._first / ADAPTER_FILE, folder / ADAPTER_FILE)
+        renamed = {stored_name(name): tensor for name, tensor in tensors.items()}
+        save_file(load_file(served / WEIGHTS_FILE) | renamed, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+        return folder
+
+
+def vllm_engine(client: EngineClient, settings: VllmSettings) -> VllmEngine:
+    """Engine for the served model: with an adapter, only the adapter is exchanged."""
+    return ReloadEngine(client, settings) if settings.model.adapter is None else AdapterEngine(client, settings)
+
+
+def _require(complaint: str | None) -> None:
+    if complaint is not None:
+        raise WeightsRefused(complaint)

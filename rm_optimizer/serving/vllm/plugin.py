@@ -23,7 +23,7 @@ from rm_optimizer.serving.http.app import show_server_log
 from rm_optimizer.serving.http.gate import most_connections
 from rm_optimizer.serving.service.api_errors import NotReady, error_answer
 from rm_optimizer.serving.service.service import RewardService
-from rm_optimizer.serving.vllm.engine import VllmEngine
+from rm_optimizer.serving.vllm.engine import vllm_engine
 from rm_optimizer.serving.vllm.supervisor import SETTINGS_VARIABLE, VllmSettings
 from rm_optimizer.serving.weights.weight_routes import create_server
 
@@ -63,7 +63,7 @@ class RewardEndpoint:
                 cannot be loaded again.
         """
         settings = VllmSettings.read()
-        engine = VllmEngine(engine_client, settings)
+        engine = vllm_engine(engine_client, settings)
         show_server_log()
         state.reward_app, receiver = create_server(engine, settings.options)
         service = receiver.service

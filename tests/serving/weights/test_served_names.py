@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import StagedWeights, new_revision
 from rm_optimizer.serving.update_protocol import TensorSpec
-from rm_optimizer.serving.weights.weight_history import KEPT_NAMES, ServedNames
+from rm_optimizer.serving.weights.receiver import KEPT_NAMES, ServedNames
 
 FULL, HEAD = RewardModelTrainingMode.full, RewardModelTrainingMode.head_only
 
