@@ -6,52 +6,28 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import KW_ONLY, dataclass
 from typing import Any, TypeVar
 
-import httpx
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.core.rows.natural import flat_groups, paired
-from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import RewardServerUnavailable, WrongVersion
 from rm_optimizer.serving.client.connection import (
     CONVERSATION_FORM,
     TOKEN_FORM,
+    ClientArguments,
     Connection,
     Deadline,
-    PickledByArguments,
     pieces,
 )
 from rm_optimizer.serving.client.handshake import ServerIdentity, shake_hands
 from rm_optimizer.serving.engine import ScoredBatch
 
 
-@dataclass(eq=False, repr=False)
-class ClientArguments(PickledByArguments):
-    """Arguments of a client.
-
-    Args:
-        url: address of the server, `http://host:port`.
-        renderer: renderer of the served model; None lets the server render. Required for a plain vLLM.
-        api_key: bearer token; None sends none.
-        timeout_seconds: seconds for a whole call, retries included.
-        concurrency: largest number of requests open at once.
-        transport: replacement of the network for tests; None uses the network.
-    """
-
-    _: KW_ONLY
-    renderer: ConversationRenderer | None = None
-    api_key: str | None = None
-    timeout_seconds: float = 60.0
-    concurrency: int = 8
-    transport: httpx.AsyncBaseTransport | None = None
-
-
-class AsyncRewardClient(ClientArguments):
+class AsyncRewardClient(Connection):
     """Asynchronous scorer behind a server: `rm-opt serve` with any engine, or a plain vLLM.
 
     With a renderer the client renders and tokenizes conversations, otherwise the server does. Every reward is raw.
@@ -59,9 +35,7 @@ class AsyncRewardClient(ClientArguments):
     """
 
     def _prepare(self) -> None:
-        self._connection = Connection(
-            self.url, api_key=self.api_key, concurrency=self.concurrency, transport=self.transport
-        )
+        super()._prepare()
         self._form = TOKEN_FORM if self.renderer is not None else CONVERSATION_FORM
         self._identity: ServerIdentity | None = None
 
@@ -72,10 +46,6 @@ class AsyncRewardClient(ClientArguments):
     async def __aexit__(self, *failure: object) -> None:
         await self.close()
 
-    async def close(self) -> None:
-        """Close the session; a later call opens another."""
-        await self._connection.close()
-
     async def connect(self) -> ServerIdentity:
         """Verify the server once; every other call does so first.
 
@@ -83,10 +53,10 @@ class AsyncRewardClient(ClientArguments):
             HandshakeFailed: if its rewards are not raw, or it renders conversations differently.
             RewardServerUnavailable: if it does not answer in time.
         """
-        async with self._connection.opening():
+        async with self._session().connecting:
             if self._identity is None:
                 deadline = Deadline(self.url, self.timeout_seconds)
-                self._identity = await shake_hands(self._connection, self.renderer, deadline)
+                self._identity = await shake_hands(self, deadline)
             return self._identity
 
     async def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
@@ -169,12 +139,12 @@ class AsyncRewardClient(ClientArguments):
         identity = await self.connect()
         if not identity.is_rm_opt:
             return identity.model
-        answer = await self._connection.request("GET", "/rm/version", Deadline(self.url, self.timeout_seconds))
+        answer = await self.request("GET", "/rm/version", Deadline(self.url, self.timeout_seconds))
         return str(answer.json()["version"])
 
     async def _ask_all(self, asked: list[list[Any]], model: str, deadline: Deadline) -> list[ScoredBatch]:
         """Send all requests, at most `concurrency` at once; the first failure cancels the others."""
-        tasks = [asyncio.ensure_future(self._connection.ask(self._form, rows, model, deadline)) for rows in asked]
+        tasks = [asyncio.ensure_future(self.ask(self._form, rows, model, deadline)) for rows in asked]
         try:
             return list(await asyncio.gather(*tasks))
         finally:

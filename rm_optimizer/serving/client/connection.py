@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, TypeAlias
 
 from rm_optimizer.core.pairs.pair import Message, Prompt
+from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError, MissingExtra, RewardServerRefused, RewardServerUnavailable, WrongAnswer
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.serving.engine import ScoredBatch
@@ -304,23 +305,30 @@ class PickledByArguments:
 
 
 @dataclass(eq=False, repr=False)
-class Connection:
-    """Requests to one server.
+class ClientArguments(PickledByArguments):
+    """Arguments of a client.
 
     Args:
         url: address of the server, `http://host:port`.
+        renderer: renderer of the served model; None lets the server render. Required for a plain vLLM.
         api_key: bearer token; None sends none.
+        timeout_seconds: seconds for a whole call, retries included.
         concurrency: largest number of requests open at once.
-        transport: replacement of the network; None uses the network.
+        transport: replacement of the network for tests; None uses the network.
     """
 
-    url: str
     _: KW_ONLY
-    api_key: str | None
-    concurrency: int
-    transport: httpx.AsyncBaseTransport | None
+    renderer: ConversationRenderer | None = None
+    api_key: str | None = None
+    timeout_seconds: float = 60.0
+    concurrency: int = 8
+    transport: httpx.AsyncBaseTransport | None = None
 
-    def __post_init__(self) -> None:
+
+class Connection(ClientArguments):
+    """Requests to one server."""
+
+    def _prepare(self) -> None:
         self._sessions: dict[tuple[int, asyncio.AbstractEventLoop], _Session] = {}
 
     def _opened(self) -> _Session:
@@ -340,12 +348,8 @@ class Connection:
             self._sessions = open_ones | {here: self._opened()}
         return self._sessions[here]
 
-    def opening(self) -> asyncio.Lock:
-        """Lock of this process and loop, held while the server is verified."""
-        return self._session().connecting
-
     async def close(self) -> None:
-        """Close the session; a later request opens another."""
+        """Close the session; a later call opens another."""
         if self._sessions:
             await self._session().http.aclose()
 
@@ -371,7 +375,15 @@ class Connection:
         except RewardServerRefused as error:
             if error.status != 413 or len(rows) < 2:
                 raise
-            return await self._ask_halves(form, rows, model, deadline, use_activation)
+            middle = len(rows) // 2
+            while True:
+                first, second = [
+                    await self.ask(form, half, model, deadline, use_activation=use_activation)
+                    for half in (rows[:middle], rows[middle:])
+                ]
+                if first.weights == second.weights:
+                    return ScoredBatch(first.rewards + second.rewards, *first.weights)
+                deadline.pause("the weights changed between two halves of a request")
         except UnicodeEncodeError as error:
             raise DataError("a text holds half of a UTF-16 surrogate pair, not a character; remove it") from error
         except ValueError as error:
@@ -380,19 +392,6 @@ class Connection:
         version = response.headers.get(VERSION_HEADER) or answer.get("rm_version") or answer.get("model")
         revision = response.headers.get(REVISION_HEADER)
         return ScoredBatch(tuple(numbers), str(version), None if revision is None else int(revision))
-
-    async def _ask_halves(
-        self, form: Form, rows: Sequence[Any], model: str, deadline: Deadline, use_activation: bool
-    ) -> ScoredBatch:
-        middle = len(rows) // 2
-        while True:
-            first, second = [
-                await self.ask(form, half, model, deadline, use_activation=use_activation)
-                for half in (rows[:middle], rows[middle:])
-            ]
-            if first.weights == second.weights:
-                return ScoredBatch(first.rewards + second.rewards, *first.weights)
-            deadline.pause("the weights changed between two halves of a request")
 
     async def request(self, method: str, path: str, deadline: Deadline, **content: Any) -> httpx.Response:
         """First successful answer, with as many attempts as the deadline allows.

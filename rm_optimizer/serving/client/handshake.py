@@ -45,9 +45,7 @@ class ServerIdentity:
     template_hash: str | None
 
 
-async def shake_hands(
-    connection: Connection, renderer: ConversationRenderer | None, deadline: Deadline
-) -> ServerIdentity:
+async def shake_hands(connection: Connection, deadline: Deadline) -> ServerIdentity:
     """Identify the server, and verify its sigmoid and its rendering.
 
     Raises:
@@ -60,9 +58,9 @@ async def shake_hands(
     except RewardServerRefused as error:
         if error.status != 404:
             raise
-        return await handshake.with_plain_vllm(renderer)
+        return await handshake.with_plain_vllm()
     try:
-        return await handshake.with_rm_opt(renderer, InfoResponse.model_validate(info))
+        return await handshake.with_rm_opt(InfoResponse.model_validate(info))
     except ValidationError as error:
         raise HandshakeFailed(
             f"expected an answer of rm-opt's server from {connection.url}/rm/info, got another form "
@@ -77,33 +75,30 @@ class _Handshake:
     connection: Connection
     deadline: Deadline
 
-    async def with_rm_opt(self, renderer: ConversationRenderer | None, info: InfoResponse) -> ServerIdentity:
+    async def with_rm_opt(self, info: InfoResponse) -> ServerIdentity:
+        url, renderer = self.connection.url, self.connection.renderer
         if info.protocol != PROTOCOL_VERSION:
             raise HandshakeFailed(
-                f"{self.connection.url} speaks protocol {info.protocol} where {PROTOCOL_VERSION} was expected; "
-                "use one release of rm-optimizer on both sides"
+                f"{url} speaks protocol {info.protocol} where {PROTOCOL_VERSION} was expected; use one release of "
+                "rm-optimizer on both sides"
             )
-        limits = Limits(info.max_request_tokens, info.max_request_items)
+        if renderer is not None and renderer.template_hash != info.rendering.template_hash:
+            raise HandshakeFailed(
+                f"{url} renders conversations by template {info.rendering.template_hash}, this client by "
+                f"{renderer.template_hash}: {info.rendering.rendering!r} is not {renderer.probe_rendering!r}; take the "
+                "tokenizer of the served checkpoint"
+            )
+        if renderer is not None and renderer.max_length > info.max_length:
+            raise HandshakeFailed(
+                f"the renderer keeps {renderer.max_length} tokens, the server at {url} reads {info.max_length}; make "
+                "them the same"
+            )
         conversations: list[Any] = list(DEFAULT_PROBE[:2])
-        if renderer is not None:
-            self._require_rendering(renderer, info)
         raw = await self._verify_sigmoid(CONVERSATION_FORM, conversations, info.model, may_be_identity=False)
         if renderer is not None:
             await self._verify_tokens(renderer, conversations, raw, info.model)
+        limits = Limits(info.max_request_tokens, info.max_request_items)
         return ServerIdentity(True, info.model, limits, info.rendering.template_hash)
-
-    def _require_rendering(self, renderer: ConversationRenderer, info: InfoResponse) -> None:
-        if renderer.template_hash != info.rendering.template_hash:
-            raise HandshakeFailed(
-                f"{self.connection.url} renders conversations by template {info.rendering.template_hash}, this client "
-                f"by {renderer.template_hash}: {info.rendering.rendering!r} is not {renderer.probe_rendering!r}; "
-                "take the tokenizer of the served checkpoint"
-            )
-        if renderer.max_length > info.max_length:
-            raise HandshakeFailed(
-                f"the renderer keeps {renderer.max_length} tokens, the server at {self.connection.url} reads "
-                f"{info.max_length}; make them the same"
-            )
 
     async def _verify_tokens(
         self, renderer: ConversationRenderer, conversations: Sequence[Any], raw: ScoredBatch, model: str
@@ -119,9 +114,9 @@ class _Handshake:
                 "for this client's tokens of them; take the tokenizer of the served checkpoint"
             )
 
-    async def with_plain_vllm(self, renderer: ConversationRenderer | None) -> ServerIdentity:
+    async def with_plain_vllm(self) -> ServerIdentity:
         """Identity of a vLLM without the plugin: it receives token ids, and must tokenize as this client does."""
-        url = self.connection.url
+        url, renderer = self.connection.url, self.connection.renderer
         if renderer is None:
             raise HandshakeFailed(f"{url} has no /rm/score; pass the served model's renderer, or serve with rm-opt")
         try:
