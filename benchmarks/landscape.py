@@ -52,10 +52,9 @@ from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import measuring
-from rm_optimizer.landscape.operators.products import ProductName
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.pyhessian_method import MAX_ITERATIONS, PyHessianProblem
 from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema.landscape import SpectrumOptions
 
 PRECISE, ACCURATE = 1e-5, 1e-3
 TIGHTER = ((1e-4, 1_000), (1e-6, 100_000))
@@ -228,7 +227,7 @@ def at_equal_accuracy(
 
 def measure_gradients(args: argparse.Namespace, subject: Subject) -> Results:
     """Cost of a product in gradients of the same pairs, with the graph kept and in the ways that keep none."""
-    ways: tuple[ProductName, ...] = ("kept_graph", "reverse", "forward")
+    ways: tuple[str, ...] = ("kept_graph", "reverse", "forward")
     with measuring(subject.model, subject.batches, LossConfig()) as objective:
         operators = {way: HessianOperator(objective, product=way) for way in ways}
         vector = torch.randn(1, objective.subset.num_parameters, generator=torch.Generator().manual_seed(0))

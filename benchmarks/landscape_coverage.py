@@ -22,7 +22,13 @@ from numpy.typing import NDArray
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.by_pair import weighted_means
-from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSamples, combined, cross_fit_gram, halves_of
+from rm_optimizer.landscape.estimates.cross_fitting import (
+    CrossFit,
+    TopOfSamples,
+    cross_fit_gram,
+    cross_fitted,
+    halves_of,
+)
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
 
 NEGATIVE = 0.3
@@ -91,8 +97,9 @@ def of_hessian(rows: np.ndarray, signs: np.ndarray, seed: int) -> Drawn:
     columns = np.zeros((len(rows), 1))
     for fitted, held in (halves, halves[::-1]):
         columns[held, 0] = along(held, top(fitted)[1])
-    whole = TopOfSamples(len(rows), (value,))
-    return Drawn(value, resampled[0], combined(columns, weights, None, seed, resampled, (), whole, 0))
+    whole = (TopOfSamples(len(rows), (value,)),)
+    crossed = cross_fitted(columns, weights, clusters=None, seed=seed, sampling=resampled, by_num_pairs=whole)
+    return Drawn(value, resampled[0], crossed)
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from landscape_subjects import Subject, ours, timed
 
 def measure_cross_fit(args: argparse.Namespace, subject: Subject) -> dict[str, float]:
     """Time of the preset's analysis with all `top_k` cross-fitted, in that of one without; the two take turns."""
-    preset = partial(ours, subject, args.top_k, which="both", trace_products=20, sam_rho=0.05)
+    preset = partial(ours, subject, args.top_k, which="both", num_probes=20, sam_rho=0.05)
     without, ratios = [], []
     for _ in range(args.rounds):
         plain, fitted = (timed(partial(preset, num_sampled=count))[1] for count in (0, args.top_k))

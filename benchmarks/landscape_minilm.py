@@ -19,10 +19,10 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature
 from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.training_curvature import measure_curvature
 from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
+from rm_optimizer.schema.landscape import SpectrumOptions
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.curvature import HessianCallback, MeasurementPlan, costs_in_steps
 

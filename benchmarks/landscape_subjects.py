@@ -19,9 +19,9 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatches, PairCo
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.schema.data import SyntheticConfig
+from rm_optimizer.schema.landscape import SpectrumOptions
 
 SHAPES = {"encoder": ("bert", 4.0), "decoder": ("llama", 2.6875)}
 """Architecture, and width of the feed-forward layers over the hidden size."""

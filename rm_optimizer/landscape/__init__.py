@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from rm_optimizer.landscape.hessian import HessianAnalyzer as HessianAnalyzer
     from rm_optimizer.landscape.layers import LayerCurvature as LayerCurvature
     from rm_optimizer.landscape.quantities import summarize as summarize
-    from rm_optimizer.landscape.solve import SpectrumOptions as SpectrumOptions
     from rm_optimizer.landscape.spectrum import HessianSpectrum as HessianSpectrum
     from rm_optimizer.landscape.spectrum import SpectrumComparison as SpectrumComparison
     from rm_optimizer.landscape.spectrum import compare_spectra as compare_spectra
@@ -19,5 +18,6 @@ if TYPE_CHECKING:
     from rm_optimizer.landscape.surface.results import Surface as Surface
     from rm_optimizer.landscape.surface.results import Trajectory as Trajectory
     from rm_optimizer.landscape.training_curvature import measure_curvature as measure_curvature
+    from rm_optimizer.schema.landscape import SpectrumOptions as SpectrumOptions
 
 export_lazily(globals())

@@ -23,6 +23,7 @@ from rm_optimizer.landscape.analysis_context import (
     AnalysisResult,
 )
 from rm_optimizer.landscape.estimates.by_pair import CurvatureByPair, curvature_by_pair
+from rm_optimizer.landscape.hessian import Matrix
 from rm_optimizer.landscape.layers import (
     BlockCurvature,
     LayerCurvature,
@@ -31,9 +32,9 @@ from rm_optimizer.landscape.layers import (
     top_eigenvalues,
 )
 from rm_optimizer.landscape.operators.base import HessianOperator
+from rm_optimizer.landscape.operators.gauss_newton import ROW_BYTES
 from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.landscape.operators.support import SupportedOperator
-from rm_optimizer.landscape.solve import Matrix
 from rm_optimizer.landscape.solvers.krylov import remove_states
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
@@ -58,7 +59,7 @@ from rm_optimizer.landscape.surface.results import (
     trajectory_grid,
 )
 from rm_optimizer.records.codec import from_values
-from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig, SpectrumMethod
+from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig, SpectrumMethod, SpectrumOptions
 
 
 def measure_slices(context: AnalysisContext) -> AnalysisResult[Slice]:
@@ -132,7 +133,14 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     num_blocks = len(block_names(measured_loss))
     identity = [measured_loss.fingerprint(), config.tolerance, config.num_probes, config.max_products, sample.seed]
     is_cross_fitted, state_file = searches and config.num_sampled != 0, context.folder / STATE_FILE
-    options = replace(context.solver_options, num_sampled=int(is_cross_fitted), state_file=state_file)
+    options = SpectrumOptions(
+        product=config.product.value,
+        memory_gib=config.memory_gib,
+        max_basis=config.max_basis,
+        num_sampled=int(is_cross_fitted),
+        tolerance=config.tolerance,
+        max_products=config.max_products,
+    )
 
     def report(block: str, progress: Progress) -> None:
         context.on_progress(block, len(done), num_blocks, f"relative error {progress.worst_error:.1e}")
@@ -144,7 +152,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
             common = curvature_of_blocks(
                 measured_loss,
                 num_probes=config.num_probes,
-                memory_bytes=context.solver_options.memory_bytes,
+                memory_bytes=config.memory_bytes or ROW_BYTES,
                 product=config.product.value,
                 on_product=context.on_product,
             )
@@ -154,7 +162,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
         done = {block.block: block for block in (from_values(BlockCurvature, piece) for piece in pieces[1:])}
         left = [block for block in common if block.block not in done] if searches else []
         try:
-            for block in top_eigenvalues(measured_loss, left, options, on_iteration=report):
+            for block in top_eigenvalues(measured_loss, left, options, state_file=state_file, on_iteration=report):
                 ledger.append(block)
                 done[block.block] = block
             remove_states(state_file)
@@ -170,17 +178,11 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
 
 def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum]:
     """Measure eigenvalues with error bounds and sampling error, the trace, and for a density analysis the density."""
-    config = context.config
-    is_density = config.type == AnalysisType.density
-    options = replace(
-        context.solver_options,
-        trace_products=0 if is_density else config.num_probes,
-        density_probes=config.num_probes if is_density else 0,
-        density_steps=config.probe_steps,
-        sam_rho=config.sam_rho,
+    spectrum = context.spectrum(
+        matrix=_MATRICES.get(context.config.type, "hessian"),
+        with_density=context.config.type == AnalysisType.density,
         state_file=context.folder / STATE_FILE,
     )
-    spectrum = context.spectrum(options, matrix=_MATRICES.get(config.type, "hessian"))
     spectrum = replace(spectrum, source=str(context.subject), by_pair=_by_pair(context, spectrum))
     is_partial = spectrum.status == SpectrumStatus.interrupted
     if is_partial and not spectrum.eigenvalues:

@@ -12,9 +12,8 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.landscape.hessian import HessianAnalyzer
+from rm_optimizer.landscape.hessian import Matrix
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
-from rm_optimizer.landscape.solve import Matrix, SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.directions import Directions
@@ -101,25 +100,6 @@ class AnalysisContext:
         return str(replace(self.subject, step=None) if isinstance(self.subject, AnalysisInput) else self.subject)
 
     @property
-    def solver_options(self) -> SpectrumOptions:
-        """Options of a spectrum: accuracy, cost, trace and error over pairs."""
-        config = self.config
-        num_sampled = config.top_k if config.num_sampled is None else config.num_sampled
-        options = SpectrumOptions(
-            which=config.which.value,
-            tolerance=config.tolerance,
-            max_products=config.max_products,
-            trace_products=config.num_probes,
-            trace_method=config.trace_method,
-            num_sampled=num_sampled if config.method == "full" else min(num_sampled, config.top_k),
-            product=config.product.value,
-        )
-        if config.memory_gib is None:
-            return options
-        limit = int(config.memory_gib * 2**30)
-        return replace(options, memory_bytes=limit, vector_bytes=limit, graph_memory_bytes=limit)
-
-    @property
     def spectrum_settings(self) -> list[Any]:
         """Settings that spectra of several models depend on, beyond loss and weights."""
         config = self.config
@@ -127,27 +107,23 @@ class AnalysisContext:
         return [*how, config.max_products, config.num_probes, config.trace_method.value, self.measured_loss.sample.seed]
 
     def spectrum(
-        self, options: SpectrumOptions, *, matrix: Matrix | None = None, start: HessianSpectrum | None = None
+        self,
+        *,
+        matrix: Matrix | None = None,
+        with_density: bool = False,
+        start: HessianSpectrum | None = None,
+        state_file: Path | None = None,
     ) -> HessianSpectrum:
-        """Spectrum at the present weights of the model.
-
-        Args:
-            options: quantities to compute.
-            matrix: the matrix; None takes the method's own, otherwise the Hessian.
-            start: spectrum of similar weights to start from, with its vectors; None starts at random.
-        """
-        measured, sample = self.measured_loss, self.measured_loss.sample
-        analyzer = HessianAnalyzer(
-            measured.model, loss=measured.loss, params=measured.params, dtype=measured.dtype, seed=sample.seed
-        )
-        return analyzer.compute_spectrum(
-            sample.batches,
+        """Spectrum at the present weights of the model; the arguments are those of `compute_spectrum`."""
+        return self.measured_loss.analyzer.compute_spectrum(
+            self.measured_loss.sample,
             self.config.method.value,
             top_k=self.config.top_k,
             matrix=matrix,
-            options=options,
+            options=self.config,
+            with_density=with_density,
             start=start,
-            prompts=sample.prompts,
+            state_file=state_file,
             on_iteration=self.on_iteration,
             on_product=self.on_product,
         )

@@ -22,7 +22,8 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.loading import load_weights
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
-from rm_optimizer.landscape.measured_loss import MeasuredLoss, clusters_of
+from rm_optimizer.landscape.estimates.by_pair import clusters_of
+from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus, compare_spectra
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
 from rm_optimizer.records.files import replacing
@@ -179,7 +180,7 @@ def _measured(
         if index < len(spectra):
             continue
         load_weights(measured.model.model, read(), Path(name))
-        spectrum = context.spectrum(context.solver_options)
+        spectrum = context.spectrum()
         if spectrum.status == SpectrumStatus.interrupted:
             raise KeyboardInterrupt
         with replacing(_vectors_file(context, index)) as temporary:

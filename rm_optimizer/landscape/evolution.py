@@ -92,13 +92,13 @@ def _measured(
     """Measure the steps that are not in the ledger yet."""
     classifier = context.measured_loss.model.model
     before = _kept(context.folder / VECTORS_FILE, found)
-    is_lanczos, options = context.config.method == SpectrumMethod.lanczos, context.solver_options
+    is_lanczos = context.config.method == SpectrumMethod.lanczos
     for done, (step, read) in enumerate(weights.items()):
         if step in found:
             continue
         context.on_progress(f"step {step:,}", done, len(weights), "")
         load_weights(classifier, read(), Path(f"step {step}"))
-        now = context.spectrum(options, start=before if is_lanczos else None)
+        now = context.spectrum(start=before if is_lanczos else None)
         if now.status == SpectrumStatus.interrupted:
             raise KeyboardInterrupt
         overlap = None

@@ -1,203 +1,89 @@
-"""Public interface to the spectrum of a reward model's loss, and the estimates that follow the eigenvalues."""
+"""Public interface to the spectrum of a reward model's loss."""
 
 from __future__ import annotations
 
 import json
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Literal, TypeAlias, get_args
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
-from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation.draws import FEWEST, Prompts
-from rm_optimizer.landscape.estimates.by_pair import PairCurvatures, pair_curvatures, pair_indices, sampling_error
-from rm_optimizer.landscape.estimates.cross_fitting import (
-    FEW_PROMPTS,
-    cross_fit_gram,
-    cross_fit_hessian,
-    not_cross_fitted,
-    num_prompts,
-    weights_of,
-)
-from rm_optimizer.landscape.estimates.density import spectral_density
-from rm_optimizer.landscape.estimates.sharpness import local_geometry
-from rm_optimizer.landscape.estimates.trace import estimate_trace
-from rm_optimizer.landscape.measured_loss import PairSource, clusters_of, fixed_batches
-from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, LossOperator, OutputOperator
-from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.evaluation.draws import FEWEST, PairSample, Prompts, draw_pairs, require_enough
+from rm_optimizer.landscape.computation import SpectrumComputation, known_ends
+from rm_optimizer.landscape.estimates.by_pair import clusters_of
+from rm_optimizer.landscape.estimates.cross_fitting import FEW_PROMPTS, num_prompts
+from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputOperator
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.parameters import TRAINABLE
-from rm_optimizer.landscape.operators.products import KeptGraph
 from rm_optimizer.landscape.operators.single_pairs import pairs_digest
-from rm_optimizer.landscape.solve import (
-    Matrix,
-    Solution,
-    SpectrumOptions,
-    check_choices,
-    known_ends,
-    make_operator,
-    memory_of_vectors,
-    of_known_rank,
-    solve,
-)
 from rm_optimizer.landscape.solvers.krylov import remove_states
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, Progress
-from rm_optimizer.landscape.solvers.overlooked import with_overlooked
+from rm_optimizer.landscape.solvers.lanczos import End, Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema.landscape import SpectrumMethod, SpectrumOptions
 
+Matrix = Literal["hessian", "gauss_newton", "fisher"]
+PairSource: TypeAlias = PairSample | Sequence[PreferencePair] | Iterable[AnyPairBatch] | Iterable[MacroBatch]
+"""Pairs, a sample of them, or a loader of batches or macro-batches of pairs that ends."""
 _log = logging.getLogger("rm_optimizer")
 
 
-def add_estimates(
-    operator: LossOperator,
-    found: Solution,
-    method: str,
-    options: SpectrumOptions,
+def fixed_batches(
+    model: BradleyTerryRM,
+    source: PairSource,
     *,
+    token_budget: int,
+    num_pairs: int | None,
     seed: int,
-    clusters: Sequence[int] | None = None,
-) -> None:
-    """Add the requested estimates that the solver did not give, unless it was interrupted.
-
-    Eigenvalues that Lanczos overlooked are searched for. After Ctrl-C the finished estimates stay, and the solution is
-    marked as interrupted.
+    fewest: int = FEWEST,
+) -> tuple[Sequence[AnyPairBatch], Prompts | None]:
+    """All pairs of the source or a draw of them, in micro-batches, with their prompts if the source has them.
 
     Args:
-        operator: the matrix.
-        found: its eigenvalues.
-        method: method of the eigenvalues.
-        options: requested estimates.
-        seed: seed of the resampling; random vectors take the next one.
-        clusters: number of each pair's prompt, in the order of the batches.
+        model: model that tokenizes the pairs.
+        source: pairs, or a loader, whose batches are used unchanged.
+        token_budget: most tokens, padding included, of a micro-batch that is made here.
+        num_pairs: number of pairs to draw; None takes all. A loader allows None only.
+        seed: seed of the draw.
+        fewest: least number of pairs that must remain; 0 for a process whose share may be empty.
+
+    Raises:
+        ConfigError: if `num_pairs` is given for a loader.
+        DataError: if fewer pairs remain, or the loader gives something else.
     """
-    found.not_cross_fitted = "the analysis was interrupted before it"
-    if found.is_interrupted:
-        return
-    try:
-        _Estimates(operator, found, method, options, seed, clusters).add()
-    except KeyboardInterrupt:
-        found.is_interrupted = True
-
-
-@dataclass
-class _Estimates:
-    """Requested estimates of one matrix, added to its eigenvalues; the arguments are those of `add_estimates`."""
-
-    operator: LossOperator
-    found: Solution
-    method: str
-    options: SpectrumOptions
-    seed: int
-    clusters: Sequence[int] | None
-
-    def add(self) -> None:
-        """Search for overlooked eigenvalues, and add sampling errors, density and trace, in this order."""
-        is_hessian = isinstance(self.operator, HessianOperator)
-        if self.options.sam_rho and is_hessian:
-            self.found.geometry = local_geometry(self.operator.objective, self.operator, rho=self.options.sam_rho)
-        if self.found.searched:
-            self.found.pairs = with_overlooked(
-                self.operator,
-                self.found.pairs,
-                self.found.searched,
-                tolerance=self.options.tolerance,
-                seed=self.seed + 2,
-            )
-        self._add_sampling()
-        pairs = self.found.pairs
-        removable = pairs if pairs.is_orthonormal and len(pairs.vectors) == len(pairs.values) else None
-        if self.options.density_probes:
-            self.found.density = spectral_density(
-                self.operator,
-                num_probes=self.options.density_probes,
-                num_steps=self.options.density_steps,
-                seed=self.seed + 1,
-                found=removable,
-                at_once=self._probes_at_once(),
-            )
-            self.found.trace = self.found.trace or self.found.density.moment(1)
-        if self.found.trace is None and self.options.trace_products:
-            self.found.trace = estimate_trace(
-                self.operator,
-                self.options.trace_method,
-                self.options.trace_products,
-                seed=self.seed + 1,
-                found=removable,
-                is_semidefinite=not is_hessian,
-            )
-
-    def _probes_at_once(self) -> int:
-        """Number of random vectors whose Lanczos bases share memory; 1 if products have nothing to share."""
-        if isinstance(self.operator, HessianOperator) and self.operator.product == KeptGraph.name:
-            return 1
-        basis = (self.options.density_steps + 1) * self.operator.dimension * torch.finfo(self.operator.dtype).bits // 8
-        room = memory_of_vectors(self.operator.device, self.options) - self.found.pairs.vectors.nbytes
-        return max(1, min(VECTORS_AT_ONCE, room // basis))
-
-    def _add_sampling(self) -> None:
-        """Add the errors of the first eigenvalues over pairs, and cross-fitted values of the largest ones."""
-        num_values = len(self.found.pairs.values)
-        num_top, num_bottom = known_ends(self.found.pairs.values.tolist(), self.method, self.options.which)
-        num_nonzero = _num_nonzero(self.found.pairs)
-        listed = min(len(self.found.pairs.vectors), num_nonzero)
-        sampled = min(self.options.num_sampled, listed, num_top) if num_top else min(self.options.num_sampled, listed)
-        if sampled and isinstance(self.operator, OutputOperator):
-            self._sample_gram(self.operator, sampled)
-        elif sampled and isinstance(self.operator, HessianOperator):
-            self._sample_hessian(self.operator, sampled, is_top=num_top > 0)
-        self.found.not_cross_fitted = not_cross_fitted(
-            num_top,
-            self.options.num_sampled,
-            num_nonzero,
-            num_prompts(self.operator.objective.num_pairs, self.clusters),
-            self.found.cross_fit,
-            lists_smallest=num_top < num_values and num_bottom > 0,
+    if isinstance(source, PairSample):
+        return source.batches, source.prompts
+    if isinstance(source, Sequence) and (len(source) == 0 or isinstance(source[0], PreferencePair)):
+        pairs = [pair for pair in source if isinstance(pair, PreferencePair)]
+        drawn = draw_pairs(model, pairs, num_pairs, seed, token_budget=token_budget, fewest=fewest)
+        return drawn.batches, drawn.prompts
+    if num_pairs is not None:
+        raise ConfigError(
+            "num_pairs draws from pairs, and a loader of batches was given; give pairs or a shorter loader"
         )
-
-    def _sample_gram(self, operator: OutputOperator, count: int) -> None:
-        """Add errors over pairs from the gradients of single pairs, whatever the method of the eigenvalues."""
-        gram = self.found.gram or gauss_newton_exact(
-            operator.objective, curvature=operator.curvature, memory_bytes=self.options.memory_bytes
-        )
-        count = min(count, len(gram.values))
-        *self.found.sampling, self.found.trace = gram.bootstrap(count, clusters=self.clusters, seed=self.seed)
-        self.found.cross_fit = cross_fit_gram(gram, count, clusters=self.clusters, seed=self.seed)
-        everything = np.arange(gram.num_pairs)
-        along, indices = gram.curvatures(everything, everything, count), pair_indices(operator.objective.batches)
-        self.found.pair_curvatures = PairCurvatures(along, gram.pair_weights, indices, gram)
-
-    def _sample_hessian(self, operator: HessianOperator, count: int, *, is_top: bool) -> None:
-        """Add errors over pairs from second derivatives of single pairs along the vectors."""
-        objective, pairs = operator.objective, self.found.pairs
-        curvatures = pair_curvatures(objective, pairs.vectors[:count], pairs.values[:count].tolist())
-        self.found.sampling = sampling_error(objective, curvatures, clusters=self.clusters, seed=self.seed)
-        weights, indices = weights_of(objective), pair_indices(objective.batches)
-        self.found.pair_curvatures = PairCurvatures(curvatures.cpu().numpy(), weights, indices)
-        if is_top:
-            self.found.cross_fit = cross_fit_hessian(
-                operator,
-                count,
-                top=float(pairs.values[0]),
-                sampling=self.found.sampling,
-                clusters=self.clusters,
-                seed=self.seed,
-                state_file=self.options.state_file,
-            )
-
-
-def _num_nonzero(pairs: Eigenpairs) -> int:
-    """Number of the first eigenvalues that lie further from 0 than their error bounds."""
-    is_zero = (pairs.values.abs() <= pairs.error_bounds).tolist()
-    return is_zero.index(True) if True in is_zero else len(is_zero)
+    batches: list[AnyPairBatch] = []
+    for item in source:
+        if isinstance(item, MacroBatch):
+            batches += item.micro
+        elif isinstance(item, PairBatch | PackedPairBatch):
+            batches.append(item)
+        else:
+            raise DataError(f"a loader of pairs must give batches of pairs, got {type(item).__name__}")
+    require_enough(sum(batch.num_pairs for batch in batches), fewest)
+    return batches, None
 
 
 @dataclass(eq=False, repr=False)
@@ -235,8 +121,10 @@ class HessianAnalyzer:
         matrix: Matrix | None = None,
         num_pairs: int | None = None,
         options: SpectrumOptions | None = None,
+        with_density: bool = False,
         start: HessianSpectrum | None = None,
         prompts: Prompts | None = None,
+        state_file: Path | None = None,
         on_iteration: Callable[[Progress], None] | None = None,
         on_product: Callable[[int], None] = lambda num_products: None,
     ) -> HessianSpectrum:
@@ -252,9 +140,12 @@ class HessianAnalyzer:
             matrix: `hessian`, `gauss_newton` or `fisher`; None takes the method's own matrix, otherwise the Hessian.
             num_pairs: pairs to draw; None takes all.
             options: further quantities to compute, and their accuracy.
+            with_density: True to estimate the density of all eigenvalues by `options.num_probes` random vectors. It
+                also gives the trace.
             start: an earlier spectrum to start `lanczos` from, such as that of an earlier step of a run.
             prompts: number of each pair's prompt by its `pair_index`, needed for a loader only. Errors over pairs count
                 pairs of one prompt as one.
+            state_file: file of `lanczos`'s state, from which it continues after a kill; removed at the end.
             on_iteration: function called after each product of `lanczos`.
             on_product: function of the number of products, called by other methods and by the estimates that follow.
 
@@ -266,22 +157,34 @@ class HessianAnalyzer:
         """
         kind = matrix or ("gauss_newton" if method == "gauss_newton_exact" else "hessian")
         options, began = options or SpectrumOptions(), time.perf_counter()
-        check_choices(method, kind, self.dtype, options)
+        _check_choices(method, kind, self.dtype, options)
         with self._measuring(pairs, num_pairs) as (objective, known_prompts):
-            clusters = clusters_of(objective.batches, prompts or known_prompts)
-            _warn_of_few(objective.num_pairs, clusters, options)
-            options, top_k = of_known_rank(objective, kind, options, top_k)
-            operator = make_operator(objective, kind, options)
-            if method != "lanczos":
-                operator.on_product = on_product
-            vectors, seed = None if start is None else _start(start, operator, method), self.seed
-            found = solve(operator, method, top_k, options, seed=seed, start=vectors, on_iteration=on_iteration)
-            operator.on_product = on_product
-            add_estimates(operator, found, method, options, seed=seed, clusters=clusters)
-            seconds = found.seconds_before + time.perf_counter() - began
-            spectrum = self._spectrum(operator, kind, method, options.which, found, seconds)
-        if options.state_file is not None and not found.is_interrupted:
-            remove_states(options.state_file)
+            operator: LossOperator = (
+                HessianOperator(objective, product=options.product, graph_memory_bytes=options.memory_bytes)
+                if kind == "hessian"
+                else OutputOperator(objective, kind)
+            )
+            found = SpectrumComputation(
+                operator=operator,
+                method=method,
+                top_k=top_k,
+                options=options,
+                with_density=with_density,
+                seed=self.seed,
+                clusters=clusters_of(objective.batches, prompts or known_prompts),
+                start=None if start is None else _start(start, operator, method),
+                state_file=state_file,
+                on_iteration=on_iteration,
+            )
+            if found.num_sampled and (count := num_prompts(objective.num_pairs, found.clusters)) < FEW_PROMPTS:
+                _log.warning(
+                    f"eigenvalues of {count} prompts are far too large, and their intervals over pairs too narrow; "
+                    f"take at least {FEW_PROMPTS}, 256 or more are useful"
+                )
+            found.run(on_product)
+            spectrum = self._spectrum(found, kind, found.seconds_before + time.perf_counter() - began)
+        if state_file is not None and not found.is_interrupted:
+            remove_states(state_file)
         return spectrum
 
     @contextmanager
@@ -295,13 +198,11 @@ class HessianAnalyzer:
         ) as objective:
             yield objective, prompts
 
-    def _spectrum(
-        self, operator: LossOperator, matrix: str, method: str, which: End, found: Solution, wall_seconds: float
-    ) -> HessianSpectrum:
-        objective, pairs = operator.objective, found.pairs
-        num_top, num_bottom = known_ends(pairs.values.tolist(), method, which)
+    def _spectrum(self, found: SpectrumComputation, matrix: str, wall_seconds: float) -> HessianSpectrum:
+        operator, pairs, objective = found.operator, found.pairs, found.operator.objective
+        num_top, num_bottom = known_ends(pairs.values.tolist(), found.method, found.which)
         choice = operator.choice if isinstance(operator, HessianOperator) else None
-        name = choice.product.name if choice else "pair_gradients" if method == "gauss_newton_exact" else "reverse"
+        by_rows = "pair_gradients" if found.method == "gauss_newton_exact" else "reverse"
         return HessianSpectrum(
             eigenvalues=tuple(pairs.values.tolist()),
             residuals=tuple(pairs.residuals.tolist()),
@@ -319,13 +220,13 @@ class HessianAnalyzer:
             pair_curvatures=found.pair_curvatures,
             geometry=found.geometry,
             matrix=matrix,
-            method=method,
+            method=found.method,
             params=self.params if isinstance(self.params, str) else ", ".join(self.params),
             num_parameters=operator.dimension,
             num_pairs=objective.num_pairs,
             loss=objective.value(),
             num_products=operator.num_products,
-            product=name,
+            product=choice.product.name if choice else by_rows,
             product_reason=choice.reason if choice else "the only way",
             gradients_per_product=choice.gradients_per_product.get(choice.product.name) if choice else None,
             wall_seconds=wall_seconds,
@@ -339,14 +240,36 @@ class HessianAnalyzer:
         )
 
 
-def _warn_of_few(num_pairs: int, clusters: Sequence[int] | None, options: SpectrumOptions) -> None:
-    """Warn if intervals over pairs are requested and there are too few prompts for them."""
-    count = num_prompts(num_pairs, clusters)
-    if options.num_sampled and count < FEW_PROMPTS:
-        _log.warning(
-            f"eigenvalues of {count} prompts are far too large, and their intervals over pairs too narrow; take "
-            f"at least {FEW_PROMPTS}, 256 or more are useful"
+def _check_choices(method: str, matrix: str, dtype: torch.dtype, options: SpectrumOptions) -> None:
+    """Require a known method and matrix that fit each other, and warn of unused options.
+
+    Raises:
+        ConfigError: if they do not.
+    """
+    choices: tuple[tuple[str, str, Sequence[str]], ...] = (
+        ("method", method, tuple(SpectrumMethod)),
+        ("matrix", matrix, get_args(Matrix)),
+        ("which", options.which, get_args(End)),
+    )
+    for name, got, known in choices:
+        if got not in known:
+            raise ConfigError(did_you_mean(name, got, known))
+    if dtype not in (torch.float32, torch.float64):
+        raise ConfigError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+    if method == "gauss_newton_exact" and matrix == "hessian":
+        raise ConfigError(
+            "method=gauss_newton_exact needs matrix=gauss_newton or fisher, got hessian; use method=lanczos"
         )
+    if method == "pyhessian" and matrix != "hessian":
+        raise ConfigError(f"method=pyhessian needs matrix=hessian, got {matrix}; use method=lanczos")
+    unused = {
+        "max_basis": method != "lanczos" and options.max_basis is not None,
+        "keep_vectors=False": method != "lanczos" and not options.keep_vectors,
+        f"max_products={options.max_products}": method not in ("lanczos", "power_iteration")
+        and options.max_products is not None,
+    }
+    for option in (name for name, is_set in unused.items() if is_set):
+        warnings.warn(f"{option} is not used by method={method}; leave it out", stacklevel=3)
 
 
 def _start(spectrum: HessianSpectrum, operator: LossOperator, method: str) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import cast
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -13,22 +13,20 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
-from rm_optimizer.evaluation.draws import PairSample
+from rm_optimizer.landscape.estimates.by_pair import clusters_of
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_gram
 from rm_optimizer.landscape.estimates.trace import ProbeSums
-from rm_optimizer.landscape.hessian import add_estimates
-from rm_optimizer.landscape.measured_loss import MeasuredLoss, clusters_of
+from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, SymmetricOperator
-from rm_optimizer.landscape.operators.gauss_newton import CurvatureRows
+from rm_optimizer.landscape.operators.gauss_newton import ROW_BYTES, CurvatureRows
 from rm_optimizer.landscape.operators.parameters import parameter_blocks, select_parameters
-from rm_optimizer.landscape.operators.products import ProductName
 from rm_optimizer.landscape.operators.support import SupportedOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors
-from rm_optimizer.landscape.solve import Solution, SpectrumOptions, solve
-from rm_optimizer.landscape.solvers.krylov import part_file, remove_states
+from rm_optimizer.landscape.solvers.krylov import part_file
 from rm_optimizer.landscape.solvers.lanczos import Progress
-from rm_optimizer.landscape.solvers.overlooked import with_overlooked
+from rm_optimizer.landscape.spectrum import SpectrumStatus
 from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.schema.landscape import SpectrumOptions
 
 Columns = Sequence[tuple[int, int]]
 """Ranges of positions in the long vector of parameters."""
@@ -121,8 +119,8 @@ def curvature_of_blocks(
     measured_loss: MeasuredLoss,
     *,
     num_probes: int,
-    memory_bytes: int = 4_000_000_000,
-    product: ProductName = "auto",
+    memory_bytes: int = ROW_BYTES,
+    product: str = "auto",
     on_product: Callable[[int], None] = lambda num_products: None,
 ) -> tuple[BlockCurvature, ...]:
     """Gauss-Newton spectra of all blocks from gradients of single pairs, and Hessian traces from shared random vectors.
@@ -209,6 +207,7 @@ def top_eigenvalues(
     blocks: Sequence[BlockCurvature],
     options: SpectrumOptions,
     *,
+    state_file: Path | None = None,
     on_iteration: Callable[[str, Progress], None] = lambda block, progress: None,
 ) -> Iterator[BlockCurvature]:
     """Search each block of the Hessian for its largest eigenvalue, and yield the blocks with the results.
@@ -219,51 +218,31 @@ def top_eigenvalues(
     Args:
         measured_loss: model, pairs and loss.
         blocks: blocks to search.
-        options: accuracy and cost of each search; `num_sampled` of 1 cross-fits each, and traces are not estimated.
-            Each block has its own file beside `state_file`, which is removed after the block's turn.
+        options: accuracy and cost of each search; `num_sampled` of 1 cross-fits each.
+        state_file: file beside which each block keeps its state until its turn has ended; None keeps none.
         on_iteration: function of the block and its search, called after each product.
-    """
-    names, options = block_names(measured_loss), replace(options, which="largest", trace_products=0)
-    for block in blocks:
-        file = part_file(options.state_file, list(names).index(block.block))
-        with replace(measured_loss, params=names[block.block]).measuring() as objective:
-            operator = HessianOperator(
-                objective, product=options.product, graph_memory_bytes=options.graph_memory_bytes
-            )
-            found = _searched(
-                operator, replace(options, state_file=file), measured_loss.sample, partial(on_iteration, block.block)
-            )
-            options = replace(
-                options, product=cast("ProductName", operator.product)
-            )  # the cheapest method for the first block is used for the others
-        yield replace(block, hessian_top=_top_eigenvalue(found))
-        if file is not None:
-            remove_states(file)
-
-
-def _searched(
-    operator: HessianOperator, options: SpectrumOptions, sample: PairSample, on_iteration: Callable[[Progress], None]
-) -> Solution:
-    """Largest eigenvalue of a block with its estimates.
 
     Raises:
-        KeyboardInterrupt: if the user stopped it; the search continues from its file.
+        KeyboardInterrupt: if the user stopped a search; it continues from its file.
     """
-    found = solve(operator, "lanczos", 1, options, seed=sample.seed, on_iteration=on_iteration)
-    if not found.is_interrupted:
-        found.pairs = with_overlooked(
-            operator, found.pairs, "largest", tolerance=options.tolerance, seed=sample.seed + 2
+    names, options = block_names(measured_loss), replace(options, which="largest")
+    for block in blocks:
+        found = replace(measured_loss, params=names[block.block]).analyzer.compute_spectrum(
+            measured_loss.sample,
+            top_k=1,
+            options=options,
+            state_file=part_file(state_file, list(names).index(block.block)),
+            on_iteration=partial(on_iteration, block.block),
         )
-        clusters = clusters_of(operator.objective.batches, sample.prompts)
-        add_estimates(operator, found, "lanczos", options, seed=sample.seed, clusters=clusters)
-    if found.is_interrupted:
-        raise KeyboardInterrupt
-    return found
-
-
-def _top_eigenvalue(found: Solution) -> TopEigenvalue:
-    pairs, crossed = found.pairs, found.cross_fit
-    num_products = pairs.num_products + (crossed.num_products if crossed else 0)
-    return TopEigenvalue(
-        float(pairs.values[0]), float(pairs.error_bounds[0]), pairs.converged[0], num_products, crossed
-    )
+        if found.status == SpectrumStatus.interrupted:
+            raise KeyboardInterrupt
+        crossed = found.cross_fit
+        top = TopEigenvalue(
+            found.eigenvalues[0],
+            found.error_bounds[0],
+            found.converged[0],
+            found.num_products + (crossed.num_products if crossed else 0),
+            crossed,
+        )
+        options = replace(options, product=found.product)  # the cheapest method for the first block serves the others
+        yield replace(block, hessian_top=top)

@@ -14,7 +14,7 @@ from rm_optimizer.landscape.spectrum import HessianSpectrum
 _BY_MAGNITUDE = ("power_iteration", "pyhessian")
 _SEMIDEFINITE = ("gauss_newton", "fisher")
 _NEEDS_ALL = (
-    "needs all eigenvalues or a density: use method=full, method=gauss_newton_exact, or density_probes (--type density)"
+    "needs all eigenvalues or a density: use method=full, method=gauss_newton_exact, or --type density (with_density)"
 )
 _NO_TOP = "the largest eigenvalue was not computed; use which=both or largest"
 
@@ -87,11 +87,11 @@ def sharpness_score(spectrum: HessianSpectrum) -> Quantity:
     """
     trace, top = spectrum.trace, _top(spectrum)
     if trace is None:
-        return Quantity(None, "no trace was estimated; set trace_products or density_probes")
+        return Quantity(None, "no trace was estimated; set num_probes")
     if not top:
         return Quantity(None, _NO_TOP)
     if trace.standard_error is None or trace.low is None or trace.high is None:
-        return Quantity(None, "the trace has no interval; raise trace_products or density_probes")
+        return Quantity(None, "the trace has no interval; raise num_probes")
     if trace.low <= 0:
         return Quantity(None, "the interval of the trace is not positive, so a share of it is not defined")
     largest, bound = top[0]

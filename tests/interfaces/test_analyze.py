@@ -23,7 +23,7 @@ from rm_optimizer.landscape.between import BetweenModels
 from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.quantities import summarize
-from rm_optimizer.landscape.solve import solve
+from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.records.run_folder import RunFolder, results_folder
@@ -415,16 +415,16 @@ def test_layers_stopped_on_their_way_go_on_with_the_next_block(run_dir, tmp_path
     options = ["landscape=layers", "landscape.num_probes=2", "landscape.tolerance=0.1", f"output_dir={tmp_path}"]
     options += ["landscape.method=lanczos"]
     with monkeypatch.context() as patch:
-        patch.setattr("rm_optimizer.landscape.layers.solve", allowed(1, solve))
+        patch.setattr("rm_optimizer.landscape.computation.lanczos", allowed(1, lanczos))
         with pytest.raises(Interrupted, match="the same command goes on from them"):
             analyzed(run_dir, *options)
     partial = LayerCurvature.from_json((tmp_path / "layers_partial.json").read_text())
     assert [block.hessian_top is None for block in partial.blocks] == [False, True, True]
     assert partial.missing == ("layer 1", "output")
     with monkeypatch.context() as patch:
-        patch.setattr("rm_optimizer.landscape.layers.solve", allowed(2, solve))
-        patch.setattr("rm_optimizer.landscape.layers.block_traces", allowed(0, solve))
-        patch.setattr("rm_optimizer.landscape.hessian.estimate_trace", allowed(0, solve))
+        patch.setattr("rm_optimizer.landscape.computation.lanczos", allowed(2, lanczos))
+        patch.setattr("rm_optimizer.landscape.layers.block_traces", allowed(0, lanczos))
+        patch.setattr("rm_optimizer.landscape.computation.estimate_trace", allowed(0, lanczos))
         analyzed(run_dir, *options)
     whole = LayerCurvature.from_json((tmp_path / "layers.json").read_text())
     assert whole.blocks[0] == partial.blocks[0]
@@ -432,7 +432,7 @@ def test_layers_stopped_on_their_way_go_on_with_the_next_block(run_dir, tmp_path
 
 
 def test_ctrl_c_before_the_first_layer_is_one_sentence(run_dir, tmp_path, monkeypatch):
-    monkeypatch.setattr("rm_optimizer.landscape.layers.block_traces", allowed(0, solve))
+    monkeypatch.setattr("rm_optimizer.landscape.layers.block_traces", allowed(0, lanczos))
     with pytest.raises(Interrupted, match="stopped before there was a result to write"):
         analyzed(run_dir, "landscape=layers", f"output_dir={tmp_path}")
     assert names(tmp_path) == set()

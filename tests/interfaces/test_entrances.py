@@ -15,7 +15,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.interfaces.cli import app
-from rm_optimizer.landscape.measured_loss import fixed_batches
+from rm_optimizer.landscape.hessian import fixed_batches
 from tests.builders import narrow_reward_model
 
 TEMPLATES = {

@@ -10,7 +10,7 @@ from rm_optimizer.landscape.estimates.by_pair import DescribedPair, PairCurvatur
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.objective import measuring
-from rm_optimizer.landscape.solve import SpectrumOptions
+from rm_optimizer.schema.landscape import SpectrumOptions
 from tests.landscape.worlds import EVERYTHING, FOUR_PROMPTS, INNER, micro_batches, reward_model
 
 GROUPS = ("a", "b", "a", "a", "b", "b", "c", "a")

@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from rm_optimizer.landscape.estimates.by_pair import pair_curvatures, sampling_error
+from rm_optimizer.landscape.estimates.by_pair import pair_curvatures, weighted_means
 from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_gram, cross_fit_hessian, halves_of, part_of
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import measuring
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.reference import full_spectrum
+from rm_optimizer.schema.landscape import SpectrumOptions
 from tests.landscape.worlds import EVERYTHING, FAMILIES, FOUR_PROMPTS, INNER, micro_batches, pairs, reward_model
 
 PROMPTS = (0, 0, 1, 2, 2, 3, 4, 5)
@@ -66,7 +66,8 @@ def test_the_hessian_is_cross_fitted_on_halves(family: str):
     with measuring(model, micro_batches(model), EVERYTHING, params=INNER, dtype=torch.float64) as objective:
         operator = HessianOperator(objective, product="reverse")
         whole = full_spectrum(operator)
-        sampling = sampling_error(objective, pair_curvatures(objective, whole.vectors[:1]), clusters=PROMPTS)
+        along = pair_curvatures(objective, whole.vectors[:1]).numpy()
+        sampling = weighted_means(along, objective.pair_weights, clusters=PROMPTS)
         top = float(whole.values[0])
         found = cross_fit_hessian(operator, 1, top=top, sampling=sampling, clusters=PROMPTS, seed=0)
         parts = [HessianOperator(part_of(objective, half), product="reverse") for half in halves]
@@ -127,7 +128,7 @@ def test_each_rank_holds_the_populations_curvature_along_the_halves_vectors(spec
 @pytest.mark.parametrize("method", ["lanczos", "full"])
 def test_any_method_of_the_gauss_newton_matrix_cross_fits_by_the_rows_of_pairs(method: str):
     analyzer = HessianAnalyzer(reward_model("llama"), params="head", dtype=torch.float64)
-    options = SpectrumOptions(num_sampled=3, trace_products=4)
+    options = SpectrumOptions(num_sampled=3, num_probes=4)
     by_rows = analyzer.compute_spectrum(FOUR_PROMPTS, "gauss_newton_exact", top_k=3, options=options)
     found = analyzer.compute_spectrum(FOUR_PROMPTS, method, matrix="gauss_newton", top_k=3, options=options)
     assert by_rows.cross_fit is not None

@@ -48,14 +48,14 @@ def test_random_vectors_share_the_graphs_that_products_build_as_far_as_memory_go
     build = ReverseOverReverse.graph
     monkeypatch.setattr(ReverseOverReverse, "graph", lambda self, batch: graphs.append(batch) or build(self, batch))
     analyzer = HessianAnalyzer(reward_model("llama"), params=INNER, dtype=torch.float64)
-    options = SpectrumOptions(which="largest", product="reverse", density_probes=3, density_steps=8)
-    found = analyzer.compute_spectrum(pairs()[:2], top_k=1, options=options)
+    options = SpectrumOptions(which="largest", product="reverse", num_probes=3, probe_steps=8)
+    found = analyzer.compute_spectrum(pairs()[:2], top_k=1, options=options, with_density=True)
     vector = 8 * found.num_parameters
     densities, counts = [found.density], [len(graphs)]
     for num_bases in (2, 1):
         graphs.clear()
-        little = replace(options, vector_bytes=(1 + 9 * num_bases) * vector)
-        densities.append(analyzer.compute_spectrum(pairs()[:2], top_k=1, options=little).density)
+        little = replace(options, memory_gib=(1 + 9 * num_bases) * vector / 2**30)
+        densities.append(analyzer.compute_spectrum(pairs()[:2], top_k=1, options=little, with_density=True).density)
         counts.append(len(graphs))
     assert np.diff(counts).tolist() == [8, 8]
     shared, *others = (np.array(density.nodes) for density in densities if density is not None)

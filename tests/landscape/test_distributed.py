@@ -24,7 +24,7 @@ dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_
 model = reward_model("llama")
 share = micro_batches(model, 120, data=(pairs()[:7], pairs()[7:])[rank])
 analyzer = HessianAnalyzer(model, loss=EVERYTHING, dtype=torch.float64, group=dist.group.WORLD)
-options = SpectrumOptions(tolerance=1e-6, product="reverse", trace_products=3)
+options = SpectrumOptions(tolerance=1e-6, product="reverse", num_probes=3)
 spectrum = analyzer.compute_spectrum(share, top_k=2, options=options)
 open(f"{out}/{rank}.json", "w").write(spectrum.to_json())
 dist.destroy_process_group()
@@ -45,7 +45,7 @@ def test_two_processes_find_what_one_finds(python: Path, tmp_path: Path):
     one = HessianAnalyzer(model, loss=EVERYTHING, dtype=torch.float64).compute_spectrum(
         micro_batches(model, data=pairs()),
         top_k=2,
-        options=SpectrumOptions(tolerance=1e-6, product="reverse", trace_products=3),
+        options=SpectrumOptions(tolerance=1e-6, product="reverse", num_probes=3),
     )
     assert found[0]["eigenvalues"] == found[1]["eigenvalues"]
     assert found[0]["eigenvalues"] == pytest.approx(one.eigenvalues, rel=1e-7)

@@ -11,7 +11,7 @@ import torch
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.estimates import by_pair
-from rm_optimizer.landscape.estimates.by_pair import pair_curvatures, sampling_error, weighted_means
+from rm_optimizer.landscape.estimates.by_pair import pair_curvatures, weighted_means
 from rm_optimizer.landscape.estimates.density import spectral_density
 from rm_optimizer.landscape.estimates.trace import (
     TRACE_ESTIMATORS,
@@ -238,10 +238,10 @@ def test_pair_curvatures_add_up_to_the_rayleigh_quotient():
         )[0].T
         quotients = (vectors * operator_.apply(vectors)).sum(dim=1)
         curvatures = pair_curvatures(objective, vectors)
-        estimates = sampling_error(objective, curvatures)
-        over_prompts = sampling_error(objective, curvatures, clusters=[0, 0, 1, 1, 2, 2, 3, 3])
+        estimates = weighted_means(curvatures.numpy(), objective.pair_weights)
+        over_prompts = weighted_means(curvatures.numpy(), objective.pair_weights, clusters=[0, 0, 1, 1, 2, 2, 3, 3])
         with pytest.raises(ConfigError, match="clusters must have one number for each of the 8 pairs, got 3"):
-            sampling_error(objective, curvatures, clusters=[0, 1, 2])
+            weighted_means(curvatures.numpy(), objective.pair_weights, clusters=[0, 1, 2])
         weights = torch.cat([batch.weight for batch in objective.batches])
     averaged = (curvatures * weights[:, None]).sum(dim=0) / weights.sum()
     torch.testing.assert_close(averaged, quotients, rtol=1e-5, atol=1e-8)  # differences over steps of 1e-4

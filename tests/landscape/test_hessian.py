@@ -33,8 +33,8 @@ def analyzer(family: str = "llama", **options) -> HessianAnalyzer:  # type: igno
 
 def test_lanczos_gives_both_ends_with_trace_and_density():
     truth = torch.linalg.eigvalsh(dense("llama").hessian).flip(0)
-    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", density_probes=10, num_sampled=2)
-    found = analyzer().compute_spectrum(FIVE, top_k=4, options=options)
+    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", num_probes=10, num_sampled=2)
+    found = analyzer().compute_spectrum(FIVE, top_k=4, options=options, with_density=True)
     wanted = torch.cat([truth[:4], truth[-4:]])
     torch.testing.assert_close(torch.tensor(found.eigenvalues, dtype=torch.float64), wanted, rtol=1e-5, atol=0)
     assert found.trace is not None
@@ -79,8 +79,9 @@ def test_float32_rounding_gives_no_pair_a_second_row(matrix, with_everything):  
 
 @pytest.mark.parametrize(("method", "top_k"), [("full", 1), ("lanczos", 9)])
 def test_a_density_where_every_eigenvalue_was_found(method, top_k):  # type: ignore[no-untyped-def]
-    options = SpectrumOptions(density_probes=3, product="reverse", which="largest")
-    found = analyzer("bert", params="head").compute_spectrum(FIVE, method, top_k=top_k, options=options)
+    options = SpectrumOptions(num_probes=3, product="reverse", which="largest")
+    head = analyzer("bert", params="head")
+    found = head.compute_spectrum(FIVE, method, top_k=top_k, options=options, with_density=True)
     assert len(found.eigenvalues) == found.num_parameters
     assert found.density is not None
     assert found.density.exact == found.eigenvalues
@@ -90,8 +91,8 @@ def test_a_density_where_every_eigenvalue_was_found(method, top_k):  # type: ign
 
 
 def test_json_brings_back_the_same_spectrum():
-    options = SpectrumOptions(density_probes=2, num_sampled=1, product="reverse")
-    found = analyzer("bert").compute_spectrum(FIVE, top_k=2, options=options)
+    options = SpectrumOptions(num_probes=2, num_sampled=1, product="reverse")
+    found = analyzer("bert").compute_spectrum(FIVE, top_k=2, options=options, with_density=True)
     assert HessianSpectrum.from_json(found.to_json()) == found
 
 
@@ -118,18 +119,17 @@ def test_the_draw_of_pairs_is_fixed_by_the_seed():
 
 def test_an_interrupted_computation_keeps_and_labels_what_it_has_and_continues(tmp_path: Path):
     file = tmp_path / "lanczos.json"
-    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", state_file=file)
 
     def stop(progress: Progress) -> None:
         if progress.num_products == 15:
             raise KeyboardInterrupt
 
-    partial = analyzer().compute_spectrum(FIVE, top_k=4, options=options, on_iteration=stop)
+    partial = analyzer().compute_spectrum(FIVE, top_k=4, options=BOTH, state_file=file, on_iteration=stop)
     assert partial.status == SpectrumStatus.interrupted
     assert not all(partial.converged)
     assert partial.num_products == 15
     assert file.exists()
-    resumed = analyzer().compute_spectrum(FIVE, top_k=4, options=options)
+    resumed = analyzer().compute_spectrum(FIVE, top_k=4, options=BOTH, state_file=file)
     whole = analyzer().compute_spectrum(FIVE, top_k=4, options=BOTH)
     assert resumed.eigenvalues == whole.eigenvalues
     assert resumed.num_products == whole.num_products

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,8 +20,8 @@ from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.base import MatrixOperator
 from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.landscape.operators.support import Support
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
+from rm_optimizer.schema.landscape import SpectrumOptions
 from tests.landscape.matrices import HARD, SIZE, hard_for_intervals
 from tests.landscape.worlds import EVERYTHING, FAMILIES, INNER, dense
 
@@ -63,25 +62,30 @@ def test_a_stopped_search_of_a_block_goes_on_from_its_last_product(tmp_path: Pat
     sample = PairSample(tuple(world.batches), np.array([0, 0, 1, 2, 3]), np.arange(5), seed=0)
     measured_loss = MeasuredLoss(world.model, sample, EVERYTHING, INNER, torch.float64)
     blocks = curvature_of_blocks(measured_loss, num_probes=2, product="kept_graph")
-    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", num_sampled=1, state_file=tmp_path / "lanczos.json")
+    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", num_sampled=1)
+    file = tmp_path / "lanczos.json"
     seen: list[tuple[str, int]] = []
 
     def stop(block: str, progress: Progress) -> None:
         if block == blocks[1].block and progress.num_products == 5:
             raise KeyboardInterrupt
 
-    searched = top_eigenvalues(measured_loss, blocks, options, on_iteration=stop)
+    searched = top_eigenvalues(measured_loss, blocks, options, state_file=file, on_iteration=stop)
     first = next(searched)
     with pytest.raises(KeyboardInterrupt):
         next(searched)
     assert {path.name for path in tmp_path.iterdir()} == {"lanczos.part1.json", "lanczos.part1.json.rows"}
     rest = [
         *top_eigenvalues(
-            measured_loss, blocks[1:], options, on_iteration=lambda name, at: seen.append((name, at.num_products))
+            measured_loss,
+            blocks[1:],
+            options,
+            state_file=file,
+            on_iteration=lambda name, at: seen.append((name, at.num_products)),
         )
     ]
     assert seen[0] == (blocks[1].block, 5)
-    at_once = [*top_eigenvalues(measured_loss, blocks, replace(options, state_file=None))]
+    at_once = [*top_eigenvalues(measured_loss, blocks, options)]
     assert [first, *rest] == at_once
     assert not list(tmp_path.iterdir())
 

@@ -12,8 +12,8 @@ from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.layers import curvature_of_blocks
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema.landscape import SpectrumOptions
 from tests.landscape.worlds import pairs, reward_model
 
 SATURATED = 1e20

@@ -14,11 +14,11 @@ from torch import Tensor
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers import krylov
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.solvers.overlooked import CHECK_PRODUCTS
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.schema.landscape import SpectrumOptions
 from tests.landscape.worlds import INNER, dense, micro_batches, pairs
 
 FIVE = pairs()[:5]
@@ -40,14 +40,14 @@ def stop_at(count: int) -> Callable[[Progress], None]:
 def test_a_stopped_iteration_goes_on_from_its_last_product_and_tells_the_time_left(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
-    options = SpectrumOptions(tolerance=1e-6, product="kept_graph", state_file=tmp_path / "lanczos.json")
-    partial = analyzer().compute_spectrum(FIVE, top_k=3, options=options, on_iteration=stop_at(7))
+    options, file = SpectrumOptions(tolerance=1e-6, product="kept_graph"), tmp_path / "lanczos.json"
+    partial = analyzer().compute_spectrum(FIVE, top_k=3, options=options, state_file=file, on_iteration=stop_at(7))
     assert partial.status == SpectrumStatus.interrupted
     again: list[int] = []
     caplog.clear()
     with caplog.at_level("INFO", logger="rm_optimizer"):
         resumed = analyzer().compute_spectrum(
-            FIVE, top_k=3, options=options, on_iteration=lambda progress: again.append(progress.num_products)
+            FIVE, top_k=3, options=options, state_file=file, on_iteration=lambda at: again.append(at.num_products)
         )
     assert re.fullmatch(r"a product takes \S+ s, 23 more of them about \S+ min", caplog.messages[-1])
     assert again[0] == 7
@@ -56,7 +56,7 @@ def test_a_stopped_iteration_goes_on_from_its_last_product_and_tells_the_time_le
 
 
 def test_a_killed_cross_fit_goes_on_from_the_search_it_stood_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    options = SpectrumOptions(product="reverse", num_sampled=1, state_file=tmp_path / "lanczos.json")
+    options = SpectrumOptions(product="reverse", num_sampled=1)
     monkeypatch.setattr(krylov, "SAVE_SECONDS", 0.0)
     apply, calls = HessianOperator.apply, 0
 
@@ -69,41 +69,40 @@ def test_a_killed_cross_fit_goes_on_from_the_search_it_stood_in(tmp_path: Path, 
 
     monkeypatch.setattr(HessianOperator, "apply", counted)
     killed_at, told = 0, list[int]()
-    whole = analyzer().compute_spectrum(
-        FIVE, top_k=1, options=replace(options, state_file=None), on_product=told.append
-    )
+    whole = analyzer().compute_spectrum(FIVE, top_k=1, options=options, on_product=told.append)
     assert whole.cross_fit is not None
     assert told == list(range(told[0], whole.num_products + whole.cross_fit.num_products + 1))
     left = 2
     calls, killed_at = 0, calls - left + 1
     with pytest.raises(MemoryError):
-        analyzer().compute_spectrum(FIVE, top_k=1, options=options)
+        analyzer().compute_spectrum(FIVE, top_k=1, options=options, state_file=tmp_path / "lanczos.json")
     calls = 0
-    resumed = analyzer().compute_spectrum(FIVE, top_k=1, options=options)
+    resumed = analyzer().compute_spectrum(FIVE, top_k=1, options=options, state_file=tmp_path / "lanczos.json")
     assert calls == left + CHECK_PRODUCTS  # the search for overlooked values has no state
     assert whole.cross_fit == resumed.cross_fit
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("asked", [{"trace_products": 20}, {"density_probes": 4}], ids=["trace", "density"])
-def test_eigenvalues_outlive_a_stop_in_what_follows_them(tmp_path: Path, asked: dict[str, int]):
+@pytest.mark.parametrize(("num_probes", "with_density"), [(20, False), (4, True)], ids=["trace", "density"])
+def test_eigenvalues_outlive_a_stop_in_what_follows_them(tmp_path: Path, num_probes: int, with_density: bool):
     file = tmp_path / "lanczos.json"
-    options = SpectrumOptions(product="kept_graph", state_file=file, sam_rho=0.01, **asked)
+    options = SpectrumOptions(product="kept_graph", sam_rho=0.01, num_probes=num_probes)
+    asked = {"top_k": 3, "options": options, "with_density": with_density}
     whole = analyzer().compute_spectrum(FIVE, top_k=3, options=SpectrumOptions(product="kept_graph"))
 
     def stop(num_products: int) -> None:
         if num_products > whole.num_products + 2:
             raise KeyboardInterrupt
 
-    partial = analyzer().compute_spectrum(FIVE, top_k=3, options=options, on_product=stop)
+    partial = analyzer().compute_spectrum(FIVE, **asked, state_file=file, on_product=stop)
     assert partial.status == SpectrumStatus.interrupted
     assert partial.eigenvalues == whole.eigenvalues
     assert partial.geometry is not None
     assert partial.trace is None
-    resumed = analyzer().compute_spectrum(FIVE, top_k=3, options=options)
+    resumed = analyzer().compute_spectrum(FIVE, **asked, state_file=file)
     assert resumed.status == SpectrumStatus.complete
     assert resumed.trace is not None
-    at_once = analyzer().compute_spectrum(FIVE, top_k=3, options=replace(options, state_file=None))
+    at_once = analyzer().compute_spectrum(FIVE, **asked)
     assert resumed.num_products == at_once.num_products  # what follows Lanczos begins anew, uncounted
     assert resumed.eigenvalues == at_once.eigenvalues
     assert not file.exists()
@@ -153,11 +152,11 @@ def test_errors_over_pairs_take_pairs_of_one_prompt_as_one():
 @pytest.mark.parametrize("method", ["deflated", "hutchinson", "hutchpp", "xtrace"])
 def test_the_trace_is_estimated_by_the_method_asked_for(method: str):
     head = analyzer(params="head")
-    options = SpectrumOptions(product="reverse", trace_products=60, trace_method=method)  # type: ignore[arg-type]
+    options = SpectrumOptions(product="reverse", num_probes=60, trace_method=method)  # type: ignore[arg-type]
     found = head.compute_spectrum(FIVE, top_k=1, options=options)
     exact = head.compute_spectrum(FIVE, "full", options=SpectrumOptions(product="reverse")).trace
     assert found.trace is not None
     assert exact is not None
     assert found.trace.value == pytest.approx(exact.value, abs=4 * (found.trace.standard_error or 0) + 1e-9)
     with pytest.raises(ConfigError, match="unknown trace_method 'xtrase'; did you mean 'xtrace'"):
-        head.compute_spectrum(FIVE, top_k=1, options=SpectrumOptions(trace_products=9, trace_method="xtrase"))  # type: ignore[arg-type]
+        head.compute_spectrum(FIVE, top_k=1, options=SpectrumOptions(num_probes=9, trace_method="xtrase"))  # type: ignore[arg-type]

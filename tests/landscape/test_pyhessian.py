@@ -62,9 +62,10 @@ def test_its_vectors_do_not_bias_trace_and_density():
     known = dense("bert")
     trace = float(known.hessian.trace())
     analyzer = HessianAnalyzer(known.model, loss=EVERYTHING, params=INNER, dtype=torch.float64)
-    for asked in ({"trace_products": 40}, {"density_probes": 10, "density_steps": 2}):
+    for asked in ({"num_probes": 40}, {"num_probes": 10, "probe_steps": 2}):
         options = SpectrumOptions(product="kept_graph", tolerance=0.1, **asked)  # type: ignore[arg-type]
-        found = analyzer.compute_spectrum(pairs()[:5], "pyhessian", top_k=10, options=options).trace
+        given = {"top_k": 10, "options": options, "with_density": "probe_steps" in asked}
+        found = analyzer.compute_spectrum(pairs()[:5], "pyhessian", **given).trace  # type: ignore[arg-type]
         assert found is not None
         assert found.standard_error is not None
         assert abs(found.value - trace) < 4 * found.standard_error

@@ -12,11 +12,11 @@ from scipy.sparse.linalg import LinearOperator, eigsh
 from torch import Tensor
 
 from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.landscape.computation import gram_pairs, known_ends
 from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperator, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.operators.single_pairs import single_pairs
-from rm_optimizer.landscape.solve import _gram_pairs, known_ends
 from rm_optimizer.landscape.solvers.krylov import KrylovState
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
 from rm_optimizer.landscape.solvers.reference import full_spectrum, power_iteration
@@ -320,7 +320,7 @@ def test_errors_of_float32_lie_within_their_bounds(family: str, seed: int):
         with measuring(model, batches, PLAIN, params=INNER, dtype=dtype) as objective:
             hessian, gauss_newton = HessianOperator(objective), OutputOperator(objective, "gauss_newton")
             spectra.append(full_spectrum(hessian))
-            grams.append(_gram_pairs(gauss_newton_exact(objective, num_vectors=8), gauss_newton))
+            grams.append(gram_pairs(gauss_newton_exact(objective, num_vectors=8), gauss_newton))
             if dtype == torch.float32:
                 ends = lanczos(hessian, 5, which="both", tolerance=1e-6)
     truth, gram = spectra[0].values, grams[0].values

@@ -26,13 +26,13 @@ from rm_optimizer.experiments.optimizer_comparison.setting import Frozen, pairs_
 from rm_optimizer.experiments.study import PlannedTrial, planned_trial
 from rm_optimizer.experiments.training_trials import RUN, config_of, logged_in_study
 from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.optim.mechanism import StartingPoint, check_mechanism, mechanism_state
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import replacing, write_text
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.schema import DataConfig, TrainConfig
+from rm_optimizer.schema.landscape import SpectrumOptions
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.cost import rss_bytes
 from rm_optimizer.training.callbacks.loop import evaluation_of
@@ -43,7 +43,7 @@ TASK = "rm_optimizer.experiments.optimizer_comparison.arm_trial:train_and_judge"
 TUNE, FINAL = "tune", "final"
 MARGINS_FILE, CURVE_FILE = "margins.npz", "curve.json"
 """Files in a trial's work folder: margins on the validation and test pairs, and the learning curve."""
-CURVATURE = SpectrumOptions(which="largest", tolerance=0.02, max_products=30, trace_products=16)
+CURVATURE = SpectrumOptions(which="largest", tolerance=0.02, max_products=30, num_probes=16)
 """Tolerance of the top eigenvalue, and number of products for the trace."""
 _SCORES = ("accuracy", "nll", "brier", "ece", "mean_margin", "longer_wins", "over_length")
 _SPREADS = ("margin_std", "tie_rate", "reward_mean", "reward_std", "ece_noise_floor")

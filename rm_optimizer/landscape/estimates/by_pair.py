@@ -16,6 +16,7 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.evaluation.draws import Prompts
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.products import load_forward_rules
@@ -64,55 +65,32 @@ def pair_curvatures(
     return objective.checked(torch.stack(columns, dim=1))
 
 
-def sampling_error(
-    objective: PairObjective,
-    curvatures: Float[Tensor, "pairs vectors"],
+def weighted_means(
+    values: Float[np.ndarray, "pairs columns"],
+    weights: Float[np.ndarray, " pairs"],
     *,
     clusters: Sequence[int] | None = None,
     num_bootstrap: int = 1000,
     seed: int = 0,
 ) -> tuple[Estimate, ...]:
-    """Each vector's Rayleigh quotient with its error over pairs, by resampling pairs with their curvatures.
+    """Weighted mean of each column, with its spread when clusters are resampled.
 
-    For an eigenvector this is the spread of the eigenvalue under resampling to first order, in which the vector does
-    not change. See `weighted_means` for the coverage of the interval.
+    Of the pairs' curvatures along an eigenvector this is the spread of the eigenvalue to first order, in which the
+    vector does not change. The interval (bias-corrected and accelerated) covers the population's mean in about 95 % of
+    samples if the columns were fixed beforehand and there are some dozens of clusters without heavy tails. A column
+    along an eigenvector of the same pairs was fitted to these pairs. Its mean is therefore too large, and the interval
+    lies too high.
 
     Args:
-        objective: the loss.
-        curvatures: curvature of each pair along each vector, see `pair_curvatures`.
-        clusters: number of the cluster, such as the prompt, of each pair in the order of the objective's batches;
-            resampling draws clusters. None takes each pair as one.
+        values: one row for each pair.
+        weights: weight of each pair.
+        clusters: number of each pair's cluster, such as the prompt; resampling draws clusters. None takes each pair as
+            one.
         num_bootstrap: resamples.
         seed: seed of the resampling.
 
     Raises:
         ConfigError: if the clusters are not one for each pair.
-    """
-    weights = torch.cat([batch.weight for batch in objective.batches]).double().cpu().numpy()
-    values = curvatures.cpu().numpy()
-    return weighted_means(values, weights, clusters=clusters, num_bootstrap=num_bootstrap, seed=seed)
-
-
-def weighted_means(
-    values: Float[np.ndarray, "pairs columns"],
-    weights: Float[np.ndarray, " pairs"],
-    *,
-    clusters: Sequence[int] | None,
-    num_bootstrap: int,
-    seed: int,
-) -> tuple[Estimate, ...]:
-    """Weighted mean of each column, with its spread when clusters are resampled.
-
-    The interval (bias-corrected and accelerated) covers the population's mean in about 95 % of samples if the columns
-    were fixed beforehand and there are some dozens of clusters without heavy tails. A column along an eigenvector of
-    the same pairs was fitted to these pairs. Its mean is therefore too large, and the interval lies too high.
-
-    Args:
-        values: one row for each pair.
-        weights: weight of each pair.
-        clusters: number of each pair's cluster; None takes each pair as one.
-        num_bootstrap: resamples.
-        seed: seed of the resampling.
     """
     sums = cluster_totals(np.column_stack([values * weights[:, None], weights]), clusters)
     return cluster_bootstrap(
@@ -253,6 +231,13 @@ class CurvatureByPair:
 def pair_indices(batches: Iterable[AnyPairBatch]) -> tuple[int, ...]:
     """Position of each pair in the data, in the order of the batches."""
     return tuple(index for batch in batches for index in batch.pair_index.tolist())
+
+
+def clusters_of(batches: Iterable[AnyPairBatch], prompts: Prompts | None) -> list[int] | None:
+    """Number of each pair's prompt, in the order of the batches; None if the prompts are not known."""
+    if prompts is None:
+        return None
+    return [prompts[index] for batch in batches for index in batch.pair_index.tolist()]
 
 
 def curvature_by_pair(found: PairCurvatures, described: Mapping[int, DescribedPair]) -> CurvatureByPair:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 from jaxtyping import Float
 from numpy.typing import NDArray
 
@@ -18,7 +16,6 @@ from rm_optimizer.landscape.estimates.by_pair import pair_curvatures, weighted_m
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
 from rm_optimizer.landscape.operators.objective import PairObjective
-from rm_optimizer.landscape.operators.products import ProductName
 from rm_optimizer.landscape.operators.single_pairs import chosen_pairs
 from rm_optimizer.landscape.operators.support import SupportedOperator
 from rm_optimizer.landscape.solvers.krylov import KeptState, part_file
@@ -30,7 +27,6 @@ FEWEST_PROMPTS = 4
 """Least number of prompts for cross-fitting; with fewer, a quarter of the pairs may be empty."""
 FEW_PROMPTS = 32
 """Number of prompts below which a measurement warns that intervals over pairs cover the truth too seldom."""
-_RESAMPLES = 1000
 Pairs = NDArray[np.int64]
 """Places of pairs in the order of the objective's batches."""
 
@@ -68,15 +64,6 @@ class CrossFit:
     population_low: float | None
     population_high: float | None
     by_num_pairs: tuple[TopOfSamples, ...]
-    num_products: int
-
-
-@dataclass(frozen=True)
-class _Fit:
-    """Largest eigenvalue of a part of the pairs, number of those found, and products of the search."""
-
-    top: float
-    num_values: int
     num_products: int
 
 
@@ -126,43 +113,51 @@ def cross_fit_hessian(
     objective = operator.objective
     if num_prompts(objective.num_pairs, clusters) < FEWEST_PROMPTS:
         return None
-    method: ProductName = operator.product  # type: ignore[assignment]  # the cheapest for all serves the parts
     operator.release()
     numbers = itertools.count(operator.num_products + 1)
-    top_of = partial(_top_of, method=method, seed=seed, on_product=lambda _: operator.on_product(next(numbers)))
+
+    def top_of(part: PairObjective, count: int, number: int) -> Eigenpairs:
+        hessian = HessianOperator(part, product=operator.product)  # the cheapest for all pairs serves parts of them
+        hessian.on_product = lambda _: operator.on_product(next(numbers))
+        matrix = SupportedOperator(hessian)
+        kept = KeptState(hessian, matrix.support, part_file(state_file, number), seed)
+        found = lanczos(
+            matrix,
+            count,
+            tolerance=FIT_TOLERANCE,
+            seed=seed,
+            state=kept.state,
+            on_iteration=lambda _: kept.after_product(),
+            on_done=hessian.release,
+        )
+        kept.save()
+        return found.widened(matrix.support)
+
     halves = halves_of(objective.num_pairs, clusters, seed)
     parts = [part_of(objective, half) for half in halves]
-    files = [part_file(state_file, number) for number in range(4)]
-    columns = np.zeros((objective.num_pairs, num_values))
-    fits: list[_Fit] = []
-    for part, other, held, file in zip(parts, reversed(parts), reversed(halves), files[:2], strict=True):
-        found = top_of(part, num_values, file)
+    columns, most, num_products = np.zeros((objective.num_pairs, num_values)), num_values, 0
+    tops: list[float] = []
+    for number, (part, other, held) in enumerate(zip(parts, parts[::-1], halves[::-1], strict=True)):
+        found = top_of(part, num_values, number)
         columns[held, : len(found.values)] = pair_curvatures(other, found.vectors).cpu().numpy()
-        fits.append(_Fit(float(found.values[0]), len(found.values), found.num_products))
+        most, num_products = min(most, len(found.values)), num_products + found.num_products
+        tops.append(float(found.values[0]))
         del found  # frees the memory that the other half's vectors need
-    quarters = [half[places] for half in halves for places in _halves_within(half, clusters, seed)[:1]]
-    tops = _tops_of(objective, quarters, files[2:], top_of)
-    return combined(
-        columns[:, : min(fit.num_values for fit in fits)],
-        weights_of(objective),
-        clusters,
-        seed,
-        sampling,
-        (
-            _sample(quarters, [fit.top for fit in tops]),
-            _sample(halves, [fit.top for fit in fits]),
+    quarters = [_quarters(half, clusters, seed)[0] for half in halves]
+    smaller = [top_of(part_of(objective, quarter), 1, number) for number, quarter in enumerate(quarters, start=2)]
+    return cross_fitted(
+        columns[:, :most],
+        objective.pair_weights,
+        clusters=clusters,
+        seed=seed,
+        sampling=sampling,
+        by_num_pairs=(
+            _sample(quarters, [float(pairs.values[0]) for pairs in smaller]),
+            _sample(halves, tops),
+            TopOfSamples(objective.num_pairs, (top,)),
         ),
-        TopOfSamples(objective.num_pairs, (top,)),
-        sum(fit.num_products for fit in (*fits, *tops)),
+        num_products=num_products + sum(pairs.num_products for pairs in smaller),
     )
-
-
-def _tops_of(
-    objective: PairObjective, parts: Sequence[Pairs], files: Sequence[Path | None], top_of: Callable[..., Eigenpairs]
-) -> list[_Fit]:
-    """Largest eigenvalue of each part of the pairs that has any."""
-    found = (top_of(part_of(objective, part), 1, file) for part, file in zip(parts, files, strict=True) if len(part))
-    return [_Fit(float(pairs.values[0]), 1, pairs.num_products) for pairs in found]
 
 
 def cross_fit_gram(
@@ -188,22 +183,18 @@ def cross_fit_gram(
     columns = np.zeros((gram.num_pairs, num_values))
     for fitted, held in (halves, halves[::-1]):
         columns[held] = gram.curvatures(fitted, held, num_values)
-    quarters = [half[places] for half in halves for places in _halves_within(half, clusters, seed)]
-    return combined(
+    quarters = [quarter for half in halves for quarter in _quarters(half, clusters, seed)]
+    weights, own = gram.pair_weights, gram.curvatures(everything, everything, 1)
+    return cross_fitted(
         columns,
-        gram.pair_weights,
-        clusters,
-        seed,
-        weighted_means(
-            gram.curvatures(everything, everything, 1),
-            gram.pair_weights,
-            clusters=clusters,
-            num_bootstrap=_RESAMPLES,
-            seed=seed,
+        weights,
+        clusters=clusters,
+        seed=seed,
+        sampling=weighted_means(own, weights, clusters=clusters, seed=seed),
+        by_num_pairs=(
+            *(_sample(parts, [float(gram.values_of(part)[0]) for part in parts]) for parts in (quarters, halves)),
+            TopOfSamples(gram.num_pairs, (float(gram.values[0]),)),
         ),
-        tuple(_sample(parts, [float(gram.values_of(part)[0]) for part in parts]) for parts in (quarters, halves)),
-        TopOfSamples(gram.num_pairs, (float(gram.values[0]),)),
-        0,
     )
 
 
@@ -255,56 +246,25 @@ def part_of(objective: PairObjective, pairs: Pairs) -> PairObjective:
     return PairObjective(objective.model, batches, objective.loss, objective.subset, None)
 
 
-def weights_of(objective: PairObjective) -> Float[np.ndarray, " pairs"]:
-    """Weights of the pairs in float64."""
-    weights: np.ndarray = torch.cat([batch.weight for batch in objective.batches]).double().cpu().numpy()
-    return weights
-
-
-def _top_of(
-    objective: PairObjective,
-    count: int,
-    file: Path | None,
-    *,
-    method: ProductName,
-    seed: int,
-    on_product: Callable[[int], None],
-) -> Eigenpairs:
-    operator = HessianOperator(objective, product=method)
-    operator.on_product = on_product
-    matrix = SupportedOperator(operator)
-    kept = KeptState(operator, matrix.support, file, seed)
-    found = lanczos(
-        matrix,
-        count,
-        tolerance=FIT_TOLERANCE,
-        seed=seed,
-        state=kept.state,
-        on_iteration=lambda _: kept.after_product(),
-        on_done=operator.release,
-    )
-    kept.save()
-    return found.widened(matrix.support)
-
-
-def _halves_within(pairs: Pairs, clusters: Sequence[int] | None, seed: int) -> tuple[Pairs, Pairs]:
-    """Places in `pairs` of its two halves."""
-    return halves_of(len(pairs), None if clusters is None else np.asarray(clusters)[pairs].tolist(), seed)
+def _quarters(half: Pairs, clusters: Sequence[int] | None, seed: int) -> list[Pairs]:
+    """The two halves of a half."""
+    own = None if clusters is None else np.asarray(clusters)[half].tolist()
+    return [half[places] for places in halves_of(len(half), own, seed)]
 
 
 def _sample(parts: Sequence[Pairs], values: Sequence[float]) -> TopOfSamples:
     return TopOfSamples(float(np.mean([len(part) for part in parts])), tuple(values))
 
 
-def combined(
+def cross_fitted(
     columns: Float[np.ndarray, "pairs values"],
     weights: Float[np.ndarray, " pairs"],
+    *,
     clusters: Sequence[int] | None,
     seed: int,
     sampling: Sequence[Estimate],
-    smaller: tuple[TopOfSamples, ...],
-    whole: TopOfSamples,
-    num_products: int,
+    by_num_pairs: tuple[TopOfSamples, ...],
+    num_products: int = 0,
 ) -> CrossFit:
     """Cross-fit from the curvature of each pair along the other half's vectors.
 
@@ -314,16 +274,9 @@ def combined(
         clusters: number of each pair's prompt; None takes each pair as one.
         seed: seed of the resampling.
         sampling: eigenvalues of all pairs with their interval over pairs.
-        smaller: largest eigenvalue of quarters and halves.
-        whole: largest eigenvalue of all pairs.
+        by_num_pairs: largest eigenvalue of parts and of all of the pairs.
         num_products: products with halves and quarters.
     """
-    values = weighted_means(columns, weights, clusters=clusters, num_bootstrap=_RESAMPLES, seed=seed)
+    values = weighted_means(columns, weights, clusters=clusters, seed=seed)
     ends = [estimate.high for estimate in (values[0], *sampling[:1]) if estimate.high is not None]
-    return CrossFit(
-        values,
-        values[0].low,
-        max(ends, default=None),
-        tuple(sample for sample in (*smaller, whole) if sample.values),
-        num_products,
-    )
+    return CrossFit(values, values[0].low, max(ends, default=None), by_num_pairs, num_products)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.landscape.operators.objective import PairObjective
-from rm_optimizer.landscape.operators.products import ProductName, choose_product
+from rm_optimizer.landscape.operators.products import choose_product
 
 VECTORS_AT_ONCE = 4
 """Rows that are multiplied together; they share computation, and memory grows with their number."""
@@ -133,7 +133,7 @@ class HessianOperator(LossOperator):
     """
 
     def __init__(
-        self, objective: PairObjective, *, product: ProductName = "auto", graph_memory_bytes: int | None = None
+        self, objective: PairObjective, *, product: str = "auto", graph_memory_bytes: int | None = None
     ) -> None:
         super().__init__(objective)
         self.choice = choose_product(objective, product, graph_memory_bytes=graph_memory_bytes)

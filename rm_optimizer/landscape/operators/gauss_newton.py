@@ -21,6 +21,8 @@ from rm_optimizer.landscape.operators.single_pairs import single_pairs
 from rm_optimizer.landscape.operators.support import support_of
 from rm_optimizer.landscape.operators.vectors import gram_matrix, pairwise_inner, unit
 
+ROW_BYTES = 4_000_000_000
+"""Most memory for the gradients of single pairs, if no limit is given."""
 _ROUNDING = 16
 """Bound in units of the rewards' precision; a smaller second eigenvalue of a pair's matrix is a rounded 0."""
 
@@ -177,7 +179,7 @@ def gauss_newton_exact(
     *,
     curvature: OutputCurvature = "gauss_newton",
     num_vectors: int = 0,
-    memory_bytes: int = 4_000_000_000,
+    memory_bytes: int = ROW_BYTES,
 ) -> GramSpectrum:
     """All eigenvalues of `sum_i J_i^T C_i J_i`, the Gauss-Newton or empirical Fisher matrix of the loss.
 
@@ -241,12 +243,18 @@ class CurvatureRows:
         """Eigenvalues of one of the `grams`; eigenvectors need the one of all columns."""
         values, small = torch.linalg.eigh(gram)
         values, small = values.flip(0).clamp(min=0), small.flip(1)
-        weights = torch.cat([batch.weight for batch in self.objective.batches]).double().cpu().numpy()
         vectors = torch.empty(0, self.objective.subset.num_parameters)
         if wanted := min(num_vectors, len(gram)):
             combined = self._combined(small[:, :wanted].T)
             vectors = self.support.widen(torch.stack([unit(vector) for vector in combined]))
-        return GramSpectrum(gram.numpy(), np.array(self.pair_of_row), weights, values.numpy(), vectors, self.num_passes)
+        return GramSpectrum(
+            gram.numpy(),
+            np.array(self.pair_of_row),
+            self.objective.pair_weights,
+            values.numpy(),
+            vectors,
+            self.num_passes,
+        )
 
     def _combined(self, weights: Float[Tensor, "vectors rows"]) -> Float[Tensor, "vectors columns"]:
         return torch.cat(self._each(lambda span, block: weights.to(block) @ block), dim=1)

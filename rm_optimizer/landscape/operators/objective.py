@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from jaxtyping import Float
@@ -194,6 +195,11 @@ class PairObjective:
     def device(self) -> torch.device:
         """Device of the model."""
         return self.model.device
+
+    @property
+    def pair_weights(self) -> Float[np.ndarray, " pairs"]:
+        """Weights of this process's pairs in float64, in the order of the batches."""
+        return np.asarray(torch.cat([batch.weight for batch in self.batches]).double().cpu())
 
     def rewards_at(self, weights: Sequence[Tensor], batch: AnyPairBatch) -> Float[Tensor, " sequences"]:
         """Rewards of a micro-batch with these weights in place of the selected ones."""

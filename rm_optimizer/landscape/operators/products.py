@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import import_module
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -22,7 +22,6 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.landscape.operators.objective import PairObjective
 
-ProductName = Literal["auto", "kept_graph", "reverse", "forward"]
 GRAPH_SHARE = 0.5
 """Largest share of the free memory that kept graphs may take."""
 TRIAL_TOKENS = 1024
@@ -175,7 +174,7 @@ PRODUCT_METHODS: dict[str, type[ProductMethod]] = {
 
 
 def choose_product(
-    objective: PairObjective, name: ProductName = "auto", *, graph_memory_bytes: int | None = None
+    objective: PairObjective, name: str = "auto", *, graph_memory_bytes: int | None = None
 ) -> ProductChoice:
     """Choose a method by name; `auto` takes kept graphs if they fit, otherwise the cheaper of the other methods.
 

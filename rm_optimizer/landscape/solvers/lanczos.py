@@ -15,7 +15,7 @@ first space is therefore exhausted, and further ones follow.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -158,37 +158,21 @@ def lanczos(
     limit = most_products(operator.dimension, wanted, max_products, max_basis)
     random = RandomVectors(operator, seed)
     _begin(operator, state, random, start)
-    for ritz in _iterations(operator, state, random, top_k, which, max_basis, tolerance):
-        if on_iteration is not None:
-            on_iteration(_progress(state, ritz, wanted))
-        if state.num_products >= limit or _is_done(state, ritz):
-            break
-    on_done()
-    return _eigenpairs(operator, state, ritz, num_vectors)
-
-
-def _iterations(
-    operator: SymmetricOperator,
-    state: KrylovState,
-    random: RandomVectors,
-    top_k: int,
-    which: End,
-    max_basis: int | None,
-    tolerance: float,
-) -> Iterator[_Ritz]:
-    """Yield the small eigenproblem after each product; end only if a full basis has no room for a new space.
-
-    A full basis shrinks before the next product.
-    """
-    wanted = num_wanted(operator.dimension, top_k, which)
     while True:
-        ritz = _ritz(operator, state, top_k, which, tolerance)
-        yield ritz
+        ritz = Ritz(operator, state, top_k, which, tolerance)
+        if on_iteration is not None:
+            on_iteration(ritz.progress(wanted))
+        if state.num_products >= limit or ritz.is_done():
+            break
         if max_basis is not None and max_basis <= len(state.basis) < operator.dimension:
-            if state.num_restarts > 0:
-                return
-            state.shrink(_worth_keeping(ritz, len(state.basis) - wanted, top_k, which))
+            if state.num_restarts > 0:  # a full basis has no room for a new space
+                break
+            # the wanted Ritz vectors stay, and those of their neighbors that a share of the spare room holds
+            further = int(_KEPT_SHARE * (len(state.basis) - wanted))
+            state.shrink(np.sort(select(ritz.values, top_k + (further // 2 if which == "both" else further), which)))
         extend(operator, state, random)
+    on_done()
+    return ritz.eigenpairs(num_vectors)
 
 
 def _begin(operator: SymmetricOperator, state: KrylovState, random: RandomVectors, start: Tensor | None) -> None:
@@ -225,12 +209,6 @@ def most_products(dimension: int, wanted: int, max_products: int | None, max_bas
     return max_products or 2 * (40 + 8 * wanted)
 
 
-def _worth_keeping(ritz: _Ritz, num_spare: int, top_k: int, which: End) -> NDArray[np.int64]:
-    """Positions of the wanted Ritz vectors, and of those of their neighbors that a share of the spare room holds."""
-    further = int(_KEPT_SHARE * num_spare)
-    return np.sort(select(ritz.values, top_k + (further // 2 if which == "both" else further), which))
-
-
 def num_wanted(dimension: int, top_k: int, which: End) -> int:
     """Number of eigenvalues, `top_k` at each end that is searched.
 
@@ -244,20 +222,19 @@ def num_wanted(dimension: int, top_k: int, which: End) -> int:
     return top_k * ends
 
 
-def eigenpairs_so_far(
-    operator: SymmetricOperator, state: KrylovState, top_k: int, which: End, tolerance: float
-) -> Eigenpairs:
-    """Eigenpairs of an unfinished iteration; fewer than `top_k` after few products."""
-    return _eigenpairs(operator, state, _ritz(operator, state, top_k, which, tolerance))
-
-
-@dataclass(frozen=True)
-class _Ritz:
-    """The small eigenproblem after a product.
+class Ritz:
+    """The small eigenproblem of an iteration, between two products.
 
     Args:
+        operator: the matrix.
+        state: the iteration.
+        top_k: number of wanted eigenvalues, at each end if `which` is `both`.
+        which: end of the spectrum.
+        tolerance: error of each value, relative to it.
+
+    Attributes:
         values: ascending.
-        vectors: eigenvectors of the tridiagonal matrix, one a column.
+        vectors: eigenvectors of the small matrix, one a column.
         residuals: residual of each value.
         errors: each error bound without the rounding of products.
         rounded: rounding error of the iteration's own arithmetic, for residuals and errors.
@@ -265,40 +242,83 @@ class _Ritz:
         relative: residual of each value, relative to it or to a millionth of the largest.
         within: True for each value whose residual is within the tolerance, or that is 0 within `rounding`.
         may_be_zero: True for each value below `_NEGLIGIBLE` of the largest.
-        top_k: number of wanted eigenvalues, at each end if `which` is `both`.
-        which: end of the spectrum.
-        tolerance: error of each value, relative to it.
     """
 
-    values: np.ndarray
-    vectors: np.ndarray
-    residuals: np.ndarray
-    errors: np.ndarray
-    rounded: float
-    selected: NDArray[np.int64]
-    relative: np.ndarray
-    within: NDArray[np.bool_]
-    may_be_zero: NDArray[np.bool_]
-    top_k: int
-    which: End
-    tolerance: float
+    def __init__(
+        self, operator: SymmetricOperator, state: KrylovState, top_k: int, which: End, tolerance: float
+    ) -> None:
+        self.dtype, self.state = operator.dtype, state
+        self.top_k, self.which, self.tolerance = top_k, which, tolerance
+        values, self.vectors = state.ritz()
+        residuals, magnitudes = np.abs(state.off_diagonal[-1] * self.vectors[-1]), np.abs(values)
+        self.values, self.residuals = values, residuals
+        self.selected = select(values, top_k, which)
+        least = max(_NEGLIGIBLE * float(magnitudes.max()), np.finfo(np.float64).tiny)
+        self.rounded = torch.finfo(operator.dtype).eps * float(magnitudes.max())
+        self.relative = (residuals + self.rounded) / np.maximum(magnitudes, least)
+        has_neighbors = len(values) >= len(self.selected) + 2 or len(values) == operator.dimension
+        sharper = np.minimum(residuals, _squared_over_gap(values, residuals)) if has_neighbors else residuals
+        self.errors = np.where(self.relative <= tolerance, sharper, residuals)
+        self.within = (self.relative <= tolerance) | (magnitudes + residuals <= _EPSILONS * self.rounded)
+        self.may_be_zero = magnitudes <= least
 
+    def progress(self, wanted: int) -> Progress:
+        """Progress towards that number of values."""
+        relative, num_within = self.relative[self.selected], int(self.within[self.selected].sum())
+        worst = float(relative.max(initial=0.0)) if len(relative) == wanted else np.inf
+        return Progress(self.state.num_products, num_within, wanted, worst, float(self.values[-1]))
 
-def _ritz(operator: SymmetricOperator, state: KrylovState, top_k: int, which: End, tolerance: float) -> _Ritz:
-    values, vectors = state.ritz()
-    residuals, magnitudes = np.abs(state.off_diagonal[-1] * vectors[-1]), np.abs(values)
-    selected = select(values, top_k, which)
-    least = max(_NEGLIGIBLE * float(magnitudes.max()), np.finfo(np.float64).tiny)
-    rounded = torch.finfo(operator.dtype).eps * float(magnitudes.max())
-    relative = (residuals + rounded) / np.maximum(magnitudes, least)
-    has_neighbors = len(values) >= len(selected) + 2 or len(values) == operator.dimension
-    sharper = np.minimum(residuals, _squared_over_gap(values, residuals)) if has_neighbors else residuals
-    errors = np.where(relative <= tolerance, sharper, residuals)
-    within = (relative <= tolerance) | (magnitudes + residuals <= _EPSILONS * rounded)
-    is_small = magnitudes <= least
-    return _Ritz(
-        values, vectors, residuals, errors, rounded, selected, relative, within, is_small, top_k, which, tolerance
-    )
+    def is_done(self) -> bool:
+        """True if all wanted values are within the tolerance, and no space after the first changed them.
+
+        One space is not enough if a wanted value may be 0, of which a matrix of low rank has many copies.
+        """
+        state, values = self.state, self.values
+        wanted = self.top_k * (2 if self.which == "both" else 1)
+        if len(self.selected) < wanted or not self.within[self.selected].all():
+            return False
+        start, is_exhausted = state.start_of_newest, state.off_diagonal[-1] == 0
+        if start == 0:
+            return not (is_exhausted or self.may_be_zero[self.selected].any())
+        is_own = (self.vectors[start:] ** 2).sum(axis=0) > 0.5
+        own, others = np.flatnonzero(is_own), np.flatnonzero(~is_own)
+        ends = own[select(values[own], 1, self.which)]
+        before = values[others[select(values[others], self.top_k, self.which)]]
+        if len(before) < wanted or not (is_exhausted or self.within[ends].all()):
+            return False
+        least = _NEGLIGIBLE * float(np.abs(values).max())
+        return bool(np.allclose(before, values[self.selected], rtol=self.tolerance, atol=least))
+
+    def eigenpairs(self, num_vectors: int | None = None) -> Eigenpairs:
+        """The wanted eigenpairs; fewer than wanted after few products.
+
+        Args:
+            num_vectors: number of eigenvectors, those of the first values; None returns all.
+        """
+        selected, state = self.selected, self.state
+        given = selected[:num_vectors]
+        weights = torch.zeros(len(given), len(state.basis), dtype=torch.float64)
+        weights[:, : len(self.values)] = torch.from_numpy(self.vectors[:, given].T.copy())
+        rounded = rounding(self.dtype, self.values)
+        converged = (self.relative <= self.tolerance) & (np.abs(self.values) > rounded)
+        return Eigenpairs(
+            values=torch.from_numpy(self.values[selected].copy()),
+            vectors=state.basis.combine(weights),
+            residuals=torch.from_numpy(self.residuals[selected] + rounded),
+            error_bounds=torch.from_numpy(self.errors[selected] + self.rounded + rounded),
+            converged=tuple((converged[selected] & self._is_ranked()).tolist()),
+            num_products=state.num_products,
+            orthogonality_loss=orthogonality_loss(state.basis.rows()),
+        )
+
+    def _is_ranked(self) -> NDArray[np.bool_]:
+        """False for each wanted value that further copies of a wanted 0 may displace after an early end."""
+        values, may_be_zero = self.values[self.selected], self.may_be_zero[self.selected]
+        num_bottom = {"smallest": len(values), "both": len(values) // 2}.get(self.which, 0)
+        is_bottom = np.arange(len(values)) >= len(values) - num_bottom
+        behind = is_bottom & (values > 0) & may_be_zero[is_bottom].any()
+        behind |= ~is_bottom & (values < 0) & may_be_zero[~is_bottom].any()
+        return np.asarray(~behind | self.is_done())
 
 
 def select(values: np.ndarray, top_k: int, which: End) -> NDArray[np.int64]:
@@ -329,64 +349,3 @@ def _squared_over_gap(values: np.ndarray, residuals: np.ndarray) -> np.ndarray:
     usable = gaps > _RESOLVED * residuals
     bounds: np.ndarray = np.where(usable, _UNSEEN * residuals**2 / np.where(usable, gaps, 1.0), residuals)
     return bounds
-
-
-def _is_done(state: KrylovState, ritz: _Ritz) -> bool:
-    """True if all wanted values are within the tolerance, and no space after the first changed them.
-
-    One space is not enough if a wanted value may be 0, of which a matrix of low rank has many copies.
-    """
-    wanted = ritz.top_k * (2 if ritz.which == "both" else 1)
-    if len(ritz.selected) < wanted or not ritz.within[ritz.selected].all():
-        return False
-    start, is_exhausted = state.start_of_newest, state.off_diagonal[-1] == 0
-    if start == 0:
-        return not (is_exhausted or ritz.may_be_zero[ritz.selected].any())
-    is_own = (ritz.vectors[start:] ** 2).sum(axis=0) > 0.5
-    own, others = np.flatnonzero(is_own), np.flatnonzero(~is_own)
-    ends = own[select(ritz.values[own], 1, ritz.which)]
-    before = ritz.values[others[select(ritz.values[others], ritz.top_k, ritz.which)]]
-    if len(before) < wanted or not (is_exhausted or ritz.within[ends].all()):
-        return False
-    now, least = ritz.values[ritz.selected], _NEGLIGIBLE * float(np.abs(ritz.values).max())
-    return bool(np.allclose(before, now, rtol=ritz.tolerance, atol=least))
-
-
-def _is_ranked(state: KrylovState, ritz: _Ritz) -> NDArray[np.bool_]:
-    """False for each wanted value that further copies of a wanted 0 may displace, since the iteration ended early."""
-    values, may_be_zero = ritz.values[ritz.selected], ritz.may_be_zero[ritz.selected]
-    num_bottom = {"smallest": len(values), "both": len(values) // 2}.get(ritz.which, 0)
-    is_bottom = np.arange(len(values)) >= len(values) - num_bottom
-    behind = is_bottom & (values > 0) & may_be_zero[is_bottom].any()
-    behind |= ~is_bottom & (values < 0) & may_be_zero[~is_bottom].any()
-    return ~behind | _is_done(state, ritz)
-
-
-def _progress(state: KrylovState, ritz: _Ritz, wanted: int) -> Progress:
-    relative, num_within = ritz.relative[ritz.selected], int(ritz.within[ritz.selected].sum())
-    worst = float(relative.max(initial=0.0)) if len(relative) == wanted else np.inf
-    return Progress(state.num_products, num_within, wanted, worst, float(ritz.values[-1]))
-
-
-def _eigenpairs(
-    operator: SymmetricOperator,
-    state: KrylovState,
-    ritz: _Ritz,
-    num_vectors: int | None = None,
-) -> Eigenpairs:
-    selected = ritz.selected
-    given = selected[:num_vectors]
-    weights = torch.zeros(len(given), len(state.basis), dtype=torch.float64)
-    weights[:, : len(ritz.values)] = torch.from_numpy(ritz.vectors[:, given].T.copy())
-    rounded = rounding(operator.dtype, ritz.values)
-    converged = (ritz.relative <= ritz.tolerance) & (np.abs(ritz.values) > rounded)
-    converged = converged[selected] & _is_ranked(state, ritz)
-    return Eigenpairs(
-        values=torch.from_numpy(ritz.values[selected].copy()),
-        vectors=state.basis.combine(weights),
-        residuals=torch.from_numpy(ritz.residuals[selected] + rounded),
-        error_bounds=torch.from_numpy(ritz.errors[selected] + ritz.rounded + rounded),
-        converged=tuple(converged.tolist()),
-        num_products=state.num_products,
-        orthogonality_loss=orthogonality_loss(state.basis.rows()),
-    )

@@ -17,7 +17,6 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.operators.parameters import parameter_blocks, select_parameters
-from rm_optimizer.landscape.operators.products import ProductName
 from rm_optimizer.landscape.training_curvature import measure_curvature
 from tests.landscape.worlds import PLAIN, SHAPE, micro_batches, reward_model, tokenizer
 
@@ -208,7 +207,7 @@ def test_attention_that_gives_another_loss_is_refused(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("product", ["forward", "reverse", "kept_graph"])
-def test_hooks_of_checkpointing_are_off_while_measuring(product: ProductName):
+def test_hooks_of_checkpointing_are_off_while_measuring(product: str):
     model = reward_model("llama")
     batches = micro_batches(model)
     with measuring(model, batches, PLAIN) as objective:

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape import solve
+from rm_optimizer.landscape import computation
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import MatrixOperator
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.krylov import KrylovState
 from rm_optimizer.landscape.solvers.lanczos import End, Progress, lanczos
+from rm_optimizer.schema.landscape import SpectrumOptions
 from tests.landscape.solvers.test_overlooked import extreme, num_wrong
 from tests.landscape.worlds import INNER, pairs, reward_model
 
@@ -39,10 +39,10 @@ def test_a_limit_of_memory_bounds_the_basis_and_is_refused_with_its_remedy_where
     assert re.fullmatch(told, before)
     assert re.fullmatch(r"a product takes \S+ s, 21 more of them about \S+ min", after)
     vector = 8 * found.num_parameters
-    bounded = analyzer.compute_spectrum(pairs(), top_k=2, options=replace(free, vector_bytes=8 * vector))
+    bounded = analyzer.compute_spectrum(pairs(), top_k=2, options=replace(free, memory_gib=8 * vector / 2**30))
     assert bounded.eigenvalues == pytest.approx(found.eigenvalues, rel=1e-6)
     with pytest.raises(ConfigError, match=r"2 eigenvalues over .* need .* GiB .*; raise landscape.memory_gib, or"):
-        analyzer.compute_spectrum(pairs(), top_k=2, options=replace(free, vector_bytes=8 * vector - 1))
+        analyzer.compute_spectrum(pairs(), top_k=2, options=replace(free, memory_gib=(8 * vector - 1) / 2**30))
 
 
 def test_a_basis_without_a_limit_fits_into_half_of_the_free_memory_or_is_refused_before_a_product(
@@ -52,11 +52,11 @@ def test_a_basis_without_a_limit_fits_into_half_of_the_free_memory_or_is_refused
     options = SpectrumOptions(which="largest", product="reverse", tolerance=1e-4)
     found = analyzer.compute_spectrum(pairs(), top_k=2, options=options)
     vector = 8 * found.num_parameters
-    monkeypatch.setattr(solve, "free_bytes", lambda device: 2.0 * 8 * vector)
+    monkeypatch.setattr(computation, "free_bytes", lambda device: 2.0 * 8 * vector)
     bounded = analyzer.compute_spectrum(pairs(), top_k=2, options=options)
     assert bounded.eigenvalues == pytest.approx(found.eigenvalues, rel=1e-6)
     assert bounded.eigenvalues != found.eigenvalues  # of another basis
-    monkeypatch.setattr(solve, "free_bytes", lambda device: 2.0 * 8 * vector - 2)
+    monkeypatch.setattr(computation, "free_bytes", lambda device: 2.0 * 8 * vector - 2)
     products: list[Progress] = []
     with pytest.raises(ConfigError, match=r"GiB for vectors, and half of the free memory is .*memory_gib.* or lower"):
         analyzer.compute_spectrum(pairs(), top_k=2, options=options, on_iteration=products.append)
@@ -127,7 +127,7 @@ def test_a_basis_too_small_for_the_values_is_refused():
 
 def test_a_spectrum_without_vectors_has_the_same_values():
     analyzer = HessianAnalyzer(reward_model("bert"), params=INNER)
-    few = SpectrumOptions(which="magnitude", product="kept_graph", max_basis=12, keep_vectors=False, trace_products=3)
+    few = SpectrumOptions(which="magnitude", product="kept_graph", max_basis=12, keep_vectors=False, num_probes=3)
     found = analyzer.compute_spectrum(pairs()[:5], top_k=4, options=few)
     whole = analyzer.compute_spectrum(pairs()[:5], top_k=4, options=SpectrumOptions(which="magnitude"))
     assert found.eigenvalues == pytest.approx(whole.eigenvalues, rel=1e-3)

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import MatrixOperator
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos, rounding
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
+from rm_optimizer.schema.landscape import SpectrumOptions
 from tests.landscape.worlds import FAMILIES, FOUR_PROMPTS, INNER, dense, reward_model
 
 CLOUD = 0.1 * (2 * torch.rand(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1)
@@ -183,7 +183,7 @@ def test_a_plain_spectrum_looks_for_copies():
     analyzer = HessianAnalyzer(reward_model("llama"), params=INNER)
     alone = analyzer.compute_spectrum(FOUR_PROMPTS, top_k=2)
     assert alone.num_overlooked == 0
-    probed = analyzer.compute_spectrum(FOUR_PROMPTS, top_k=2, options=SpectrumOptions(trace_products=2))
+    probed = analyzer.compute_spectrum(FOUR_PROMPTS, top_k=2, options=SpectrumOptions(num_probes=2))
     assert probed.num_overlooked == 0
     assert probed.eigenvalues == alone.eigenvalues
 

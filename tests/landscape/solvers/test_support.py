@@ -16,8 +16,8 @@ from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperato
 from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.support import SupportedOperator, support_of
-from rm_optimizer.landscape.solve import SpectrumOptions
 from rm_optimizer.landscape.solvers.lanczos import Progress
+from rm_optimizer.schema.landscape import SpectrumOptions
 from tests.builders import fresh_reward_model
 from tests.landscape.worlds import EVERYTHING, FAMILIES, PLAIN, SHAPE, micro_batches, pairs, reward_model
 
@@ -120,13 +120,13 @@ def test_a_state_holds_no_more_than_what_is_left_and_goes_on_for_another_top_k(t
         raise KeyboardInterrupt
 
     analyzer = HessianAnalyzer(of_many_tokens("llama"))
-    options = SpectrumOptions(state_file=file, product="reverse", tolerance=1e-2)
-    found = analyzer.compute_spectrum(FEW, top_k=3, options=options, on_iteration=stop)
+    options = SpectrumOptions(product="reverse", tolerance=1e-2)
+    found = analyzer.compute_spectrum(FEW, top_k=3, options=options, state_file=file, on_iteration=stop)
     assert json.loads(file.read_text())["dimension"] < 0.5 * found.num_parameters
     assert found.eigenvectors is not None
     assert found.eigenvectors.shape[1] == found.num_parameters
-    again = analyzer.compute_spectrum(FEW, top_k=1, options=options)
-    fresh = analyzer.compute_spectrum(FEW, top_k=1, options=replace(options, state_file=None))
+    again = analyzer.compute_spectrum(FEW, top_k=1, options=options, state_file=file)
+    fresh = analyzer.compute_spectrum(FEW, top_k=1, options=options)
     assert again.eigenvalues == fresh.eigenvalues
     assert again.num_products == fresh.num_products  # those before the stop included, none of them repeated
 
