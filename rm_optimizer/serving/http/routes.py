@@ -12,17 +12,21 @@ from typing import Annotated, Any, TypeVar
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import PlainTextResponse
 
+import rm_optimizer
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.protocol import (
+    MAX_ITEMS,
     REVISION_HEADER,
     VERSION_HEADER,
     ClassifyDatum,
     ClassifyRequest,
     ClassifyResponse,
     InfoResponse,
+    ModelCard,
     ModelList,
     OpenRLHFRequest,
     OpenRLHFResponse,
+    RenderingInfo,
     ScoreRequest,
     ScoreResponse,
     Usage,
@@ -177,7 +181,14 @@ async def ready(service: Service) -> dict[str, str]:
 @router.get("/rm/version", responses=_READING)
 async def version(response: Response, service: Service) -> VersionResponse:
     """The weights that answer now."""
-    answer = service.version()
+    service.require_loaded()
+    engine = service.engine
+    answer = VersionResponse(
+        version=engine.version,
+        revision=engine.revision,
+        engine=engine.description.engine,
+        package=rm_optimizer.__version__,
+    )
     response.headers[VERSION_HEADER] = answer.version
     response.headers[REVISION_HEADER] = str(answer.revision)
     return answer
@@ -186,13 +197,34 @@ async def version(response: Response, service: Service) -> VersionResponse:
 @router.get("/v1/models", responses=_READING)
 async def models(service: Service) -> ModelList:
     """The served model in OpenAI's form."""
-    return service.models()
+    card = ModelCard(id=service.model_name, created=service.created, max_model_len=service.require_loaded().max_length)
+    return ModelList(data=[card])
 
 
 @router.get("/rm/info", responses=_READING)
 async def info(service: Service) -> InfoResponse:
     """Properties of the server that a client verifies."""
-    return service.info()
+    reader, engine, description = service.require_loaded(), service.engine, service.engine.description
+    identity = reader.renderer.identity()
+    return InfoResponse(
+        engine=description.engine,
+        model=service.model_name,
+        version=engine.version,
+        revision=engine.revision,
+        architecture=description.architecture,
+        dtype=description.dtype,
+        rendering=RenderingInfo(**{key: identity[key] for key in RenderingInfo.model_fields}),
+        max_length=description.max_length,
+        vocab_size=description.vocab_size,
+        pad_token_id=description.pad_token_id,
+        eos_token_id=reader.tokenizer.eos_token_id,
+        token_budget=description.token_budget,
+        max_request_tokens=service.batcher.max_queued_tokens,
+        max_request_items=MAX_ITEMS,
+        shares_prompts=description.shares_prompts,
+        parity=None if service.parity is None else service.parity.entries(),
+        reward_statistics=description.export.get("reward_statistics"),
+    )
 
 
 @router.get("/metrics", responses=_READING, response_class=PlainTextResponse)

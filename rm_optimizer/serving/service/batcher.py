@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
 import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -97,24 +95,16 @@ class _Request:
     rounds: int = 0
 
 
-@dataclass(order=True)
+@dataclass(eq=False)
 class _Unit:
     """Sequences of one request that go to the engine together: a group with a common start, or a single one."""
 
     place: float
-    number: int
-    request: _Request = field(compare=False)
-    indices: list[int] = field(compare=False)
-    tokens: int = field(compare=False)
-    depth: int = field(compare=False)
-    start: tuple[int, ...] = field(compare=False)
-    is_taken: bool = field(compare=False, default=False)
-    is_computed: bool = field(compare=False, default=False)
-
-    @property
-    def is_waiting(self) -> bool:
-        """True while a caller waits for it and it is not computed."""
-        return not self.is_taken and not self.request.answer.done()
+    request: _Request
+    indices: list[int]
+    tokens: int
+    depth: int
+    start: tuple[int, ...]
 
 
 class Batcher:
@@ -134,11 +124,8 @@ class Batcher:
         self.max_queued_tokens = max_queued_tokens
         self.metrics = metrics
         self._share = FairShare(max_queued_tokens)
-        self._heap: list[_Unit] = []
-        self._starts: dict[tuple[int, ...], list[_Unit]] = defaultdict(list)
-        self._numbers = itertools.count()
+        self._queue: list[_Unit] = []
         self._place = 0.0
-        self._abandoned = 0
         self._work = asyncio.Event()
         self._tokens_per_second = math.inf  # unknown until the first batch is computed
         self._runners: list[asyncio.Task[None]] = []
@@ -152,8 +139,7 @@ class Batcher:
         for runner in self._runners:
             runner.cancel()
         await asyncio.gather(*self._runners, return_exceptions=True)
-        for unit in self._heap:
-            _fail(unit.request, EngineUnavailable("the server is stopping"))
+        _fail_all(self._queue, EngineUnavailable("the server is stopping"))
 
     async def score(self, sequences: Sequence[tuple[int, ...]]) -> ScoredBatch:
         """Rewards of a request, all of one version of the weights. Cancellation removes its unscored sequences.
@@ -176,23 +162,13 @@ class Batcher:
         finally:
             answer.cancel()  # no effect once it is answered
             self.metrics.queued_tokens.set(self.queued_tokens)
-            self._sweep(request)
+            if request.open_units:
+                self._queue = [unit for unit in self._queue if unit.request is not request]
 
     @property
     def queued_tokens(self) -> int:
         """Tokens of the requests that are accepted and not answered."""
         return self._share.total
-
-    def _sweep(self, request: _Request) -> None:
-        """Remove the units of disconnected clients once they are most of the queue."""
-        self._abandoned += request.open_units
-        if self._abandoned > len(self._heap) // 2:
-            for unit in self._heap:
-                if not unit.is_waiting:
-                    self._forget(unit)
-            self._heap = [unit for unit in self._heap if unit.is_waiting]
-            heapq.heapify(self._heap)
-            self._abandoned = 0
 
     def require_room(self, tokens: int = 1) -> None:
         """Refuse a request of that many tokens, or of at least that many if their number is unknown.
@@ -229,12 +205,10 @@ class Batcher:
                 start = first[:LEAST_SHARED] if len(first) > LEAST_SHARED else ()
                 depth = _shared([request.sequences[index] for index in part])
                 tokens = sum(len(request.sequences[index]) for index in part) - depth * (len(part) - 1)
-                unit = _Unit(place, next(self._numbers), request, part, tokens, depth, start)
-                heapq.heappush(self._heap, unit)
-                if unit.start:
-                    self._starts[unit.start].append(unit)
-                place += unit.tokens
+                self._queue.append(_Unit(place, request, part, tokens, depth, start))
+                place += tokens
                 request.open_units += 1
+        self._queue.sort(key=lambda unit: unit.place)
         request.rounds += 1
         self._work.set()
 
@@ -244,90 +218,74 @@ class Batcher:
             if batch:
                 try:
                     await self._compute(batch)
-                finally:
-                    for unit in batch:  # of an abandoned batch
-                        if not unit.is_computed:
-                            _fail(unit.request, EngineUnavailable("the server is stopping"))
+                except BaseException:  # the server stops
+                    _fail_all(batch, EngineUnavailable("the server is stopping"))
+                    raise
             else:
                 self._work.clear()
                 await self._work.wait()
 
     def _next_batch(self) -> list[_Unit]:
-        """Next units in order, and those with the same start as the first, up to a batch's tokens."""
-        batch: list[_Unit] = []
-        room = self._batch_tokens
-        while self._heap and room > 0:
-            unit = heapq.heappop(self._heap)
-            if not unit.is_waiting:
-                self._forget(unit)
+        """Next units in order up to a batch's tokens, each with those of other requests that start alike and fit."""
+        alike: dict[tuple[int, ...], list[_Unit]] = defaultdict(list)
+        if self.engine.description.shares_prompts:
+            for unit in self._queue:
+                alike[unit.start].append(unit)
+            alike.pop((), None)
+        batch, taken, room = list[_Unit](), set[_Unit](), self._batch_tokens
+        for unit in self._queue:
+            if room <= 0:
+                break
+            if unit in taken:
                 continue
             self._place = unit.place
-            for taken in (unit, *self._companions(unit, room - unit.tokens)):
-                taken.is_taken = True
-                self._forget(taken)
-                batch.append(taken)
-                room -= taken.tokens
+            for each in (unit, *alike.get(unit.start, ())):
+                if (each is unit or each.tokens <= room) and each not in taken:
+                    taken.add(each)
+                    batch.append(each)
+                    room -= each.tokens
+        self._queue = [unit for unit in self._queue if unit not in taken]
         return batch
 
-    def _companions(self, unit: _Unit, room: int) -> list[_Unit]:
-        """Units of other requests with the same start, up to the batch's remaining tokens."""
-        found: list[_Unit] = []
-        if unit.start and self.engine.description.shares_prompts:
-            for other in self._starts.get(unit.start, ()):
-                if other is not unit and other.is_waiting and other.tokens <= room:
-                    found.append(other)
-                    room -= other.tokens
-        return found
-
-    def _forget(self, unit: _Unit) -> None:
-        units = self._starts.get(unit.start)
-        if units is not None and unit in units:
-            units.remove(unit)
-            if not units:
-                del self._starts[unit.start]
-
     async def _compute(self, batch: list[_Unit]) -> None:
+        """Score a batch, and answer the requests whose last unit it holds."""
         sequences = [unit.request.sequences[index] for unit in batch for index in unit.indices]
         started = time.perf_counter()
         try:
             scored = await self.engine.score(sequences, _group_sizes(batch))
         except EngineUnavailable as error:
-            for unit in batch:
-                _fail(unit.request, error)
+            _fail_all(batch, error)
             return
         tokens = sum(unit.tokens for unit in batch)
         speed = tokens / max(1e-6, time.perf_counter() - started)
         known = speed if math.isinf(self._tokens_per_second) else self._tokens_per_second
         self._tokens_per_second = known + 0.2 * (speed - known)
         self.metrics.observe_batch(len(sequences), tokens, sum(map(len, sequences)))
-        self._deliver(batch, scored)
-
-    def _deliver(self, batch: list[_Unit], scored: ScoredBatch) -> None:
         rewards = iter(scored.rewards)
         for unit in batch:
+            request = unit.request
             for index in unit.indices:
-                unit.request.rewards[index] = next(rewards)
-                unit.request.revisions[index] = scored.revision
-            unit.is_computed = True
-            self._finish(unit.request, scored)
+                request.rewards[index], request.revisions[index] = next(rewards), scored.revision
+            request.open_units -= 1
+            if not request.open_units and not request.answer.done():
+                self._finish(request, scored)
 
     def _finish(self, request: _Request, last: ScoredBatch) -> None:
         """Answer a request whose last unit is done, after rescoring units computed by older weights."""
-        request.open_units -= 1
-        if request.open_units or request.answer.done():
-            return
         stale = [index for index, own in enumerate(request.revisions) if own != last.revision]
         if not stale:
             request.answer.set_result(ScoredBatch(tuple(request.rewards), last.version, last.revision))
         elif request.rounds >= MOST_ROUNDS:
-            _fail(request, EngineUnavailable("new weights came faster than the request could be answered; try again"))
+            reason = "new weights came faster than the request could be answered; try again"
+            request.answer.set_exception(EngineUnavailable(reason))
         else:
             self._enqueue(request, stale)
 
 
-def _fail(request: _Request, error: EngineUnavailable) -> None:
-    if not request.answer.done():
-        request.answer.set_exception(error)
+def _fail_all(units: Sequence[_Unit], error: EngineUnavailable) -> None:
+    for unit in units:
+        if not unit.request.answer.done():
+            unit.request.answer.set_exception(error)
 
 
 def _group_sizes(batch: Sequence[_Unit]) -> list[int]:

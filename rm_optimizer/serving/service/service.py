@@ -11,14 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 from prometheus_client import Counter
 
-import rm_optimizer
 from rm_optimizer.core.storage.certificate import ParityCertificate
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.serving.engine import Engine, ScoredBatch, probe_sequences
 from rm_optimizer.serving.options import DEFAULT_QUEUED_TOKENS
-from rm_optimizer.serving.protocol import MAX_ITEMS, InfoResponse, ModelCard, ModelList, RenderingInfo, VersionResponse
 from rm_optimizer.serving.service.api_errors import NonFiniteScore, NotReady, Overloaded, UnknownModel
 from rm_optimizer.serving.service.batcher import Batcher, FairShare
 from rm_optimizer.serving.service.inputs import InputReader, TokenSequence
@@ -73,30 +72,25 @@ async def check_parity(engine: Engine, reader: InputReader, export: Mapping[str,
     scores = certificate.scores
     encoded = reader.renderer.encode_batch([score.prompt for score in scores], [score.response for score in scores])
     fitting = [score for score in scores if len(score.input_ids) <= reader.max_length]
-    served = await engine.score([score.input_ids for score in fitting])
-    certified = [score.reward for score in fitting]
-    differences = [abs(got - expected) for got, expected in zip(served.rewards, certified, strict=True)]
-    relative = [difference / max(1.0, abs(value)) for difference, value in zip(differences, certified, strict=True)]
-    pairs = [(i, j) for i in range(len(certified)) for j in range(i) if certified[i] != certified[j]]
-    same = all(
-        encoding.ids == score.input_ids or len(encoding.ids) > reader.max_length
-        for encoding, score in zip(encoded, scores, strict=True)
-    )
+    scored = await engine.score([score.input_ids for score in fitting])
+    served, certified = np.array(scored.rewards), np.array([score.reward for score in fitting])
+    difference = np.nan_to_num(np.abs(served - certified), nan=np.inf)
+    first, second = np.tril_indices(len(certified), -1)
+    is_ordered = certified[first] != certified[second]
+    is_flipped = is_ordered & ((certified[first] > certified[second]) != (served[first] > served[second]))
     return ParityReport(
-        max_difference=_largest(differences),
-        relative_difference=_largest(relative),
+        max_difference=float(difference.max(initial=0.0)),
+        relative_difference=float((difference / np.maximum(1.0, np.abs(certified))).max(initial=0.0)),
         tolerance=certificate.loaded_tolerance(engine.description.dtype),
         num_conversations=len(fitting),
-        same_tokens=same,
-        flipped_pairs=sum((certified[i] > certified[j]) != (served.rewards[i] > served.rewards[j]) for i, j in pairs),
-        num_pairs=len(pairs),
-        version=served.version,
+        same_tokens=all(
+            encoding.ids == score.input_ids or len(encoding.ids) > reader.max_length
+            for encoding, score in zip(encoded, scores, strict=True)
+        ),
+        flipped_pairs=int(is_flipped.sum()),
+        num_pairs=int(is_ordered.sum()),
+        version=scored.version,
     )
-
-
-def _largest(values: list[float]) -> float:
-    """The largest value; NaN counts as infinity."""
-    return max((float("inf") if value != value else value for value in values), default=0.0)
 
 
 MAX_WAITING_CHARACTERS = 16 * 2**20
@@ -126,7 +120,7 @@ class RewardService:
         self._broken_revision: int | None = None
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="rm-tokenizer")
         self._characters = FairShare(MAX_WAITING_CHARACTERS)
-        self._created = int(time.time())
+        self.created = int(time.time())
         self._has_warned = set[str]()
         self._sound_revision: int | None = None
         self._counted_restarts = 0
@@ -267,46 +261,7 @@ class RewardService:
         else:
             self._broken_revision = probe.revision
 
-    def version(self) -> VersionResponse:
-        """The weights that answer now; see `_loaded`."""
-        self._loaded()
-        return VersionResponse(
-            version=self.engine.version,
-            revision=self.engine.revision,
-            engine=self.engine.description.engine,
-            package=rm_optimizer.__version__,
-        )
-
-    def models(self) -> ModelList:
-        """The served model in OpenAI's form; see `_loaded`."""
-        card = ModelCard(id=self.model_name, created=self._created, max_model_len=self._loaded().max_length)
-        return ModelList(data=[card])
-
-    def info(self) -> InfoResponse:
-        """Properties of the server that a client verifies; see `_loaded`."""
-        reader, description = self._loaded(), self.engine.description
-        identity = reader.renderer.identity()
-        return InfoResponse(
-            engine=description.engine,
-            model=self.model_name,
-            version=self.engine.version,
-            revision=self.engine.revision,
-            architecture=description.architecture,
-            dtype=description.dtype,
-            rendering=RenderingInfo(**{key: identity[key] for key in RenderingInfo.model_fields}),
-            max_length=description.max_length,
-            vocab_size=description.vocab_size,
-            pad_token_id=description.pad_token_id,
-            eos_token_id=reader.tokenizer.eos_token_id,
-            token_budget=description.token_budget,
-            max_request_tokens=self.batcher.max_queued_tokens,
-            max_request_items=MAX_ITEMS,
-            shares_prompts=description.shares_prompts,
-            parity=None if self.parity is None else self.parity.entries(),
-            reward_statistics=description.export.get("reward_statistics"),
-        )
-
-    def _loaded(self) -> InputReader:
+    def require_loaded(self) -> InputReader:
         """Reader of requests once the model is loaded, whether or not it may answer.
 
         Raises:

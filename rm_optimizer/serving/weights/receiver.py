@@ -273,27 +273,11 @@ class WeightReceiver:
         self._outcomes.pop(begin.batch_id, None)
 
     def _check(self, begin: Begin) -> None:
-        """Compare the announcement with the served model."""
+        """Compare the announcement with the served model and weights, and refuse unbounded waits."""
         if begin.transport not in self.transports:
             known = ", ".join(sorted(self.transports))
             raise WeightsRefused(f"transport {begin.transport.value} is not accepted here; use one of {known}")
         self.service.require_updatable()
-        self._check_base(begin)
-        served = {spec.name: spec for spec in self.engine.description.tensors.get(begin.mode, ())}
-        if not served:
-            raise WeightsRefused(f"mode {begin.mode.value} has no tensors in the served model; serve one that has")
-        check_names(set(served), {spec.name for spec in begin.tensors}, f"an update of mode {begin.mode.value}")
-        self._check_probe(begin)
-        for spec in begin.tensors:
-            num_bytes(spec)
-            expected = served[spec.name]
-            if spec.shape != expected.shape or ("float" in spec.dtype) != ("float" in expected.dtype):
-                raise WeightsRefused(
-                    f"{spec.name}: expected {expected.dtype}{expected.shape}, got {spec.dtype}{spec.shape}"
-                )
-
-    def _check_base(self, begin: Begin) -> None:
-        """Refuse an update of other weights than the served ones, and a name used for others."""
         serving, revision = self.engine.version, self.engine.revision
         if begin.base_version not in (None, serving) or begin.base_revision not in (None, revision):
             followed = " ".join(str(base) for base in (begin.base_version, begin.base_revision) if base is not None)
@@ -302,15 +286,23 @@ class WeightReceiver:
             raise VersionTaken(
                 f"version {begin.version} has served other weights here; publish these under another name", "version"
             )
-
-    def _check_probe(self, begin: Begin) -> None:
-        """Refuse sequences that the model cannot compute, and unbounded waits."""
+        served = {spec.name: spec for spec in self.engine.description.tensors.get(begin.mode, ())}
+        if not served:
+            raise WeightsRefused(f"mode {begin.mode.value} has no tensors in the served model; serve one that has")
+        check_names(set(served), {spec.name for spec in begin.tensors}, f"an update of mode {begin.mode.value}")
         if begin.timeout_seconds > MAX_TIMEOUT_SECONDS:
             raise WeightsRefused(f"timeout_seconds must be at most {MAX_TIMEOUT_SECONDS:.0f}")
         longest, size = self.engine.description.max_length, self.engine.description.vocab_size
         for number, row in enumerate(begin.probe.input_ids if begin.probe else ()):
             if not 1 <= len(row) <= longest or min(row) < 0 or max(row) >= size:
                 raise WeightsRefused(f"probe[{number}] must hold 1 to {longest} token ids, each in [0, {size})")
+        for spec in begin.tensors:
+            num_bytes(spec)
+            expected = served[spec.name]
+            if spec.shape != expected.shape or ("float" in spec.dtype) != ("float" in expected.dtype):
+                raise WeightsRefused(
+                    f"{spec.name}: expected {expected.dtype}{expected.shape}, got {spec.dtype}{spec.shape}"
+                )
 
     def _new(self, begin: Begin) -> _Update:
         loop = asyncio.get_running_loop()

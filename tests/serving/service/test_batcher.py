@@ -169,7 +169,7 @@ def test_a_client_that_leaves_is_not_computed_and_leaves_nothing_behind():
         for task in leaving:
             task.cancel()
         await settled()
-        waiting = len(batcher._heap)
+        waiting = len(batcher._queue)
         engine.gate.set()
         answer = await staying
         await asyncio.gather(*busy)
