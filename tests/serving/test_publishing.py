@@ -210,7 +210,7 @@ def test_a_server_that_is_not_there_is_known_before_training(monkeypatch):
     config = PublishConfig(url="http://127.0.0.1:9")
     monkeypatch.setattr("rm_optimizer.serving.weights.publisher.STARTING_SECONDS", 0.5)
     started = time.monotonic()
-    with pytest.raises(PublishFailed, match=r"publish\.url: no server accepts connections at http://127\.0\.0\.1:9"):
+    with pytest.raises(PublishFailed, match=r"publish\.url: no server answers at http://127\.0\.0\.1:9"):
         open_publisher(config)
     assert time.monotonic() - started < 60
     with pytest.raises(ConfigError, match=r"publish\.url must be like"):

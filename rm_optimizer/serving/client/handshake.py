@@ -105,9 +105,9 @@ class _Handshake:
     ) -> None:
         """Verify that the client's and the server's token ids of the same conversations get the same rewards."""
         rows = _token_rows(renderer, conversations)
-        while (ours := await self._ask(TOKEN_FORM, rows, model)).weights != raw.weights:
+        while (ours := await self.connection.ask(TOKEN_FORM, rows, model, self.deadline)).weights != raw.weights:
             await self._other_weights()
-            raw = await self._ask(CONVERSATION_FORM, conversations, model)
+            raw = await self.connection.ask(CONVERSATION_FORM, conversations, model, self.deadline)
         if not _close(ours.rewards, raw.rewards):
             raise HandshakeFailed(
                 f"expected the rewards {raw.rewards} of {self.connection.url} for conversations, got {ours.rewards} "
@@ -136,10 +136,13 @@ class _Handshake:
         self, form: Form, rows: Sequence[Any], model: str, *, may_be_identity: bool
     ) -> ScoredBatch:
         """Verify that `use_activation` gives the raw reward's sigmoid; a vLLM for regression may give the raw one."""
-        raw = await self._ask(form, rows, model)
-        while (squashed := await self._ask(form, rows, model, use_activation=True)).weights != raw.weights:
+        ask = self.connection.ask
+        while True:
+            raw = await ask(form, rows, model, self.deadline)
+            squashed = await ask(form, rows, model, self.deadline, use_activation=True)
+            if squashed.weights == raw.weights:
+                break
             await self._other_weights()
-            raw = await self._ask(form, rows, model)
         is_sigmoid = _close(squashed.rewards, tuple(map(sigmoid, raw.rewards)))
         if not (is_sigmoid or (may_be_identity and _close(squashed.rewards, raw.rewards))):
             raise HandshakeFailed(
@@ -162,9 +165,6 @@ class _Handshake:
                 f"{self.deadline.seconds:g} s; connect while they are updated less often"
             )
         await asyncio.sleep(PAUSE_SECONDS)
-
-    async def _ask(self, form: Form, rows: Sequence[Any], model: str, *, use_activation: bool = False) -> ScoredBatch:
-        return await self.connection.ask(form, rows, model, self.deadline, use_activation=use_activation)
 
 
 def _token_rows(renderer: ConversationRenderer, conversations: Sequence[Any]) -> list[tuple[int, ...]]:

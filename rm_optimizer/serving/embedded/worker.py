@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from multiprocessing.connection import Connection
@@ -46,12 +46,17 @@ WORSE = 1.25
 
 def calibrated_budget(model: BradleyTerryRM, seconds: float = 2.0) -> int:
     """Budget with the least time per token, among those tried within `seconds`."""
-    deadline = time.perf_counter() + seconds
-    longest = max(8, model.max_length)
-    SequenceScorer(model, longest).rewards([_sequence(model, min(64, longest), 0)])  # the first pass is slow
+    deadline, generator = time.perf_counter() + seconds, np.random.default_rng(0)
+    size = model.model.get_input_embeddings().weight.shape[0]
+    low, high = (min(length, model.max_length) for length in LENGTHS)
+    rows: list[NDArray[np.int32]] = []
+    while sum(map(len, rows)) < BUDGETS[-1]:
+        rows.append(generator.integers(0, size, int(generator.integers(low, high + 1))).astype(np.int32))
+    SequenceScorer(model, max(8, model.max_length)).rewards(rows[:1])  # the first pass is slow
     best, least = DEFAULT_BUDGET, float("inf")
     for budget in BUDGETS:
-        cost = _seconds_a_token(model, budget, deadline)
+        count = next(n for n in range(1, len(rows) + 1) if sum(map(len, rows[:n])) >= max(budget, 1024))
+        cost = _seconds_a_token(model, budget, rows[:count], deadline)
         if cost < least:
             best, least = budget, cost
         if cost > WORSE * least or time.perf_counter() > deadline:
@@ -59,32 +64,16 @@ def calibrated_budget(model: BradleyTerryRM, seconds: float = 2.0) -> int:
     return best
 
 
-def _seconds_a_token(model: BradleyTerryRM, budget: int, deadline: float) -> float:
-    """Least wall time per token over up to three passes of about `budget` tokens."""
-    batch = _batch(model, budget)
-    scorer, tokens = SequenceScorer(model, budget), sum(map(len, batch))
-    times: list[float] = []
+def _seconds_a_token(model: BradleyTerryRM, budget: int, batch: Sequence[NDArray[np.int32]], deadline: float) -> float:
+    """Least wall time per token over up to three scorings of a batch in passes of a budget."""
+    scorer, times = SequenceScorer(model, budget), list[float]()
     while len(times) < 3 and not (times and time.perf_counter() > deadline):
         started = time.perf_counter()
         scorer.rewards(batch)
         if model.device.type == "cuda":
             torch.cuda.synchronize(model.device)
-        times.append((time.perf_counter() - started) / tokens)
-    return min(times)
-
-
-def _batch(model: BradleyTerryRM, budget: int) -> list[NDArray[np.int32]]:
-    generator = np.random.default_rng(0)
-    low, high = (min(length, model.max_length) for length in LENGTHS)
-    tokens, batch = max(budget, 1024), list[NDArray[np.int32]]()
-    while sum(map(len, batch)) < tokens:
-        batch.append(_sequence(model, int(generator.integers(low, high + 1)), len(batch)))
-    return batch
-
-
-def _sequence(model: BradleyTerryRM, length: int, seed: int) -> NDArray[np.int32]:
-    size = model.model.get_input_embeddings().weight.shape[0]
-    return np.random.default_rng(seed).integers(0, size, length).astype(np.int32)
+        times.append(time.perf_counter() - started)
+    return min(times) / sum(map(len, batch))
 
 
 ALIVE_SECONDS = 1.0
@@ -111,32 +100,21 @@ class Worker:
         source = resolve_source(options.checkpoint)
         record = read_record(Path(source.location))
         folder = Path(source.location) if source.kind is SourceKind.FOLDER else None
-        self.version = initial = checkpoint_version(self.model.model, folder, {} if folder is None else record)
+        self.version = checkpoint_version(self.model.model, folder, {} if folder is None else record)
         self.revision = options.revision
         packed = options.packed_linears is not None and install_packed_linears(
             self.model.model, least_gain=options.packed_linears
         )
         budget = options.token_budget or calibrated_budget(self.model)
         self.scorer = SequenceScorer(self.model, budget)
-        self.description = self._describe(initial, packed, options, record)
-        self.staged: tuple[StagedWeights, Update] | None = None
-        self.expected: int | None = None
-        for weights in committed:
-            self.expect(weights.revision)
-            self.stage(weights)
-            self.commit(weights.revision)
-
-    def _describe(
-        self, version: str, packed: bool, options: WorkerOptions, record: Mapping[str, Any]
-    ) -> EngineDescription:
         if options.tokenizer_folder:
             self.model.tokenizer.save_pretrained(options.tokenizer_folder)
-        return EngineDescription(
+        self.description = EngineDescription(
             engine="transformers",
             architecture=type(self.model.model).__name__,
             dtype=dtype_name(self.model.model.dtype),
             device=self.model.device.type,
-            version=version,
+            version=self.version,
             max_length=self.model.max_length,
             vocab_size=self.model.model.get_input_embeddings().weight.shape[0],
             token_budget=self.scorer.token_budget,
@@ -148,6 +126,12 @@ class Worker:
             identity=self.model.renderer.identity(),
             export=record,
         )
+        self.staged: tuple[StagedWeights, Update] | None = None
+        self.expected: int | None = None
+        for weights in committed:
+            self.expect(weights.revision)
+            self.stage(weights)
+            self.commit(weights.revision)
 
     def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
         """Rewards of the sequences; see `Engine.score`."""

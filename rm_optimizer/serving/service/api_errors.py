@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
-from rm_optimizer.errors import EngineFailed, EngineUnavailable, RMOptimizerError
+from rm_optimizer.errors import EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.protocol import ErrorBody, ErrorDetail
 
 MAX_HEADER_BYTES = 16 * 2**10
@@ -174,8 +174,8 @@ def error_answer(error: ApiError) -> JSONResponse:
 
 def install_error_answers(app: FastAPI) -> None:
     """Install the handlers that give every failure its typed body."""
-    app.add_exception_handler(ApiError, _api_error)
-    app.add_exception_handler(EngineUnavailable, _unavailable)
+    for kind in (ApiError, EngineUnavailable, WeightsRefused):
+        app.add_exception_handler(kind, _known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(Exception, _unforeseen)
@@ -186,13 +186,13 @@ def error_responses(*statuses: int) -> dict[int | str, dict[str, object]]:
     return {status: {"model": ErrorBody} for status in statuses}
 
 
-def _api_error(request: Request, error: Exception) -> JSONResponse:
-    assert isinstance(error, ApiError)
-    return error_answer(error)
-
-
-def _unavailable(request: Request, error: Exception) -> JSONResponse:
-    return error_answer(ServerFailed(str(error)) if isinstance(error, EngineFailed) else NotReady(str(error)))
+def _known(request: Request, error: Exception) -> JSONResponse:
+    """Answer of a failure that has a class."""
+    if isinstance(error, EngineUnavailable):
+        return error_answer(ServerFailed(str(error)) if isinstance(error, EngineFailed) else NotReady(str(error)))
+    if isinstance(error, ApiError):
+        return error_answer(error)
+    return JSONResponse(error_body(str(error), type(error).__name__, 400).model_dump(), 400)
 
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:

@@ -194,7 +194,16 @@ def read_update(
     """
     state = state_tensors(model)
     check_names(set(names_of_mode(model, mode)), {spec.name for spec in specs}, f"an update of mode {mode.value}")
-    tensors = {name: _fitting(name, tensor, state[name]) for name, tensor in checked_tensors(file, specs)}
+    tensors = dict[str, Tensor]()
+    for name, tensor in checked_tensors(file, specs):
+        target = state[name]
+        if tensor.shape != target.shape:
+            raise WeightsRefused(f"{name}: expected shape {list(target.shape)}, got {list(tensor.shape)}")
+        if tensor.is_floating_point() != target.is_floating_point():
+            raise WeightsRefused(f"{name}: expected {dtype_name(target.dtype)}, got {dtype_name(tensor.dtype)}")
+        tensors[name] = tensor.to(device=target.device, dtype=target.dtype, copy=True)
+        if not bool(tensors[name].isfinite().all()):
+            raise WeightsRefused(f"{name}: holds values that are not finite in {dtype_name(target.dtype)}")
     layers = [name for name, module in model.named_modules() if isinstance(module, PackedLinear)]
     return Update(tensors, {name: pack(tensors[f"{name}.weight"]) for name in layers if f"{name}.weight" in tensors})
 
@@ -208,27 +217,14 @@ def checked_tensors(file: Path, specs: Sequence[TensorSpec]) -> Iterator[tuple[s
     check_weight_file(file, specs)
     with opened(file) as stored:
         for spec in specs:
-            yield spec.name, _checked(stored.get_tensor(spec.name), spec)
-
-
-def _checked(tensor: Tensor, spec: TensorSpec) -> Tensor:
-    if spec.sha256 is not None and tensor_sha256(tensor) != spec.sha256:
-        raise WeightsRefused(f"{spec.name}: its SHA-256 is not the manifest's; it was altered or cut off in transit")
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-        raise WeightsRefused(f"{spec.name}: holds values that are not finite")
-    return tensor
-
-
-def _fitting(name: str, tensor: Tensor, target: Tensor) -> Tensor:
-    """Copy in the type and on the device of the tensor that it replaces."""
-    if tensor.shape != target.shape:
-        raise WeightsRefused(f"{name}: expected shape {list(target.shape)}, got {list(tensor.shape)}")
-    if tensor.is_floating_point() != target.is_floating_point():
-        raise WeightsRefused(f"{name}: expected {dtype_name(target.dtype)}, got {dtype_name(tensor.dtype)}")
-    own = tensor.to(device=target.device, dtype=target.dtype, copy=True)
-    if own.is_floating_point() and not bool(own.isfinite().all()):
-        raise WeightsRefused(f"{name}: holds values that are not finite in {dtype_name(target.dtype)}")
-    return own
+            tensor = stored.get_tensor(spec.name)
+            if spec.sha256 is not None and tensor_sha256(tensor) != spec.sha256:
+                raise WeightsRefused(
+                    f"{spec.name}: its SHA-256 is not the manifest's; it was altered or cut off in transit"
+                )
+            if not bool(tensor.isfinite().all()):
+                raise WeightsRefused(f"{spec.name}: holds values that are not finite")
+            yield spec.name, tensor
 
 
 @torch.no_grad()

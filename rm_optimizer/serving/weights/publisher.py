@@ -154,35 +154,17 @@ class RMPublisherAdapter(PickledByArguments):
                     raise ended from late
         raise AssertionError("the last attempt returns or raises")
 
-    def status(self) -> WeightStatus:
+    def status(self, timeout_seconds: float | None = None) -> WeightStatus:
         """Status of the server: the served weights and the update in progress.
+
+        Args:
+            timeout_seconds: seconds to wait for the server; None takes those of an update.
 
         Raises:
             RMOptimizerError: if the server does not answer.
         """
-        return self._status(Deadline(self.url, self.timeout_seconds))
-
-    def wait_reachable(self, seconds: float) -> None:
-        """Return once the server accepts connections, for which a starting one has some seconds.
-
-        Raises:
-            PublishFailed: if it does not.
-        """
-        deadline = Deadline(self.url, seconds)
-        while True:
-            try:
-                self._session.get(f"{self.url}/health", timeout=deadline.timeout())
-                return
-            except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-                try:
-                    time.sleep(deadline.pause(str(error) or type(error).__name__))
-                except RewardServerUnavailable as late:
-                    raise PublishFailed(
-                        f"no server accepts connections at {self.url}; start one with rm-opt serve, or train with "
-                        f"publish.url=null: {late}"
-                    ) from late
-            except httpx.HTTPError:
-                return
+        deadline = Deadline(self.url, timeout_seconds or self.timeout_seconds)
+        return WeightStatus.model_validate(self._request("GET", "status", deadline).json())
 
     def close(self) -> None:
         """Close the session; a second call does nothing, and a later message opens another."""
@@ -198,7 +180,7 @@ class RMPublisherAdapter(PickledByArguments):
     def _attempt(
         self, payload: Payload, probe: WeightProbe | None, version: str, batch_id: str, deadline: Deadline
     ) -> Outcome:
-        status = self._status(deadline)
+        status = self.status(deadline.left)
         self._notice_others(status, version)
         transport = Transport(self.transport)
         with outgoing(transport, payload, status, host=self.host, timeout_seconds=deadline.left) as (address, send):
@@ -228,9 +210,6 @@ class RMPublisherAdapter(PickledByArguments):
         if outcome.status is not OutcomeStatus.committed:
             raise self._do_not_serve(version, _reason(outcome))
         return outcome
-
-    def _status(self, deadline: Deadline) -> WeightStatus:
-        return WeightStatus.model_validate(self._request("GET", "status", deadline).json())
 
     def _commit(self, batch_id: str, deadline: Deadline) -> Outcome:
         """Outcome of the commit.
@@ -331,7 +310,7 @@ def create_rm_publisher(
 
 
 STARTING_SECONDS = 3.0
-"""Seconds for a server to accept connections before a run fails at its start; the server may still be starting."""
+"""Seconds for a server to answer before a run fails at its start; the server may still be starting."""
 
 
 def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
@@ -359,13 +338,16 @@ def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
     except httpx.InvalidURL as error:
         raise ConfigError(f"publish.url must be like http://127.0.0.1:8000, got {config.url!r}: {error}") from error
     try:
-        publisher.wait_reachable(min(STARTING_SECONDS, publisher.timeout_seconds))
-        taken = publisher.status().transports
+        taken = publisher.status(min(STARTING_SECONDS, publisher.timeout_seconds)).transports
         if publisher.transport not in taken:
             raise ConfigError(f"publish.transport must be one of {', '.join(taken)}, which the server accepts")
+    except RewardServerUnavailable as error:
+        publisher.close()
+        raise PublishFailed(
+            f"publish.url: no server answers at {publisher.url}; start one with rm-opt serve, or train with "
+            f"publish.url=null: {error}"
+        ) from error
     except RMOptimizerError as error:
         publisher.close()
-        if isinstance(error, ConfigError):
-            raise
-        raise PublishFailed(f"publish.url: {error}") from error
+        raise error if isinstance(error, ConfigError) else PublishFailed(f"publish.url: {error}") from error
     return publisher

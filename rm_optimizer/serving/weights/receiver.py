@@ -58,12 +58,6 @@ DEFAULT_TRANSPORTS = frozenset({Transport.inline, Transport.path})
 _log = logging.getLogger("rm_optimizer")
 
 
-class UpdateRefused(ApiError):
-    """An announced update does not fit the served model."""
-
-    kind = "WeightsRefused"
-
-
 class UpdateConflict(ApiError):
     """Another update is in progress, or the served weights are not those that the sender expects."""
 
@@ -165,23 +159,20 @@ class WeightReceiver:
         """Announce an update; returns once its receiving end is ready.
 
         Raises:
-            UpdateRefused: if it does not fit the served model, or needs an unsupported transport.
+            WeightsRefused: if it does not fit the served model, or needs an unsupported transport.
             UpdateConflict: if another one is in progress, it has ended, or `base_version` is not served.
         """
         active = self._active
         if active is None or active.begin != begin or active.committing is not None:
             await self._make_room(begin)
-            try:
-                self._check(begin)
-                active = self._new(begin)
-            except WeightsRefused as error:
-                raise UpdateRefused(str(error)) from error
+            self._check(begin)
+            active = self._new(begin)
         try:
             async with asyncio.timeout_at(active.deadline):
                 await asyncio.shield(active.standing)
         except (RMOptimizerError, TimeoutError) as error:
             self._release(active)
-            raise UpdateRefused(str(error) or "its receiving end was not ready in time") from error
+            raise WeightsRefused(str(error) or "its receiving end was not ready in time") from error
         return Ready(batch_id=begin.batch_id, version=self.engine.version, revision=self.engine.revision)
 
     async def upload(self, batch_id: str, chunks: AsyncIterator[bytes]) -> Received:
@@ -189,23 +180,19 @@ class WeightReceiver:
 
         Raises:
             UnknownUpdate: if no such update is in progress.
-            UpdateRefused: if it is no inline update, or the body has not the manifest's size.
+            WeightsRefused: if it is no inline update, or the body has not the manifest's size.
         """
         update = self._under_way(batch_id)
         if not isinstance(update.incoming, FromBody) or update.committing is not None:
             reason = f"its transport is {update.begin.transport.value}, or it is committed"
-            raise UpdateRefused(f"update {batch_id} accepts no body, since {reason}")
+            raise WeightsRefused(f"update {batch_id} accepts no body, since {reason}")
 
         async def renewing() -> AsyncIterator[bytes]:
             async for chunk in chunks:
                 update.lease = self._now() + LEASE_SECONDS
                 yield chunk
 
-        try:
-            size = await update.incoming.receive(renewing())
-        except (WeightsRefused, OSError) as error:
-            raise UpdateRefused(str(error)) from error
-        return Received(batch_id=batch_id, bytes=size)
+        return Received(batch_id=batch_id, bytes=await update.incoming.receive(renewing()))
 
     async def commit(self, commit: Commit) -> Outcome:
         """Check the tensors, swap, and return the outcome; a repeated request gets the same answer.
