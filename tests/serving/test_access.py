@@ -157,7 +157,10 @@ def test_the_page_of_the_api_says_what_to_read_without_the_internet():
 
     page, described = asyncio.run(main())
     assert '<a href="/openapi.json">' in page
-    assert described["security"] == [{"key": []}]
+    assert described["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
+    operations = [operation for path in described["paths"].values() for operation in path.values()]
+    assert all(operation["security"] == [{"key": []}] for operation in operations)
+    assert not any("422" in operation["responses"] for operation in operations)
 
 
 def connected(url: str) -> socket.socket:

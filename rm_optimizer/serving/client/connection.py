@@ -161,18 +161,6 @@ def bearer(api_key: str | None) -> dict[str, str]:
     return {"Authorization": f"Bearer {api_key}"}
 
 
-def broken(error: httpx.HTTPError, url: str) -> str:
-    """Reason of a failed attempt, in words, if the request may be sent again.
-
-    Raises:
-        RewardServerUnavailable: if it may not.
-    """
-    reason = f"{type(error).__name__} {error}".strip()
-    if isinstance(error, RETRIED_ERRORS):
-        return reason
-    raise RewardServerUnavailable(f"{url}: {reason}") from error
-
-
 class Deadline:
     """Time limit of a call, with exponential pauses and jitter between its attempts.
 
@@ -215,7 +203,10 @@ class Deadline:
             RewardServerUnavailable: if no time is left for another attempt, or the request might run twice.
         """
         if isinstance(got, httpx.HTTPError):
-            return self.pause(broken(got, url))
+            reason = f"{type(got).__name__} {got}".strip()
+            if isinstance(got, RETRIED_ERRORS):
+                return self.pause(reason)
+            raise RewardServerUnavailable(f"{url}: {reason}") from got
         if got.is_success:
             return got
         failure = refusal(got)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import APIRouter, Depends, FastAPI, Request
 from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, Response
+from fastapi.security import HTTPBearer
 
 import rm_optimizer
 from rm_optimizer.serving.http.gate import BODY_SECONDS, Gate, bearer_check, header_size_check, local_host_check
@@ -56,6 +56,9 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
+        dependencies=[]
+        if api_key is None
+        else [Depends(HTTPBearer(scheme_name="key", auto_error=False))],  # documented
     )
     app.state.service = service
     page = get_swagger_ui_html(openapi_url="/openapi.json", title=app.title).body
@@ -78,26 +81,7 @@ def create_app(
 
     checks = [header_size_check, *([local_host_check] if local_only else []), bearer_check(api_key, update_key)]
     app.add_middleware(Gate, metrics=service.metrics, checks=checks, seconds=body_seconds)
-    app.openapi = _documented(app, api_key)  # type: ignore[method-assign]
     return app
-
-
-def _documented(app: FastAPI, api_key: str | None) -> Callable[[], dict[str, Any]]:
-    """OpenAPI document with the key's scheme and without FastAPI's 422: invalid requests get 400 and a typed body."""
-    original = app.openapi
-
-    def document() -> dict[str, Any]:
-        described = original()
-        for path in described["paths"].values():
-            for operation in path.values():
-                operation["responses"].pop("422", None)
-        if api_key is not None:
-            schemes = described.setdefault("components", {}).setdefault("securitySchemes", {})
-            schemes["key"] = {"type": "http", "scheme": "bearer"}
-            described["security"] = [{"key": []}]
-        return described
-
-    return document
 
 
 def show_server_log() -> None:

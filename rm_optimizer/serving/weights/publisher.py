@@ -27,11 +27,11 @@ from rm_optimizer.errors import (
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.schema.publish import PublishConfig, RewardModelTrainingMode, Transport
 from rm_optimizer.serving.client.connection import (
+    RETRIED_ERRORS,
     RETRIED_STATUSES,
     Deadline,
     PickledByArguments,
     bearer,
-    broken,
     is_loopback,
     retry_after,
 )
@@ -244,8 +244,7 @@ class RMPublisherAdapter(PickledByArguments):
             try:
                 got = self._session.request(method, url, timeout=deadline.timeout(), **content)
             except httpx.HTTPError as error:
-                if "content" in content:
-                    broken(error, self.url)
+                if "content" in content and isinstance(error, RETRIED_ERRORS):
                     raise TransferFailed(f"the upload broke off: {error}") from error
                 got = error
             judged = deadline.judge(got, self.url, lambda answer: _may_be_repeated(answer, deadline))
