@@ -106,16 +106,6 @@ class AsyncRewardClient(Connection):
         Raises:
             WrongVersion: if other weights answered, for example after a restart of the server.
         """
-        scored = await self._score(prompts, responses)
-        for name, expected, got in (
-            ("weights", expect_version, scored.version),
-            ("revision", expect_revision, scored.revision),
-        ):
-            if expected not in (None, got):
-                raise WrongVersion(f"expected rewards of {name} {expected} from {self.url}, got {got}")
-        return scored
-
-    async def _score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> ScoredBatch:
         prompts, responses = paired(prompts, responses)
         identity = await self.connect()
         deadline = Deadline(self.url, self.timeout_seconds)
@@ -130,9 +120,15 @@ class AsyncRewardClient(Connection):
             newest = answers[outdated[-1]].weights
             answers = {i: answer for i, answer in answers.items() if answer.weights == newest}
         rewards = tuple(reward for i in range(len(parts)) for reward in answers[i].rewards)
-        if not answers:
-            return ScoredBatch(rewards, await self.version(), None)
-        return ScoredBatch(rewards, *answers[0].weights)
+        weights = answers[0].weights if answers else (await self.version(), None)
+        scored = ScoredBatch(rewards, *weights)
+        for name, expected, got in (
+            ("weights", expect_version, scored.version),
+            ("revision", expect_revision, scored.revision),
+        ):
+            if expected not in (None, got):
+                raise WrongVersion(f"expected rewards of {name} {expected} from {self.url}, got {got}")
+        return scored
 
     async def version(self) -> str:
         """Version of the weights that answer now; for a plain vLLM its model's name."""

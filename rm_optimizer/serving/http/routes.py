@@ -100,11 +100,11 @@ async def _sequences(body: ClassifyRequest, service: RewardService) -> list[Toke
     """Token ids of a request's input; only text waits for a tokenizer."""
     reader, value = service.reader, body.input
     if (messages := body.messages) is not None:
-        return await service.read(num_characters(body), lambda: reader.conversation(messages))
+        return await service.read(num_characters(messages), lambda: reader.conversation(messages))
     if isinstance(value, str) or (value and isinstance(value[0], str)):
         texts: Any = value
         read = partial(reader.texts, texts, add_special_tokens=body.add_special_tokens)
-        return await service.read(num_characters(body), read)
+        return await service.read(len(texts) if isinstance(texts, str) else sum(map(len, texts)), read)
     ids: Any = value
     return reader.token_ids(ids)
 
@@ -133,7 +133,8 @@ async def score(body: ScoreRequest, request: Request, response: Response, servic
     """Rewards of responses to prompts, rendered as in training."""
     service.check_model(body.model)
     reader = service.reader
-    sequences = await service.read(num_characters(body), lambda: reader.items(body.items))
+    size = sum(num_characters(item.prompt) + sum(map(len, item.responses)) for item in body.items)
+    sequences = await service.read(size, lambda: reader.items(body.items))
     scored = await _scored(service, request, sequences, response)
     numbers = iter(_numbers(scored.rewards, body.use_activation))
     return ScoreResponse(
@@ -154,7 +155,8 @@ async def get_reward(body: OpenRLHFRequest, request: Request, response: Response
     reader = service.reader
     if not body.query:
         return OpenRLHFResponse(rewards=[], scores=[], extra_logs={"rm_reward": [], "truncated": []})
-    encodings = await service.read(num_characters(body), lambda: reader.rendered(body.query, body.prompts))
+    size = sum(map(len, body.query))
+    encodings = await service.read(size, lambda: reader.rendered(body.query, body.prompts))
     rewards = list((await _scored(service, request, [encoding.ids for encoding in encodings], response)).rewards)
     truncated = [float(encoding.prompt_cut > 0) for encoding in encodings]
     service.count_truncated(int(sum(truncated)))

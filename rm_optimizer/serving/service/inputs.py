@@ -18,14 +18,7 @@ from rm_optimizer.core.rows.messages import Message, Prompt, as_messages, contro
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 from rm_optimizer.serving.engine import EngineDescription
-from rm_optimizer.serving.protocol import (
-    MAX_ITEMS,
-    ClassifyRequest,
-    OpenRLHFRequest,
-    ScoreItem,
-    ScoreRequest,
-    WireMessage,
-)
+from rm_optimizer.serving.protocol import MAX_ITEMS, ScoreItem, WireMessage
 from rm_optimizer.serving.service.api_errors import InvalidRequest, TooLarge, TooLong
 
 _PROMPT, _RESPONSE = "rmopt prompt", "rmopt response"
@@ -189,11 +182,9 @@ class InputReader:
             raise InvalidRequest("input must not be empty", "input")
         rows: list[list[int]] = value if isinstance(value[0], list) else [value]
         names = [f"input[{index}]" for index in range(len(rows))] if rows is value else ["input"]
-        too_long = next((name for ids, name in zip(rows, names, strict=True) if len(ids) > self.max_length), None)
-        if too_long is not None:
-            raise self._too_long(too_long)
-        self._check_total(sum(map(len, rows)))
-        return [self._checked(ids, name) for ids, name in zip(rows, names, strict=True)]
+        found = [self._checked(ids, name) for ids, name in zip(rows, names, strict=True)]
+        self._check_total(sum(map(len, found)))
+        return found
 
     def texts(self, value: str | list[str], *, add_special_tokens: bool) -> list[TokenSequence]:
         """Token ids of `/classify`'s `input`, with special tokens as in `ConversationRenderer.encode_texts` or none.
@@ -295,7 +286,7 @@ class InputReader:
     ) -> list[TokenSequence]:
         self._check_texts(responses, names)
         different = {id(prompt): prompt for prompt in prompts}  # responses of one item have the same prompt
-        before = {place: _num_characters(prompt) for place, prompt in different.items()}
+        before = {place: num_characters(prompt) for place, prompt in different.items()}
         sizes = [before[id(prompt)] + len(text) for prompt, text in zip(prompts, responses, strict=True)]
         for size, name in zip(sizes, names, strict=True):
             self._check_size(size, name)
@@ -332,8 +323,11 @@ class InputReader:
             if not text:
                 raise InvalidRequest(f"{name} must not be empty", name)
             self._check_size(len(text), name)
-            if not is_encodable(text):
-                raise InvalidRequest(f"{name} holds half of a UTF-16 surrogate pair, not a character; remove it", name)
+            try:
+                text.encode()
+            except UnicodeEncodeError:  # JSON can also encode halves of surrogate pairs
+                reason = f"{name} holds half of a UTF-16 surrogate pair, not a character; remove it"
+                raise InvalidRequest(reason, name) from None
 
     def _check_size(self, num_characters: int, name: str) -> None:
         if num_characters > MAX_CHARACTERS_A_TOKEN * self.max_length:
@@ -346,14 +340,11 @@ class InputReader:
                 "accepts at once; split it"
             )
 
-    def _too_long(self, name: str) -> TooLong:
-        return TooLong(f"{name} is longer than the model's {self.max_length} tokens; shorten it", name)
-
     def _checked(self, ids: Sequence[int], name: str) -> TokenSequence:
         if not ids:
             raise InvalidRequest(f"{name} must hold at least one token", name)
         if len(ids) > self.max_length:
-            raise self._too_long(name)
+            raise TooLong(f"{name} is longer than the model's {self.max_length} tokens; shorten it", name)
         if min(ids) < 0 or max(ids) >= self.vocab_size:
             raise InvalidRequest(f"{name} holds a token id outside [0, {self.vocab_size})", name)
         return tuple(ids)
@@ -388,27 +379,8 @@ def refuse_cuts(sequences: Sequence[TokenSequence], most: int | None) -> None:
             )
 
 
-def is_encodable(text: str) -> bool:
-    """True if the text consists of characters; JSON can also encode halves of surrogate pairs."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def num_characters(body: ClassifyRequest | ScoreRequest | OpenRLHFRequest) -> int:
-    """Number of characters that a request holds. Tokenization ends once it has more tokens than a request may have."""
-    if isinstance(body, OpenRLHFRequest):
-        return sum(map(len, body.query))
-    if isinstance(body, ScoreRequest):
-        return sum(_num_characters(item.prompt) + sum(map(len, item.responses)) for item in body.items)
-    if body.messages is not None:
-        return _num_characters(body.messages)
-    return len(body.input) if isinstance(body.input, str) else sum(map(len, body.input or ()))  # type: ignore[arg-type]
-
-
-def _num_characters(prompt: str | Sequence[Message | WireMessage]) -> int:
+def num_characters(prompt: str | Sequence[Message | WireMessage]) -> int:
+    """Number of characters of a text, or of a conversation's messages."""
     if isinstance(prompt, str):
         return len(prompt)
     return sum(len(message.content if isinstance(message, Message) else message.text) for message in prompt)

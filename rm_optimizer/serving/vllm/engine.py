@@ -72,7 +72,6 @@ class VllmEngine(Engine):
         Raises:
             CheckpointError: if they differ from the server's first start.
         """
-        await self._start()
         self._watcher = asyncio.create_task(self.pooling.watch(), name="rm-vllm-watch")
 
     async def restore(self) -> None:
@@ -97,10 +96,6 @@ class VllmEngine(Engine):
         async with self._lock.reading():
             version, revision = self.version, self.revision
             return ScoredBatch(await self.pooling.rewards(sequences, self._adapter), version, revision)
-
-    async def _start(self) -> None:
-        """Make the first weights available."""
-        raise NotImplementedError
 
     async def _restore(self) -> None:
         """Load the updates of the history."""
@@ -128,8 +123,10 @@ class ReloadEngine(VllmEngine):
         self._checkpoint = sorted(str(file) for file in settings.model.folder.glob("*.safetensors"))
         self._verify = partial(require_unchanged, settings.model)
 
-    async def _start(self) -> None:
+    async def start(self) -> None:
+        """Serve the checkpoint, after a check of its files; see `VllmEngine.start`."""
         await asyncio.to_thread(self._verify)
+        await super().start()
 
     async def _restore(self) -> None:
         """Load the checkpoint with the updates on top."""
@@ -189,8 +186,10 @@ class AdapterEngine(VllmEngine):
         self._tensors: Mapping[str, Tensor] = {}
         shutil.rmtree(self._folder, ignore_errors=True)  # adapters of an earlier process
 
-    async def _start(self) -> None:
+    async def start(self) -> None:
+        """Load the first adapter; see `VllmEngine.start`."""
         self._adapter = await self._loaded(self.version, self._first)
+        await super().start()
 
     async def _restore(self) -> None:
         """Load the first adapter with the updates in it."""

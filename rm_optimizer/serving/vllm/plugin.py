@@ -22,7 +22,6 @@ from rm_optimizer.serving.child_process import end_with_parent
 from rm_optimizer.serving.http.app import show_server_log
 from rm_optimizer.serving.http.gate import most_connections
 from rm_optimizer.serving.service.api_errors import NotReady, error_answer
-from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.vllm.engine import vllm_engine
 from rm_optimizer.serving.vllm.supervisor import SETTINGS_VARIABLE, VllmSettings
 from rm_optimizer.serving.weights.weight_routes import create_server
@@ -76,16 +75,17 @@ class RewardEndpoint:
         if service.obstacle is not None:
             raise RMOptimizerError(f"{settings.model.folder} cannot be served: {service.obstacle}")
         settings.started_file.touch()
-        print(_greeting(service, settings.options.url), flush=True)
-
-
-def _greeting(service: RewardService, url: str) -> str:
-    description, parity = service.engine.description, service.parity
-    shown = "no certificate to compare with" if parity is None else f"parity {parity.max_difference:.2g}"
-    return (
-        f"rm-opt serve: ready: {url} serves '{service.model_name}' ({description.architecture}, "
-        f"{description.dtype}, vLLM, version {service.engine.version}; {shown}); API at {url}/docs"
-    )
+        description, url = engine.description, settings.options.url
+        shown = (
+            "no certificate to compare with"
+            if service.parity is None
+            else f"parity {service.parity.max_difference:.2g}"
+        )
+        print(
+            f"rm-opt serve: ready: {url} serves '{service.model_name}' ({description.architecture}, "
+            f"{description.dtype}, vLLM, version {engine.version}; {shown}); API at {url}/docs",
+            flush=True,
+        )
 
 
 class RewardApplication:

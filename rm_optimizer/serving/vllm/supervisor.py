@@ -109,16 +109,6 @@ def serve_with_vllm(options: ServeOptions) -> None:
     print("rm-opt serve: stopped", flush=True)
 
 
-_OF_EVERY_SERVER = {
-    "runner": "pooling",
-    "pooler-config": json.dumps({"use_activation": False}),
-    "hf-overrides": json.dumps({"problem_type": "regression"}),
-    "worker-extension-cls": "rm_optimizer.serving.vllm.worker.RewardWorkerExtension",
-    "middleware": "rm_optimizer.serving.vllm.plugin.RewardApplication",
-    "uvicorn-log-level": "warning",
-}
-
-
 def command(options: ServeOptions, model: VllmModel) -> list[str]:
     """Command line of the server, without the API key, since every user of the machine can read it."""
     arguments = {
@@ -128,7 +118,12 @@ def command(options: ServeOptions, model: VllmModel) -> list[str]:
         "port": str(options.port),
         "dtype": options.dtype,
         "max-model-len": str(model.description.max_length),
-        **_OF_EVERY_SERVER,
+        "runner": "pooling",
+        "pooler-config": json.dumps({"use_activation": False}),
+        "hf-overrides": json.dumps({"problem_type": "regression"}),
+        "worker-extension-cls": "rm_optimizer.serving.vllm.worker.RewardWorkerExtension",
+        "middleware": "rm_optimizer.serving.vllm.plugin.RewardApplication",
+        "uvicorn-log-level": "warning",
     }
     if options.token_budget is not None:
         arguments["max-num-batched-tokens"] = str(options.token_budget)
@@ -180,11 +175,16 @@ class Supervisor:
         earlier = {number: signal.signal(number, self._stop) for number in (signal.SIGTERM, signal.SIGINT)}
         try:
             num_restarts = 0
-            while not self._is_stopping:
+            while True:
                 code = self._run_once(num_restarts)
-                if not self._is_stopping:
-                    self._note_end(code)
-                    num_restarts += 1
+                if self._is_stopping:
+                    return
+                end = f"vLLM's server ended with code {code}"
+                if not self._started_file.exists():
+                    raise RMOptimizerError(f"{end} before it was up; its log above says why")
+                self._restarts.note()
+                print(f"rm-opt serve: {end}; starting another", file=sys.stderr, flush=True)
+                num_restarts += 1
         finally:
             for number, handler in earlier.items():
                 signal.signal(number, handler)
@@ -212,12 +212,6 @@ class Supervisor:
             signal.signal(signal.SIGALRM, lambda number, frame: server.kill())
             signal.setitimer(signal.ITIMER_REAL, KILL_SECONDS)
         self._is_stopping = True
-
-    def _note_end(self, code: int) -> None:
-        if not self._started_file.exists():
-            raise RMOptimizerError(f"vLLM's server ended with code {code} before it was up; its log above says why")
-        self._restarts.note()
-        print(f"rm-opt serve: vLLM's server ended with code {code}; starting another", file=sys.stderr, flush=True)
 
 
 def _end_group(group: int) -> None:
