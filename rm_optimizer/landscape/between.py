@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -21,17 +21,14 @@ from rm_optimizer.core.model.identity import differing_settings, tensors_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.loading import load_weights
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
+from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult, ReadWeights
 from rm_optimizer.landscape.estimates.by_pair import clusters_of
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
-from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus, compare_spectra
+from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
-from rm_optimizer.records.files import replacing
 
 
-def read_models(
-    checkpoints: Sequence[str], paths: Sequence[str | Path]
-) -> dict[str, Callable[[], Mapping[str, Tensor]]]:
+def read_models(checkpoints: Sequence[str], paths: Sequence[str | Path]) -> dict[str, ReadWeights]:
     """Readers of the weights of each model by its name.
 
     Args:
@@ -41,19 +38,19 @@ def read_models(
     Raises:
         ConfigError: if a model reads text as other tokens than the first one, or computes otherwise on them.
     """
-    models: dict[str, Callable[[], Mapping[str, Tensor]]] = {}
+    models: dict[str, ReadWeights] = {}
     first: BradleyTerryRM | None = None
     for name, path in zip(names_of(checkpoints), paths, strict=True):
         model = BradleyTerryRM.from_pretrained(path)
         first = first or model
-        if differing := differing_settings(first, model):
+        own, other = ({(key, value.shape) for key, value in each.model.state_dict().items()} for each in (first, model))
+        if differing := differing_settings(first, model) or sorted({key for key, _ in own ^ other}):
             shown = f"{', '.join(differing[:3])}{' …' * (len(differing) > 3)}"
             raise ConfigError(
                 f"landscape.others must be models that differ from the checkpoint in their weights alone, and {name} "
                 f"has another {shown}; compare models of one architecture and tokenizer"
             )
-        weights = {key: value.detach().clone() for key, value in model.model.state_dict().items()}
-        models[name] = partial(dict, weights)
+        models[name] = partial(dict, {key: value.detach().clone() for key, value in model.model.state_dict().items()})
     return models
 
 
@@ -121,7 +118,7 @@ class BetweenModels(JsonRecord, indent=1):
 
 
 def measure_between(
-    context: AnalysisContext, models: Mapping[str, Callable[[], Weights]], source: str = ""
+    context: AnalysisContext, models: Mapping[str, ReadWeights], source: str = ""
 ) -> AnalysisResult[BetweenModels]:
     """Measure the spectrum of each model and the loss between each two.
 
@@ -133,27 +130,35 @@ def measure_between(
         source: models and pairs in words.
 
     Raises:
-        ConfigError: if there are fewer than two models, or their parameters differ.
+        ConfigError: if there are fewer than two models.
         KeyboardInterrupt: if the user stopped it before the first spectrum was complete.
     """
     if len(models) < 2:
         raise ConfigError("landscape=between needs other models beside the checkpoint; add landscape.others=[RUN, …]")
-    _require_alike(context.measured_loss, models)
-    config, sample = context.config, context.measured_loss.sample
+    sample, readers = context.measured_loss.sample, list(models.values())
     pairs = list(combinations(range(len(models)), 2))
     of_models = [[name, tensors_digest(read())] for name, read in models.items()]
-    identity = [context.measured_loss.fingerprint(), of_models, *context.spectrum_settings, config.num_points]
+    identity = [
+        context.measured_loss.fingerprint(),
+        of_models,
+        *context.spectrum_settings,
+        context.config.num_points,
+    ]
     with context.ledger(BETWEEN_FILE, identity, len(models) + len(pairs)) as ledger:
-        rows = list(ledger.values())
-        try:
-            for row in _measured(context, models, rows):
+        spectra = [spectrum for spectrum, _ in context.spectra(ledger, models)]
+        paths = [row for row in ledger.values() if "path" in row]
+        with suppress(KeyboardInterrupt):
+            for first, second in pairs[len(paths) :] if len(spectra) == len(models) else ():
+                context.on_progress("paths", len(paths), len(pairs), "")
+                path = _path(context, readers[first](), readers[second](), (first, second))
+                one, other = (context.with_vectors(spectra[index], index) for index in (first, second))
+                overlap = None if one is None or other is None else context.overlap(one, other)
+                row = {"path": json_values(path), "overlap": overlap}
                 ledger.append(row)
-                rows.append(row)
-        except KeyboardInterrupt:
-            if not rows:
-                raise
-    spectra = [from_values(HessianSpectrum, row["spectrum"]) for row in rows if "spectrum" in row]
-    paths = [row for row in rows if "path" in row]
+                paths.append(row)
+    is_partial = len(paths) < len(pairs)
+    for index in range(0 if is_partial else len(models)):
+        context.vectors_file(index).unlink(missing_ok=True)
     result = BetweenModels(
         tuple(models),
         tuple(spectra),
@@ -162,50 +167,7 @@ def measure_between(
         sample.num_prompts,
         source,
     )
-    is_partial = len(paths) < len(pairs)
-    if not is_partial:
-        for index in range(len(models)):
-            _vectors_file(context, index).unlink(missing_ok=True)
     return AnalysisResult(result, is_partial)
-
-
-def _measured(
-    context: AnalysisContext, models: Mapping[str, Callable[[], Weights]], rows: Sequence[Mapping[str, Any]]
-) -> Iterator[dict[str, Any]]:
-    """Measure the missing rows, spectra first, then paths."""
-    spectra = [from_values(HessianSpectrum, row["spectrum"]) for row in rows if "spectrum" in row]
-    num_paths = sum("path" in row for row in rows)
-    measured, readers = context.measured_loss, list(models.values())
-    for index, (name, read) in enumerate(models.items()):
-        if index < len(spectra):
-            continue
-        load_weights(measured.model.model, read(), Path(name))
-        spectrum = context.spectrum()
-        if spectrum.status == SpectrumStatus.interrupted:
-            raise KeyboardInterrupt
-        with replacing(_vectors_file(context, index)) as temporary:
-            torch.save(spectrum.eigenvectors, temporary)
-        spectra.append(spectrum)
-        yield {"spectrum": spectrum.entries()}
-    pairs = list(combinations(range(len(models)), 2))
-    for done, (first, second) in enumerate(pairs):
-        if done < num_paths:
-            continue
-        context.on_progress("paths", done, len(pairs), "")
-        path = _path(context, readers[first](), readers[second](), (first, second))
-        overlap = _overlap(context, spectra, first, second)
-        yield {"path": json_values(path), "overlap": overlap}
-
-
-def _overlap(context: AnalysisContext, spectra: Sequence[HessianSpectrum], first: int, second: int) -> float | None:
-    files = [_vectors_file(context, index) for index in (first, second)]
-    if not all(file.exists() for file in files):
-        return None
-    one, other = (
-        replace(spectra[index], eigenvectors=torch.load(file, weights_only=True))
-        for index, file in zip((first, second), files, strict=True)
-    )
-    return compare_spectra(one, other, top_k=min(one.num_top, other.num_top, context.config.top_k)).subspace_overlap
 
 
 def _path(context: AnalysisContext, start: Weights, end: Weights, ends: tuple[int, int]) -> LossPath:
@@ -262,24 +224,3 @@ def _rise(sums: Float[np.ndarray, "... terms"]) -> Float[np.ndarray, "... one"]:
     losses = sums[..., :-1] / sums[..., -1:]
     ends = np.maximum(losses[..., 0], losses[..., -1])
     return np.asarray((losses[..., 1:-1].max(axis=-1) - ends)[..., None])
-
-
-def _require_alike(measured: MeasuredLoss, models: Mapping[str, Callable[[], Weights]]) -> None:
-    """Require weights of the same names and shapes.
-
-    Raises:
-        ConfigError: naming the model and a parameter that differs.
-    """
-    own = {name: value.shape for name, value in measured.model.model.state_dict().items()}
-    for name, read in models.items():
-        shapes = {each: value.shape for each, value in read().items()}
-        differing = sorted(each for each in own.keys() | shapes.keys() if own.get(each) != shapes.get(each))
-        if differing:
-            raise ConfigError(
-                f"landscape.others must be models of the same parameters, and {name} differs in {len(differing)} of "
-                f"them, such as {differing[0]}; compare models of one architecture"
-            )
-
-
-def _vectors_file(context: AnalysisContext, index: int) -> Path:
-    return context.folder / f"vectors-{index}.pt"
