@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from rm_optimizer.schema import typed as typed
     from rm_optimizer.serving import AsyncRewardClient as AsyncRewardClient
     from rm_optimizer.serving import RewardClient as RewardClient
+    from rm_optimizer.serving import RewardModelTrainingMode as RewardModelTrainingMode
     from rm_optimizer.serving import RMPublisherAdapter as RMPublisherAdapter
     from rm_optimizer.serving import create_rm_publisher as create_rm_publisher
     from rm_optimizer.serving import trl_reward as trl_reward

@@ -159,9 +159,10 @@ class ScoreItem(WireModel):
     responses: Items[StrictStr] = Field(min_length=1)
 
 
-class ScoreRequest(WireModel):
-    """`POST /rm/score`: conversations that the server renders as training did."""
+class ScoringRequest(WireModel):
+    """`POST /rm/score` or `/score`: conversations that the server renders as training did."""
 
+    model_config = ConfigDict(frozen=True)
     model: StrictStr | None = None
     items: Items[ScoreItem] = Field(min_length=1)
     use_activation: StrictBool | None = None
@@ -210,7 +211,7 @@ class ClassifyResponse(WireModel):
     rm_revision: int | None = Field(description="Serial number of these weights.")
 
 
-class ScoreResponse(WireModel):
+class ScoringResponse(WireModel):
     """Answer of `/rm/score`: the rewards of each item's responses."""
 
     model: str

@@ -5,7 +5,7 @@ import math
 import pytest
 from pydantic import ValidationError
 
-from rm_optimizer.serving.protocol import ClassifyRequest, ScoreRequest, WireMessage, sigmoid
+from rm_optimizer.serving.protocol import ClassifyRequest, ScoringRequest, WireMessage, sigmoid
 from rm_optimizer.serving.update_protocol import Abort, Begin, WeightProbe
 
 
@@ -33,7 +33,7 @@ def test_fields_of_another_age_are_refused(field):
 
 def test_an_unknown_field_names_the_nearest_known_one():
     with pytest.raises(ValidationError, match="unknown field 'item'; did you mean 'items'"):
-        ScoreRequest.model_validate({"item": []})
+        ScoringRequest.model_validate({"item": []})
 
 
 def test_fields_that_change_no_reward_are_taken_and_ignored():

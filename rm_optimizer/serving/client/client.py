@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -13,7 +13,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer
-from rm_optimizer.core.rows.natural import flat_groups, paired
+from rm_optimizer.core.rows.messages import read_messages
+from rm_optimizer.core.rows.natural import Prompts, Texts, flat_groups, paired
 from rm_optimizer.errors import RewardServerUnavailable, WrongVersion
 from rm_optimizer.serving.client.connection import (
     CONVERSATION_FORM,
@@ -59,22 +60,23 @@ class AsyncRewardClient(Connection):
                 self._identity = await shake_hands(self, deadline)
             return self._identity
 
-    async def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+    async def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, "*sequences"]:
         """Rewards of the responses in the order given, float32 on the CPU, from one version of the weights.
 
         Args:
-            prompts: text or messages.
-            responses: one for each prompt.
+            prompts: text or messages, one for each response or a single one for all.
+            responses: texts; a single text has a single number as reward.
 
         Raises:
             ValueError: if there are not as many prompts as responses.
             RewardServerUnavailable: if the server does not answer in time.
             RewardServerRefused: if it refuses the request.
         """
-        return torch.tensor((await self.score_versioned(prompts, responses)).rewards, dtype=torch.float32)
+        rewards = torch.tensor((await self.score_versioned(prompts, responses)).rewards, dtype=torch.float32)
+        return rewards[0] if isinstance(responses, str) else rewards
 
     async def score_groups(
-        self, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
+        self, prompts: Prompts, responses_of_each: Iterable[Texts]
     ) -> list[Float[Tensor, " responses"]]:
         """Rewards of each prompt's responses, as `Scorer.score_groups` gives them."""
         flat, texts, sizes = flat_groups(prompts, responses_of_each)
@@ -87,8 +89,8 @@ class AsyncRewardClient(Connection):
 
     async def score_versioned(
         self,
-        prompts: Sequence[Prompt],
-        responses: Sequence[str],
+        prompts: Prompts,
+        responses: Texts,
         *,
         expect_version: str | None = None,
         expect_revision: int | None = None,
@@ -98,20 +100,21 @@ class AsyncRewardClient(Connection):
         A call of several requests repeats those that were answered before a weight update.
 
         Args:
-            prompts: text or messages.
-            responses: one for each prompt.
+            prompts: text or messages, one for each response or a single one for all.
+            responses: texts.
             expect_version: version that must answer; None accepts any. A restarted server may give its name to others.
             expect_revision: serial number that must answer, `ScoredBatch.revision`; None accepts any. It is unique.
 
         Raises:
             WrongVersion: if other weights answered, for example after a restart of the server.
         """
-        prompts, responses = paired(prompts, responses)
+        given, texts = paired(prompts, responses)
+        each = [prompt if isinstance(prompt, str) else read_messages("prompts", prompt) for prompt in given]
         identity = await self.connect()
         deadline = Deadline(self.url, self.timeout_seconds)
-        rows: list[Any] = list(zip(prompts, responses, strict=True))
+        rows: list[Any] = list(zip(each, texts, strict=True))
         if self.renderer is not None:
-            rows = [encoding.ids for encoding in self.renderer.encode_batch(prompts, responses)]
+            rows = [encoding.ids for encoding in self.renderer.encode_batch(each, texts)]
         parts = list(pieces(rows, self._form.size, identity.limits))
         answers: dict[int, ScoredBatch] = {}
         while outdated := [i for i in range(len(parts)) if i not in answers]:
@@ -182,7 +185,7 @@ class RewardClient(ClientArguments, Scorer):
         """Version of the weights that answer now, from the server."""
         return self._run(lambda client: client.version())
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, "*sequences"]:
         """Rewards of the responses in the order given, float32 on the CPU; see `AsyncRewardClient.score`."""
         return self._run(lambda client: client.score(prompts, responses))
 
@@ -192,8 +195,8 @@ class RewardClient(ClientArguments, Scorer):
 
     def score_versioned(
         self,
-        prompts: Sequence[Prompt],
-        responses: Sequence[str],
+        prompts: Prompts,
+        responses: Texts,
         *,
         expect_version: str | None = None,
         expect_revision: int | None = None,

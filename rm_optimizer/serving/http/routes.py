@@ -27,8 +27,8 @@ from rm_optimizer.serving.protocol import (
     OpenRLHFRequest,
     OpenRLHFResponse,
     RenderingInfo,
-    ScoreRequest,
-    ScoreResponse,
+    ScoringRequest,
+    ScoringResponse,
     Usage,
     VersionResponse,
     sigmoid,
@@ -128,8 +128,9 @@ async def classify(body: ClassifyRequest, request: Request, response: Response, 
     )
 
 
+@router.post("/score", responses=_SCORING)
 @router.post("/rm/score", responses=_SCORING)
-async def score(body: ScoreRequest, request: Request, response: Response, service: Service) -> ScoreResponse:
+async def score(body: ScoringRequest, request: Request, response: Response, service: Service) -> ScoringResponse:
     """Rewards of responses to prompts, rendered as in training."""
     service.check_model(body.model)
     reader = service.reader
@@ -137,7 +138,7 @@ async def score(body: ScoreRequest, request: Request, response: Response, servic
     sequences = await service.read(size, lambda: reader.items(body.items))
     scored = await _scored(service, request, sequences, response)
     numbers = iter(_numbers(scored.rewards, body.use_activation))
-    return ScoreResponse(
+    return ScoringResponse(
         model=service.model_name,
         rewards=[[next(numbers) for _ in item.responses] for item in body.items],
         usage=_usage(sequences),
