@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
+from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.between import BetweenModels
 from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
-from rm_optimizer.landscape.surface.results import Row
 from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import (
     BLUE,
@@ -25,6 +26,7 @@ from rm_optimizer.reporting.figures import (
 from rm_optimizer.reporting.landscape.spectrum import crossed_cells, matrix_title, named, spectrum_scalars
 from rm_optimizer.reporting.tables import Cell
 
+Row = dict[str, Any]
 _MOST_DRAWN = 10
 """Most of the largest eigenvalues to draw for each model."""
 _MOST_RANKS = 5
@@ -53,15 +55,26 @@ def plot_evolution(result: Evolution) -> Figure:
         f"{partial}n = {first.num_pairs:,} pairs; {first.num_parameters:,} {first.params} parameters; "
         f"{first.method}; bars: error bounds{_diamonds(first)}; seed {first.seed}{named(result.source)}"
     )
-    panels = {"eigenvalue": _draw_ends}
-    if any(spectrum.trace is not None for spectrum in result.spectra):
-        panels["trace"] = _draw_trace
-    if any(overlap is not None for overlap in result.overlaps):
-        panels["subspace overlap"] = _draw_overlap
+    rows = evolution_rows(result)
+    by_step = list({row["step"]: row for row in rows}.values())
+    traces, overlaps = (_known(by_step, column) for column in ("trace", "subspace_overlap"))
+    panels = {"eigenvalue": rows} | ({"trace": traces} if traces else {})
+    panels |= {"subspace overlap": overlaps} if overlaps else {}
     height, ratios = 1.4 + 1.9 * len(panels), (1,) * len(panels)
     figure, all_axes = new_figure(f"{matrix_title(first)} along the run", caption, ratios=ratios, height=height)
-    for axes, (label, draw) in zip(all_axes, panels.items(), strict=True):
-        draw(axes, result)
+    for axes, (label, part) in zip(all_axes, panels.items(), strict=True):
+        steps = _column(part, "step")
+        if label == "eigenvalue":
+            _draw_ends(axes, part)
+        elif label == "trace":
+            errors = _column(part, "trace_standard_error")
+            axes.curve(steps, _column(part, "trace"), "trace; bar: standard error", error=errors, color=SERIES[2])
+        else:
+            shares = _column(part, "subspace_overlap")
+            axes.curve(steps, shares, "with the step before", color=SERIES[4], marker="o", markersize=4)
+            axes.set_ylim(0, 1.02)
+        if label != "subspace overlap":
+            axes.guide(y=0.0, linewidth=0.8)
         axes.set_ylabel(label)
         draw_legend_beside(axes)
     all_axes[-1].set_xlabel("optimizer step")
@@ -72,19 +85,20 @@ def plot_evolution(result: Evolution) -> Figure:
 def evolution_rows(result: Evolution) -> list[Row]:
     """One row for each listed eigenvalue of each step, with the step's other numbers."""
     rows: list[Row] = []
-    for step, spectrum, overlap in _steps(result):
-        trace = spectrum.trace
+    for step, spectrum, overlap in zip(result.steps, result.spectra, result.overlaps, strict=True):
+        trace, count, last = spectrum.trace, min(_MOST_RANKS, spectrum.num_top), len(spectrum.eigenvalues) - 1
         of_step: Row = {
             "loss": spectrum.loss,
             "trace": None if trace is None else trace.value,
             "trace_standard_error": None if trace is None else trace.standard_error,
             "subspace_overlap": overlap,
         }
-        for end, rank, index in _ranks(spectrum):
-            crossed = spectrum.cross_fit.values[index : index + 1] if spectrum.cross_fit and end == "largest" else ()
+        places = [("largest", index + 1, index) for index in range(count)]
+        places += [("smallest", 1, last)] if spectrum.num_bottom and last >= count else []
+        for end, rank, index in places:
             row: Row = {"step": step, "end": end, "rank": rank, "eigenvalue": spectrum.eigenvalues[index]}
             row |= {"error_bound": spectrum.error_bounds[index], "converged": spectrum.converged[index]}
-            rows.append(row | crossed_cells(crossed[0] if crossed else None) | of_step)
+            rows.append(row | crossed_cells(_crossed(spectrum, index) if end == "largest" else None) | of_step)
     return rows
 
 
@@ -92,7 +106,7 @@ def evolution_table(result: Evolution) -> dict[str, Cell]:
     """Rows for `summary_table`: the ends of the spectrum at each step."""
     first = result.spectra[0]
     rows: dict[str, Cell] = {"matrix, method": f"{first.matrix}, {first.method}", "pairs": first.num_pairs}
-    for step, spectrum, overlap in _steps(result):
+    for step, spectrum, overlap in zip(result.steps, result.spectra, result.overlaps, strict=True):
         ends = [f"largest {_value(spectrum, 0)}"]
         if spectrum.num_bottom:
             ends.append(f"smallest {_value(spectrum, len(spectrum.eigenvalues) - 1)}")
@@ -115,16 +129,16 @@ def plot_between(result: BetweenModels) -> Figure:
         f"parameters; {first.method}; bars: error bounds{_diamonds(first)}; seed {first.seed}{named(result.source)}"
     )
     figure, (upper, lower) = new_figure("Between models", caption, ratios=(1, 1), shares_x=False)
-    width = 0.5 / max(1, len(result.spectra))
-    shown: list[float] = []
-    for index, spectrum in enumerate(result.spectra):
-        values = spectrum.eigenvalues[: min(spectrum.num_top, _MOST_DRAWN)]
-        crossed = spectrum.cross_fit.values[: len(values)] if spectrum.cross_fit else ()
-        rank, color = np.arange(1, len(values) + 1) + index * width, SERIES[index % len(SERIES)]
-        bounds = spectrum.error_bounds[: len(values)]
-        upper.curve(rank, values, result.names[index], error=bounds, color=color, linewidth=1.4)
-        upper.estimates(rank[: len(crossed)] + 0.08, crossed, color=color, marker="D", linestyle="none")
-        shown += values
+    width, rows = 0.5 / max(1, len(result.spectra)), between_rows(result)
+    for index, name in enumerate(result.names[: len(result.spectra)]):
+        part = [row for row in rows if row["model"] == name][:_MOST_DRAWN]
+        rank, crossed = _column(part, "rank") + index * width, _known(part, "cross_fitted")
+        color = SERIES[index % len(SERIES)]
+        upper.curve(
+            rank, _column(part, "eigenvalue"), name, error=_column(part, "error_bound"), color=color, linewidth=1.4
+        )
+        _draw_cross_fitted(upper, rank[: len(crossed)] + 0.08, crossed, color=color, linestyle="none")
+    shown = [point.y for point in upper.marks if point.y is not None]
     upper.set(xlabel="rank from the largest", ylabel="eigenvalue")
     if min(shown) > 0 and max(shown) > 20 * min(shown):
         upper.set_yscale("log")
@@ -159,14 +173,13 @@ def between_table(result: BetweenModels) -> dict[str, Cell]:
 
 def between_rows(result: BetweenModels) -> list[Row]:
     """One row for each of the largest eigenvalues of each model."""
-    rows: list[Row] = []
-    for name, spectrum in zip(result.names, result.spectra, strict=False):
-        crossed = spectrum.cross_fit.values if spectrum.cross_fit else ()
-        for index in range(spectrum.num_top):
-            estimate = crossed[index] if index < len(crossed) else None
-            row: Row = {"model": name, "rank": index + 1, "eigenvalue": spectrum.eigenvalues[index]}
-            rows.append(row | {"error_bound": spectrum.error_bounds[index]} | crossed_cells(estimate))
-    return rows
+    return [
+        {"model": name, "rank": index + 1, "eigenvalue": spectrum.eigenvalues[index]}
+        | {"error_bound": spectrum.error_bounds[index]}
+        | crossed_cells(_crossed(spectrum, index))
+        for name, spectrum in zip(result.names, result.spectra, strict=False)
+        for index in range(spectrum.num_top)
+    ]
 
 
 def between_scalars(result: BetweenModels) -> dict[str, float]:
@@ -201,16 +214,10 @@ def _diamonds(spectrum: HessianSpectrum) -> str:
     return "; diamonds: cross-fitted, with their 95 % intervals" if spectrum.cross_fit is not None else ""
 
 
-def _steps(result: Evolution) -> list[tuple[int, HessianSpectrum, float | None]]:
-    return list(zip(result.steps, result.spectra, result.overlaps, strict=True))
-
-
-def _ranks(spectrum: HessianSpectrum) -> list[tuple[str, int, int]]:
-    """End, rank and index of the largest eigenvalues, and of the smallest one if it is known."""
-    count = min(_MOST_RANKS, spectrum.num_top)
-    found = [("largest", index + 1, index) for index in range(count)]
-    last = len(spectrum.eigenvalues) - 1
-    return [*found, ("smallest", 1, last)] if spectrum.num_bottom and last >= count else found
+def _crossed(spectrum: HessianSpectrum, index: int) -> Estimate | None:
+    """One of the largest eigenvalues cross-fitted; None where it is not known."""
+    values = spectrum.cross_fit.values if spectrum.cross_fit else ()
+    return values[index] if index < len(values) else None
 
 
 def _value(spectrum: HessianSpectrum, index: int) -> str:
@@ -225,36 +232,30 @@ def _cross_fitted(spectrum: HessianSpectrum) -> list[str]:
     return [f"not cross-fitted: {spectrum.not_cross_fitted}"] if spectrum.not_cross_fitted else []
 
 
-def _draw_ends(axes: Panel, result: Evolution) -> None:
-    by_place: dict[tuple[str, int], list[tuple[int, float, float]]] = {}
-    for step, spectrum, _ in _steps(result):
-        for end, rank, index in _ranks(spectrum):
-            point = (step, spectrum.eigenvalues[index], spectrum.error_bounds[index])
-            by_place.setdefault((end, rank), []).append(point)
-    most = max((rank for end, rank in by_place if end == "largest"), default=0)
+def _draw_ends(axes: Panel, rows: Sequence[Row]) -> None:
+    most = max((row["rank"] for row in rows if row["end"] == "largest"), default=0)
     below = "largest 2" if most == 2 else f"largest 2 to {most}"
-    for (end, rank), points in by_place.items():
-        color = VERMILION if end == "smallest" else BLUE
-        fade = 1.0 if rank == 1 else 0.75 - 0.12 * rank
+    for end, rank in dict.fromkeys((row["end"], row["rank"]) for row in rows):
+        part = [row for row in rows if (row["end"], row["rank"]) == (end, rank)]
+        style = {"color": VERMILION if end == "smallest" else BLUE, "alpha": 1.0 if rank == 1 else 0.75 - 0.12 * rank}
         label = f"{end} 1" if rank == 1 else below if rank == 2 else None
-        steps, values, bounds = zip(*points, strict=True)
-        axes.curve(steps, values, label, error=bounds, color=color, alpha=fade)
-    crossed = [(step, each.cross_fit.values[0]) for step, each, _ in _steps(result) if each.cross_fit is not None]
-    if crossed:
-        steps, estimates = zip(*crossed, strict=True)
-        axes.estimates(steps, estimates, "largest 1, cross-fitted", color=ORANGE, marker="D", linewidth=1.2)
-    axes.guide(y=0.0, linewidth=0.8)
+        bounds = _column(part, "error_bound")
+        axes.curve(_column(part, "step"), _column(part, "eigenvalue"), label, error=bounds, **style)
+    crossed = [row for row in _known(rows, "cross_fitted") if row["rank"] == 1]
+    _draw_cross_fitted(axes, _column(crossed, "step"), crossed, "largest 1, cross-fitted", color=ORANGE, linewidth=1.2)
 
 
-def _draw_trace(axes: Panel, result: Evolution) -> None:
-    traces = [(step, trace) for step, each, _ in _steps(result) if (trace := each.trace) is not None]
-    errors = [trace.standard_error or math.nan for _, trace in traces]
-    values = [trace.value for _, trace in traces]
-    axes.curve([step for step, _ in traces], values, "trace; bar: standard error", error=errors, color=SERIES[2])
-    axes.guide(y=0.0, linewidth=0.8)
+def _draw_cross_fitted(
+    axes: Panel, places: np.ndarray, rows: Sequence[Row], label: str | None = None, **style: Any
+) -> None:
+    if rows:
+        value, low, high = (_column(rows, f"cross_fitted{end}") for end in ("", "_low", "_high"))
+        axes.curve(places, value, label, low=low, high=high, marker="D", **style)
 
 
-def _draw_overlap(axes: Panel, result: Evolution) -> None:
-    found = {step: overlap for step, _, overlap in _steps(result) if overlap is not None}
-    axes.curve([*found], [*found.values()], "with the step before", color=SERIES[4], marker="o", markersize=4)
-    axes.set_ylim(0, 1.02)
+def _known(rows: Sequence[Row], column: str) -> list[Row]:
+    return [row for row in rows if row[column] is not None]
+
+
+def _column(rows: Sequence[Row], name: str) -> np.ndarray:
+    return np.array([row[name] for row in rows], dtype=float)
