@@ -28,8 +28,10 @@ from rm_optimizer.reporting.landscape.spectrum import (
     plot_density,
     plot_spectrum,
     plot_training_curvature,
+    spectrum_rows,
 )
 from rm_optimizer.reporting.landscape.surfaces import plot_contour, plot_slices, plot_surface, plot_trajectory
+from tests.landscape.test_quantities import spectrum
 
 MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)
 STEPS = (-1.0, -0.5, 0.0, 0.5, 1.0)
@@ -159,11 +161,23 @@ def test_layers_show_every_block_with_its_errors():
     assert "0.7 ± 0.2" in {text.get_text() for text in beside.texts}
 
 
+def rows_of(values, bounds, ends, crossed=()):  # type: ignore[no-untyped-def]
+    count = len(values)
+    found = replace(
+        spectrum(tuple(map(float, values)), ends=ends, is_exhaustive=False),
+        error_bounds=tuple(bounds),
+        residuals=tuple(bounds),
+        converged=(True,) * count,
+        cross_fit=CrossFit(tuple(crossed), None, None, (), 0),
+    )
+    return spectrum_rows(found)
+
+
 def test_the_whole_interval_of_a_single_eigenvalue_is_shown_beside_the_inset():
     crossed = (Estimate(29.0, 20.0, 64, -9.0, 73.0),)
     tops = (TopOfSamples(128.0, (70.0, 73.0)), TopOfSamples(256.0, (59.0,)))
     words = {"title": "Hessian", "caption": "n = 256 pairs"}
-    axes = plot_spectrum((59.0,), (0.1,), **words, places=places_of(1, 0, 1), cross_fitted=crossed, by_num_pairs=tops)
+    axes = plot_spectrum(rows_of((59.0,), (0.1,), (1, 0), crossed), **words, by_num_pairs=tops)
     low, high = axes.axes[0].get_ylim()
     assert low < -9.0 < 73.0 < high
     left, right = axes.axes[0].get_xlim()
@@ -175,7 +189,7 @@ def test_a_spectrum_shows_both_signs_with_bounds_and_cross_fitted_values():
     crossed = (Estimate(3.0, 1.0, 64, 1.0, 4.0),)
     tops = (TopOfSamples(16.0, (9.0, 7.0)), TopOfSamples(32.0, (6.0,)), TopOfSamples(64.0, (5.0,)))
     words = {"title": "Hessian", "caption": "n = 64 pairs"}
-    figure = plot_spectrum(values, bounds, **words, places=places_of(2, 2, 4), cross_fitted=crossed, by_num_pairs=tops)
+    figure = plot_spectrum(rows_of(values, bounds, (2, 2), crossed), **words, by_num_pairs=tops)
     axes = figure.axes[0]
     assert [tick.get_text() for tick in axes.get_xticklabels()] == ["1", "2", "2", "1"]
     assert axes.get_xlabel() == "rank from the largest | from the smallest"
@@ -219,13 +233,12 @@ def test_a_density_is_logarithmic_integrates_to_one_and_marks_what_was_computed(
     ],
 )
 def test_an_eigenvalue_is_counted_from_the_nearer_end_that_is_known(num_top, num_bottom, expected):
-    assert ", ".join(f"{place.end} {place.rank}" for place in places_of(num_top, num_bottom, 3)) == expected
+    assert ", ".join(f"{place['end']} {place['rank']}" for place in places_of(num_top, num_bottom, 3)) == expected
 
 
 def test_many_ranks_are_thinned_out_from_each_end():
     values = [*range(20, 0, -1), *range(-1, -21, -1)]
-    places = places_of(20, 20, 40)
-    figure = plot_spectrum(values, [0.1] * 40, title="Hessian", caption="n = 64 pairs", places=places)
+    figure = plot_spectrum(rows_of(values, [0.1] * 40, (20, 20)), title="Hessian", caption="n = 64 pairs")
     shown = [tick.get_text() for tick in figure.axes[0].get_xticklabels()]
     assert shown == ["1", "5", "10", "15", "20", "15", "10", "5", "1"]
 

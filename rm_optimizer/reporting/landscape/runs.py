@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-import numpy as np
 from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.estimate import Estimate
@@ -23,10 +21,18 @@ from rm_optimizer.reporting.figures import (
     draw_legend_beside,
     new_figure,
 )
-from rm_optimizer.reporting.landscape.spectrum import crossed_cells, matrix_title, named, spectrum_scalars
+from rm_optimizer.reporting.landscape.spectrum import (
+    Row,
+    column,
+    crossed_cells,
+    draw_cross_fitted,
+    known,
+    matrix_title,
+    named,
+    spectrum_scalars,
+)
 from rm_optimizer.reporting.tables import Cell
 
-Row = dict[str, Any]
 _MOST_DRAWN = 10
 """Most of the largest eigenvalues to draw for each model."""
 _MOST_RANKS = 5
@@ -57,20 +63,20 @@ def plot_evolution(result: Evolution) -> Figure:
     )
     rows = evolution_rows(result)
     by_step = list({row["step"]: row for row in rows}.values())
-    traces, overlaps = (_known(by_step, column) for column in ("trace", "subspace_overlap"))
+    traces, overlaps = (known(by_step, column) for column in ("trace", "subspace_overlap"))
     panels = {"eigenvalue": rows} | ({"trace": traces} if traces else {})
     panels |= {"subspace overlap": overlaps} if overlaps else {}
     height, ratios = 1.4 + 1.9 * len(panels), (1,) * len(panels)
     figure, all_axes = new_figure(f"{matrix_title(first)} along the run", caption, ratios=ratios, height=height)
     for axes, (label, part) in zip(all_axes, panels.items(), strict=True):
-        steps = _column(part, "step")
+        steps = column(part, "step")
         if label == "eigenvalue":
             _draw_ends(axes, part)
         elif label == "trace":
-            errors = _column(part, "trace_standard_error")
-            axes.curve(steps, _column(part, "trace"), "trace; bar: standard error", error=errors, color=SERIES[2])
+            errors = column(part, "trace_standard_error")
+            axes.curve(steps, column(part, "trace"), "trace; bar: standard error", error=errors, color=SERIES[2])
         else:
-            shares = _column(part, "subspace_overlap")
+            shares = column(part, "subspace_overlap")
             axes.curve(steps, shares, "with the step before", color=SERIES[4], marker="o", markersize=4)
             axes.set_ylim(0, 1.02)
         if label != "subspace overlap":
@@ -132,12 +138,12 @@ def plot_between(result: BetweenModels) -> Figure:
     width, rows = 0.5 / max(1, len(result.spectra)), between_rows(result)
     for index, name in enumerate(result.names[: len(result.spectra)]):
         part = [row for row in rows if row["model"] == name][:_MOST_DRAWN]
-        rank, crossed = _column(part, "rank") + index * width, _known(part, "cross_fitted")
+        rank = column(part, "rank") + index * width
         color = SERIES[index % len(SERIES)]
         upper.curve(
-            rank, _column(part, "eigenvalue"), name, error=_column(part, "error_bound"), color=color, linewidth=1.4
+            rank, column(part, "eigenvalue"), name, error=column(part, "error_bound"), color=color, linewidth=1.4
         )
-        _draw_cross_fitted(upper, rank[: len(crossed)] + 0.08, crossed, color=color, linestyle="none")
+        draw_cross_fitted(upper, rank + 0.08, part, color=color, linestyle="none")
     shown = [point.y for point in upper.marks if point.y is not None]
     upper.set(xlabel="rank from the largest", ylabel="eigenvalue")
     if min(shown) > 0 and max(shown) > 20 * min(shown):
@@ -239,23 +245,7 @@ def _draw_ends(axes: Panel, rows: Sequence[Row]) -> None:
         part = [row for row in rows if (row["end"], row["rank"]) == (end, rank)]
         style = {"color": VERMILION if end == "smallest" else BLUE, "alpha": 1.0 if rank == 1 else 0.75 - 0.12 * rank}
         label = f"{end} 1" if rank == 1 else below if rank == 2 else None
-        bounds = _column(part, "error_bound")
-        axes.curve(_column(part, "step"), _column(part, "eigenvalue"), label, error=bounds, **style)
-    crossed = [row for row in _known(rows, "cross_fitted") if row["rank"] == 1]
-    _draw_cross_fitted(axes, _column(crossed, "step"), crossed, "largest 1, cross-fitted", color=ORANGE, linewidth=1.2)
-
-
-def _draw_cross_fitted(
-    axes: Panel, places: np.ndarray, rows: Sequence[Row], label: str | None = None, **style: Any
-) -> None:
-    if rows:
-        value, low, high = (_column(rows, f"cross_fitted{end}") for end in ("", "_low", "_high"))
-        axes.curve(places, value, label, low=low, high=high, marker="D", **style)
-
-
-def _known(rows: Sequence[Row], column: str) -> list[Row]:
-    return [row for row in rows if row[column] is not None]
-
-
-def _column(rows: Sequence[Row], name: str) -> np.ndarray:
-    return np.array([row[name] for row in rows], dtype=float)
+        bounds = column(part, "error_bound")
+        axes.curve(column(part, "step"), column(part, "eigenvalue"), label, error=bounds, **style)
+    crossed = [row for row in known(rows, "cross_fitted") if row["rank"] == 1]
+    draw_cross_fitted(axes, column(crossed, "step"), crossed, "largest 1, cross-fitted", color=ORANGE, linewidth=1.2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -19,7 +18,6 @@ from rm_optimizer.landscape.estimates.density import SPREAD, DensityCurve, densi
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.quantities import Quantity, summarize
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
-from rm_optimizer.landscape.surface.results import Row
 from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import (
     BLUE,
@@ -40,6 +38,7 @@ from rm_optimizer.reporting.tables import Cell
 CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
 SHARPNESS, LIMIT = "curvature_preconditioned_sharpness", "curvature_stability_limit"
 """Columns of `metrics.csv` in a run with `training.hessian.enabled`."""
+Row = dict[str, Any]
 _FEW = 3
 """Number of eigenvalues up to which the inset needs extra room."""
 _MOST_BELOW = 3
@@ -48,25 +47,8 @@ _SHOWN = 10
 """Number of eigenvalues that the table lists from each end."""
 
 
-_CROSSED: Mapping[str, Any] = {"color": ORANGE, "marker": "D", "linestyle": "none", "elinewidth": 2.0}
-"""Style of cross-fitted values."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Position of an eigenvalue in the whole spectrum.
-
-    Args:
-        end: `largest` or `smallest`.
-        rank: rank counted from that end, from 1.
-    """
-
-    end: str
-    rank: int
-
-
-def places_of(num_top: int, num_bottom: int, count: int) -> tuple[Place, ...]:
-    """Places of eigenvalues in descending order, each counted from the nearer end from which its rank is known.
+def places_of(num_top: int, num_bottom: int, count: int) -> list[Row]:
+    """End and rank of eigenvalues in descending order, each counted from the nearer end from which its rank is known.
 
     Args:
         num_top: number of the first that are the largest of all.
@@ -74,38 +56,46 @@ def places_of(num_top: int, num_bottom: int, count: int) -> tuple[Place, ...]:
         count: number of eigenvalues.
 
     Example:
-        >>> [f"{place.end} {place.rank}" for place in places_of(2, 1, 3)]
+        >>> [f"{place['end']} {place['rank']}" for place in places_of(2, 1, 3)]
         ['largest 1', 'largest 2', 'smallest 1']
     """
     from_top = min(num_top, max(count - num_bottom, (count + 1) // 2))
-    return tuple(
-        Place("largest", index + 1) if index < from_top else Place("smallest", count - index) for index in range(count)
+    top = [{"end": "largest", "rank": index + 1} for index in range(from_top)]
+    return [*top, *({"end": "smallest", "rank": count - index} for index in range(from_top, count))]
+
+
+def spectrum_rows(result: HessianSpectrum) -> list[Row]:
+    """One row for each eigenvalue: end and rank, residual, error bound, and the cross-fitted value."""
+    crossed = () if result.cross_fit is None else result.cross_fit.values
+    columns = zip(
+        places_of(result.num_top, result.num_bottom, len(result.eigenvalues)),
+        result.eigenvalues,
+        result.residuals,
+        result.error_bounds,
+        result.converged,
+        strict=True,
     )
+    return [
+        place
+        | {"eigenvalue": value, "residual": residual, "error_bound": bound, "converged": is_done}
+        | (crossed_cells(crossed[index]) if index < len(crossed) else {})
+        for index, (place, value, residual, bound, is_done) in enumerate(columns)
+    ]
 
 
 def plot_spectrum(
-    values: Sequence[float],
-    errors: Sequence[float],
-    *,
-    title: str,
-    caption: str,
-    places: Sequence[Place],
-    cross_fitted: Sequence[Estimate] = (),
-    by_num_pairs: Sequence[TopOfSamples] = (),
+    rows: Sequence[Row], *, title: str, caption: str, by_num_pairs: Sequence[TopOfSamples] = ()
 ) -> Figure:
     """Eigenvalues by rank, positive and negative ones in different colors, with error bars.
 
     Args:
-        values: eigenvalues, descending.
-        errors: bound on the error of each.
-        places: place of each eigenvalue: the end of the spectrum to count from, and the rank from there.
+        rows: the eigenvalues, descending, as from `spectrum_rows`.
         title: name of the matrix.
         caption: pairs, parameters, seed.
-        cross_fitted: the first eigenvalues cross-fitted, with their interval over pairs.
         by_num_pairs: largest eigenvalue of samples of the pairs, for the inset.
     """
     figure, (axes,) = new_figure(title, caption)
-    heights, bars = np.asarray(values, dtype=float), np.asarray(errors, dtype=float)
+    heights, bars = column(rows, "eigenvalue"), column(rows, "error_bound")
     rank = np.arange(1, len(heights) + 1)
     for members, color, word in ((heights >= 0, BLUE, "positive"), (heights < 0, VERMILION, "negative")):
         if members.any():
@@ -114,18 +104,16 @@ def plot_spectrum(
                 rank[members], heights[members], f"{word}; bar: error bound", error=bars[members],
                 color=color, markersize=5, linestyle="none", capsize=3,
             )  # fmt: skip
-    if known := [
-        (place, each) for place, each in enumerate(cross_fitted, start=1) if None not in (each.low, each.high)
-    ]:
-        places_beside, shown = [place + 0.25 for place, _ in known], [each for _, each in known]
-        axes.estimates(places_beside, shown, "cross-fitted; bar: 95 % over pairs", **_CROSSED)
+    draw_cross_fitted(axes, rank + 0.25, rows, "cross-fitted; bar: 95 % over pairs", linestyle="none", elinewidth=2.0)
     axes.guide(y=0.0)
-    axes.set_yscale("symlog", linthresh=_linear_below(heights))
+    linear_below = _linear_below(heights)
+    axes.set_yscale("symlog", linthresh=linear_below)
     has_inset = len(by_num_pairs) > 1
     room = 1.9 if has_inset and len(heights) <= _FEW else 0.7
-    axes.set(ylabel=f"eigenvalue (log; linear below {_linear_below(heights):.2g})", xlim=(0.3, len(heights) + room))
-    _draw_places(axes, places)
-    ends = [*heights, *(end for item in cross_fitted for end in (item.low, item.high) if end is not None)]
+    axes.set(ylabel=f"eigenvalue (log; linear below {linear_below:.2g})", xlim=(0.3, len(heights) + room))
+    _draw_places(axes, rows)
+    crossed = known(rows, "cross_fitted_high")
+    ends = [*heights, *column(crossed, "cross_fitted_low"), *column(crossed, "cross_fitted_high")]
     lowest, highest = float(min(ends)), float(max(ends))
     axes.set_ylim(2.5 * lowest if lowest < 0 else 0.0, 2.5 * highest if highest > 0 else 0.0)
     draw_legend(axes)
@@ -160,10 +148,10 @@ def plot_density(
                 members, np.full(len(members), 2 * floor), label,
                 color=color, marker="|", markersize=11, markeredgewidth=1.4, linestyle="none",
             )  # fmt: skip
-    if known := [each for each in cross_fitted[:_MOST_BELOW] if None not in (each.low, each.high)]:
-        heights = 5 * floor * 2.0 ** np.arange(len(known))
-        label = f"the largest {len(known)} cross-fitted, from below; 95 % over pairs"
-        axes.estimates_across(known, heights, label, **_CROSSED)
+    if whole := [each for each in cross_fitted[:_MOST_BELOW] if None not in (each.low, each.high)]:
+        heights = 5 * floor * 2.0 ** np.arange(len(whole))
+        label = f"the largest {len(whole)} cross-fitted, from below; 95 % over pairs"
+        axes.estimates_across(whole, heights, label, color=ORANGE, marker="D", linestyle="none", elinewidth=2.0)
     axes.set_yscale("log")
     axes.set(xlabel="eigenvalue of this sample", ylabel="share of eigenvalues per unit", ylim=(floor, 3 * highest))
     draw_legend_below(axes)
@@ -228,35 +216,21 @@ def named(source: str) -> str:
 
 def spectrum_drawings(result: HessianSpectrum) -> list[Drawing]:
     """The eigenvalues, and the density if it was estimated."""
-    matrix, crossed, places = matrix_title(result), _cross_fitted(result), _places(result)
+    matrix, rows = matrix_title(result), spectrum_rows(result)
     partial = "PARTIAL, interrupted; " if result.status == SpectrumStatus.interrupted else ""
     effort = f"{result.method}, {result.num_products:,} products" if result.num_products else result.method
     caption = (
         f"{partial}n = {result.num_pairs:,} pairs; {result.num_parameters:,} {result.params} parameters; "
         f"{effort}; seed {result.seed}; loss {result.loss:.4f}{named(result.source)}"
     )
-    figure = plot_spectrum(
-        result.eigenvalues,
-        result.error_bounds,
-        title=f"{matrix}: eigenvalues",
-        caption=caption,
-        places=places,
-        cross_fitted=crossed,
-        by_num_pairs=result.cross_fit.by_num_pairs if result.cross_fit else (),
-    )
-    columns = zip(places, result.eigenvalues, result.residuals, result.error_bounds, result.converged, strict=True)
-    rows: list[Row] = [
-        {**vars(place), "eigenvalue": value, "residual": residual, "error_bound": bound, "converged": done}
-        for place, value, residual, bound, done in columns
-    ]
-    for row, estimate in zip(rows, crossed, strict=False):
-        row |= crossed_cells(estimate)
+    tops = result.cross_fit.by_num_pairs if result.cross_fit else ()
+    figure = plot_spectrum(rows, title=f"{matrix}: eigenvalues", caption=caption, by_num_pairs=tops)
     found = [Drawing("spectrum", figure, f"{matrix}: eigenvalues at both ends, with error bounds", rows)]
     if (density := result.density) is not None:
         curve, steps = density_curve(density), max(map(len, density.nodes), default=0)
         probes = f"{len(density.nodes)} probes of {steps} steps, {SPREAD}; {caption}"
         title = f"{matrix}: spectral density"
-        figure = plot_density(curve, top=density.exact, title=title, caption=probes, cross_fitted=crossed)
+        figure = plot_density(curve, top=density.exact, title=title, caption=probes, cross_fitted=_cross_fitted(result))
         points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
         rows = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in points]
         found.append(Drawing("density", figure, f"{matrix}: density of the eigenvalues", rows))
@@ -278,16 +252,37 @@ def spectrum_scalars(spectrum: HessianSpectrum) -> dict[str, float]:
     return found | ({"eigenvalue_cross_fitted": crossed.values[0].value} if crossed else {})
 
 
-def _draw_places(axes: Panel, places: Sequence[Place]) -> None:
+def column(rows: Sequence[Row], name: str) -> np.ndarray:
+    """The numbers of a column."""
+    return np.array([row[name] for row in rows], dtype=float)
+
+
+def known(rows: Sequence[Row], name: str) -> list[Row]:
+    """The rows that have a value in a column."""
+    return [row for row in rows if row.get(name) is not None]
+
+
+def draw_cross_fitted(
+    axes: Panel, places: np.ndarray, rows: Sequence[Row], label: str | None = None, **style: Any
+) -> None:
+    """Draw the cross-fitted values of rows with their intervals, at the place of each row."""
+    whole = known(rows, "cross_fitted")
+    if whole:
+        has_value = [row.get("cross_fitted") is not None for row in rows]
+        value, low, high = (column(whole, f"cross_fitted{end}") for end in ("", "_low", "_high"))
+        axes.curve(places[has_value], value, label, low=low, high=high, **{"color": ORANGE, "marker": "D", **style})
+
+
+def _draw_places(axes: Panel, places: Sequence[Row]) -> None:
     """Label the axis with ranks from either end, and draw a line between the two ends."""
     step = next(step for step in (1, 5, 10, 50, 100, len(places)) if len(places) <= 14 * step)
-    shown = [index for index, place in enumerate(places) if place.rank == 1 or place.rank % step == 0]
+    shown = [index for index, place in enumerate(places) if place["rank"] == 1 or place["rank"] % step == 0]
     least = len(places) / 25
     shown = [index for i, index in enumerate(shown) if i == 0 or index - shown[i - 1] >= least]
-    axes.set_xticks([index + 1 for index in shown], [str(places[index].rank) for index in shown])
-    ends = list(dict.fromkeys(place.end for place in places))
+    axes.set_xticks([index + 1 for index in shown], [str(places[index]["rank"]) for index in shown])
+    ends = list(dict.fromkeys(place["end"] for place in places))
     for after, (before, place) in enumerate(pairwise(places), start=1):
-        if before.end != place.end:
+        if before["end"] != place["end"]:
             axes.guide(x=after + 0.5, linestyle=(0, (4, 3)))
     axes.set_xlabel("rank from the " + " | from the ".join(ends))
 
@@ -339,9 +334,8 @@ def _linear_below(values: np.ndarray) -> float:
     return float(magnitudes[magnitudes > 1e-4 * largest].min(initial=largest))
 
 
-def _origin_rows(found: CurvatureByPair, first: Place) -> dict[str, Cell]:
-    """Shares of the groups and of the pairs with the largest shares in the first listed eigenvalue, named `first`."""
-    place = f"{first.end} {first.rank}"
+def _origin_rows(found: CurvatureByPair, place: str) -> dict[str, Cell]:
+    """Shares of the groups and of the pairs with the largest shares in the first listed eigenvalue, at a place."""
     rows: dict[str, Cell] = {}
     for group in found.groups:
         own = f"; its own largest {group.eigenvalues[0]:.4g}" if group.eigenvalues else ""
@@ -352,10 +346,6 @@ def _origin_rows(found: CurvatureByPair, first: Place) -> dict[str, Cell]:
         text = f"{each.share:.1%}, curvature {each.curvature:.3g}: {each.pair.pair_id}{groups}; {each.pair.prompt!r}"
         rows[f"pair {rank} by share of {place}"] = text
     return rows
-
-
-def _places(result: HessianSpectrum) -> tuple[Place, ...]:
-    return places_of(result.num_top, result.num_bottom, len(result.eigenvalues))
 
 
 def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
@@ -369,11 +359,16 @@ def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
     }
     if result.num_products:
         rows["products"] = f"{result.num_products:,} ({result.product})"
-    for index, (place, value) in enumerate(zip(_places(result), result.eigenvalues, strict=True)):
-        if min(index, len(result.eigenvalues) - 1 - index) < _SHOWN:
-            rows[f"{place.end} {place.rank}"] = _eigenvalue(result, index, value)
+    eigenvalues = spectrum_rows(result)
+    for index, each in enumerate(eigenvalues):
+        if min(index, len(eigenvalues) - 1 - index) < _SHOWN:
+            done = "" if each["converged"] else " (not converged)"
+            crossed_too = f"; cross-fitted {each['cross_fitted']:.3g}" if "cross_fitted" in each else ""
+            rows[f"{each['end']} {each['rank']}"] = (
+                f"{each['eigenvalue']:.5g} ± {each['error_bound']:.1g}{done}{crossed_too}"
+            )
         elif index == _SHOWN:
-            rows["…"] = f"{len(result.eigenvalues) - 2 * _SHOWN:,} more in the JSON"
+            rows["…"] = f"{len(eigenvalues) - 2 * _SHOWN:,} more in the JSON"
     if result.num_overlooked is not None:
         rows["copies and close pairs"] = f"{result.num_overlooked or 'none'} found beside the iteration"
     if result.not_cross_fitted:
@@ -384,7 +379,7 @@ def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
         tops = (f"{fmean(sample.values):.3g} from {sample.num_pairs:.0f} pairs" for sample in crossed.by_num_pairs)
         rows["largest 1 by number of pairs"] = ", ".join(tops)
     if result.by_pair is not None:
-        rows |= _origin_rows(result.by_pair, _places(result)[0])
+        rows |= _origin_rows(result.by_pair, f"{eigenvalues[0]['end']} {eigenvalues[0]['rank']}")
     rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
     if result.geometry is not None:
         rows |= _geometry_rows(result.geometry)
@@ -421,12 +416,6 @@ def _quantity(quantity: Quantity) -> str:
     ends = {f"{end:.4g}" for end in (estimate.low, estimate.high) if end is not None}
     is_known = estimate.standard_error == 0 or ends == {f"{estimate.value:.4g}"}
     return (f"{estimate.value:.4g}" if is_known else f"{estimate:.4g}") + note
-
-
-def _eigenvalue(result: HessianSpectrum, index: int, value: float) -> str:
-    text = f"{value:.5g} ± {result.error_bounds[index]:.1g}" + ("" if result.converged[index] else " (not converged)")
-    crossed = _cross_fitted(result)
-    return f"{text}; cross-fitted {crossed[index]:.3g}" if index < len(crossed) else text
 
 
 def _cross_fitted(result: HessianSpectrum) -> tuple[Estimate, ...]:
