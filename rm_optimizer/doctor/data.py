@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping
+from functools import partial
 
 from rm_optimizer.core.metrics.intervals import wilson_interval
 from rm_optimizer.core.pairs.overlap import TrainedPairs, folded_words
 from rm_optimizer.core.pairs.pair import Prompt, as_messages
-from rm_optimizer.core.tokens.audit import DataAudit, SplitAudit, audit_pairs
+from rm_optimizer.core.tokens.audit import DataAudit, audit_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
@@ -89,32 +90,8 @@ def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | 
     return judged("unseen_pairs", *verdict, otherwise=Status.warn, details=details)
 
 
-def audit_checks(audit: DataAudit) -> list[Check]:
-    """Checks of the audited pairs; the worst data set decides, and the details contain all of them."""
-    both_orders = "keep one order, or give the pair a label between 0 and 1"
-    held = ", ".join(
-        list(dict.fromkeys(token for split in audit.splits.values() for token in split.control_tokens))[:5]
-    )
-    as_text = f"{held} are read as if a template had written them; give rendered prompts as messages, and clean texts"
-    balance = "compare the model with this baseline, and balance lengths or add a length penalty"
-    marked = "a model can learn this word in place of the preference, so remove it from the texts, or balance it"
-    alike = "they are equal after truncation, so training drops them: raise max_length"
-    unread_end = "raise max_length, as the end of a response is not read"
-    return [
-        _worst_share("repeated_pairs", audit, "num_duplicates", MOST_REPEATS, "remove the copies"),
-        _worst_share("contradictions", audit, "num_contradictions", MOST_CONTRADICTIONS, both_orders),
-        _worst_share("truncation_rate", audit, "num_truncated", MOST_TRUNCATED, "raise max_length if it fits"),
-        _worst_share("response_truncation", audit, "num_response_cut", MOST_RESPONSES_CUT, unread_end),
-        _worst_share("blank_differences", audit, "num_blank_only", MOST_REPEATS, "remove these pairs"),
-        _worst_share("control_tokens", audit, "num_control_tokens", 0.0, as_text),
-        _worst_share("identical_pairs", audit, "num_identical", 0.0, alike, fails_above=MOST_IDENTICAL),
-        _rule(audit, "longer_wins", lambda split: "the longer response", LENGTH_BIAS, balance),
-        _rule(audit, "marker_wins", lambda split: f"the response {split.marker}", MARKER_BIAS, marked),
-    ]
-
-
 def _worst_share(
-    name: str, audit: DataAudit, count: str, most: float, remedy: str, *, fails_above: float = 1.0
+    name: str, audit: DataAudit, *, count: str, most: float, remedy: str, fails_above: float = 1.0
 ) -> Check:
     """Check that a count of `SplitAudit`, as a share of the pairs, is small in every data set."""
     shares = {where: float(getattr(split, count)) / max(1, split.num_pairs) for where, split in audit.splits.items()}
@@ -124,7 +101,14 @@ def _worst_share(
     return judged(name, *verdict, otherwise=Status.fail if share > fails_above else Status.warn, details=shares)
 
 
-def _rule(audit: DataAudit, name: str, rule: Callable[[SplitAudit], str], limit: float, remedy: str) -> Check:
+def _control_tokens(name: str, audit: DataAudit) -> Check:
+    tokens = dict.fromkeys(token for split in audit.splits.values() for token in split.control_tokens)
+    as_text = "are read as if a template had written them; give rendered prompts as messages, and clean texts"
+    remedy = f"{', '.join(list(tokens)[:5])} {as_text}"
+    return _worst_share(name, audit, count="num_control_tokens", most=0.0, remedy=remedy)
+
+
+def _rule(name: str, audit: DataAudit, *, rule: str, limit: float, remedy: str) -> Check:
     """Check that a trivial rule, whose accuracy is the field `name` of an audit, does not predict the labels."""
     expected = f"below {limit:g}, or not above {limit - 0.1:g} beyond its interval"
     found = {where: getattr(split, name) for where, split in audit.splits.items() if getattr(split, name).num_samples}
@@ -132,11 +116,56 @@ def _rule(audit: DataAudit, name: str, rule: Callable[[SplitAudit], str], limit:
         return skipped(name, expected, "no pair has a better response")
     where, worst = max(found.items(), key=lambda item: float(item[1].value))
     low, high = wilson_interval(worst.value, worst.num_samples)
-    good = f'"{rule(audit.splits[where])} wins" is right on {worst.value:.1%} of the pairs of {where}'
+    chosen = rule.format(split=audit.splits[where])
+    good = f'"the {chosen} wins" is right on {worst.value:.1%} of the pairs of {where}'
     details = {"low": low, "high": high} | {where: estimate.value for where, estimate in found.items()}
     is_good = worst.value < limit or low <= limit - 0.1
     verdict = (is_good, worst.value, "accuracy", expected, good, f"{good}; {remedy}")
     return judged(name, *verdict, otherwise=Status.warn, details=details)
+
+
+_SHARES = {
+    "repeated_pairs": ("num_duplicates", MOST_REPEATS, "remove the copies"),
+    "contradictions": (
+        "num_contradictions",
+        MOST_CONTRADICTIONS,
+        "keep one order, or give the pair a label between 0 and 1",
+    ),
+    "truncation_rate": ("num_truncated", MOST_TRUNCATED, "raise max_length if it fits"),
+    "response_truncation": (
+        "num_response_cut",
+        MOST_RESPONSES_CUT,
+        "raise max_length, as the end of a response is not read",
+    ),
+    "blank_differences": ("num_blank_only", MOST_REPEATS, "remove these pairs"),
+}
+AUDITED: dict[str, Callable[..., Check]] = {
+    **{
+        name: partial(_worst_share, count=count, most=most, remedy=remedy)
+        for name, (count, most, remedy) in _SHARES.items()
+    },
+    "control_tokens": _control_tokens,
+    "identical_pairs": partial(
+        _worst_share,
+        count="num_identical",
+        most=0.0,
+        remedy="they are equal after truncation, so training drops them: raise max_length",
+        fails_above=MOST_IDENTICAL,
+    ),
+    "longer_wins": partial(
+        _rule,
+        rule="longer response",
+        limit=LENGTH_BIAS,
+        remedy="compare the model with this baseline, and balance lengths or add a length penalty",
+    ),
+    "marker_wins": partial(
+        _rule,
+        rule="response {split.marker}",
+        limit=MARKER_BIAS,
+        remedy="a model can learn this word in place of the preference, so remove it from the texts, or balance it",
+    ),
+}
+"""Checks of the audited pairs; the worst data set decides, and the details contain all of them."""
 
 
 def labels(data: Mapping[str, PreferenceDataset]) -> Check:

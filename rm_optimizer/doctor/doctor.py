@@ -3,39 +3,57 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
+from inspect import signature
+from typing import Literal, get_args
 
 import numpy as np
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.overlap import TrainedPairs
+from rm_optimizer.core.tokens.audit import DataAudit
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor import data as doctor_data
 from rm_optimizer.doctor import head as doctor_head
-from rm_optimizer.doctor import label_signal
 from rm_optimizer.doctor import model as doctor_model
 from rm_optimizer.doctor import rewards as doctor_rewards
 from rm_optimizer.doctor import text as doctor_text
 from rm_optimizer.doctor.diagnosis import Check, Diagnosis, Status, skipped
+from rm_optimizer.doctor.label_signal import label_checks
 from rm_optimizer.doctor.probe_conversations import padded_rewards, probe_ids, running
 from rm_optimizer.errors import DataError
 
-Stage = tuple[str, Callable[[], Iterable[Check]]]
-"""Description of a stage, and the function that returns its checks."""
+Needs = Literal["files", "model", "pairs", "rewards", "trained rewards"]
+"""Needs of a check: the model's files, finite weights, pairs, finite rewards of pairs, or rewards of a trained head."""
 
-_LEARNED = ("label_agreement", "calibration", "label_groups", "beats_length", "reward_length")
-_NEEDS_REWARDS = (*_LEARNED, "prompt_only", "label_signal", "label_shuffle")
-_NEEDS_WEIGHTS = (
-    *("head_init", "adapter_trained", "head_dtype", "head_trainable", "padding", "plain_forward", "batch"),
-    *("prefix_sharing", "dropout", "attention_kernel", "save_reload", "reward_spread", *_NEEDS_REWARDS),
-)
-_NEEDS_DATA = (
-    *("split_leakage", "unseen_pairs", "labels", "margins", "repeated_pairs", "contradictions", "truncation_rate"),
-    *("response_truncation", "blank_differences", "control_tokens", "identical_pairs", "longer_wins", "marker_wins"),
-    *_NEEDS_REWARDS,
-)
+_BUILT_IN: dict[Needs, tuple[Callable[..., Check], ...]] = {
+    "files": (
+        *(doctor_text.pad_token, doctor_text.tokenizer_file, doctor_text.special_tokens, doctor_text.template_date),
+        *(doctor_text.rendered_together, doctor_text.truncation, doctor_head.single_label, doctor_head.raw_reward),
+    ),
+    "model": (
+        *(doctor_head.head_init, doctor_head.adapter_trained, doctor_head.head_dtype, doctor_head.head_trainable),
+        *(doctor_model.padding, doctor_model.plain_forward, doctor_model.batch, doctor_model.prefix_sharing),
+        *(doctor_model.dropout, doctor_model.attention_kernel, doctor_model.save_reload),
+        doctor_rewards.reward_spread,
+    ),
+    "pairs": (doctor_data.split_leakage, doctor_data.unseen_pairs, doctor_data.labels, doctor_data.margins),
+    "rewards": (doctor_rewards.prompt_only,),
+    "trained rewards": (
+        *(doctor_rewards.label_agreement, doctor_rewards.calibration, doctor_rewards.label_groups),
+        *(doctor_rewards.beats_length, doctor_rewards.reward_length),
+    ),
+}
+CHECKS: dict[str, tuple[Needs, Callable[..., Check]]] = {
+    "finite_weights": ("files", lambda finite: finite),
+    **{check.__name__: (needs, check) for needs, checks in _BUILT_IN.items() for check in checks},
+    **{name: ("pairs", check) for name, check in doctor_data.AUDITED.items()},
+    "label_signal": ("rewards", lambda label_checks: label_checks[0]),
+    "label_shuffle": ("rewards", lambda label_checks: label_checks[1]),
+}
+"""Needs and function of each check. A function's parameters are named like the attributes of `Examination`."""
 
 
 def diagnose(
@@ -63,7 +81,7 @@ def diagnose(
         max_pairs: most pairs, over all data sets, whose rewards are computed.
         max_audited_pairs: approximate number of pairs of each data set whose tokens are counted.
         token_budget: most tokens of one pass over pairs, padding included.
-        on_stage: function called with the description of the next stage, the number of stages done and of all stages.
+        on_stage: function called with the name of the next check, the number of checks done and of all checks.
 
     Raises:
         TypeError: if the model is no `BradleyTerryRM`.
@@ -75,28 +93,35 @@ def diagnose(
     for name, dataset in data.items():
         if not len(dataset):
             raise DataError(f"{name}: has no pairs to check")
-    examined = _Examination(model, data, seed, trained, max_pairs, max_audited_pairs, token_budget)
-    stages = [*examined.model_stages(), *(examined.data_stages() if data else examined.stages_without_data())]
-    checks: list[Check] = []
-    for done, (what, checks_of) in enumerate(stages):
-        on_stage(what, done, len(stages))
-        checks.extend(checks_of())
-    if checks[0].status is Status.fail:
-        checks = _skipping(checks, _NEEDS_WEIGHTS, "the weights are not finite, see finite_weights")
+    examined = Examination(model, data, seed, trained, max_pairs, max_audited_pairs, token_budget)
+    checks = []
+    for done, name in enumerate(order := sorted(CHECKS, key=lambda name: get_args(Needs).index(CHECKS[name][0]))):
+        on_stage(name.replace("_", " "), done, len(order))
+        checks.append(examined.check(name))
     return Diagnosis(
         model=f"{type(model.model).__name__} {model.model.name_or_path}".strip(),
         seed=seed,
         num_pairs={name: len(dataset) for name, dataset in data.items()},
-        num_pairs_scored=examined.num_scored,
-        num_pairs_audited=examined.num_audited,
+        num_pairs_scored=examined.scored.num_scored if data and examined.finite.status is Status.ok else {},
+        num_pairs_audited={name: split.num_pairs for name, split in examined.audit.splits.items()} if data else {},
         wall_seconds=time.perf_counter() - started,
         checks=tuple(checks),
     )
 
 
 @dataclass
-class _Examination:
-    """The stages of one diagnosis, and the values that later stages need from earlier ones."""
+class Examination:
+    """A model and its pairs, and what checks compute from them once.
+
+    Args:
+        model: the model.
+        data: data sets by name.
+        seed: seed of every random choice.
+        trained: record of the pairs that the model was trained on; None if there is none.
+        max_pairs: most pairs, over all data sets, whose rewards are computed.
+        max_audited_pairs: approximate number of pairs of each data set whose tokens are counted.
+        token_budget: most tokens of one pass over pairs, padding included.
+    """
 
     model: BradleyTerryRM
     data: Mapping[str, PreferenceDataset]
@@ -105,101 +130,73 @@ class _Examination:
     max_pairs: int
     max_audited_pairs: int
     token_budget: int
-    num_scored: Mapping[str, int] = field(default_factory=dict)
-    num_audited: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def finite(self) -> Check:
+        """The check that all weights are finite, which others wait for."""
+        return doctor_head.finite_weights(self.model)
+
+    @cached_property
+    def is_fresh(self) -> bool:
+        """True if the head has its initial weights."""
+        return doctor_head.is_head_fresh(self.model)
 
     @cached_property
     def probe(self) -> list[tuple[int, ...]]:
         """Token ids of the probe conversations."""
         return probe_ids(self.model)
 
-    def model_stages(self) -> list[Stage]:
-        """The checks that need no pairs."""
-        model, probe = self.model, self.probe
-        return [
-            ("weights", lambda: [doctor_head.finite_weights(model)]),
-            (
-                "tokens and template",
-                lambda: [
-                    doctor_text.pad_token(model, probe),
-                    doctor_text.tokenizer_file(model),
-                    doctor_text.special_tokens(model, probe),
-                    doctor_text.template_date(model),
-                    doctor_text.rendered_together(model, probe),
-                    doctor_text.truncation(model),
-                ],
-            ),
-            (
-                "head",
-                lambda: [
-                    doctor_head.single_label(model),
-                    doctor_head.raw_reward(model),
-                    doctor_head.head_init(model),
-                    doctor_head.adapter_trained(model),
-                    doctor_head.head_dtype(model, probe),
-                    doctor_head.head_trainable(model, probe),
-                ],
-            ),
-            ("padding", lambda: [doctor_model.padding(model, probe), doctor_model.plain_forward(model, probe)]),
-            ("batches", lambda: [doctor_model.batch(model, probe), doctor_model.prefix_sharing(model, probe)]),
-            ("dropout", lambda: [doctor_model.dropout(model, probe)]),
-            ("attention kernel", lambda: [doctor_model.attention_kernel(model, probe)]),
-            ("saving and loading", lambda: [doctor_model.save_reload(model)]),
-        ]
+    @cached_property
+    def audit(self) -> DataAudit:
+        """Audit of a sample of each data set."""
+        return doctor_data.audit_sample(
+            self.data, self.model.renderer, max_pairs=self.max_audited_pairs, seed=self.seed
+        )
 
-    def data_stages(self) -> list[Stage]:
-        """The checks of the pairs and of the model's rewards on them."""
-        return [("leaks and labels", self._splits), ("repeats and lengths", self._audit), ("rewards", self._rewards)]
+    @cached_property
+    def scored(self) -> doctor_rewards.ScoredPairs:
+        """Rewards and hidden states of a sample of the pairs.
 
-    def stages_without_data(self) -> list[Stage]:
-        """The check of the probe's rewards, and the skipped checks of a diagnosis without pairs."""
-        reason = "there are no pairs; name some with --data"
-        return [
-            ("rewards", self._probe_rewards),
-            ("pairs", lambda: [skipped(name, "", reason) for name in _NEEDS_DATA]),
-        ]
-
-    def _splits(self) -> list[Check]:
-        data = self.data
-        seen = doctor_data.unseen_pairs(data, self.trained)
-        return [doctor_data.split_leakage(data), seen, doctor_data.labels(data), doctor_data.margins(data)]
-
-    def _audit(self) -> list[Check]:
-        renderer, most = self.model.renderer, self.max_audited_pairs
-        audit = doctor_data.audit_sample(self.data, renderer, max_pairs=most, seed=self.seed)
-        self.num_audited = {name: split.num_pairs for name, split in audit.splits.items()}
-        return doctor_data.audit_checks(audit)
-
-    def _rewards(self) -> list[Check]:
-        scored = doctor_rewards.score_sample(
+        Raises:
+            DataError: if every pair is equal after truncation.
+        """
+        found = doctor_rewards.score_sample(
             self.model, self.data, max_pairs=self.max_pairs, token_budget=self.token_budget, seed=self.seed
         )
-        if not scored.pairs:
+        if not found.pairs:
             raise DataError("no pair is left to score: the two responses of each are equal after truncation")
-        self.num_scored = scored.num_scored
-        spread = doctor_rewards.reward_spread(scored.rewards[:, 0], scored.rewards[:, 1])
-        if not np.isfinite(scored.rewards).all():
-            return [spread, *(skipped(name, "", "rewards are not finite") for name in _NEEDS_REWARDS)]
-        is_fresh = doctor_head.is_head_fresh(self.model)
-        found = [
-            spread,
-            doctor_rewards.label_agreement(scored, self.seed),
-            doctor_rewards.calibration(scored, self.seed),
-            doctor_rewards.label_groups(scored, self.seed),
-            doctor_rewards.beats_length(scored, self.seed),
-            doctor_rewards.reward_length(scored),
-            doctor_rewards.prompt_only(self.model, scored),
-            *label_signal.label_checks(scored, is_fresh=is_fresh, seed=self.seed),
-        ]
-        reason = "the head is at its random start, so its rewards mean nothing yet"
-        return _skipping(found, _LEARNED, reason) if is_fresh else found
+        return found
 
-    def _probe_rewards(self) -> list[Check]:
+    @cached_property
+    def rewards(self) -> np.ndarray:
+        """Rewards of both sides of the pairs, or of the probe conversations without pairs."""
+        if self.data:
+            return self.scored.rewards
         with running(self.model, training=False):
             rewards = padded_rewards(self.model, self.probe).numpy()
-        even = len(rewards) // 2 * 2
-        return [doctor_rewards.reward_spread(rewards[:even:2], rewards[1:even:2])]
+        return rewards[: len(rewards) // 2 * 2].reshape(-1, 2)
 
+    @cached_property
+    def label_checks(self) -> list[Check]:
+        """The checks of labels by a probe of the frozen model."""
+        return label_checks(self.scored, is_fresh=self.is_fresh, seed=self.seed)
 
-def _skipping(checks: Iterable[Check], names: Collection[str], reason: str) -> list[Check]:
-    return [skipped(each.name, each.expected, reason) if each.name in names else each for each in checks]
+    def check(self, name: str) -> Check:
+        """The check of that name, skipped with the reason if the model or the pairs lack what it needs."""
+        needs, function = CHECKS[name]
+        if (obstacle := self._obstacle(needs)) is not None:
+            return skipped(name, "", obstacle)
+        wanted = (item.name for item in signature(function).parameters.values() if item.default is item.empty)
+        return function(**{each: name if each == "name" else getattr(self, each) for each in wanted})
+
+    def _obstacle(self, needs: Needs) -> str | None:
+        """Sentence about what is missing of the needs."""
+        if needs not in ("files", "model") and not self.data:
+            return "there are no pairs; name some with --data"
+        if needs not in ("files", "pairs") and self.finite.status is Status.fail:
+            return "the weights are not finite, see finite_weights"
+        if needs in ("rewards", "trained rewards") and not np.isfinite(self.rewards).all():
+            return "rewards are not finite"
+        if needs == "trained rewards" and self.is_fresh:
+            return "the head is at its random start, so its rewards mean nothing yet"
+        return None

@@ -137,9 +137,9 @@ def _encoded(model: BradleyTerryRM, sides: Sequence[tuple[PreferencePair, str]])
     return [encoding.ids for encoding in encodings]
 
 
-def reward_spread(chosen: Float[np.ndarray, " pairs"], rejected: Float[np.ndarray, " pairs"]) -> Check:
+def reward_spread(rewards: Float[np.ndarray, "pairs 2"]) -> Check:
     """Rewards are finite and differ between responses."""
-    rewards = np.concatenate([chosen, rejected])
+    chosen, rejected = rewards.T
     if not np.isfinite(rewards).all():
         num = int((~np.isfinite(rewards)).sum())
         reason = f"{num} of {rewards.size} rewards are not finite; train again with a lower learning rate or in float32"

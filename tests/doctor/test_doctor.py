@@ -33,7 +33,7 @@ from rm_optimizer.doctor import model as doctor_model
 from rm_optimizer.doctor import rewards as doctor_rewards
 from rm_optimizer.doctor import text as doctor_text
 from rm_optimizer.doctor.diagnosis import Diagnosis, Status
-from rm_optimizer.doctor.doctor import _Examination, diagnose
+from rm_optimizer.doctor.doctor import CHECKS, Examination, diagnose
 from rm_optimizer.doctor.probe_conversations import probe_ids
 from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.interfaces.commands.doctor import doctor
@@ -337,8 +337,9 @@ def on_pairs(
 ) -> Diagnosis:
     """What `diagnose` finds on pairs; the checks of the model alone are left out for speed."""
     replaced = {name: PreferenceDataset.from_pairs(pairs) for name, pairs in changed.items()}
-    examined = _Examination(model, {**data, **replaced}, 0, None, 256, 4000, 8192)
-    checks = tuple(check for _, checks_of in examined.data_stages() for check in checks_of())
+    examined = Examination(model, {**data, **replaced}, 0, None, 256, 4000, 8192)
+    names = ["reward_spread", *(name for name, (needs, _) in CHECKS.items() if needs not in ("files", "model"))]
+    checks = tuple(map(examined.check, names))
     return Diagnosis("", 0, {}, {}, {}, 0.0, checks)
 
 

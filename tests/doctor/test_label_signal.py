@@ -34,11 +34,11 @@ def test_a_reward_that_is_the_length_warns_and_one_that_is_not_passes():
 
 def test_ties_warn_and_constant_rewards_fail():
     rewards = np.random.default_rng(0).normal(size=(100, 2))
-    assert doctor_rewards.reward_spread(rewards[:, 0], rewards[:, 1]).status is Status.ok
+    assert doctor_rewards.reward_spread(rewards).status is Status.ok
     rewards[:5, 1] = rewards[:5, 0]
-    tied = doctor_rewards.reward_spread(rewards[:, 0], rewards[:, 1])
+    tied = doctor_rewards.reward_spread(rewards)
     assert (tied.status, tied.details["tie_rate"]) == (Status.warn, 0.05)
-    constant = doctor_rewards.reward_spread(np.full(10, 7.25), np.full(10, 7.25))
+    constant = doctor_rewards.reward_spread(np.full((10, 2), 7.25))
     assert constant.status is Status.fail
     assert "collapsed" in constant.explanation
 
