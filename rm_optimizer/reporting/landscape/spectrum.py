@@ -362,11 +362,10 @@ def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
     eigenvalues = spectrum_rows(result)
     for index, each in enumerate(eigenvalues):
         if min(index, len(eigenvalues) - 1 - index) < _SHOWN:
-            done = "" if each["converged"] else " (not converged)"
-            crossed_too = f"; cross-fitted {each['cross_fitted']:.3g}" if "cross_fitted" in each else ""
-            rows[f"{each['end']} {each['rank']}"] = (
-                f"{each['eigenvalue']:.5g} ± {each['error_bound']:.1g}{done}{crossed_too}"
-            )
+            text = f"{each['eigenvalue']:.5g} ± {each['error_bound']:.1g}"
+            text += "" if each["converged"] else " (not converged)"
+            text += f"; cross-fitted {_cross_fitted(result)[index]:.3g}" if "cross_fitted" in each else ""
+            rows[f"{each['end']} {each['rank']}"] = text
         elif index == _SHOWN:
             rows["…"] = f"{len(eigenvalues) - 2 * _SHOWN:,} more in the JSON"
     if result.num_overlooked is not None:
