@@ -118,8 +118,13 @@ class AsyncRewardClient(Connection):
         parts = list(pieces(rows, self._form.size, identity.limits))
         answers: dict[int, ScoredBatch] = {}
         while outdated := [i for i in range(len(parts)) if i not in answers]:
-            asked = [[rows[k] for k in parts[i]] for i in outdated]
-            answers |= dict(zip(outdated, await self._ask_all(asked, identity.model, deadline), strict=True))
+            asked = ([rows[k] for k in parts[i]] for i in outdated)
+            tasks = [asyncio.ensure_future(self.ask(self._form, part, identity.model, deadline)) for part in asked]
+            try:
+                answers |= dict(zip(outdated, await asyncio.gather(*tasks), strict=True))
+            finally:
+                for task in tasks:  # the first failure cancels the others
+                    task.cancel()
             newest = answers[outdated[-1]].weights
             answers = {i: answer for i, answer in answers.items() if answer.weights == newest}
         rewards = tuple(reward for i in range(len(parts)) for reward in answers[i].rewards)
@@ -140,15 +145,6 @@ class AsyncRewardClient(Connection):
             return identity.model
         answer = await self.request("GET", "/rm/version", Deadline(self.url, self.timeout_seconds))
         return str(answer.json()["version"])
-
-    async def _ask_all(self, asked: list[list[Any]], model: str, deadline: Deadline) -> list[ScoredBatch]:
-        """Send all requests, at most `concurrency` at once; the first failure cancels the others."""
-        tasks = [asyncio.ensure_future(self.ask(self._form, rows, model, deadline)) for rows in asked]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            for task in tasks:
-                task.cancel()
 
 
 SLACK_SECONDS = 10.0

@@ -62,10 +62,6 @@ class Form:
     numbers: Callable[[Any], list[Any]]
 
 
-def _token_body(rows: Sequence[Sequence[int]], use_activation: bool) -> dict[str, Any]:
-    return {"input": [list(row) for row in rows], "use_activation": use_activation}
-
-
 def _token_numbers(answer: Any) -> list[Any]:
     """`probs[0]` of each datum."""
     data = sorted(answer["data"], key=lambda datum: int(datum["index"]))
@@ -93,13 +89,19 @@ def _conversation_body(rows: Sequence[Conversation], use_activation: bool) -> di
     return {"items": items, "use_activation": use_activation}
 
 
-def _conversation_numbers(answer: Any) -> list[Any]:
-    return [number for item in answer["rewards"] for number in item]
-
-
-TOKEN_FORM = Form("/classify", len, _token_body, _token_numbers)
+TOKEN_FORM = Form(
+    "/classify",
+    len,
+    lambda rows, use_activation: {"input": list(map(list, rows)), "use_activation": use_activation},
+    _token_numbers,
+)
 """`/classify` with token ids, rendered by the client and independent of the server's template."""
-CONVERSATION_FORM = Form("/rm/score", _conversation_size, _conversation_body, _conversation_numbers)
+CONVERSATION_FORM = Form(
+    "/rm/score",
+    _conversation_size,
+    _conversation_body,
+    lambda answer: [number for item in answer["rewards"] for number in item],
+)
 """`/rm/score` with prompts and responses: the server renders them as training did."""
 
 
@@ -322,21 +324,19 @@ class Connection(ClientArguments):
     def _prepare(self) -> None:
         self._sessions: dict[tuple[int, asyncio.AbstractEventLoop], _Session] = {}
 
-    def _opened(self) -> _Session:
-        http = httpx.AsyncClient(
-            headers=bearer(self.api_key),
-            limits=httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
-            transport=self.transport,
-            trust_env=not is_loopback(self.url),
-        )
-        return _Session(http, asyncio.Semaphore(self.concurrency), asyncio.Lock())
-
     def _session(self) -> _Session:
         """Open session of this process and its running loop; sessions of a parent before a fork stay untouched."""
         here = os.getpid(), asyncio.get_running_loop()
         if here not in self._sessions or self._sessions[here].http.is_closed:
             open_ones = {where: one for where, one in list(self._sessions.items()) if not where[1].is_closed()}
-            self._sessions = open_ones | {here: self._opened()}
+            http = httpx.AsyncClient(
+                headers=bearer(self.api_key),
+                limits=httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
+                transport=self.transport,
+                trust_env=not is_loopback(self.url),
+            )
+            one = _Session(http, asyncio.Semaphore(self.concurrency), asyncio.Lock())
+            self._sessions = open_ones | {here: one}
         return self._sessions[here]
 
     async def close(self) -> None:

@@ -61,7 +61,12 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientLeft: if the client disconnects.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnection(request))
+
+    async def disconnection() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnection())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -70,11 +75,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     finally:
         task.cancel()
         gone.cancel()
-
-
-async def _disconnection(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _numbers(rewards: Sequence[float], use_activation: bool | None) -> list[float]:
@@ -96,24 +96,21 @@ async def _scored(
     return scored
 
 
-async def _sequences(body: ClassifyRequest, service: RewardService) -> list[TokenSequence]:
-    """Token ids of a request's input; only text waits for a tokenizer."""
-    reader, value = service.reader, body.input
-    if (messages := body.messages) is not None:
-        return await service.read(num_characters(messages), lambda: reader.conversation(messages))
-    if isinstance(value, str) or (value and isinstance(value[0], str)):
-        texts: Any = value
-        read = partial(reader.texts, texts, add_special_tokens=body.add_special_tokens)
-        return await service.read(len(texts) if isinstance(texts, str) else sum(map(len, texts)), read)
-    ids: Any = value
-    return reader.token_ids(ids)
-
-
 @router.post("/classify", responses=_SCORING)
 async def classify(body: ClassifyRequest, request: Request, response: Response, service: Service) -> ClassifyResponse:
     """Rewards of texts, token ids or one conversation, in vLLM's form."""
     service.check_model(body.model)
-    sequences = await _sequences(body, service)
+    reader, value = service.reader, body.input
+    if (messages := body.messages) is not None:
+        sequences = await service.read(num_characters(messages), lambda: reader.conversation(messages))
+    elif isinstance(value, str) or (value and isinstance(value[0], str)):
+        texts: Any = value
+        size = len(texts) if isinstance(texts, str) else sum(map(len, texts))
+        read = partial(reader.texts, texts, add_special_tokens=body.add_special_tokens)
+        sequences = await service.read(size, read)
+    else:  # only text waits for a tokenizer
+        ids: Any = value
+        sequences = reader.token_ids(ids)
     refuse_cuts(sequences, body.truncate_prompt_tokens)
     scored = await _scored(service, request, sequences, response)
     numbers = _numbers(scored.rewards, body.use_activation)

@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -267,19 +267,16 @@ class Batcher:
             for index in unit.indices:
                 request.rewards[index], request.revisions[index] = next(rewards), scored.revision
             request.open_units -= 1
-            if not request.open_units and not request.answer.done():
-                self._finish(request, scored)
-
-    def _finish(self, request: _Request, last: ScoredBatch) -> None:
-        """Answer a request whose last unit is done, after rescoring units computed by older weights."""
-        stale = [index for index, own in enumerate(request.revisions) if own != last.revision]
-        if not stale:
-            request.answer.set_result(ScoredBatch(tuple(request.rewards), last.version, last.revision))
-        elif request.rounds >= MOST_ROUNDS:
-            reason = "new weights came faster than the request could be answered; try again"
-            request.answer.set_exception(EngineUnavailable(reason))
-        else:
-            self._enqueue(request, stale)
+            if request.open_units or request.answer.done():
+                continue
+            stale = [index for index, own in enumerate(request.revisions) if own != scored.revision]
+            if not stale:
+                request.answer.set_result(replace(scored, rewards=tuple(request.rewards)))
+            elif request.rounds < MOST_ROUNDS:  # older weights computed a part of it
+                self._enqueue(request, stale)
+            else:
+                reason = "new weights came faster than the request could be answered; try again"
+                _fail_all([unit], EngineUnavailable(reason))
 
 
 def _fail_all(units: Sequence[_Unit], error: EngineUnavailable) -> None:

@@ -247,19 +247,14 @@ class RewardService:
         scored = await self.batcher.score(sequences)
         for index, reward in enumerate(scored.rewards):
             if not math.isfinite(reward):
-                await self._probe(scored.revision)
+                if scored.revision not in (self._broken_revision, self._sound_revision):  # the weights or the sequence?
+                    probe = await self.engine.score(probe_sequences(None, self.engine.description.max_length))
+                    if all(map(math.isfinite, probe.rewards)):
+                        self._sound_revision = probe.revision
+                    else:
+                        self._broken_revision = probe.revision
                 raise NonFiniteScore(f"weights {scored.version} give the reward {reward} for sequence {index}")
         return scored
-
-    async def _probe(self, revision: int | None) -> None:
-        """Determine, once for each revision, if the weights or a sequence cause rewards that are not finite."""
-        if revision in (self._broken_revision, self._sound_revision):
-            return
-        probe = await self.engine.score(probe_sequences(None, self.engine.description.max_length))
-        if all(map(math.isfinite, probe.rewards)):
-            self._sound_revision = probe.revision
-        else:
-            self._broken_revision = probe.revision
 
     def require_loaded(self) -> InputReader:
         """Reader of requests once the model is loaded, whether or not it may answer.

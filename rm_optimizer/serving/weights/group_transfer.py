@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import DistError, ProcessGroupGloo, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistError, ProcessGroupGloo, TCPStore, distributed_c10d  # type: ignore[attr-defined]
 
 from rm_optimizer.errors import TransferFailed
 from rm_optimizer.schema.publish import Transport
@@ -107,9 +107,17 @@ class GroupLink:
         try:
             if rank == SENDER:
                 store.set(_SENDER_KEY, "1")
-            self.group: Any = (
-                _gloo(store, rank, timeout) if transport is Transport.gloo else _nccl(store, rank, timeout)
-            )
+            kind: Any = ProcessGroupGloo if transport is Transport.gloo else distributed_c10d.ProcessGroupNCCL
+            options = kind._Options() if transport is Transport.gloo else kind.Options()  # without type stubs
+            options._timeout = timeout
+            if transport is Transport.gloo:
+                is_here = is_loopback(store.host)
+                options._devices = [
+                    kind.create_device(hostname="127.0.0.1") if is_here else kind.create_default_device()
+                ]
+            else:  # later than the poll's, after which the group is aborted
+                options._timeout += timedelta(seconds=60)
+            self.group: Any = kind(store, rank, 2, options)
         except (DistError, RuntimeError) as error:
             raise TransferFailed(f"the {transport.value} group did not form: {_first_line(error)}") from error
 
@@ -152,24 +160,6 @@ class GroupLink:
                 time.sleep(_POLL_SECONDS)
         except (DistError, RuntimeError) as error:
             raise TransferFailed(f"{name} was not transferred: {_first_line(error)}") from error
-
-
-def _gloo(store: TCPStore, rank: int, timeout: timedelta) -> Any:
-    gloo: Any = ProcessGroupGloo  # its options have no type stubs
-    options = gloo._Options()
-    options._timeout = timeout
-    is_here = is_loopback(store.host)
-    options._devices = [gloo.create_device(hostname="127.0.0.1") if is_here else gloo.create_default_device()]
-    return gloo(store, rank, 2, options)
-
-
-def _nccl(store: TCPStore, rank: int, timeout: timedelta) -> Any:
-    from torch.distributed import distributed_c10d
-
-    nccl: Any = distributed_c10d.ProcessGroupNCCL
-    options = nccl.Options()
-    options._timeout = timeout + timedelta(seconds=60)  # later than the poll's, after which the group is aborted
-    return nccl(store, rank, 2, options)
 
 
 def _first_line(error: BaseException) -> str:

@@ -139,11 +139,11 @@ class RMPublisherAdapter(PickledByArguments):
         batch_id, deadline = uuid.uuid4().hex, Deadline(self.url, self.timeout_seconds)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self._remembered(self._attempt(payload, probe, version, batch_id, deadline))
+                return self._attempt(payload, probe, version, batch_id, deadline)
             except (TransferFailed, RewardServerRefused, RewardServerUnavailable) as error:
                 ended = self._given_up(batch_id, version, error)
                 if isinstance(ended, Outcome):
-                    return self._remembered(ended)
+                    return ended
                 has_died = isinstance(error, RewardServerRefused) and error.status in RETRIED_STATUSES
                 is_lost = isinstance(error, TransferFailed) or getattr(error, "kind", "") in FORGOTTEN
                 if attempt == ATTEMPTS or not (has_died or is_lost):
@@ -209,6 +209,7 @@ class RMPublisherAdapter(PickledByArguments):
             outcome = self._commit(batch_id, deadline)
         if outcome.status is not OutcomeStatus.committed:
             raise self._do_not_serve(version, _reason(outcome))
+        self._published = outcome.version, outcome.revision
         return outcome
 
     def _commit(self, batch_id: str, deadline: Deadline) -> Outcome:
@@ -252,10 +253,6 @@ class RMPublisherAdapter(PickledByArguments):
                 return judged
             time.sleep(judged)
 
-    def _remembered(self, outcome: Outcome) -> Outcome:
-        self._published = outcome.version, outcome.revision
-        return outcome
-
     def _notice_others(self, status: WeightStatus, version: str) -> None:
         """Warn if the server serves other weights than this publisher left there."""
         if self._published is not None and self._published != (status.version, status.revision):
@@ -281,6 +278,7 @@ class RMPublisherAdapter(PickledByArguments):
             return self._do_not_serve(version, str(error))
         outcome = Outcome.model_validate(answer.json())
         if outcome.status is OutcomeStatus.committed:  # its answer was lost
+            self._published = outcome.version, outcome.revision
             return outcome
         is_refused = outcome.status is OutcomeStatus.refused
         return self._do_not_serve(version, _reason(outcome) if is_refused else str(error))

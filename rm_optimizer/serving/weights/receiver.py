@@ -18,6 +18,7 @@ import tempfile
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -342,8 +343,13 @@ class WeightReceiver:
         return self._ended(update, OutcomeStatus.aborted, _detail(None, f"given up: {reason}"))
 
     async def _roll_back(self) -> None:
-        rolling = asyncio.ensure_future(self.engine.rollback())
-        rolling.add_done_callback(_seen)
+        """Let the engine discard the staged weights; a dead worker has lost them anyway."""
+
+        async def rolled_back() -> None:
+            with suppress(EngineUnavailable):
+                await self.engine.rollback()
+
+        rolling = asyncio.ensure_future(rolled_back())
         await asyncio.wait({rolling}, timeout=ROLLBACK_SECONDS)
 
     def _now(self) -> float:
@@ -373,12 +379,6 @@ class WeightReceiver:
         while len(self._outcomes) > KEPT_OUTCOMES:
             self._outcomes.popitem(last=False)
         return outcome
-
-
-def _seen(rolling: asyncio.Future[None]) -> None:
-    """Raise the error of a failed rollback unless the worker died, since a restart loses the staged weights anyway."""
-    if not rolling.cancelled() and not isinstance(rolling.exception(), EngineUnavailable):
-        rolling.result()
 
 
 def _detail(error: BaseException | None, message: str) -> ErrorDetail:
