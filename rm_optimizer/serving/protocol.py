@@ -251,11 +251,16 @@ class ErrorBody(WireModel):
     error: ErrorDetail
 
 
-class VersionResponse(WireModel):
+class ServedWeights(WireModel):
+    """Weights that are served now."""
+
+    version: str = Field(description="Name of the weights that are served now.")
+    revision: int = Field(description="Serial number of these weights: their arrival in milliseconds since 1970.")
+
+
+class VersionResponse(ServedWeights):
     """`GET /version` and `GET /rm/version`: the weights that answer now, and the software."""
 
-    version: str = Field(description="Version of the weights.")
-    revision: int = Field(description="Serial number of these weights: their arrival in milliseconds since 1970.")
     protocol: int = PROTOCOL_VERSION
     engine: str
     package: str
@@ -287,14 +292,12 @@ class RenderingInfo(WireModel):
     pinned_date: str | None
 
 
-class InfoResponse(WireModel):
+class InfoResponse(ServedWeights):
     """`GET /rm/info`: properties of the server that a client verifies."""
 
     protocol: int = PROTOCOL_VERSION
     engine: str
     model: str
-    version: str
-    revision: int
     architecture: str
     dtype: str
     rendering: RenderingInfo

@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 from pydantic import Field, StrictInt, StrictStr, StringConstraints, model_validator
 
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
-from rm_optimizer.serving.protocol import ErrorDetail, Items, TokenIds, WireModel
+from rm_optimizer.serving.protocol import ErrorDetail, Items, ServedWeights, TokenIds, WireModel
 
 MAX_TENSORS = 2**14
 """Most tensors of an update."""
@@ -89,12 +89,10 @@ class Begin(WireModel):
         return self
 
 
-class Ready(WireModel):
+class Ready(ServedWeights):
     """Answer to `Begin`: the receiver is ready for the transfer."""
 
     batch_id: str
-    version: str = Field(description="Name of the weights that are served now.")
-    revision: int
 
 
 class Commit(WireModel):
@@ -124,22 +122,18 @@ class OutcomeStatus(StrEnum):
     aborted = "aborted"
 
 
-class Outcome(WireModel):
+class Outcome(ServedWeights):
     """Outcome of an update and the weights served now; a repeated request gets the same answer."""
 
     batch_id: str
     status: OutcomeStatus
-    version: str = Field(description="Name of the weights that are served now.")
-    revision: int
     error: ErrorDetail | None = None
     seconds: float = Field(default=0.0, description="Seconds from the beginning of the update to this outcome.")
 
 
-class WeightStatus(WireModel):
+class WeightStatus(ServedWeights):
     """`GET /rm/weights/status`: the served weights, the update in progress and an outcome."""
 
-    version: str = Field(description="Name of the weights that are served now.")
-    revision: int = Field(description="Serial number of these weights.")
     active: str | None = Field(description="Id of the update in progress.")
     outcome: Outcome | None = Field(description="Outcome of the update in question, else of the last; null if unknown.")
     root: str | None = Field(description="Folder for files of the transport `path`.")

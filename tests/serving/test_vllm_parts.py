@@ -33,10 +33,9 @@ from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import StagedWeights, WeightHistory
 from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.update_protocol import TensorSpec
-from rm_optimizer.serving.vllm.engine import ReloadEngine
+from rm_optimizer.serving.vllm.engine import ReadWriteLock, ReloadEngine
 from rm_optimizer.serving.vllm.folder import prepare_model, require_unchanged, suits_vllm
 from rm_optimizer.serving.vllm.plugin import RewardApplication, RewardEndpoint
-from rm_optimizer.serving.vllm.pooling import Pooling, ReadWriteLock
 from rm_optimizer.serving.vllm.supervisor import (
     RESTARTS_VARIABLE,
     SETTINGS_VARIABLE,
@@ -400,21 +399,24 @@ class FakeClient:
         return [None, self.answers[method]]
 
 
+def engine_on(client: FakeClient, folder: Path) -> ReloadEngine:
+    client.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))  # type: ignore[attr-defined]
+    model = SimpleNamespace(description=fake_description(), folder=folder, adapter=None)
+    return ReloadEngine(client, SimpleNamespace(history_folder=folder, model=model, num_restarts=0))
+
+
 def committing(
     tmp_path: Path, client: FakeClient, verify: Callable[[], None] = lambda: None
 ) -> tuple[ReloadEngine, list[int], BaseException | None]:
     """A commit over the client: the engine after it, the SIGTERMs sent, and what it raised."""
     signals: list[int] = []
-    client.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))  # type: ignore[attr-defined]
-    model = SimpleNamespace(description=fake_description(), folder=tmp_path, adapter=None)
-    settings = SimpleNamespace(history_folder=tmp_path, model=model, num_restarts=0)
 
     async def check(*_: object) -> None: ...
 
     async def scene() -> tuple[ReloadEngine, BaseException | None]:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGTERM, signals.append, signal.SIGTERM)
-        engine = ReloadEngine(client, settings)
+        engine = engine_on(client, tmp_path)
         engine._verify, engine._check = verify, check
         [raised] = await asyncio.gather(
             engine._swap_in(staged(tmp_path, "v1", {"a": torch.ones(1)})), return_exceptions=True
@@ -495,11 +497,11 @@ def test_an_engine_that_stands_still_ends_its_server(tmp_path, monkeypatch):
 
     async def scene() -> None:
         client = FakeClient({})
-        pooling = Pooling(client)
-        monkeypatch.setattr(os, "_exit", lambda code: (ended.append(code), pooling.give_up()))
+        engine = engine_on(client, tmp_path)
+        monkeypatch.setattr(os, "_exit", lambda code: (ended.append(code), engine.give_up()))
         monkeypatch.setattr(os, "kill", lambda *_: None)
         client.is_awake.set()
-        watching = asyncio.create_task(pooling.watch(every=0.01, silence=0.1))
+        watching = asyncio.create_task(engine.watch(every=0.01, silence=0.1))
         await asyncio.sleep(0.2)
         assert len(client.calls) > 3
         assert ended == []

@@ -6,12 +6,17 @@ A plain classifier is updated by a reload between two batches, a model with an a
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import shutil
-from collections.abc import Mapping, Sequence
+import signal
+import uuid
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -28,7 +33,6 @@ from rm_optimizer.serving.engine import (
     probe_sequences,
 )
 from rm_optimizer.serving.vllm.folder import require_unchanged
-from rm_optimizer.serving.vllm.pooling import Pooling, ReadWriteLock
 from rm_optimizer.serving.vllm.supervisor import VllmSettings
 from rm_optimizer.serving.vllm.worker import latest_tensors
 from rm_optimizer.serving.weights.live_weights import checked_tensors
@@ -39,6 +43,59 @@ if TYPE_CHECKING:
 
 KEPT_ADAPTERS = 8
 """Adapters kept on disk, since vLLM reads an evicted one again when a batch needs it."""
+WATCH_SECONDS = 5.0
+"""Seconds between two checks that the engine is alive."""
+SILENCE_SECONDS = 60.0
+"""Longest time for its answer in seconds, since it answers between two passes."""
+HUNG_EXIT_CODE = 70
+UPDATE_SECONDS = 600.0
+"""Time limit of the workers for one step of an update, in seconds."""
+_log = logging.getLogger("rm_optimizer")
+
+
+class ReadWriteLock:
+    """Lock for many readers or one writer, with precedence for a waiting writer.
+
+    A reader sees one version of the weights from its entrance to its exit.
+    """
+
+    def __init__(self) -> None:
+        self._change = asyncio.Condition()
+        self._readers = 0
+        self._writers = 0
+        self._is_writing = False
+
+    @asynccontextmanager
+    async def reading(self) -> AsyncIterator[None]:
+        """Hold the lock as a reader, once no writer waits."""
+        async with self._change:
+            await self._change.wait_for(lambda: not self._writers)
+            self._readers += 1
+        try:
+            yield
+        finally:
+            self._readers -= 1
+            await asyncio.shield(self._announce())
+
+    @asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Hold the lock as the only writer, once the readers have left; new readers wait."""
+        self._writers += 1
+        try:
+            async with self._change:
+                await self._change.wait_for(lambda: not self._readers and not self._is_writing)
+                self._is_writing = True
+            try:
+                yield
+            finally:
+                self._is_writing = False
+        finally:
+            self._writers -= 1
+            await asyncio.shield(self._announce())
+
+    async def _announce(self) -> None:
+        async with self._change:
+            self._change.notify_all()
 
 
 class VllmEngine(Engine):
@@ -55,16 +112,17 @@ class VllmEngine(Engine):
         self._description = replace(settings.model.description, token_budget=budget)
         self.version = self._description.version
         self.num_restarts = settings.num_restarts
-        self.pooling = Pooling(client)
+        self.client = client
         self._adapter: LoRARequest | None = None
         self._lock = ReadWriteLock()
-        self._is_stopped = False
+        self._is_ended = False
+        self._num_updating = 0
         self._watcher: asyncio.Task[None] | None = None
 
     @property
     def is_up(self) -> bool:
-        """True while the engine's processes run."""
-        return not self._is_stopped and self.pooling.is_up
+        """True while the engine's processes run with valid weights."""
+        return not self._is_ended and not self.client.errored
 
     async def start(self) -> None:
         """Serve the checkpoint's own weights, which vLLM has loaded.
@@ -72,7 +130,7 @@ class VllmEngine(Engine):
         Raises:
             CheckpointError: if they differ from the server's first start.
         """
-        self._watcher = asyncio.create_task(self.pooling.watch(), name="rm-vllm-watch")
+        self._watcher = asyncio.create_task(self.watch(), name="rm-vllm-watch")
 
     async def restore(self) -> None:
         """Apply the updates of an earlier process of this server to the checkpoint.
@@ -86,7 +144,7 @@ class VllmEngine(Engine):
 
     async def stop(self) -> None:
         """Accept no more batches; vLLM's server ends the engine."""
-        self._is_stopped = True
+        self._is_ended = True
         if self._watcher is not None:
             self._watcher.cancel()
 
@@ -95,16 +153,87 @@ class VllmEngine(Engine):
         self._require_up()
         async with self._lock.reading():
             version, revision = self.version, self.revision
-            return ScoredBatch(await self.pooling.rewards(sequences, self._adapter), version, revision)
+            return ScoredBatch(await self.rewards(sequences, self._adapter), version, revision)
 
     async def _restore(self) -> None:
         """Load the updates of the history."""
         raise NotImplementedError
 
+    def give_up(self) -> None:
+        """End the server, whose weights are in an unknown state; its supervisor starts another."""
+        self._is_ended = True
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    async def watch(self, every: float = WATCH_SECONDS, silence: float = SILENCE_SECONDS) -> None:
+        """End this process when the engine does not answer any more; its supervisor starts another.
+
+        vLLM does not detect a stopped or hung engine, and its orderly shutdown would wait for it. The check calls the
+        workers, since the engine's core still answers while they hang.
+
+        Args:
+            every: seconds between two checks.
+            silence: longest time for an answer, in seconds.
+        """
+        while self.is_up:
+            await asyncio.sleep(every)
+            asked = asyncio.ensure_future(self.client.collective_rpc("rm_alive"))
+            await asyncio.wait({asked}, timeout=silence)
+            if asked.done():
+                asked.exception()  # marks the exception as retrieved; a dead engine ends the loop
+            elif not self._num_updating:
+                _log.error("vLLM's engine gave no sign of life for %.0f s; its server ends", silence)
+                os._exit(HUNG_EXIT_CODE)
+
+    async def rewards(self, sequences: Sequence[Sequence[int]], adapter: LoRARequest | None) -> tuple[float, ...]:
+        """Raw rewards of the sequences, no activation applied.
+
+        When this returns or raises, none of the sequences is in the engine any more.
+
+        Raises:
+            EngineUnavailable: if the engine has died or was ended.
+        """
+        self._require_up()
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._reward(sequence, adapter)) for sequence in sequences]
+        except ExceptionGroup as failures:
+            first = failures.exceptions[0]
+            raise EngineUnavailable(f"vLLM did not score a batch: {type(first).__name__}: {first}") from failures
+        return tuple(task.result() for task in tasks)
+
+    async def _reward(self, sequence: Sequence[int], adapter: LoRARequest | None) -> float:
+        from vllm import PoolingParams
+        from vllm.inputs.engine import tokens_input
+
+        answers = self.client.encode(
+            tokens_input(list(sequence)),
+            PoolingParams(task="classify", use_activation=False),
+            f"reward-{uuid.uuid4().hex}",
+            lora_request=adapter,
+        )
+        async for answer in answers:
+            if answer.finished:
+                return float(answer.outputs.data.reshape(()))
+        raise EngineUnavailable("vLLM's engine ended a sequence without its reward")
+
+    async def ask_workers(self, method: str, *arguments: Any) -> str | None:
+        """Call a method of `RewardWorkerExtension` in every worker; return the first error, or None.
+
+        Raises:
+            TimeoutError: if a worker did not finish in time.
+        """
+        self._num_updating += 1
+        try:
+            async with asyncio.timeout(UPDATE_SECONDS):
+                answers: list[str | None] = await self.client.collective_rpc(method, args=arguments)
+        finally:
+            self._num_updating -= 1
+        return next((answer for answer in answers if answer is not None), None)
+
     async def _check(self, weights: StagedWeights, adapter: LoRARequest | None) -> None:
         """Score the probe without the lock, which the caller holds or does not need."""
         sequences = probe_sequences(weights.probe, self.description.max_length)
-        check_rewards(await self.pooling.rewards(sequences, adapter), weights.probe, self.description.dtype)
+        check_rewards(await self.rewards(sequences, adapter), weights.probe, self.description.dtype)
 
     def _serve(self, weights: StagedWeights, adapter: LoRARequest | None = None) -> None:
         self._history.remember(weights)
@@ -136,7 +265,7 @@ class ReloadEngine(VllmEngine):
     async def _read(self, weights: StagedWeights) -> None:
         self._require_up()
         specs = [spec.model_dump() for spec in weights.tensors]
-        _require(await self.pooling.ask_workers("rm_stage", str(weights.file), specs))
+        _require(await self.ask_workers("rm_stage", str(weights.file), specs))
 
     async def _swap_in(self, weights: StagedWeights) -> None:
         """Load between two batches; no request is answered meanwhile.
@@ -158,19 +287,19 @@ class ReloadEngine(VllmEngine):
                 is_sound = True
             finally:
                 if not is_sound:
-                    self.pooling.give_up()
+                    self.give_up()
 
     async def _in_pause(self, method: str, *arguments: list[str]) -> str | None:
         """Call the workers while nothing is computed, with a clear prefix cache."""
-        client = self.pooling.client
+        client = self.client
         await client.pause_generation(mode="wait", clear_cache=True)  # vLLM's default, abort, ends an engine that pools
-        complaint = await self.pooling.ask_workers(method, *arguments)
+        complaint = await self.ask_workers(method, *arguments)
         await client.resume_generation()
         return complaint
 
     async def _discard(self) -> None:
         self._require_up()
-        await self.pooling.ask_workers("rm_drop")
+        await self.ask_workers("rm_drop")
 
 
 class AdapterEngine(VllmEngine):
@@ -208,7 +337,7 @@ class AdapterEngine(VllmEngine):
         try:
             await self._check(weights, adapter)
         except WeightsRefused:
-            await self.pooling.client.remove_lora(self._count)
+            await self.client.remove_lora(self._count)
             raise
         self._serve(weights, adapter)
         for folder in self._folder.iterdir():  # no batch can use these any more
@@ -226,7 +355,7 @@ class AdapterEngine(VllmEngine):
         self._count += 1
         request = LoRARequest(f"{version}#{self._count}", self._count, str(folder))
         arguments = (request.lora_name, request.lora_int_id, request.lora_path)
-        _require(await self.pooling.ask_workers("rm_add_adapter", *arguments))
+        _require(await self.ask_workers("rm_add_adapter", *arguments))
         return request
 
     def _written(self, tensors: Mapping[str, Tensor]) -> Path:
