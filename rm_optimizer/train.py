@@ -44,7 +44,7 @@ def main() -> None:
         checked = _checked(line)
         if checked is None:
             _tell_or_sweep(line)
-        elif not _has_ended(checked.options):
+        elif _ended(checked.options) is None:
             from rm_optimizer.training.folder.lock import reserved
             from rm_optimizer.training.processes import launched_processes, process_overrides, require_devices
 
@@ -228,25 +228,25 @@ def _require_paths(config: TrainConfig) -> None:
             read_rows(file, lambda number, reason: None)  # it looks at the file, and reads rows once they are asked for
 
 
-def _has_ended(config: TrainConfig) -> bool:
-    """True if `resume=auto` finds a run that has ended. Its summary is printed again, and nothing else happens."""
+def _ended(config: TrainConfig) -> RunResult | None:
+    """Result of a run that has ended and that `resume=auto` finds, with its summary printed again; else None."""
     from rm_optimizer.records.run_folder import RESULT_FILE
     from rm_optimizer.records.run_options import RunRequest
     from rm_optimizer.schema.config import Resume
 
     if config.resume != Resume.auto or not (Path(config.output_dir) / RESULT_FILE).is_file():
-        return False
+        return None
     from rm_optimizer.reporting.run_report import PICTURES, draw_run, print_run
     from rm_optimizer.training.folder.start import ended_run
 
     if (ended := ended_run(RunRequest.of(config))) is None:
-        return False
+        return None
     if rank() == 0:
         print(ended)
         if not (Path(config.output_dir) / PICTURES).is_dir():  # the run was killed before it drew them
             draw_run(ended.result)
         print_run(ended.result)
-    return True
+    return ended.result
 
 
 def run(config: DictConfig) -> float:
@@ -278,15 +278,13 @@ def run(config: DictConfig) -> float:
 
 def _trained(options: TrainConfig) -> float:
     from rm_optimizer.records.files import writing
-    from rm_optimizer.records.run_options import RunRequest
-    from rm_optimizer.training.folder.start import ended_run
     from rm_optimizer.training.run import train_reward_model
 
-    ended = ended_run(RunRequest.of(options)) is not None
-    with writing(Path(options.output_dir)):
-        result = train_reward_model(options, callbacks=option_callbacks(options))
-        if rank() == 0 and not ended:
-            show(result)
+    if (result := _ended(options)) is None:
+        with writing(Path(options.output_dir)):
+            result = train_reward_model(options, callbacks=option_callbacks(options))
+            if rank() == 0:
+                show(result)
     return result.objective
 
 

@@ -328,6 +328,9 @@ def _choices(overrides: Sequence[str]) -> list[list[str]]:
 def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int | None) -> ConfigT:
     """Fill in the values that Hydra sets when a run starts, and build the dataclasses."""
     with read_write(config), open_dict(config):
+        is_named = any(line.startswith("hydra.run.dir=") for line in config.hydra.overrides.hydra)
+        if job is None and not is_named and not OmegaConf.is_interpolation(config, "output_dir"):
+            config.hydra.run.dir = "${output_dir}"  # so that the run's log and command line are in its folder
         folder, is_output = config.hydra.run.dir, "${output_dir}" in OmegaConf.to_yaml(config.hydra.run)
         config.hydra.mode = config.hydra.mode or RunMode.RUN
         if job is not None:

@@ -114,7 +114,7 @@ def process_overrides(processes: Processes, run_folder: str, overrides: Sequence
     if processes.world_size == 1:
         return []
     own = [] if processes.rank == 0 else [f"hydra.job.name=train_rank_{processes.rank}", "hydra.output_subdir=null"]
-    is_named = [override for override in overrides if override.startswith("hydra.run.dir=")]
+    is_named = [line for line in overrides if line.startswith(("hydra.run.dir=", "output_dir="))]
     if is_named and "${now" not in is_named[-1]:
         return own
     if processes.launcher == "torchrun":

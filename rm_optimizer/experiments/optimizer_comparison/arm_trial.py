@@ -145,7 +145,7 @@ class ArmRecorder(StepClock):
         self._clipped += pl_module.step_metrics["train/grad_norm"] > limit
         self._passes = pl_module.passes_made
         # Without a GPU this is the present resident memory, of which the largest is kept.
-        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss_bytes()
+        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss_bytes()[0]
         self._peak = max(self._peak, memory)
         if self._before is not None:
             check_mechanism(trainer.optimizers[0], self._optimizer, self._before, passes=self._passes)

@@ -16,9 +16,9 @@ from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.records.files import write_text, writing
 from rm_optimizer.training.callbacks.cost import (
     ModelFlops,
-    RssSampler,
     computed_tokens,
     peak_bf16_flops,
+    restart_rss_peak,
     rss_bytes,
     rss_source,
 )
@@ -45,7 +45,7 @@ class MemoryProfile(pl.Callback):
 
     The time of a step begins when its tokens are on the device and ends after the optimizer's update. Data loading,
     evaluation and checkpoints are not included. On a GPU, memory is the allocator's peak over the step. Elsewhere it is
-    the process's resident memory at the end of the step, and the highest sample within it. MFU needs a chip with a
+    the process's resident memory at the end of the step, and the kernel's peak within it. MFU needs a chip with a
     known bfloat16 peak and a run in bfloat16. It counts one forward and backward pass a step.
 
     It comes before `Evaluation` among the callbacks, so that a step's memory does not include an evaluation's.
@@ -57,31 +57,27 @@ class MemoryProfile(pl.Callback):
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
         self.steps: list[dict[str, float]] = []
-        self._sampler: RssSampler | None = None
         self._flops: ModelFlops | None = None
         self._peak_flops: float | None = None
         self._started = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look up the chip's peak and begin to sample memory."""
+        """Look up the chip's peak."""
         assert isinstance(pl_module, RewardModelLightning)
         if pl_module.device.type == "cuda":
             half = "bf16" in str(trainer.precision)
             self._peak_flops = peak_bf16_flops(torch.cuda.get_device_name(pl_module.device)) if half else None
             self._flops = ModelFlops.of_model(pl_module.model)
-        else:
-            self._sampler = RssSampler()
-            self._sampler.start()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Reset the peak and start the clock."""
-        if self._sampler is not None:
-            self._sampler.restart_peak()
-        else:
+        if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)
             torch.cuda.reset_peak_memory_stats(pl_module.device)
+        else:
+            restart_rss_peak()
         self._started = time.perf_counter()
 
     def on_train_batch_end(
@@ -106,22 +102,9 @@ class MemoryProfile(pl.Callback):
                 write_text(path, json.dumps(self._summary(pl_module.device), indent=2) + "\n")
             log.info("%s", _sentence(medians(self.steps), len(self.steps), path))
 
-    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """End the sampling thread of a run that fails, which Lightning does not tear down."""
-        self._end()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """End the sampling thread."""
-        self._end()
-
-    def _end(self) -> None:
-        if self._sampler is not None:
-            self._sampler.stop()
-            self._sampler = None
-
     def _memory(self, device: torch.device) -> dict[str, float]:
-        if self._sampler is not None:
-            return dict(zip(CPU_MEMORY, (rss_bytes(), self._sampler.peak_bytes()), strict=True))
+        if device.type != "cuda":
+            return dict(zip(CPU_MEMORY, rss_bytes(), strict=True))
         peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
         return dict(zip(GPU_MEMORY, peaks, strict=True))
 
