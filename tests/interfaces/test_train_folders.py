@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from rm_optimizer import train as entry
 from rm_optimizer.errors import ConfigError
@@ -42,6 +43,18 @@ def test_a_used_folder_is_refused_before_anything_is_written(used: Path):
     with pytest.raises(ConfigError, match="resume=auto continues that run"):
         entry.check_command([*FEW, f"hydra.run.dir={used}"])
     assert snapshot(used) == before
+
+
+@pytest.mark.parametrize("named", [[], ["hydra.run.dir={}/hydra"]])
+def test_hydra_writes_into_the_output_folder_unless_it_has_one(
+    named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    arguments = [*FEW, f"output_dir={tmp_path}/run", *(part.format(tmp_path) for part in named)]
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    monkeypatch.setattr(entry, "_trained", lambda options: Path(options.output_dir))
+    entry.main()
+    folder = tmp_path / ("hydra" if named else "run")
+    assert OmegaConf.load(folder / ".hydra" / "overrides.yaml") == arguments[: len(FEW) + 1]
 
 
 def test_a_process_that_lightning_starts_takes_the_folder_in_quotes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
