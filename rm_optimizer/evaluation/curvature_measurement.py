@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -44,13 +43,8 @@ class CurvatureMeasurement:
     preconditioned_sharpness: float | None = None
 
 
-class MeasureCurvature(Protocol):
-    """Measurement of the curvature at the weights of the time of the call."""
-
-    def __call__(self, scales: Mapping[str, Tensor] | None = None) -> CurvatureMeasurement:
-        """Measure the Hessian; given scales of the parameters by name, measure the scaled Hessian too."""
-
-
+MeasureCurvature = Callable[[Mapping[str, Tensor] | None], CurvatureMeasurement]
+"""Measurement of the Hessian at the present weights; with scales of the parameters by name, of the scaled one too."""
 MeasurementFactory = Callable[[BradleyTerryRM, Sequence[AnyPairBatch], LossConfig], MeasureCurvature]
 """Function that returns a measurement of a model's curvature on fixed micro-batches. Each call of the measurement uses
 the weights of that time, and does not change weights, gradients, modes and random generators."""

@@ -31,13 +31,10 @@ from rm_optimizer.landscape.layers import (
     curvature_of_blocks,
     top_eigenvalues,
 )
-from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.gauss_newton import ROW_BYTES
 from rm_optimizer.landscape.operators.parameters import select_parameters
-from rm_optimizer.landscape.operators.support import SupportedOperator
 from rm_optimizer.landscape.solvers.krylov import remove_states
-from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
-from rm_optimizer.landscape.solvers.overlooked import with_overlooked
+from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.surface.directions import (
     Directions,
@@ -216,24 +213,19 @@ def _directions(context: AnalysisContext, count: int, identity: str) -> Directio
 
 
 def _new_directions(context: AnalysisContext, count: int) -> Directions:
-    seed = context.measured_loss.sample.seed
-    with context.measured_loss.measuring() as objective:
-        if context.config.directions == DirectionKind.random:
-            return filter_normalized(objective.model, objective.subset, count, seed=seed)
-        hessian = HessianOperator(objective)
-        matrix = SupportedOperator(hessian)
-        found = lanczos(
-            matrix,
-            count,
-            which="magnitude",
-            tolerance=context.config.tolerance,
-            max_products=context.config.max_products,
-            seed=seed,
-            on_iteration=context.on_iteration,
-            on_done=hessian.release,
-        )
-        found = with_overlooked(matrix, found, "magnitude", tolerance=context.config.tolerance, seed=seed + 2)
-        return along_eigenvectors(found.widened(matrix.support), count)
+    measured_loss, config = context.measured_loss, context.config
+    if config.directions == DirectionKind.random:
+        with measured_loss.measuring() as objective:  # in the type of the measurement
+            return filter_normalized(objective.model, objective.subset, count, seed=measured_loss.sample.seed)
+    found = measured_loss.analyzer.compute_spectrum(
+        measured_loss.sample,
+        top_k=count,
+        options=SpectrumOptions(which="magnitude", tolerance=config.tolerance, max_products=config.max_products),
+        on_iteration=context.on_iteration,
+    )
+    if found.eigenvectors is None or found.status == SpectrumStatus.interrupted:
+        raise KeyboardInterrupt
+    return along_eigenvectors(found.eigenvalues, found.eigenvectors, found.converged, count)
 
 
 def _span(config: LandscapeConfig, directions: Directions) -> float:

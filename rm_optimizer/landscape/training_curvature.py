@@ -13,7 +13,7 @@ from torch import Tensor
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
-from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature
+from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement
 from rm_optimizer.landscape.operators.differences import GradientDifferences, ScaledDifferences
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, unit
@@ -50,7 +50,7 @@ def measure_curvature(
     *,
     num_products: int = 2,
     seed: int = 0,
-) -> MeasureCurvature:
+) -> _Measurement:
     """Create a measurement that is called repeatedly while the model trains.
 
     The first call finds the top two eigenvectors by Lanczos. Each later call starts from the last call's two Ritz

@@ -27,45 +27,40 @@ _ROUNDING = 16
 """Bound in units of the rewards' precision; a smaller second eigenvalue of a pair's matrix is a rounded 0."""
 
 
-@dataclass(frozen=True)
-class PairRows:
-    """One pair's part of a matrix `J^T C J`, as rows whose outer products add up to it.
+def curvature_rows(
+    objective: PairObjective, curvature: OutputCurvature, parameters: Sequence[Tensor]
+) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
+    """Rows of a matrix `J^T C J`, whose outer products add up to it, from a forward pass for each pair.
 
-    With `C_i = sum_k c_k u_k u_k^T` for the pair's two rewards, the rows are `sqrt(c_k) J_i^T u_k`; a loss without
+    With `C_i = sum_k c_k u_k u_k^T` for a pair's two rewards, its rows are `sqrt(c_k) J_i^T u_k`; a loss without
     regularizers has one, along the margin.
 
     Args:
-        number: position of the pair among all pairs.
-        rewards: rewards of the pair, with their graph.
-        seeds: `sqrt(c_k) u_k`.
+        objective: the loss.
+        curvature: the matrix.
+        parameters: parameters to derive by.
+
+    Yields:
+        Position of the pair among all pairs, and a row of it, one tensor for each parameter.
     """
-
-    number: int
-    rewards: Float[Tensor, " sequences"]
-    seeds: tuple[Float[Tensor, " sequences"], ...]
-
-    def gradients(self, parameters: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-        """The rows, one tensor for each parameter."""
-        for left, seed in zip(reversed(range(len(self.seeds))), self.seeds, strict=True):
-            yield torch.autograd.grad(
-                self.rewards, parameters, seed, retain_graph=left > 0, allow_unused=True, materialize_grads=True
-            )
-
-
-def curvature_rows(objective: PairObjective, curvature: OutputCurvature) -> Iterator[PairRows]:
-    """The rows of each pair in turn, each from a forward pass of its own."""
     singles = (single for batch in objective.batches for single in single_pairs(batch))
     for number, single in enumerate(singles):
         rewards = objective.model.rewards_of(single)
-        seeds = (fisher_factors if curvature == "fisher" else _gauss_newton_factors)(
-            objective, single, rewards.detach()
-        )
-        yield PairRows(number, rewards, tuple(objective.checked(seeds)))
+        factors = fisher_factors if curvature == "fisher" else _gauss_newton_factors
+        seeds = objective.checked(factors(objective, single, rewards.detach()))
+        for left, seed in zip(reversed(range(len(seeds))), seeds, strict=True):
+            yield (
+                number,
+                torch.autograd.grad(
+                    rewards, parameters, seed, retain_graph=left > 0, allow_unused=True, materialize_grads=True
+                ),
+            )
 
 
 def _gauss_newton_factors(
     objective: PairObjective, single: PairBatch, rewards: Float[Tensor, " sequences"]
 ) -> Float[Tensor, "rows 2"]:
+    """The vectors `sqrt(c_k) u_k` of a pair."""
     block = objective.checked(output_blocks(objective, single, rewards, "gauss_newton")[0].double())
     values, vectors = torch.linalg.eigh(block)
     kept = values > _ROUNDING * torch.finfo(rewards.dtype).eps * values.max()
@@ -183,7 +178,7 @@ def gauss_newton_exact(
 ) -> GramSpectrum:
     """All eigenvalues of `sum_i J_i^T C_i J_i`, the Gauss-Newton or empirical Fisher matrix of the loss.
 
-    With `B` the rows of `pair_gradients.PairRows`, the matrix is `B^T B` and its eigenvalues those of `B B^T`, of as
+    With `B` the rows of `curvature_rows`, the matrix is `B^T B` and its eigenvalues those of `B B^T`, of as
     many rows as there are pairs, or twice as many with `center_rewards` or `reward_l2`; its eigenvectors are
     `B^T u / ||.||`. If the rows fit into `memory_bytes`, the cost is one backward pass a pair. Otherwise each part of
     the columns that fits costs one for the eigenvalues and one for the vectors. Embeddings that no pair looks up need
@@ -274,11 +269,10 @@ class CurvatureRows:
             self._rows_most, span[1] - span[0], dtype=self.objective.dtype, device=self.objective.device
         )
         pair_of_row: list[int] = []
-        for pair in curvature_rows(self.objective, self.curvature):
-            for gradient in pair.gradients(parameters):
-                parts = map(self.support.part, chosen, gradient)
-                block[len(pair_of_row)] = torch.cat([part.reshape(-1) for part in parts])[inner]
-                pair_of_row.append(pair.number)
+        for number, gradient in curvature_rows(self.objective, self.curvature, parameters):
+            parts = map(self.support.part, chosen, gradient)
+            block[len(pair_of_row)] = torch.cat([part.reshape(-1) for part in parts])[inner]
+            pair_of_row.append(number)
         if not pair_of_row:  # the losses of all pairs are flat, and a row of zeros stands for them
             block[:1], pair_of_row = 0, [0]
         self.pair_of_row = pair_of_row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.landscape.operators.parameters import ParameterSubset
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs
 from rm_optimizer.records.files import replacing
 
 FILTER_NORMALIZED, EIGENVECTORS, TRAJECTORY = (
@@ -99,20 +98,23 @@ def _as_rows(weight: Tensor, generator: torch.Generator) -> Tensor:
     return scaled.reshape(weight.shape)
 
 
-def along_eigenvectors(found: Eigenpairs, count: int) -> Directions:
+def along_eigenvectors(
+    values: Sequence[float], vectors: Float[Tensor, "values parameters"], converged: Sequence[bool], count: int
+) -> Directions:
     """Unit vectors along the eigenvectors of largest magnitude; a unit is one of parameter distance.
 
     The name of an eigenvector that did not converge is marked.
 
     Args:
-        found: computed eigenpairs.
+        values: eigenvalues.
+        vectors: their eigenvectors, one row each.
+        converged: True for each value that converged.
         count: number of directions.
     """
-    order = found.values.abs().argsort(descending=True)[:count]
-    values = tuple(found.values[order].tolist())
-    remarks = ("" if found.converged[index] else " (not converged)" for index in order.tolist())
-    names = tuple(f"λ = {value:.3g}{remark}" for value, remark in zip(values, remarks, strict=True))
-    return Directions(names, found.vectors[order.to(found.vectors.device)], EIGENVECTORS, values)
+    order = sorted(range(len(values)), key=lambda index: -abs(values[index]))[:count]
+    remarks = {index: "" if converged[index] else " (not converged)" for index in order}
+    names = tuple(f"λ = {values[index]:.3g}{remark}" for index, remark in remarks.items())
+    return Directions(names, vectors[order], EIGENVECTORS, tuple(values[index] for index in order))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from torch import nn
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.landscape.operators.base import MatrixOperator
 from rm_optimizer.landscape.operators.parameters import ParameterSubset
-from rm_optimizer.landscape.solvers.lanczos import lanczos
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
 from rm_optimizer.landscape.surface.directions import (
     Directions,
     along_eigenvectors,
@@ -30,6 +30,10 @@ def two_layers() -> nn.Module:
 def everything(model: nn.Module) -> ParameterSubset:
     named = dict(model.named_parameters())
     return ParameterSubset(tuple(named), tuple(parameter.shape for parameter in named.values()))
+
+
+def along(found: Eigenpairs, count: int) -> Directions:
+    return along_eigenvectors(found.values.tolist(), found.vectors, found.converged, count)
 
 
 def test_every_row_is_as_long_as_the_row_of_the_weights_and_vectors_stay():
@@ -62,16 +66,16 @@ def test_only_vectors_give_no_random_direction():
 
 def test_eigenvectors_come_by_magnitude_with_their_values():
     matrix = torch.diag(torch.tensor([1.0, -5.0, 3.0], dtype=torch.float64))
-    found = along_eigenvectors(lanczos(MatrixOperator(matrix), 3), 2)
+    found = along(lanczos(MatrixOperator(matrix), 3), 2)
     assert found.values == pytest.approx((-5.0, 3.0))
     torch.testing.assert_close(found.vectors.abs(), torch.eye(3, dtype=torch.float64)[[1, 2]])
 
 
 def test_an_eigenvector_that_did_not_converge_says_so_in_its_name():
     matrix = torch.diag(torch.linspace(1, 2, 40, dtype=torch.float64))
-    names = along_eigenvectors(lanczos(MatrixOperator(matrix), 2, max_products=4), 2).names
+    names = along(lanczos(MatrixOperator(matrix), 2, max_products=4), 2).names
     assert all(name.endswith(" (not converged)") for name in names)
-    assert along_eigenvectors(lanczos(MatrixOperator(matrix), 1), 1).names == ("λ = 2",)
+    assert along(lanczos(MatrixOperator(matrix), 1), 1).names == ("λ = 2",)
 
 
 def test_a_file_of_something_else_is_said_with_the_remedy(tmp_path):

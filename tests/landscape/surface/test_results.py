@@ -119,7 +119,7 @@ def test_weights_modes_and_gradients_are_as_before_bit_for_bit(measured_loss):
 def test_second_derivative_along_an_eigenvector_is_its_eigenvalue(measured_loss):
     with measured_loss.measuring() as objective:
         found = lanczos(HessianOperator(objective, product="reverse"), 2, which="magnitude", tolerance=1e-8)
-    directions = along_eigenvectors(found, 2)
+    directions = along_eigenvectors(found.values.tolist(), found.vectors, found.converged, 2)
     h = 1e-3
     points = slice_grid(2, (-2 * h, -h, 0.0, h, 2 * h))
     rows = np.array(losses(measured_grid(measured_loss, directions, points))).reshape(2, 5)
