@@ -8,21 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from rm_optimizer import __version__
+from rm_optimizer.interfaces.commands import compare
 from rm_optimizer.interfaces.commands.analyze import analyze
 from rm_optimizer.interfaces.commands.bon import bon
-from rm_optimizer.interfaces.commands.compare import study as compare_study
-from rm_optimizer.interfaces.commands.compare.optimizers import compare_optimizers
-from rm_optimizer.interfaces.commands.compare.runs import compare
 from rm_optimizer.interfaces.commands.data_check import data_check
 from rm_optimizer.interfaces.commands.doctor import doctor
 from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_train
 from rm_optimizer.interfaces.commands.evaluate import evaluate
-from rm_optimizer.interfaces.commands.info import info
 from rm_optimizer.interfaces.commands.labels.clean import data_clean
 from rm_optimizer.interfaces.commands.labels.label import label
 from rm_optimizer.interfaces.commands.labels.scaling import scaling
 from rm_optimizer.interfaces.commands.labels.select import label_import, select
-from rm_optimizer.interfaces.commands.params import params
+from rm_optimizer.interfaces.commands.look_up import info, params
 from rm_optimizer.interfaces.commands.readiness import readiness
 from rm_optimizer.interfaces.commands.report import report
 from rm_optimizer.interfaces.commands.rlhf import rlhf
@@ -60,30 +57,34 @@ GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
 """Commands with their settings, by heading of `rm-opt --help`; groups such as `rm-opt data` are added below."""
 
 app = typer.Typer(cls=RootCommands, help="Train, measure and use Bradley-Terry reward models.", **QUIET)
-data_app = typer.Typer(cls=Commands, help="Check and clean preference data.", add_completion=False, **QUIET)
-data_app.command("check")(with_field_flags(data_check))
-data_app.command("clean")(with_field_flags(data_clean))
-app.add_typer(data_app, name="data", rich_help_panel="Data")
-ensemble_app = typer.Typer(
-    cls=Commands, help="Join reward models into an ensemble with uncertainty.", add_completion=False, **QUIET
+Member = tuple[Callable[..., None], dict[str, Any]]
+STUDY = (compare.plan, compare.run, compare.status, compare.retry, compare.report, compare.across)
+
+
+def _add_group(name: str, panel: str, about: str, members: dict[str, Member], kind: type[Commands] = Commands) -> None:
+    """Add a command that holds others."""
+    group = typer.Typer(cls=kind, help=about, add_completion=False, **QUIET)
+    for member, (command, settings) in members.items():
+        group.command(member, **settings)(with_field_flags(command))
+    app.add_typer(group, name=name, rich_help_panel=panel)
+
+
+_add_group("data", "Data", "Check and clean preference data.", {"check": (data_check, {}), "clean": (data_clean, {})})
+_add_group(
+    "ensemble",
+    "Couple to a policy",
+    "Join reward models into an ensemble with uncertainty.",
+    {"train": (ensemble_train, HYDRA), "join": (ensemble_join, {})},
 )
-ensemble_app.command("train", **HYDRA)(ensemble_train)
-ensemble_app.command("join")(with_field_flags(ensemble_join))
-app.add_typer(ensemble_app, name="ensemble", rich_help_panel="Couple to a policy")
-compare_app = typer.Typer(
-    cls=DefaultCommands,
-    help="Compare runs or optimizers, or run a study. Finished runs: `rm-opt compare RUN RUN`. Optimizers: "
+_add_group(
+    "compare",
+    "Evaluate and compare",
+    "Compare runs or optimizers, or run a study. Finished runs: `rm-opt compare RUN RUN`. Optimizers: "
     "`rm-opt compare --optimizers A,B`.",
-    add_completion=False,
-    **QUIET,
+    {each.__name__: (each, {}) for each in STUDY}
+    | {DEFAULT: (compare.compare, {}), OF_OPTIMIZERS: (compare.compare_optimizers, {})},
+    DefaultCommands,
 )
-for study_command in (compare_study.plan, compare_study.run, compare_study.status, compare_study.retry):
-    compare_app.command()(study_command)
-compare_app.command("report")(compare_study.report)
-compare_app.command("across")(compare_study.across)
-compare_app.command(DEFAULT)(compare)
-compare_app.command(OF_OPTIMIZERS)(with_field_flags(compare_optimizers))
-app.add_typer(compare_app, name="compare", rich_help_panel="Evaluate and compare")
 for panel, commands in GROUPS.items():
     for command, settings in commands:
         app.command(rich_help_panel=panel, **settings)(with_field_flags(command))

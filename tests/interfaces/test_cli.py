@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from rm_optimizer.errors import DataError, TrainingDiverged
 from rm_optimizer.interfaces.cli import app
-from rm_optimizer.interfaces.commands import info
+from rm_optimizer.interfaces.commands import look_up
 from rm_optimizer.records.ledger import progress
 from rm_optimizer.schema.store import OPTIMIZERS
 
@@ -65,7 +65,7 @@ def test_a_failure_keeps_its_exit_code(monkeypatch, error, code):
     def fail() -> None:
         raise error
 
-    monkeypatch.setattr(info, "devices", fail)
+    monkeypatch.setattr(look_up, "devices", fail)
     result = rm_opt("info")
     assert (result.exit_code, result.stderr) == (code, f"error: {error}\n")
 
@@ -74,7 +74,7 @@ def test_control_c_exits_130(monkeypatch):
     def stop() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(info, "devices", stop)
+    monkeypatch.setattr(look_up, "devices", stop)
     assert rm_opt("info").exit_code == 130
 
 
@@ -82,7 +82,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
     def fail() -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(info, "devices", fail)
+    monkeypatch.setattr(look_up, "devices", fail)
     assert isinstance(rm_opt("info").exception, ZeroDivisionError)
 
 
@@ -94,13 +94,11 @@ def test_info_names_versions_devices_presets_and_optimizers():
 
 
 def test_params_counts_every_parameter_once(monkeypatch):
-    from rm_optimizer.interfaces.commands import params
-
-    rows = {name: params.groups_of("tiny", name) for name in ("adamw", "muon")}
+    rows = {name: look_up.groups_of("tiny", name) for name in ("adamw", "muon")}
     total = {name: sum(row.num_parameters for row in groups) for name, groups in rows.items()}
     assert total["adamw"] == total["muon"]
     assert {row.algorithm for row in rows["muon"]} == {"muon", "adamw"}
-    monkeypatch.setattr(params, "groups_of", lambda model, optimizer: rows[optimizer])
+    monkeypatch.setattr(look_up, "groups_of", lambda model, optimizer: rows[optimizer])
     result = rm_opt("params", "tiny", "-o", "muon")
     assert result.exit_code == 0
     assert "muon on tiny" in result.stdout

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt, Scorer
-    from rm_optimizer.evaluation.score_file import ScoredFile
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
 
 WORLD_PROMPTS = 64
@@ -57,6 +56,7 @@ def bon(
     if policy not in (None, WORLD) and responses.prompts is None:
         raise ConfigError("--policy MODEL needs --prompts FILE")
     from rm_optimizer.core.rows.response_files import read_prompts
+    from rm_optimizer.evaluation.score_file import cut_counts
     from rm_optimizer.records.ledger import progress
     from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, rank_file, read_ranked
 
@@ -80,20 +80,13 @@ def bon(
         raise RewardServerUnavailable(f"{error}; the same command goes on from the prompts ranked so far") from error
     ranked, proxy = read_ranked(out_file)
     _report(curve_file, ranked, proxy, judge, bootstrap, seed)
-    for note in _notes(model, counts, ranked):
-        print(f"warning: {note}")
-    print(f"prompts: {len(ranked)}, each with {proxy.shape[1]} ranked responses: {out_file}")
-
-
-def _notes(model: BradleyTerryRM, counts: ScoredFile, ranked: Sequence[RankedResponses]) -> list[str]:
-    """Notes on text that was cut; a server does not count it, so the local copy of its model does."""
-    from rm_optimizer.evaluation.score_file import cut_counts
-
     prompts_cut, responses_cut = counts.num_prompt_cut, counts.num_response_cut
-    if prompts_cut is None or responses_cut is None:
+    if prompts_cut is None or responses_cut is None:  # a server does not count them, so the model's local copy does
         of_each = [cut_counts(model.encode([row.prompt] * len(row.responses), row.responses)) for row in ranked]
         prompts_cut, responses_cut = (sum(side) for side in zip(*of_each, strict=True))
-    return notes_on(model, counts.num_responses, prompts_cut, responses_cut)
+    for note in notes_on(model, counts.num_responses, prompts_cut, responses_cut):
+        print(f"warning: {note}")
+    print(f"prompts: {len(ranked)}, each with {proxy.shape[1]} ranked responses: {out_file}")
 
 
 def _report(

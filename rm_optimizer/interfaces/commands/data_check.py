@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
 from rm_optimizer.errors import CheckpointError
+from rm_optimizer.interfaces.outputs import printed_beside, write_json
 from rm_optimizer.interfaces.pairs import PairOptions
 
 if TYPE_CHECKING:
@@ -40,8 +41,6 @@ def data_check(
 
     Reports rows, duplicates, contradictions, lengths, overlap of splits, and the length baseline.
     """
-    from rm_optimizer.interfaces.outputs import printed_beside, write_json
-
     with printed_beside(json_file):
         audit = _audited(paths, pair_options, tokenizer, max_length)
     write_json(json_file, audit.to_json())
@@ -53,7 +52,8 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
     from rm_optimizer.core.tokens.audit import audit_pairs
     from rm_optimizer.core.tokens.chat import ConversationRenderer
     from rm_optimizer.core.tokens.dataset import label_note
-    from rm_optimizer.reporting.tables import example_table, output_console, print_audit
+    from rm_optimizer.data_efficiency.votes import votes_of
+    from rm_optimizer.reporting.tables import example_table, output_console, print_audit, summary_table
 
     datasets = pair_options.load_splits(paths, "PATHS")
     for name, dataset in datasets.items():
@@ -82,21 +82,12 @@ def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | N
         for rows in by_cause.values():
             rest = f"; rows of this cause: {len(rows):,}" if len(rows) > 1 else ""
             print(f"dropped {rows[0]}{rest}")
-    _print_agreement(datasets)
-    return audit
-
-
-def _print_agreement(datasets: Mapping[str, PreferenceDataset]) -> None:
-    """Print the agreement of annotators for each split whose pairs have votes."""
-    from rm_optimizer.data_efficiency.votes import votes_of
-    from rm_optimizer.reporting.tables import output_console, summary_table
-
-    for name, dataset in datasets.items():
         if (votes := votes_of(dataset.pairs)) is not None:
             from rm_optimizer.reporting.labels import agreement_rows  # imports matplotlib
 
             title = f"{name}: votes of annotators, {len(votes.chosen):,} pairs"
             output_console().print(summary_table(title, agreement_rows(votes.ceiling)))
+    return audit
 
 
 def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> PreTrainedTokenizerBase:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Exit, Option
 
+from rm_optimizer.interfaces.outputs import printed_beside, write_json
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel, length_note
-
-if TYPE_CHECKING:
-    from rm_optimizer.doctor.diagnosis import Diagnosis
+from rm_optimizer.records.files import write_text
 
 
 def doctor(
@@ -32,9 +31,12 @@ def doctor(
     """
     from rm_optimizer.core.pairs.overlap import TrainedPairs
     from rm_optimizer.doctor.doctor import diagnose
-    from rm_optimizer.interfaces.outputs import printed_beside, write_json
     from rm_optimizer.records.ledger import stages
+    from rm_optimizer.records.locations import resolve_source
+    from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
     from rm_optimizer.reporting.doctor_table import print_diagnosis
+    from rm_optimizer.training.folder.model_card import write_card
+    from rm_optimizer.training.folder.record import RunResult
 
     data = pair_options.load_splits(sources, "--data")
     model = saved.load(seed)
@@ -50,21 +52,9 @@ def doctor(
         if note := length_note(model):
             print(f"note: {note}")
     write_json(json_file, diagnosis.to_json())
-    _keep(diagnosis, saved.checkpoint)
-    raise Exit(diagnosis.exit_code)
-
-
-def _keep(diagnosis: Diagnosis, checkpoint: str) -> None:
-    """Write the diagnosis of a run's exported model into the run folder, and its findings into the model's card."""
-    from rm_optimizer.records.files import write_text
-    from rm_optimizer.records.locations import resolve_source
-    from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
-    from rm_optimizer.training.folder.model_card import write_card
-    from rm_optimizer.training.folder.record import RunResult
-
-    run = RunFolder.of(checkpoint)
+    run = RunFolder.of(saved.checkpoint)
     result = None if run is None else RunResult.read(run.path)
-    if run is None or result is None or Path(resolve_source(checkpoint).location) != run.export:
-        return
-    write_text(run.path / DOCTOR_FILE, diagnosis.to_json() + "\n")
-    print(f"kept in {run.path / DOCTOR_FILE}, and in the model's card {write_card(run.path, result)}")
+    if run is not None and result is not None and Path(resolve_source(saved.checkpoint).location) == run.export:
+        write_text(run.path / DOCTOR_FILE, diagnosis.to_json() + "\n")
+        print(f"kept in {run.path / DOCTOR_FILE}, and in the model's card {write_card(run.path, result)}")
+    raise Exit(diagnosis.exit_code)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,7 +17,6 @@ from rm_optimizer.interfaces.saved_model import SavedModel
 if TYPE_CHECKING:
     from rm_optimizer.core.pairs.pair import PreferencePair
     from rm_optimizer.core.tokens.dataset import PreferenceDataset
-    from rm_optimizer.evaluation.saved_model import Evaluation
 
 RESULTS = Path("outputs", "evaluate")
 """Default folder of results."""
@@ -47,10 +45,13 @@ def evaluate(
     from rm_optimizer.evaluation.saved_model import evaluate_model
     from rm_optimizer.records.files import held
     from rm_optimizer.records.ledger import progress
-    from rm_optimizer.reporting.run_report import draw_evaluation
+    from rm_optimizer.reporting.run_report import draw_evaluation, print_evaluation
 
     data = pair_options.load(sources)
-    _require_columns(data, by)
+    known = {name for pair in data.pairs for name in pair.metadata}
+    for column in by:
+        if column not in known:
+            raise ConfigError(did_you_mean("--by column", column, known))
     folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     with held(folder, "evaluation"):
         with filling(folder):
@@ -69,18 +70,12 @@ def evaluate(
                     on_progress=show,
                 )
         draw_evaluation(folder, evaluation.metrics)
-        _print(saved.checkpoint, sources, evaluation, folder)
+        what = ", ".join(sources) if len(sources) <= 3 else f"{len(sources)} sources"
+        print_evaluation(f"{saved.checkpoint} on {what}", evaluation)
+        if evaluation.num_skipped:
+            print(f"rows that give no pair: {evaluation.num_skipped}")
         _report_votes(folder, data, model.beta, bootstrap, seed)
         print(f"metrics, rewards and plots: {folder}")
-
-
-def _print(checkpoint: str, sources: Sequence[str], evaluation: Evaluation, folder: Path) -> None:
-    from rm_optimizer.reporting.run_report import print_evaluation
-
-    what = ", ".join(sources) if len(sources) <= 3 else f"{len(sources)} sources"
-    print_evaluation(f"{checkpoint} on {what}", evaluation)
-    if evaluation.num_skipped:
-        print(f"rows that give no pair: {evaluation.num_skipped}")
 
 
 def _report_votes(folder: Path, data: PreferenceDataset, beta: float, bootstrap: int, seed: int) -> None:
@@ -98,10 +93,3 @@ def _report_votes(folder: Path, data: PreferenceDataset, beta: float, bootstrap:
     if (votes := votes_of([pairs[row.pair_id].popleft() for row in rows])) is not None:
         margins = np.array([row.chosen - row.rejected for row in rows])[votes.positions]
         report_votes(vote_calibration(margins, votes, beta=beta, num_bootstrap=bootstrap, seed=seed), folder)
-
-
-def _require_columns(data: PreferenceDataset, by: Sequence[str]) -> None:
-    known = {name for pair in data.pairs for name in pair.metadata}
-    for column in by:
-        if column not in known:
-            raise ConfigError(did_you_mean("--by column", column, known))

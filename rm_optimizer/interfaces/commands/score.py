@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
-from rm_optimizer.interfaces.saved_model import SavedModel, cut_notes, notes_on
+from rm_optimizer.interfaces.saved_model import SavedModel, cut_notes, length_note
+from rm_optimizer.records.files import write_text
 
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt
-    from rm_optimizer.evaluation.score_file import CountedRewards, CountingScorer, ScoredFile
+    from rm_optimizer.evaluation.score_file import CountedRewards
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
 USAGE = "give either --prompt TEXT and --response TEXT, or an input and an output file"
@@ -50,19 +51,26 @@ def score(
     names_files = prompt is None and not responses and in_file is not None and out_file is not None
     if not (names_responses or names_files):
         raise ConfigError(USAGE)
-    if names_responses:
-        _require_texts(prompt or "", responses)
-    members = None if ensemble is None else _ensemble(saved, ensemble, penalty, token_budget)
-    if members is None and (Path(saved.checkpoint) / "ensemble.json").is_file():
+    if names_responses and not (prompt or "").strip():
+        raise ConfigError("--prompt must not be empty")
+    if not all(response.strip() for response in responses):
+        raise ConfigError("--response must not be empty")
+    if ensemble is None and (Path(saved.checkpoint) / "ensemble.json").is_file():
         raise ConfigError(f"{saved.checkpoint} is an ensemble; add --ensemble mean, min or uwo")
-    if names_responses and members is not None:
-        _print_predictions(members, prompt or "", responses)
-    elif names_responses:
-        _print_scores(saved, prompt or "", responses, token_budget)
-    elif members is not None:
-        _score_by_ensemble(members, saved.checkpoint, in_file or Path(), out_file or Path())
+    scorer: LocalScorer | RewardModelEnsemble
+    if ensemble is None:
+        scorer = LocalScorer(saved.load(), token_budget)
+        where, default = f"{scorer.model.max_length} tokens", length_note(scorer.model)
     else:
-        _score_to_file(saved, in_file or Path(), out_file or Path(), token_budget)
+        scorer, where, default = _ensemble(saved, ensemble, penalty, token_budget), "the members' lengths", None
+    if in_file is None or out_file is None:
+        num_cut, stream = _print_scores(scorer, prompt or "", responses), sys.stderr
+        num = len(responses)
+    else:
+        num, *num_cut = _score_file(scorer, saved.checkpoint, in_file, out_file)
+        stream = sys.stdout
+    for note in (*cut_notes(where, num, *num_cut), *([default] if default else [])):
+        print(f"warning: {note}", file=stream)
 
 
 class LocalScorer:
@@ -84,13 +92,6 @@ class LocalScorer:
         return score_counted(self.model, prompts, responses, token_budget=self.token_budget)
 
 
-def _require_texts(prompt: str, responses: Sequence[str]) -> None:
-    if not prompt.strip():
-        raise ConfigError("--prompt must not be empty")
-    if not all(response.strip() for response in responses):
-        raise ConfigError("--response must not be empty")
-
-
 def _ensemble(saved: SavedModel, aggregation: str, penalty: float, token_budget: int) -> RewardModelEnsemble:
     from rm_optimizer.rl_coupling.ensemble import Aggregation
     from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
@@ -106,73 +107,52 @@ def _ensemble(saved: SavedModel, aggregation: str, penalty: float, token_budget:
     )
 
 
-def _print_predictions(members: RewardModelEnsemble, prompt: str, responses: Sequence[str]) -> None:
-    """Print the combined reward of each response and its spread over members, one response on each line."""
-    predictions, cut = members.predict_counted([prompt] * len(responses), responses)
-    for reward, found in zip(cut.rewards, predictions, strict=True):
-        print(f"{reward:.6f} ± {found.std_reward:.6f}{'  uncertain' if found.is_high_uncertainty else ''}")
-    for note in cut_notes("the members' lengths", len(responses), cut.num_prompt_cut, cut.num_response_cut):
-        print(f"warning: {note}", file=sys.stderr)
+def _print_scores(scorer: LocalScorer | RewardModelEnsemble, prompt: str, responses: Sequence[str]) -> list[int]:
+    """Print the reward of each response, one on each line, and return the counts of cut prompts and responses.
 
-
-def _score_by_ensemble(members: RewardModelEnsemble, checkpoint: str, source: Path, target: Path) -> None:
-    """Write `source` with a column of combined rewards to `target`, continuing an earlier call that was stopped."""
-    identity = members.digest()
-    scored = _scored(members, source, target, identity)
-    _write_report(target, scored, {"model": checkpoint, "model_digest": identity, "aggregation": members.aggregation})
-    print(f"{scored.num_rows} rows scored by {len(members)} members: {target}")
-    counts = (scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0)
-    for note in cut_notes("the members' lengths", *counts):
-        print(f"warning: {note}")
-
-
-def _print_scores(saved: SavedModel, prompt: str, responses: Sequence[str], token_budget: int) -> None:
-    """Print one reward on each line, in the order of the responses; truncation is reported on standard error."""
+    An ensemble also prints the spread over its members.
+    """
     from rm_optimizer.core.pairs.pair import require_finite
 
-    model = saved.load()
-    counted = LocalScorer(model, token_budget).score_counted([prompt] * len(responses), responses)
-    require_finite(counted.rewards, lambda index: f"response {index + 1}")
-    for reward in counted.rewards:
-        print(f"{reward:.6f}")
-    for note in notes_on(model, len(responses), counted.num_prompt_cut, counted.num_response_cut):
-        print(f"warning: {note}", file=sys.stderr)
+    prompts = [prompt] * len(responses)
+    if isinstance(scorer, LocalScorer):
+        counted = scorer.score_counted(prompts, responses)
+        require_finite(counted.rewards, lambda index: f"response {index + 1}")
+        lines = [f"{reward:.6f}" for reward in counted.rewards]
+    else:
+        predictions, counted = scorer.predict_counted(prompts, responses)
+        lines = [
+            f"{reward:.6f} ± {found.std_reward:.6f}{'  uncertain' if found.is_high_uncertainty else ''}"
+            for reward, found in zip(counted.rewards, predictions, strict=True)
+        ]
+    print("\n".join(lines))
+    return [counted.num_prompt_cut, counted.num_response_cut]
 
 
-def _score_to_file(saved: SavedModel, source: Path, target: Path, token_budget: int) -> None:
-    """Write `source` with a `reward` column to `target`, continuing an earlier call that was stopped.
+def _score_file(
+    scorer: LocalScorer | RewardModelEnsemble, checkpoint: str, source: Path, target: Path
+) -> tuple[int, ...]:
+    """Write `source` with a column `reward` to `target`, continuing an earlier call that was stopped.
 
-    A JSON file beside the target records the model of the rewards and the truncation.
+    A JSON file beside the target describes the rewards. Returns the number of responses, and of cut ones.
     """
     from rm_optimizer.core.model.identity import scorer_digest
-
-    model = saved.load()
-    identity = scorer_digest(model)
-    scored = _scored(LocalScorer(model, token_budget), source, target, identity)
-    _write_report(target, scored, {"model": saved.checkpoint, "model_digest": identity, "max_length": model.max_length})
-    print(f"{scored.num_rows} rows scored: {target}")
-    for note in notes_on(model, scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0):
-        print(f"warning: {note}")
-
-
-def _scored(scorer: CountingScorer, source: Path, target: Path, identity: str) -> ScoredFile:
-    """Score a file and show a progress bar.
-
-    Raises:
-        Interrupted: if the user stops it.
-    """
     from rm_optimizer.evaluation.score_file import score_file
     from rm_optimizer.records.ledger import progress
 
+    about: dict[str, str | int] = {"model": checkpoint}
+    if isinstance(scorer, LocalScorer):
+        about |= {"model_digest": scorer_digest(scorer.model), "max_length": scorer.model.max_length}
+        by = ""
+    else:
+        about |= {"model_digest": scorer.digest(), "aggregation": scorer.aggregation}
+        by = f" by {len(scorer)} members"
+    name = str(about["model_digest"])
     try:
         with progress("scoring", "rows") as show:
-            return score_file(scorer, source, target, scorer_name=identity, on_progress=lambda rows: show(rows, None))
+            scored = score_file(scorer, source, target, scorer_name=name, on_progress=lambda rows: show(rows, None))
     except KeyboardInterrupt:
         raise Interrupted("stopped; the same command goes on from the rows scored so far") from None
-
-
-def _write_report(target: Path, scored: ScoredFile, model: Mapping[str, str | int | None]) -> None:
-    from rm_optimizer.records.files import write_text
-
-    report = {**model, **asdict(scored)}
-    write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(report, indent=2) + "\n")
+    write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(about | asdict(scored), indent=2) + "\n")
+    print(f"{scored.num_rows} rows scored{by}: {target}")
+    return scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0

@@ -9,7 +9,7 @@ from typing import Annotated
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.interfaces.commands.compare.trials import Executors, Workers
+from rm_optimizer.interfaces.commands.compare import Executors, Workers
 
 OWNED = MappingProxyType(
     {

@@ -1,1 +1,0 @@
-"""`rm-opt compare`: comparisons of finished runs and of optimizers, and studies of many runs."""
