@@ -20,6 +20,7 @@ from rm_optimizer.core.metrics.calibration import (
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
 from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.rows.natural import Texts, texts
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
 
@@ -54,7 +55,7 @@ class NoiseCeiling(JsonRecord):
 def noise_ceiling(
     votes_for: Float[np.ndarray, " pairs"],
     votes_against: Float[np.ndarray, " pairs"],
-    prompts: Sequence[str],
+    prompts: Texts,
     *,
     num_bootstrap: int = 1000,
     seed: int = 0,
@@ -79,7 +80,7 @@ def noise_ceiling(
     agreement = (yes * (yes - 1) + no * (no - 1)) / (both * (both - 1))
     right = (yes * _majority(yes - 1 - no) + no * _majority(no - 1 - yes)) / both
     columns = np.stack([agreement, right, np.ones(len(both))], axis=1)
-    names = [prompt for prompt, is_kept in zip(prompts, kept, strict=True) if is_kept]
+    names = [prompt for prompt, is_kept in zip(texts("prompts", prompts), kept, strict=True) if is_kept]
 
     def ratios(totals: np.ndarray) -> np.ndarray:
         return np.asarray(totals[..., :2] / totals[..., 2:])

@@ -16,6 +16,7 @@ from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.overlap import TrainedOn, TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, require_finite
+from rm_optimizer.core.rows.natural import Texts, texts
 from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.best_of_n import BestOfN, best_of_n
@@ -188,7 +189,7 @@ def evaluate_model(
     token_budget: int,
     num_bootstrap: int,
     seed: int,
-    by: Sequence[str] = (),
+    by: Texts = (),
     partial_dir: Path | str | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
@@ -214,7 +215,7 @@ def evaluate_model(
     require_bradley_terry(model)
     output_dir = as_path("output_dir", output_dir)
     partial_dir = output_dir if partial_dir is None else as_path("partial_dir", partial_dir)
-    checkpoint = str(checkpoint)
+    checkpoint, by = str(checkpoint), texts("by", by)
     require_no_run(output_dir, "output_dir")
     trained = TrainedPairs.recorded(checkpoint)
     data = PreferenceDataset.from_pairs(data).accepted_by(model.renderer)

@@ -104,7 +104,7 @@ def optimizer_info(name: str) -> OptimizerInfo:
 
 
 def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, *, head_names: Collection[str], num_steps: int | None = None
+    model: nn.Module, config: OptimizerConfig, *, head_names: str | Collection[str], num_steps: int | None = None
 ) -> Optimizer:
     """The optimizer of a model's trainable parameters, each in exactly one group.
 
@@ -122,7 +122,8 @@ def build_optimizer(
         MissingExtra: if the optimizer's package is not installed.
     """
     info = optimizer_info(config.name)
-    params = partition(model, head_names=head_names)
+    names = [head_names] if isinstance(head_names, str) else head_names
+    params = partition(model, head_names=names)
     optimizer = info.build(params, config, num_steps)
     for group in optimizer.param_groups:
         group.setdefault("algorithm", config.name)

@@ -18,7 +18,7 @@ from torch import Tensor
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id, require_finite
-from rm_optimizer.core.rows.natural import paired
+from rm_optimizer.core.rows.natural import Prompts, Texts, paired, texts
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.score_file import CountedRewards
 from rm_optimizer.records.codec import JsonRecord, json_values
@@ -212,8 +212,8 @@ class RewardModelEnsemble(Scorer):
 
     def fit_reference(
         self,
-        prompts: Sequence[Prompt],
-        responses: Sequence[str],
+        prompts: Prompts,
+        responses: Texts,
         *,
         false_positive_rate: float = 0.05,
         seed: int = 0,
@@ -303,7 +303,7 @@ class RewardModelEnsemble(Scorer):
     ) -> list[EnsembleMargin]:
         """Margins of pairs: reward of `responses_a` less that of `responses_b`, by each member on its own scale."""
         prompts, responses_a = paired(prompts, responses_a)
-        _, responses_b = paired(prompts, responses_b)
+        _, responses_b = paired(prompts, texts("responses_b", responses_b))
         both = self.member_rewards([*prompts, *prompts], [*responses_a, *responses_b])
         margins = both[:, : len(prompts)] - both[:, len(prompts) :]
         if self.reference is not None:

@@ -16,7 +16,7 @@ from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id, require_finite
 from rm_optimizer.core.rows.messages import read_prompt
-from rm_optimizer.core.rows.natural import flat_groups
+from rm_optimizer.core.rows.natural import Prompts, flat_groups, prompts_of
 from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.score_file import ScoredFile, require_new, score_counted, summed_counts
@@ -126,17 +126,17 @@ class BestOfNSampler:
         self.n_samples = n_samples
         self.seed = seed
 
-    def sample(self, prompts: Sequence[Prompt]) -> list[RankedResponses]:
+    def sample(self, prompts: Prompts) -> list[RankedResponses]:
         """Responses to the prompts, ranked.
 
         Raises:
             CheckpointError: if a reward is not finite.
         """
-        return [found for chunk in self._chunks(prompts) for found in self._ranked(chunk).rows]
+        return [found for chunk in self._chunks(prompts_of("prompts", prompts)) for found in self._ranked(chunk).rows]
 
     def sample_to_file(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Prompts,
         path: Path,
         *,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
@@ -158,10 +158,9 @@ class BestOfNSampler:
             DataError: if the file exists, or its partial file belongs to another call.
             CheckpointError: if a reward is not finite.
         """
-        identity = [self.policy.identity, self.n_samples, self.seed, [prompt_id(prompt) for prompt in prompts]]
-        return _to_file(
-            self.reward_model, identity, self._chunks(prompts), self._ranked, len(prompts), path, on_progress
-        )
+        each = prompts_of("prompts", prompts)
+        identity = [self.policy.identity, self.n_samples, self.seed, [prompt_id(prompt) for prompt in each]]
+        return _to_file(self.reward_model, identity, self._chunks(each), self._ranked, len(each), path, on_progress)
 
     def _chunks(self, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
         size = max(1, SAMPLES_AT_ONCE // self.n_samples)

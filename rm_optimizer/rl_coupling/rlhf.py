@@ -20,6 +20,7 @@ from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id
+from rm_optimizer.core.rows.natural import Prompts, prompts_of
 from rm_optimizer.errors import ConfigError, Interrupted, RewardServerUnavailable
 from rm_optimizer.evaluation.score_file import CountedRewards, score_counted
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
@@ -192,8 +193,8 @@ class RLHFResult(JsonRecord, indent=2):
 def optimize_policy(
     policy: str | Path,
     reward: Scorer,
-    prompts: Sequence[Prompt],
-    measured_prompts: Sequence[Prompt],
+    prompts: Prompts,
+    measured_prompts: Prompts,
     folder: Path,
     config: RLHFConfig,
     *,
@@ -228,6 +229,7 @@ def optimize_policy(
         Interrupted: if the user stops the call; the checkpoints so far are kept.
     """
     require_trl()
+    prompts, measured_prompts = prompts_of("prompts", prompts), prompts_of("measured_prompts", measured_prompts)
     if not prompts or len(measured_prompts) < 4:
         raise ConfigError(
             f"expected prompts to train on and at least 4 to measure, got {len(prompts)} and {len(measured_prompts)}"

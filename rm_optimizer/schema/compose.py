@@ -102,7 +102,7 @@ def model_overrides(name: str) -> list[str]:
     return [f"model.path={name}"]
 
 
-def compose(overrides: Sequence[str] = (), name: str = "config") -> DictConfig:
+def compose(overrides: str | Sequence[str] = (), name: str = "config") -> DictConfig:
     """The configuration that `python -m rm_optimizer.train` would compose from the same overrides.
 
     Raises:
@@ -119,6 +119,7 @@ def compose(overrides: Sequence[str] = (), name: str = "config") -> DictConfig:
     from rm_optimizer.schema.diagnose import explain, require_switches
 
     register()
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     try:
         with initialize_config_dir(config_root(), version_base="1.3"):
             config = hydra_compose(config_name=name, overrides=completed(overrides))

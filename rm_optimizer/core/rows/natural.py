@@ -101,7 +101,10 @@ def flat_groups(prompts: Prompts, responses_of_each: Iterable[Texts]) -> tuple[l
         ValueError: if there are not as many groups of responses as prompts.
     """
     each = prompts_of("prompts", prompts)
-    groups = [listed("the responses to each prompt", group) for group in listed("responses_of_each", responses_of_each)]
+    groups = [
+        listed(f"responses_of_each[{place}]", group)
+        for place, group in enumerate(listed("responses_of_each", responses_of_each))
+    ]
     if len(each) != len(groups):
         raise ValueError(
             f"expected a group of responses for each prompt, got {len(each)} prompts and {len(groups)} groups"

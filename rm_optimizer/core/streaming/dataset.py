@@ -6,17 +6,16 @@ import hashlib
 import itertools
 import os
 from bisect import bisect_right
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 
 import numpy as np
 
 from rm_optimizer.core.pairs.overlap import folded_prompt_id
-from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.pairs.sources import parse_sources
 from rm_optimizer.core.rows.bad_rows import PairRows
 from rm_optimizer.core.rows.columns import Columns
+from rm_optimizer.core.rows.natural import Prompts, prompts_of
 from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.streaming.blocks import BLOCK_BYTES, BlockReader, BlockTokenizer, blocks_of, stream_files
 from rm_optimizer.core.streaming.order import BatchShape, MacroBatchStream, StreamOrder
@@ -63,14 +62,16 @@ class RayPreferenceDataset:
         kwise_rule: str = KwiseRule.all,
         on_bad_row: str = OnBadRow.error,
         max_bad_share: float = MAX_BAD_SHARE,
-        held_out_prompts: Iterable[Prompt] = (),
+        held_out_prompts: Prompts = (),
         block_bytes: int = BLOCK_BYTES,
     ) -> None:
         options = DataConfig(
             kwise_rule=KwiseRule(kwise_rule), on_bad_row=OnBadRow(on_bad_row), max_bad_share=max_bad_share
         )
         files = stream_files(parse_sources(source, format=format, columns=columns, winner=winner))
-        self.reader = BlockReader(files, options, frozenset(map(folded_prompt_id, held_out_prompts)))
+        self.reader = BlockReader(
+            files, options, frozenset(map(folded_prompt_id, prompts_of("held_out_prompts", held_out_prompts)))
+        )
         self.blocks = blocks_of(files, block_bytes)
 
     def __repr__(self) -> str:

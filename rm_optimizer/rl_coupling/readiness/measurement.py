@@ -18,6 +18,7 @@ from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.overlap import TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
+from rm_optimizer.core.rows.natural import Prompts, prompts_of
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor.diagnosis import Check, Status
 from rm_optimizer.doctor.doctor import diagnose
@@ -91,7 +92,7 @@ def measure_readiness(
     oracle: Oracle | None,
     *,
     algorithm: Algorithm | str = Algorithm.rloo_kl,
-    prompts: Sequence[Prompt] | None = None,
+    prompts: Prompts | None = None,
     options: ReadinessOptions = ReadinessOptions(),
     trained: TrainedPairs | None = None,
     ensemble: RewardModelEnsemble | None = None,
@@ -123,7 +124,8 @@ def measure_readiness(
     if algorithm not in tuple(Algorithm):
         raise ConfigError(did_you_mean("algorithm", str(algorithm), tuple(Algorithm)))
     algorithm = Algorithm(algorithm)
-    measured = _Measurement(model, pairs, policy, oracle, algorithm, prompts, options, fitted_readiness())
+    asked = None if prompts is None else prompts_of("prompts", prompts)
+    measured = _Measurement(model, pairs, policy, oracle, algorithm, asked, options, fitted_readiness())
     stages: list[tuple[str, Callable[[], None]]] = [
         ("gates", lambda: measured.check(trained)),
         ("pairs", measured.measure_pairs),

@@ -14,6 +14,7 @@ from scipy.special import expit
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, finite_array
 from rm_optimizer.core.metrics.intervals import clustered_share
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, Scorer, prompt_id
+from rm_optimizer.core.rows.natural import Prompts, Texts, prompts_of, texts
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
 from rm_optimizer.rl_coupling.readiness.report import ProbeRecord
@@ -56,15 +57,14 @@ class ScorerOracle:
         scale = math.sqrt(variance) if variance > 0 else None
         return ScorerOracle(self._scorer, is_exact=self.is_exact, scale=scale)
 
-    def prefer(
-        self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
-    ) -> Float[np.ndarray, " questions"]:
+    def prefer(self, prompts: Prompts, first: Texts, second: Texts) -> Float[np.ndarray, " questions"]:
         """Probability that the first response is preferred; 1, 0.5 or 0 without a scale.
 
         Raises:
             DataError: if a reward is not finite.
         """
-        groups = self._scorer.score_groups(prompts, list(zip(first, second, strict=True)))
+        both = zip(texts("first", first), texts("second", second), strict=True)
+        groups = self._scorer.score_groups(prompts_of("prompts", prompts), list(both))
         margin = np.array([float(rewards[0] - rewards[1]) for rewards in groups])
         if not np.isfinite(margin).all():
             raise DataError("the oracle gives rewards that are not finite; choose another with --gold")
