@@ -127,6 +127,12 @@ WAYS: dict[str, Run] = {
     "rm-opt train -m qwen -o muon -d pairs.jsonl -e 1 -b 64 hardware=h100": Run(
         "rm-opt train -m qwen -o muon -d pairs.jsonl -e 1 -b 64 hardware=h100 --cfg job", prints="name: muon"
     ),
+    "rm-opt train model.path=Qwen/Qwen3-0.6B data.train=org/preferences output_dir=outputs/run training.epochs=1 "
+    "batching.batch_size=32 optimizer.lr=1e-5 model.max_length=1024 loss.center_rewards=0.01 logger=wandb": Run(
+        "rm-opt train training.epochs=1 batching.batch_size=32 optimizer.lr=1e-5 model.max_length=1024 "
+        "loss.center_rewards=0.01 logger=wandb --cfg job",
+        prints="center_rewards: 0.01",
+    ),
     "python -m rm_optimizer.train optimizer=muon hardware=h100 --cfg job": Run(prints="precision: bf16-mixed"),
     "rm-opt train data.train='big/*.parquet' data.val=val.parquet data.streaming=ray training.max_steps=1000": Run(
         "rm-opt train data.train='big/*.parquet' data.val=val.parquet data.streaming=ray training.max_steps=1000 "

@@ -21,6 +21,7 @@ from omegaconf import OmegaConf
 
 from rm_optimizer import PUBLIC_MODULES
 from rm_optimizer.schema.checks import in_words
+from rm_optimizer.schema.coming_from import LIBRARIES, counterparts
 from rm_optimizer.schema.compose import config_root
 from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
@@ -70,6 +71,22 @@ def public_names() -> str:
     return "\n".join(parts)
 
 
+def coming_from() -> str:
+    """Table of other libraries' options beside ours."""
+    head = [f"| here | meaning | {' | '.join(LIBRARIES)} |", "| --- " * (2 + len(LIBRARIES)) + "|"]
+    return "\n".join(
+        [
+            *head,
+            *(
+                f"| `{row['ours']}` | {row['meaning']} | "
+                + " | ".join(", ".join(f"`{name}`" for name in row[library].split()) for library in LIBRARIES)
+                + " |"
+                for row in counterparts()
+            ),
+        ]
+    )
+
+
 def _meaning(value: Any) -> str:
     """First sentence of a docstring; for a dictionary, its keys."""
     if isinstance(value, Mapping):
@@ -79,6 +96,7 @@ def _meaning(value: Any) -> str:
 
 
 REFERENCES: Mapping[str, Callable[[], str]] = {
+    "docs/coming-from.md": coming_from,
     "docs/optimizers.md": optimizer_reference,
     "docs/options.md": option_reference,
     "docs/public-names.md": public_names,

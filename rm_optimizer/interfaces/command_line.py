@@ -39,6 +39,7 @@ from yaml import YAMLError  # type: ignore[import-untyped]
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.interfaces.exits import one_exit
 from rm_optimizer.records.quoting import in_quotes
+from rm_optimizer.schema.coming_from import counterpart
 from rm_optimizer.schema.compose import ConfigT, completed, config_root, refuse_unread, typed
 from rm_optimizer.schema.diagnose import explain, require_switches, unknown_option, walk_options
 from rm_optimizer.schema.store import register
@@ -386,6 +387,8 @@ def _unknown_flag(flag: str, kind: type, known: Sequence[str]) -> str:
     meant += [option for option in difflib.get_close_matches(name, options, n=1) if "." not in option]
     if meant:
         return f"unknown flag '{flag}'; options are set without dashes: {meant[0]}=VALUE"
+    if (other := counterpart(name)) is not None:
+        return f"unknown flag '{flag}'; {other}, without dashes"
     return did_you_mean("flag", flag, known)
 
 

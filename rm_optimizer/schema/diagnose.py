@@ -26,6 +26,7 @@ from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from rm_optimizer.errors import did_you_mean
 from rm_optimizer.schema.checks import require
+from rm_optimizer.schema.coming_from import counterpart
 
 WORDS = {
     int: "an integer",
@@ -130,7 +131,10 @@ def _value_sentence(error: OmegaConfBaseException, overrides: Sequence[str]) -> 
 
 
 def unknown_option(option: str, root: DictConfig) -> str:
-    """Did-you-mean among the options beside it, or else among those of the same name elsewhere."""
+    """Did-you-mean among the options beside it, or else among those of the same name elsewhere.
+
+    An option of another library is answered with its counterpart.
+    """
     parent, _, leaf = option.rpartition(".")
     names = [name for name in option_names(root) if not name.startswith("hydra.") or option.startswith("hydra.")]
     beside = [name for name in names if name.rpartition(".")[0] == parent]
@@ -138,6 +142,8 @@ def unknown_option(option: str, root: DictConfig) -> str:
     elsewhere = [name for name in names if name.rpartition(".")[2] == leaf]
     if not near and elsewhere:
         return f"unknown option '{option}'; did you mean '{elsewhere[0]}'?"
+    if (other := counterpart(leaf)) is not None:
+        return f"unknown option '{option}'; {other}"
     return did_you_mean("option", option, beside or names)
 
 
