@@ -23,8 +23,8 @@ from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.training_curvature import measure_curvature
 from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
 from rm_optimizer.schema.landscape import SpectrumOptions
-from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.curvature import HessianCallback, MeasurementPlan, costs_in_steps
+from rm_optimizer.training.run import run_training
 
 LEARNING_RATE = 5e-5
 EVERY = 50
@@ -68,7 +68,7 @@ def measure_callback(args: argparse.Namespace) -> dict[str, float]:
     fits: list[float] = []
     with tempfile.TemporaryDirectory() as folder, patch.object(pl.Trainer, "fit", _timed(pl.Trainer.fit, fits)):
         config = _training(args, Path(folder), **{"training.hessian.every": max(1, args.steps // 2)})
-        train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, _watched(measurements))])
+        run_training(config, callbacks=[HessianCallback(config.training.hessian, _watched(measurements))])
     first, *later = [seconds for seconds, _ in measurements]
     step = (fits[0] - first - sum(later)) / args.steps
     warm = fmean(later)
@@ -100,7 +100,7 @@ def measure_watching(args: argparse.Namespace) -> dict[str, float]:
                 config = _training(args, Path(folder), **every)
                 pairs_a_step = config.batching.batch_size
                 callback = HessianCallback(config.training.hessian, _watched(measurements))
-                train_reward_model(config, callbacks=[callback] if is_watched else [])
+                run_training(config, callbacks=[callback] if is_watched else [])
             print(f"  {'with' if is_watched else 'without'}: {seconds[is_watched][-1]:.1f} s", flush=True)
         rounds.append(measurements)
     step = fmean(seconds[False]) / args.steps

@@ -42,7 +42,7 @@ from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, score_pairs
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.training import train_reward_model
+from rm_optimizer.training.run import run_training
 
 SIDES = ("trl", "ours")
 COMPARED = ("accuracy", "nll", "ece")
@@ -184,10 +184,10 @@ def our_config(args: argparse.Namespace, folder: Path) -> TrainConfig:
 
 
 def train_ours(args: argparse.Namespace, folder: Path) -> Side:
-    """Train with `train_reward_model`."""
+    """Train with `run_training`."""
     config = our_config(args, folder)
     wall, cpu = time.perf_counter(), time.process_time()
-    result = train_reward_model(config)
+    result = run_training(config)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     steps_seconds = result.steps * args.batch_size / result.pairs_per_second
     return Side(settings_of(args), result.export, result.steps, result.best_step, wall, cpu, steps_seconds)

@@ -51,7 +51,7 @@ from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.training import train_reward_model
+from rm_optimizer.training.run import run_training
 
 LEARNING_RATE = 1e-4
 VOCABULARY = 8192
@@ -196,7 +196,7 @@ def fit_trl(args: argparse.Namespace, folder: Path) -> Fit:
 
 
 def fit_ours(args: argparse.Namespace, folder: Path, **changed: Any) -> Fit:
-    """Train with `train_reward_model` at its defaults, but for `changed`."""
+    """Train with `run_training` at its defaults, but for `changed`."""
     on_gpu = torch.cuda.is_available()
     values: dict[str, Any] = {
         "model": "minilm",
@@ -227,7 +227,7 @@ def fit_ours(args: argparse.Namespace, folder: Path, **changed: Any) -> Fit:
         before = _memory_mark()
         spent: list[float] = []
         with patch.object(pl.Trainer, "fit", timed(pl.Trainer.fit, spent)):
-            train_reward_model(config)
+            run_training(config)
         memory = _memory_since(before)
         with open(Path(run_dir) / "metrics.csv", newline="") as file:
             losses = [float(row["train_loss"]) for row in csv.DictReader(file) if row["train_loss"]]

@@ -278,11 +278,11 @@ def run(config: DictConfig) -> float:
 
 def _trained(options: TrainConfig) -> float:
     from rm_optimizer.records.files import writing
-    from rm_optimizer.training.run import train_reward_model
+    from rm_optimizer.training.run import run_training
 
     if (result := _ended(options)) is None:
         with writing(Path(options.output_dir)):
-            result = train_reward_model(options, callbacks=option_callbacks(options))
+            result = run_training(options, callbacks=option_callbacks(options))
             if rank() == 0:
                 show(result)
     return result.objective

@@ -44,7 +44,7 @@ import torch
 from jaxtyping import Float, Int
 from scipy.special import log_expit
 
-from rm_optimizer import BradleyTerryRM, PreferenceDataset, TrainConfig, compose, train_reward_model, typed
+from rm_optimizer import BradleyTerryRM, PreferenceDataset, TrainConfig, compose, typed
 from rm_optimizer.core.metrics.effects import Outcome, both, outcome, paired_effect
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import crossed_mean
@@ -64,6 +64,7 @@ from rm_optimizer.reporting.tables import new_table, output_console
 from rm_optimizer.schema.config import Attention
 from rm_optimizer.training.folder.checkpoints import checkpoint_path
 from rm_optimizer.training.preparation import build_model
+from rm_optimizer.training.run import run_training
 
 ARMS = ("ablation_a1", "ablation_a2", "ablation_a3", "ablation_a4", "full_finetune", "lora_r16")
 """Presets of `configs/experiment` trained for each seed."""
@@ -321,7 +322,7 @@ def trial(config: TrainConfig, scored: Mapping[str, Path], folder: Path) -> dict
     if path.is_file():
         return dict(json.loads(path.read_text()))
     shutil.rmtree(run_dir, ignore_errors=True)
-    result = train_reward_model(replace(config, output_dir=str(run_dir)))
+    result = run_training(replace(config, output_dir=str(run_dir)))
     is_best = config.training.early_stopping.enabled
     weights = Path(result.export) if is_best else checkpoint_path(run_dir, result.steps)
     model = BradleyTerryRM.from_pretrained(weights, max_length=config.model.max_length)

@@ -33,7 +33,7 @@ from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.schema.config import Resume, TrainConfig
 from rm_optimizer.training.folder.lock import run_lock
 from rm_optimizer.training.folder.record import RunResult
-from rm_optimizer.training.run import train_reward_model
+from rm_optimizer.training.run import run_training
 
 Answer = str | float | None
 """`A`, `B`, `tie`, `skip`, the probability that response A is better, or None for a missing answer."""
@@ -265,7 +265,7 @@ def run_active_loop(
                 start = replace(own.model, path=rounds[-1].result.export, revision=None, architecture={})
                 own = replace(own, model=start)
             data = TrainVal(PreferenceDataset.from_pairs(pairs), val, "pairs of the caller")
-            result = train_reward_model(own, data=data)
+            result = run_training(own, data=data)
             rounds.append(LearningRound(len(pairs), result))
     return rounds
 

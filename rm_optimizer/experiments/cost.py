@@ -13,8 +13,8 @@ import pytorch_lightning as pl
 
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.loop import evaluation_of
+from rm_optimizer.training.run import run_training
 
 MEASURED_STEPS = 3
 """Number of optimizer steps that are measured."""
@@ -94,7 +94,7 @@ def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
     with tempfile.TemporaryDirectory() as scratch:
         before = time.monotonic()
         short = replace(first, training=training, output_dir=scratch, logger=logger)
-        train_reward_model(short, callbacks=[clock])
+        run_training(short, callbacks=[clock])
         whole = time.monotonic() - before
     step, pairs = min(clock.steps), clock.steps_per_epoch * first.batching.batch_size
     evaluation = clock.evaluating / (1 + first.training.eval_at_start)  # the last one, and perhaps the first

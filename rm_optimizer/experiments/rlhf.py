@@ -26,7 +26,7 @@ from rm_optimizer.rl_coupling.trainer_rewards import serving
 from rm_optimizer.rl_coupling.world_policy import WorldGold, save_world_policy
 from rm_optimizer.schema.rlhf import WORLD, RLHFRunConfig
 from rm_optimizer.training.data.run_data import load_data
-from rm_optimizer.training.run import train_reward_model
+from rm_optimizer.training.run import run_training
 
 START_FOLDER = "start"
 """Folder of the world's language model, inside the folder of the run."""
@@ -49,7 +49,7 @@ def run_rlhf(
         on_checkpoint: function called with each measured checkpoint of the policy.
 
     Raises:
-        RMOptimizerError: for the reasons of `train_reward_model` and `optimize_policy`; options and files are checked
+        RMOptimizerError: for the reasons of `run_training` and `optimize_policy`; options and files are checked
             before anything is trained.
     """
     require_trl()
@@ -147,7 +147,7 @@ def _trained(config: RLHFRunConfig, folder: Path, on_stage: Callable[[str], None
     for number in range(config.rlhf.members):
         run = folder / f"reward-{number}"
         on_stage(f"reward model {number + 1} of {config.rlhf.members}: {run}")
-        result = train_reward_model(config.member(number, str(run)))
+        result = run_training(config.member(number, str(run)))
         on_stage(f"accuracy on validation: {result.metrics.accuracy}")
         exports.append(result.export)
     return exports

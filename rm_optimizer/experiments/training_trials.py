@@ -83,7 +83,7 @@ def train(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str 
     """
     # These import torch, which is slow and not needed for a plan.
     from rm_optimizer.core.metrics.pairwise import ESTIMATES
-    from rm_optimizer.training import train_reward_model
+    from rm_optimizer.training.run import run_training
 
     config = config_of(spec["options"])
     for name, content in _contents(config).items():
@@ -94,7 +94,7 @@ def train(spec: Mapping[str, Any], folder: Path) -> dict[str, float | int | str 
             )
     logger = logged_in_study(config.logger, folder)
     run_dir = str(folder / RUN.name)
-    result = train_reward_model(replace(config, output_dir=run_dir, resume=Resume.auto, logger=logger))
+    result = run_training(replace(config, output_dir=run_dir, resume=Resume.auto, logger=logger))
     scores = {name: getattr(result.metrics, name).value for name in ESTIMATES}
     return scores | {
         "seed": result.seed,

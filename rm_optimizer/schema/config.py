@@ -116,15 +116,17 @@ class BatchingConfig(Options, group="batching"):
 class LossConfig(Options, group="loss"):
     """The Bradley-Terry loss and its additions, which are off by default."""
 
+    name: str | None = None
+    """Loss that a plug-in registered (`register_loss`); null is Bradley-Terry's."""
     beta: float = within("(0, inf)", 1.0)
     """Inverse temperature: P(chosen > rejected) = sigmoid(beta (chosen - rejected - margin))."""
-    label_smoothing: float = within("[0, 0.5)", 0.0)
+    label_smoothing: float = within("[0, 0.5)", 0.0, needs="!name")
     """Probability that a label is flipped, in [0, 0.5)."""
     margin_scale: float = within("[0, inf)", 0.0)
     """Factor on each pair's `margin` before it is subtracted inside the sigmoid; 0 ignores margins."""
-    center_rewards: float = within("[0, inf)", 0.0)
+    center_rewards: float = within("[0, inf)", 0.0, needs="!name")
     """Coefficient of mean (chosen + rejected)^2."""
-    reward_l2: float = within("[0, inf)", 0.0)
+    reward_l2: float = within("[0, inf)", 0.0, needs="!name")
     """Coefficient of mean (chosen^2 + rejected^2) / 2."""
 
 

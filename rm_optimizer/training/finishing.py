@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import time
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -57,7 +57,7 @@ def finish(run: Run, fit: Fit) -> RunResult:
     model.cpu()
     require_finite(rewards, val, run.run_dir, run.evaluation.best.step)
     metrics = run.evaluation.metrics(rewards, num_bootstrap=config.training.num_bootstrap, seed=config.seed)
-    result = _result(run, fit, metrics)
+    result = replace(_result(run, fit, metrics), own_metrics=run.evaluation.own_metrics(rewards))
     if fit.is_first_rank:
         if config.data.streaming != Streaming.off:  # its rows have been read only now
             list_skipped(run.datamodule.skipped, run.run_dir)
@@ -123,7 +123,7 @@ def _result(run: Run, fit: Fit, metrics: PairwiseMetrics) -> RunResult:
         config=run.record.options,
         run_id=run.record.run_id,
         extensions=run.record.extensions,
-        evaluations=dataclasses.asdict(run.evaluation.plan) | {"seconds": run.evaluation.seconds},
+        evaluations=asdict(run.evaluation.plan) | {"seconds": run.evaluation.seconds},
     )
 
 

@@ -87,7 +87,8 @@ def fit(
         callbacks += extension_at(checkpoint_step(checkpoint), run.record.extensions, config.schedule)
     callbacks += shown
     resume_step = checkpoint_step(checkpoint) if checkpoint else None
-    loggers: list[Logger] = [MetricsCSV(run.run_dir, resume_step, COLUMNS | columns_of(given))]
+    own = {f"val/{name}": f"eval_{name}" for name in run.evaluation.own}
+    loggers: list[Logger] = [MetricsCSV(run.run_dir, resume_step, COLUMNS | columns_of(given) | own)]
     if config.profile_memory:
         loggers.append(MetricsCSV(run.run_dir, resume_step, PROFILE_COLUMNS, PROFILE_ROWS))
     loggers += others

@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
@@ -26,10 +27,11 @@ from rm_optimizer.records.files import write_text
 from rm_optimizer.schema import ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.data import OWN_MARGINS, DataConfig
-from rm_optimizer.training.callbacks.evaluation_plan import plan_of, require_monitored
+from rm_optimizer.training.callbacks.evaluation_plan import PairMetric, plan_of, require_monitored
 from rm_optimizer.training.callbacks.loop import Evaluation
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.data.run_data import data_module, load_data, order_of
+from rm_optimizer.training.folder.metrics_csv import COLUMNS
 from rm_optimizer.training.folder.record import TOY_WARNING, RunRecord, Start, is_toy, recorded
 from rm_optimizer.training.folder.start import require_same_order, require_same_pairs
 from rm_optimizer.training.lightning_module import RewardModelLightning
@@ -131,7 +133,13 @@ class Run:
         found.write(path)
 
 
-def prepare(config: TrainConfig, start: Start, given: TrainVal | None = None, order: PairOrder | None = None) -> Run:
+def prepare(
+    config: TrainConfig,
+    start: Start,
+    given: TrainVal | None = None,
+    order: PairOrder | None = None,
+    metrics: Mapping[str, PairMetric] = MappingProxyType({}),
+) -> Run:
     """Read the pairs, load the model, tokenize and plan.
 
     Args:
@@ -139,7 +147,13 @@ def prepare(config: TrainConfig, start: Start, given: TrainVal | None = None, or
         start: the run's start.
         given: pairs in memory, in place of those in `config.data`.
         order: order of the training pairs; None shuffles them by the seed.
+        metrics: further numbers of each evaluation, by name.
+
+    Raises:
+        ConfigError: if options conflict with the pairs, or the name of a metric is taken.
     """
+    if bad := [name for name in metrics if not name.isidentifier() or f"val/{name}" in COLUMNS]:
+        raise ConfigError(f"metrics need new names of letters, digits and underscores, got '{bad[0]}'; choose another")
     run_dir = Path(config.output_dir)
     started = time.perf_counter()
     if is_toy(config.model.path, given or config.data.train):
@@ -177,6 +191,7 @@ def prepare(config: TrainConfig, start: Start, given: TrainVal | None = None, or
         config.training,
         plan=plan_of(config, datamodule),
         beta=config.loss.beta,
+        own=metrics,
     )
     if config.hardware.compile:
         compile_backbone(model)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
+from typing import Never, TypeAlias
 
 import pytorch_lightning as pl
 import torch
@@ -14,20 +18,25 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import Callback
 
+from rm_optimizer.core.model.losses import LOSSES, PairLoss, register_loss
 from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.tokens.dataset import TrainVal
-from rm_optimizer.errors import Interrupted, TrainingDiverged
+from rm_optimizer.errors import ConfigError, Interrupted, TrainingDiverged, did_you_mean
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.records.files import write_text
+from rm_optimizer.records.recall import written
 from rm_optimizer.records.run_folder import DIVERGED_FILE, require_usable
 from rm_optimizer.records.run_options import RunRequest
-from rm_optimizer.schema import TrainConfig, typed
+from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.schema.compose import model_overrides
+from rm_optimizer.training.callbacks.evaluation_plan import PairMetric
 from rm_optimizer.training.callbacks.interrupt import StopNow, StopSignal, stopped_at_once
 from rm_optimizer.training.callbacks.run_callback import require_callbacks
+from rm_optimizer.training.data.run_data import names_files, pairs_in_memory
 from rm_optimizer.training.finishing import finish
 from rm_optimizer.training.fitting import fit
 from rm_optimizer.training.folder.lock import run_lock
-from rm_optimizer.training.folder.record import RunResult, write_record
+from rm_optimizer.training.folder.record import RunResult, new_folder, write_record
 from rm_optimizer.training.folder.start import begin, ended_run, require_same_order, require_same_pairs
 from rm_optimizer.training.loggers import log_outcome, open_loggers, require_wandb_key
 from rm_optimizer.training.preparation import Run, prepare
@@ -35,36 +44,126 @@ from rm_optimizer.training.processes import require_devices
 
 log = logging.getLogger("rm_optimizer")
 
+Source: TypeAlias = str | os.PathLike[str]
+"""Path or name."""
+
 
 def train_reward_model(
-    config: TrainConfig | DictConfig,
+    model_name: Source | TrainConfig | DictConfig = "tiny",
+    optimizer: str = "adamw",
+    data_path: object = None,
+    epochs: float = 1.0,
+    batch_size: int | None = None,
     *,
-    data: TrainVal | None = None,
+    val: object = None,
+    learning_rate: float | None = None,
+    max_length: int | None = None,
+    adapter: str | None = None,
+    seed: int = 0,
+    output_dir: Source | None = None,
+    precision: str | None = None,
     order: PairOrder | None = None,
     callbacks: Sequence[Callback] = (),
+    loss: str | PairLoss | None = None,
+    metrics: Mapping[str, PairMetric] = MappingProxyType({}),
+    options: Mapping[str, object] = MappingProxyType({}),
+    **unknown: Never,
 ) -> RunResult:
-    """Train, evaluate and export one reward model, and write all results to `config.output_dir`.
+    """Train, evaluate and export one reward model, and write all results to `output_dir`.
 
     The folder holds `identity.json`, `options.json`, `metrics.csv`, `evaluations/`, `checkpoints/`, `best/` (for
-    `transformers`), `pair_rewards.jsonl` and `run.json`. It belongs to one run; see the option `resume`.
+    `transformers`), `pair_rewards.jsonl` and `run.json`. It belongs to one run; see the option `resume`. The result can
+    be given wherever a path of a model is taken.
 
     Args:
-        config: the composed options, as `rm_optimizer.compose` or `rm_optimizer.schema.typed` returns them.
-        data: pairs in memory, in place of those in `config.data`.
+        model_name: preset, hub id or path of the base model; or the composed options of the whole run, for which only
+            `order`, `callbacks` and `metrics` are read besides.
+        optimizer: name of the optimizer.
+        data_path: training pairs: a path or hub name as `data.train` takes it, or whatever `PreferenceDataset` takes in
+            memory, such as a data frame or a list of rows; None is the synthetic world.
+        epochs: passes over the training pairs.
+        batch_size: pairs of an optimizer step; None is the model's preset.
+        val: validation pairs, in the same forms; None holds out a share of the training prompts.
+        learning_rate: peak rate; None is the one that suits model and optimizer.
+        max_length: most tokens of prompt and response.
+        adapter: preset of a LoRA adapter, such as `lora`; None trains all weights.
+        seed: seed of weights and order.
+        output_dir: the run folder; None is a new one with the time in `outputs/train`.
+        precision: `32-true`, `bf16-mixed` or another value of `hardware.precision`.
         order: order of the training pairs by epoch; None shuffles them by the seed.
         callbacks: Lightning callbacks, called after the evaluation and before the checkpoint of a step; one may set
             `trainer.should_stop`. Hooks of Lightning's validation are not called.
+        loss: function of the rewards that `register_loss` accepts, or the name of a registered one.
+        metrics: further numbers of each evaluation, logged as `val/NAME`: functions of the rewards of the chosen and of
+            the rejected responses.
+        options: any options by their names on the command line, such as `{"optimizer.beta2": 0.95}`; they win over the
+            other arguments.
+        unknown: refused.
 
     Returns:
         The result, with the validation metrics of the best weights.
 
     Raises:
-        ConfigError: if options conflict, or the folder holds another run or is in use.
+        ConfigError: if options are unknown or conflict, or the folder holds another run or is in use.
         DataError: if the pairs cannot be used.
         CheckpointError: if the base model cannot be loaded, or a checkpoint to resume from is of another run.
         TrainingDiverged: if the loss stops being finite.
         Interrupted: if the user stops the run; a checkpoint is left.
         DiskError: if a file cannot be written.
+        TypeError: if an argument is unknown.
+    """
+    if isinstance(model_name, TrainConfig | DictConfig):
+        return run_training(model_name, order=order, callbacks=callbacks, metrics=metrics)
+    if unknown:
+        known = [name for name in signature(train_reward_model).parameters if name not in ("model_name", "unknown")]
+        found = did_you_mean("argument of train_reward_model", next(iter(unknown)), ["model_name", *known])
+        raise TypeError(f"{found}; any option of the command line fits into options={{...}}")
+    if not isinstance(model_name, str | os.PathLike):
+        raise TypeError(f"model_name must be a preset, a hub id or a path, got {type(model_name).__name__}")
+    if callable(loss):
+        function, loss = loss, getattr(loss, "__name__", "loss")
+        register_loss(loss)(function)
+    name = os.fspath(model_name)
+    is_in_memory = not all(each is None or names_files(each) for each in (data_path, val))
+    given = {
+        model_overrides(name)[0].partition("=")[0]: name,
+        "optimizer": optimizer,
+        "data.train": None if is_in_memory else data_path,
+        "training.epochs": epochs,
+        "batching.batch_size": batch_size,
+        "data.val": None if is_in_memory else val,
+        "optimizer.lr": learning_rate,
+        "model.max_length": max_length,
+        "adapter": adapter,
+        "seed": seed,
+        "output_dir": output_dir or new_folder(),
+        "hardware.precision": precision,
+        "loss.name": loss,
+    }
+    chosen = {name: value for name, value in given.items() if value is not None} | dict(options)
+    config = typed(compose([f"{name}={written(value)}" for name, value in chosen.items()]), TrainConfig)
+    if config.hardware.devices * config.hardware.num_nodes > 1 and output_dir is None and "output_dir" not in options:
+        raise ConfigError("a run of several processes needs output_dir=FOLDER, so that all of them write into one")
+    data = pairs_in_memory(data_path, val, config.data) if is_in_memory else None
+    return run_training(config, data=data, order=order, callbacks=callbacks, metrics=metrics)
+
+
+def run_training(
+    config: TrainConfig | DictConfig,
+    *,
+    data: TrainVal | None = None,
+    order: PairOrder | None = None,
+    callbacks: Sequence[Callback] = (),
+    metrics: Mapping[str, PairMetric] = MappingProxyType({}),
+) -> RunResult:
+    """`train_reward_model` with composed options.
+
+    Args:
+        config: the options, as `rm_optimizer.compose` or `rm_optimizer.schema.typed` returns them.
+        data: pairs in memory, in place of those in `config.data`.
+        order: order of the training pairs by epoch; None shuffles them by the seed.
+        callbacks: Lightning callbacks.
+        metrics: further numbers of each evaluation.
     """
     if isinstance(config, DictConfig):
         config = typed(config, TrainConfig)
@@ -72,6 +171,8 @@ def train_reward_model(
         raise TypeError(
             f"config must be the options of a run, got {type(config).__name__}; make them by compose(['model=tiny', …])"
         )
+    if config.loss.name is not None:
+        LOSSES[config.loss.name]  # an unknown name is refused before anything is loaded
     require_callbacks(config, callbacks)
     check_compatible(config.optimizer, config.hardware, config.schedule)
     require_devices(config.hardware)
@@ -93,7 +194,7 @@ def train_reward_model(
         pl.seed_everything(config.seed, workers=True, verbose=False)
         if config.hardware.num_threads:
             torch.set_num_threads(config.hardware.num_threads)
-        run = prepare(config, start, data, order)
+        run = prepare(config, start, data, order, metrics)
         if is_first_rank:
             write_record(run.record, config.data if data is None else None, run_dir)
         return _fitted_and_finished(run, start.checkpoint, callbacks, run_dir, is_first_rank=is_first_rank)

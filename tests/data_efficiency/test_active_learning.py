@@ -131,14 +131,14 @@ def test_rounds_train_on_all_answers_and_go_on_after_a_kill(tmp_path, monkeypatc
 
     whole = run(tmp_path / "whole")
     assert [found.num_labels for found in whole] == [7, 14]
-    train = active_learning.train_reward_model
+    train = active_learning.run_training
 
     def killed(config, data):
         if config.output_dir.endswith("001"):
             raise KeyboardInterrupt
         return train(config, data=data)
 
-    monkeypatch.setattr(active_learning, "train_reward_model", killed)
+    monkeypatch.setattr(active_learning, "run_training", killed)
     with pytest.raises(KeyboardInterrupt):
         run(tmp_path / "killed")
     monkeypatch.undo()
@@ -180,13 +180,13 @@ def test_a_rule_that_compares_models_is_refused_before_anything_is_asked(tmp_pat
 def test_warm_rounds_begin_at_the_weights_of_the_round_before(tmp_path, monkeypatch):
     world = synthetic_world(SyntheticConfig(num_train=24, num_val=8))
     val, configs = PreferenceDataset.from_pairs(world.val), []
-    train = active_learning.train_reward_model
+    train = active_learning.run_training
 
     def spied(config, data):
         configs.append(config.model)
         return train(config, data=data)
 
-    monkeypatch.setattr(active_learning, "train_reward_model", spied)
+    monkeypatch.setattr(active_learning, "run_training", spied)
     rounds = run_active_loop(world.train, all_a, 2, config=small(tmp_path), val=val, k=4, warm=True)
     assert [model.path for model in configs] == [None, rounds[0].result.export]
 

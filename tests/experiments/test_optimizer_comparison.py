@@ -106,7 +106,7 @@ def test_a_finished_comparison_is_read_not_repeated(finished, pairs, monkeypatch
     def trained(*args: object, **options: object) -> None:
         raise AssertionError("a finished run was repeated")
 
-    monkeypatch.setattr(arm_trial, "train_reward_model", trained)
+    monkeypatch.setattr(arm_trial, "run_training", trained)
     monkeypatch.setattr(stages, "next_rate", lambda scores, grid: None)
     again = comparison(pairs, run.folder).run_experiment()
     assert again.to_json() == found.to_json()

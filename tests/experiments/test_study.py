@@ -260,7 +260,7 @@ def test_the_cost_of_a_plan_grows_with_steps_pairs_and_passes(monkeypatch):
         assert config.training.max_steps == 3
         callbacks[0].steps, callbacks[0].steps_per_epoch, callbacks[0].evaluating = [9.0, 2.0, 3.0], 10, 8.0
 
-    monkeypatch.setattr(cost, "train_reward_model", measured)
+    monkeypatch.setattr(cost, "run_training", measured)
     base = ["training.epochs=2", "batching.batch_size=8", "training.evals_per_epoch=1", "output_dir=OUTPUT"]
 
     def hours(*more: str) -> float:

@@ -113,7 +113,7 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]
 def test_the_command_reads_the_stored_trials_and_prints_each_claim(miniature, monkeypatch, capsys):
     """A study of stored trials gives the stored findings, from a copied folder too; nothing is measured."""
     folder, files, report = miniature
-    monkeypatch.setattr(hypotheses, "train_reward_model", None)
+    monkeypatch.setattr(hypotheses, "run_training", None)
     monkeypatch.setattr(hypotheses, "gradients", None)
     monkeypatch.setenv("COLUMNS", "200")
     stored = json.loads((folder / "hypotheses.json").read_text())

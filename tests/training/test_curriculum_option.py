@@ -13,8 +13,8 @@ import pytest
 from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.data.run_data import order_of, training_margins
+from rm_optimizer.training.run import run_training
 from tests.builders import tiny_reward_model
 from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 from tests.training.test_from_python import FEW, REVERSED, Steps
@@ -27,14 +27,14 @@ OVERLAP = "data.allow_prompt_overlap=true"
 def test_a_run_shows_every_pair_once_easy_ones_first_and_resumes_in_its_order(small_config, tmp_path, monkeypatch):
     options = [*FEW, OVERLAP, "data.curriculum=margin"]
     whole, cut, steps = tmp_path / "whole", tmp_path / "cut", Steps()
-    result = train_reward_model(small_config(whole, *options), data=DATA, callbacks=[steps])
+    result = run_training(small_config(whole, *options), data=DATA, callbacks=[steps])
     assert sorted(position for pairs in steps.pairs for position in pairs) == list(range(24))
     assert np.mean(steps.pairs[0]) > np.mean(steps.pairs[-1]) + 5
     assert result.data.order.startswith("curriculum-")
     stopped_after(2, small_config(cut, *options), monkeypatch, data=DATA, callbacks=[Steps()])
-    train_reward_model(small_config(cut, *options, "resume=auto"), data=DATA, callbacks=[Steps()])
+    run_training(small_config(cut, *options, "resume=auto"), data=DATA, callbacks=[Steps()])
     assert_same_outcome(whole, cut)
-    again = train_reward_model(small_config(cut, *options, "resume=auto"), data=DATA)  # has ended
+    again = run_training(small_config(cut, *options, "resume=auto"), data=DATA)  # has ended
     assert again.data.order == result.data.order
 
 
@@ -108,4 +108,4 @@ def test_an_epoch_that_repeats_pairs_needs_all_of_them(small_config, tmp_path):
     alike = PreferencePair("Say", f"{much} a {much}", f"{much} b {much}", margin=0.5)
     data = TrainVal(PreferenceDataset.from_pairs([*PAIRS, alike]), DATA.val)
     with pytest.raises(DataError, match=r"equal after truncation, so data\.curriculum_covers=false cannot count"):
-        train_reward_model(config, data=data)
+        run_training(config, data=data)

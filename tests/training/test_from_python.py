@@ -24,10 +24,11 @@ from rm_optimizer.records.recall import recalled
 from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.reporting.run_report import print_run
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.training import RunResult, train_reward_model
+from rm_optimizer.training import RunResult
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.folder.record import RunStatus
 from rm_optimizer.training.preparation import seen_by_base
+from rm_optimizer.training.run import run_training
 from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 
 Build = Callable[..., TrainConfig]
@@ -68,7 +69,7 @@ class Steps(RunCallback):
 
 @pytest.fixture(scope="module")
 def in_memory(small_config: Build, tmp_path_factory: pytest.TempPathFactory) -> RunResult:
-    return train_reward_model(small_config(tmp_path_factory.mktemp("memory") / "run", *FEW), data=DATA)
+    return run_training(small_config(tmp_path_factory.mktemp("memory") / "run", *FEW), data=DATA)
 
 
 def test_pairs_in_memory_give_the_bytes_of_a_run_from_their_files(
@@ -78,7 +79,7 @@ def test_pairs_in_memory_give_the_bytes_of_a_run_from_their_files(
     for name, path in paths.items():
         path.write_text("".join(json.dumps(pair.to_dict()) + "\n" for pair in getattr(DATA, name)))
     options = [f"data.{name}={path}" for name, path in paths.items()]
-    train_reward_model(small_config(tmp_path / "run", *FEW, *options))
+    run_training(small_config(tmp_path / "run", *FEW, *options))
     here, there = Path(in_memory.run_dir), tmp_path / "run"
     for name in ("metrics.csv", "best/model.safetensors", "trained_pairs.npz"):
         assert (here / name).read_bytes() == (there / name).read_bytes(), name
@@ -99,7 +100,7 @@ def test_a_callback_sees_each_step_and_resumes_with_the_run(
 ):
     stopped_after(2, small_config(tmp_path, *FEW), monkeypatch, data=DATA, callbacks=[Steps()])
     again = Steps()
-    train_reward_model(small_config(tmp_path, *FEW, "resume=auto"), data=DATA, callbacks=[again])
+    run_training(small_config(tmp_path, *FEW, "resume=auto"), data=DATA, callbacks=[again])
     assert again.seen == [1, 2, 3, 4]
     rows = read_rows(tmp_path / "metrics.csv")
     assert [row.pop("seen_pairs") for row in rows] == ["", "1", "2", "3", "4"]
@@ -107,7 +108,7 @@ def test_a_callback_sees_each_step_and_resumes_with_the_run(
 
 
 def test_a_callback_may_end_the_run(small_config: Build, tmp_path: Path):
-    result = train_reward_model(small_config(tmp_path, *FEW), data=DATA, callbacks=[Steps(last=3)])
+    result = run_training(small_config(tmp_path, *FEW), data=DATA, callbacks=[Steps(last=3)])
     assert (result.status, result.steps) == (RunStatus.early_stopped, 3)
     assert [row["step"] for row in read_rows(tmp_path / "metrics.csv") if row["eval_nll"]] == ["0", "3"]
 
@@ -117,18 +118,18 @@ def test_a_run_in_an_order_trains_and_resumes_in_it(
 ):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     steps = Steps()
-    result = train_reward_model(small_config(whole, *FEW), data=DATA, order=REVERSED, callbacks=[steps])
+    result = run_training(small_config(whole, *FEW), data=DATA, order=REVERSED, callbacks=[steps])
     assert steps.pairs == [list(range(end, end - 6, -1)) for end in (23, 17, 11, 5)]
     assert result.data.order == REVERSED.identity
     stopped_after(2, small_config(cut, *FEW), monkeypatch, data=DATA, order=REVERSED, callbacks=[Steps()])
     auto = small_config(cut, *FEW, "resume=auto")
     for other in (None, PairOrder("reversed", lambda epoch: range(24))):
         with pytest.raises(ConfigError, match=r"order was reversed-.*, is (shuffled|reversed-)"):
-            train_reward_model(auto, data=DATA, order=other)
-    train_reward_model(auto, data=DATA, order=REVERSED, callbacks=[Steps()])
+            run_training(auto, data=DATA, order=other)
+    run_training(auto, data=DATA, order=REVERSED, callbacks=[Steps()])
     assert_same_outcome(whole, cut)
     with pytest.raises(ConfigError, match="is shuffled"):
-        train_reward_model(auto, data=DATA)
+        run_training(auto, data=DATA)
 
 
 @pytest.mark.parametrize("more", [[], ["training.max_steps=6"]])
@@ -139,15 +140,20 @@ def test_a_run_in_memory_does_not_go_on_with_other_pairs(in_memory: RunResult, s
         (TrainVal(DATA.train, some("Tell", 11)), "val"),
     ):
         with pytest.raises(ConfigError, match=rf"those of data\.{option} have changed"):
-            train_reward_model(config, data=changed)
+            run_training(config, data=changed)
     if not more:
-        assert train_reward_model(config, data=DATA).run_id == in_memory.run_id
+        assert run_training(config, data=DATA).run_id == in_memory.run_id
 
 
 @pytest.mark.parametrize(
     ("options", "given", "error", "message"),
     [
-        (["data.train=a.jsonl"], {}, ConfigError, r"gives the run's pairs, so data\.train must not be set"),
+        (
+            ["data.train=a.jsonl"],
+            {},
+            ConfigError,
+            r"the run's pairs are in memory already, so data\.train must not be set",
+        ),
         (["data.max_pairs=4"], {}, ConfigError, r"so data\.max_pairs must not be set"),
         ([], {"data": DATA.train}, TypeError, "must be a TrainVal of two PreferenceDatasets"),
         ([], {"data": TrainVal(DATA.train, DATA.val[:0])}, DataError, "needs validation pairs, got none"),
@@ -172,16 +178,16 @@ def test_what_clashes_is_named(
     message: str,
 ):
     with pytest.raises(error, match=message):
-        train_reward_model(small_config(tmp_path, *options), **{"data": DATA, **given})
+        run_training(small_config(tmp_path, *options), **{"data": DATA, **given})
     assert not [path for path in tmp_path.iterdir() if path.suffix != ".lock" and path.name != ".lock"]
 
 
 def test_validation_pairs_that_the_base_was_trained_on_are_named(small_config: Build, tmp_path: Path):
-    base = train_reward_model(small_config(tmp_path / "base", *FEW), data=DATA)
+    base = run_training(small_config(tmp_path / "base", *FEW), data=DATA)
     overrides = [*FEW, "model=custom", f"model.path={base.export}", "model.max_length=96", "hardware=cpu"]
     config = typed(compose([*overrides, f"output_dir={tmp_path / 'more'}", "logger.tensorboard=false"]), TrainConfig)
     seen = TrainVal(some("Ask", 24), PreferenceDataset.from_pairs([*DATA.train.pairs[:5], *DATA.val.pairs[:7]]))
-    result = train_reward_model(config, data=seen)
+    result = run_training(config, data=seen)
     (note,) = (note for note in result.data.notes if "base model" in note)
     assert "was trained on 5 of the 12 validation pairs and on the prompts of 5" in note
     console = Console(record=True, width=200)
@@ -191,7 +197,7 @@ def test_validation_pairs_that_the_base_was_trained_on_are_named(small_config: B
 
 
 def test_an_export_of_untrained_weights_is_called_one(small_config: Build, tmp_path: Path):
-    result = train_reward_model(small_config(tmp_path / "run", *FEW), data=DATA)
+    result = run_training(small_config(tmp_path / "run", *FEW), data=DATA)
     untrained = replace(result, best_step=0)
     for each, expected in ((untrained, True), (replace(result, best_step=4), False)):
         console = Console(record=True, width=300)
@@ -206,7 +212,7 @@ def test_the_validation_loss_has_the_terms_of_the_training_loss(small_config: Bu
         PreferenceDataset.from_pairs(pairs),
     )
     options = ["loss.reward_l2=10", "loss.margin_scale=0.5", "loss.label_smoothing=0.1", "loss.beta=2"]
-    result = train_reward_model(small_config(tmp_path / "run", *FEW, *options), data=data)
+    result = run_training(small_config(tmp_path / "run", *FEW, *options), data=data)
     rows = [row for row in RunFolder(Path(result.run_dir)).metrics() if row.get("eval_loss")]
     rewards = (
         BradleyTerryRM.from_pretrained(result.export)
@@ -227,4 +233,4 @@ def test_the_validation_loss_has_the_terms_of_the_training_loss(small_config: Bu
 
 def test_a_factor_on_margins_that_no_pair_has_is_refused(small_config: Build, tmp_path: Path):
     with pytest.raises(ConfigError, match=r"loss\.margin_scale has an effect only on pairs with a margin"):
-        train_reward_model(small_config(tmp_path / "run", *FEW, "loss.margin_scale=1"), data=DATA)
+        run_training(small_config(tmp_path / "run", *FEW, "loss.margin_scale=1"), data=DATA)

@@ -6,17 +6,86 @@ and has the right gradient for margins of any finite size.
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Callable
+from typing import Literal, Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema.registry import Registry
 
 PairLayout = Literal["interleaved", "halves"]
 """Order of the two sides of pairs in one stacked batch: `c0 r0 c1 r1 …`, or all chosen and then all rejected."""
+
+
+class PairLoss(Protocol):
+    """Loss of each pair by its rewards, in place of Bradley-Terry's."""
+
+    def __call__(
+        self,
+        chosen: Float[Tensor, " pairs"],
+        rejected: Float[Tensor, " pairs"],
+        /,
+        *,
+        margin: Float[Tensor, " pairs"],
+        label: Float[Tensor, " pairs"],
+    ) -> Float[Tensor, " pairs"]:
+        """Loss of each pair, given the margin it ought to have and the probability that `chosen` is better."""
+        ...
+
+
+LOSSES: Registry[PairLoss] = Registry("loss")
+"""Losses that users have registered."""
+
+
+def register_loss(name: str) -> Callable[[PairLoss], PairLoss]:
+    """Decorator that makes a function of the rewards a loss of runs: `loss.name=NAME`.
+
+    Args:
+        name: name of the loss, as the user types it.
+
+    Raises:
+        ConfigError: if the name is taken, or the function does not return one finite, differentiable loss a pair that
+            is the same in every batch.
+
+    Example:
+        >>> @register_loss("hinge")
+        ... def hinge(chosen, rejected, *, margin, label):
+        ...     return torch.relu(1 + margin - (2 * label - 1) * (chosen - rejected))
+    """
+
+    def add(loss: PairLoss) -> PairLoss:
+        _require_pairwise(name, loss)
+        LOSSES.add(name, loss, made_by=loss)
+        return loss
+
+    return add
+
+
+def _require_pairwise(name: str, loss: PairLoss) -> None:
+    """Refuse a loss that is not one finite number a pair, independent of the other pairs, with the right gradient."""
+    draws = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    chosen, rejected, margin, label = *draws[:2], draws[2].abs(), draws[3].sigmoid()
+
+    def losses(c: Tensor, r: Tensor, at: slice = slice(None)) -> Tensor:
+        return loss(c[at], r[at], margin=margin[at], label=label[at])
+
+    whole, far = losses(chosen, rejected), torch.tensor([1e4, -1e4] * 3, dtype=torch.float64)
+    if not isinstance(whole, Tensor) or whole.shape != chosen.shape:
+        got = tuple(whole.shape) if isinstance(whole, Tensor) else type(whole).__name__
+        raise ConfigError(f"the loss '{name}' must return one number a pair, of shape (6,) for 6 pairs, got {got}")
+    parts = torch.cat([losses(chosen, rejected, slice(0, 2)), losses(chosen, rejected, slice(2, 6))])
+    if not torch.allclose(parts, whole):
+        raise ConfigError(f"the loss '{name}' of a pair must not depend on the other pairs; leave out means over pairs")
+    if not losses(far, -far).isfinite().all():
+        raise ConfigError(f"the loss '{name}' must be finite at margins of 10,000; use logsigmoid or softplus")
+    inputs = chosen.requires_grad_(), rejected.requires_grad_()
+    if not torch.autograd.gradcheck(losses, inputs, raise_exception=False):
+        raise ConfigError(f"the loss '{name}' must be differentiable in both rewards; leave out detach and item")
 
 
 def split_rewards(
@@ -106,7 +175,12 @@ def configured_pair_losses(
     margin: Float[Tensor, " pairs"],
     label: Float[Tensor, " pairs"],
 ) -> Float[Tensor, " pairs"]:
-    """`bradley_terry_pair_losses` with a run's options; margins are multiplied by `loss.margin_scale`."""
+    """`bradley_terry_pair_losses`, or the loss registered as `loss.name`, with a run's options.
+
+    Margins are multiplied by `loss.margin_scale`.
+    """
+    if config.name is not None:
+        return LOSSES[config.name](chosen, rejected, margin=margin * config.margin_scale, label=label)
     return bradley_terry_pair_losses(
         chosen,
         rejected,

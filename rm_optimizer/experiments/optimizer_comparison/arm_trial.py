@@ -33,11 +33,11 @@ from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.schema.landscape import SpectrumOptions
-from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks.cost import rss_bytes
 from rm_optimizer.training.callbacks.loop import evaluation_of
 from rm_optimizer.training.folder.checkpoints import checkpoint_path
 from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.run import run_training
 
 TASK = "rm_optimizer.experiments.optimizer_comparison.arm_trial:train_and_judge"
 TUNE, FINAL = "tune", "final"
@@ -222,7 +222,7 @@ def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
     recorder = ArmRecorder(config.optimizer.name)
     shutil.rmtree(run_dir, ignore_errors=True)
     logger = logged_in_study(config.logger, folder)
-    result = train_reward_model(replace(config, output_dir=str(run_dir), logger=logger), callbacks=[recorder])
+    result = run_training(replace(config, output_dir=str(run_dir), logger=logger), callbacks=[recorder])
     write_text(folder / CURVE_FILE, LearningCurve(points=tuple(recorder.points)).to_json() + "\n")
     model = BradleyTerryRM.from_pretrained(
         checkpoint_path(run_dir, result.steps),

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -20,6 +22,10 @@ from rm_optimizer.schema.monitors import Mode, monitored_group
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 
 log = logging.getLogger("rm_optimizer")
+
+
+PairMetric: TypeAlias = Callable[[NDArray[np.float64], NDArray[np.float64]], float]
+"""Number of an evaluation, by the rewards of the chosen and of the rejected responses, pair by pair."""
 
 
 @dataclass

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,7 @@ from rm_optimizer.records.files import writing
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import LossConfig, TrainingConfig
 from rm_optimizer.schema.monitors import monitored_group
-from rm_optimizer.training.callbacks.evaluation_plan import BestSoFar, EvaluationPlan
+from rm_optimizer.training.callbacks.evaluation_plan import BestSoFar, EvaluationPlan, PairMetric
 from rm_optimizer.training.callbacks.interrupt import StopSignal
 from rm_optimizer.training.callbacks.progress import ProgressLines
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
@@ -75,6 +76,7 @@ class Evaluation(pl.Callback):
         config: the loop's options.
         plan: interval of the evaluations and number of pairs.
         beta: inverse temperature of the preference probability.
+        own: further numbers of each evaluation, by name.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class Evaluation(pl.Callback):
         *,
         plan: EvaluationPlan,
         beta: float,
+        own: Mapping[str, PairMetric] = MappingProxyType({}),
     ) -> None:
         self.datamodule = datamodule
         self.run_dir = run_dir
@@ -92,6 +95,7 @@ class Evaluation(pl.Callback):
         self.plan = plan
         self.every = plan.every
         self.beta = beta
+        self.own = own
         self._sample = plan.positions(datamodule.seed)
         assert config.mode is not None, "resolved with the options"
         self.best = BestSoFar(config.mode, config.early_stopping.min_delta)
@@ -167,6 +171,10 @@ class Evaluation(pl.Callback):
                 log.warning(text, MOST_GROUPS, column, OTHER)
         return metrics
 
+    def own_metrics(self, rewards: PairRewards) -> dict[str, float]:
+        """The further numbers of an evaluation."""
+        return {name: float(metric(rewards.chosen, rewards.rejected)) for name, metric in self.own.items()}
+
     def rewards(self, model: BradleyTerryRM, *, sample: NDArray[np.int64] | None = None) -> PairRewards:
         """Rewards of the validation pairs, or a sample of them, with lines of progress if the run has them.
 
@@ -188,6 +196,7 @@ class Evaluation(pl.Callback):
         require_finite(rewards, self.datamodule.data.val, self.run_dir, step)
         metrics = self.metrics(rewards, num_bootstrap=0, seed=0)
         values = {f"val/{name}": value for name, value in metrics.flat().items()}
+        values |= {f"val/{name}": value for name, value in self.own_metrics(rewards).items()}
         values["val/loss"] = _validation_loss(rewards, self.datamodule.data.val, pl_module.loss_config, metrics)
         for logger in trainer.loggers:
             logger.log_metrics({"epoch": step / self.datamodule.steps_per_epoch, **values}, step=step)

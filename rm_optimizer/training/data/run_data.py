@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 from jaxtyping import Float
@@ -15,7 +16,13 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.orders import BINS, CurriculumSampler, PairOrder
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.readers import read_rows
-from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_training_data, require_disjoint_prompts
+from rm_optimizer.core.tokens.dataset import (
+    PreferenceDataset,
+    TrainVal,
+    load_pairs,
+    load_training_data,
+    require_disjoint_prompts,
+)
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.schema.data import OWN_MARGINS, Streaming
@@ -131,6 +138,42 @@ def _model_margins(pairs: PreferenceDataset, source: str) -> Float[np.ndarray, "
     return np.maximum([_for_label(pair, margin) for pair, margin in zip(pairs, margins, strict=True)], 0.0)
 
 
+_OF_A_SOURCE = {"path", "weight", "format", "columns", "winner", "label"}
+
+
+def names_files(data: object) -> bool:
+    """True for what `data.train` takes: a path or name, a mapping with one and a source's options, a list of these."""
+    if isinstance(data, Mapping):
+        return isinstance(data.get("path"), str | os.PathLike) and data.keys() <= _OF_A_SOURCE
+    if isinstance(data, list | tuple):
+        return bool(data) and all(map(names_files, data))
+    return isinstance(data, str | os.PathLike)
+
+
+def pairs_in_memory(train: object, val: object, config: DataConfig) -> TrainVal:
+    """Pairs of a run of which some are in memory; without `val` a share of the training prompts is held out.
+
+    Raises:
+        ConfigError: if there are only validation pairs.
+        DataError: if a row is no pair.
+    """
+
+    def read(data: Any) -> PreferenceDataset:
+        if names_files(data):
+            return load_pairs(data, config)
+        return PreferenceDataset.from_pairs(data, on_bad_row=config.on_bad_row)
+
+    if train is None:
+        raise ConfigError("val gives validation pairs in memory, so data_path must give the training pairs, got None")
+    if isinstance(train, TrainVal):
+        return train
+    if val is not None:
+        return TrainVal(read(train), read(val))
+    kept, held_out = read(train).split_by_prompt(config.val_fraction, config.split_seed)
+    origin = f"{config.val_fraction:.0%} of the training prompts, held out with split_seed={config.split_seed}"
+    return TrainVal(kept, held_out, origin)
+
+
 def load_data(config: TrainConfig, given: TrainVal | None = None) -> TrainVal:
     """Training and validation pairs of a run: the given ones, or those in the options.
 
@@ -158,10 +201,10 @@ def _require_pairs(data: TrainVal, config: DataConfig) -> None:
         ("data.streaming", config.streaming != Streaming.off),
     ):
         if is_set:
-            raise ConfigError(f"train_reward_model(data=…) gives the run's pairs, so {option} must not be set")
+            raise ConfigError(f"the run's pairs are in memory already, so {option} must not be set")
     for name, split in (("training", data.train), ("validation", data.val)):
         if not len(split):
-            raise DataError(f"train_reward_model(data=…) needs {name} pairs, got none")
+            raise DataError(f"train_reward_model needs {name} pairs, got none")
     if not config.allow_prompt_overlap:
         require_disjoint_prompts(data.train, data.val)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
 import secrets
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,13 @@ TOY_WARNING = (
     "language, take a pretrained model (model=qwen, model.path=MODEL)"
 )
 """Sentence about a model from scratch on a user's own pairs, with a place for the preset's name."""
+
+
+def new_folder() -> str:
+    """A run folder that does not exist yet, named after the present time as the command line names them."""
+    base = Path("outputs", "train") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+    numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
+    return str(next(folder for folder in itertools.chain([base], numbered) if not folder.exists()))
 
 
 def is_toy(model_path: str | None, train: Any) -> bool:
@@ -108,6 +117,9 @@ class RunResult(JsonRecord, indent=2):
         run_id: the run's id, which its checkpoints carry; None in results of earlier versions.
         extensions: later changes of the length, each `{"after_step", "from_steps", "to_steps"}`.
         evaluations: plan of the evaluations (`EvaluationPlan`), and the seconds of those during training.
+        own_metrics: numbers of `train_reward_model(metrics=…)` on validation, by name.
+
+    Wherever a path is taken, a result is the folder of its exported model.
     """
 
     status: RunStatus
@@ -131,6 +143,22 @@ class RunResult(JsonRecord, indent=2):
     run_id: str | None = None
     extensions: tuple[dict[str, int], ...] = ()
     evaluations: dict[str, float] | None = None
+    own_metrics: dict[str, float] = field(default_factory=dict)
+
+    def __fspath__(self) -> str:
+        return self.export
+
+    def __str__(self) -> str:
+        return self.export
+
+    def __repr__(self) -> str:
+        metrics, own = self.metrics, "".join(f"{name} {value:.4g}  " for name, value in self.own_metrics.items())
+        return (
+            f"RunResult: {self.model}, {self.optimizer}, seed {self.seed}, {self.ending} after step {self.steps}\n"
+            f"  accuracy {metrics.accuracy}  NLL {metrics.nll}  {own}on {metrics.num_pairs} pairs\n"
+            f"  trained on {self.data.train_pairs} pairs in {self.wall_seconds:.1f} s; best step {self.best_step}\n"
+            f"  model: {self.export}"
+        )
 
     @property
     def objective(self) -> float:

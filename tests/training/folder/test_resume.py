@@ -15,7 +15,8 @@ import pytest
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import RunResult, train_reward_model
+from rm_optimizer.training import RunResult
+from rm_optimizer.training.run import run_training
 
 Build = Callable[..., TrainConfig]
 OUTCOMES = ("metrics.csv", "best/model.safetensors")
@@ -38,7 +39,7 @@ def stopped_after(step: int, config: TrainConfig, monkeypatch: pytest.MonkeyPatc
     with monkeypatch.context() as patch:
         patch.setattr(callbacks, "prune", dies)
         with pytest.raises(MemoryError):
-            train_reward_model(config, **given)
+            run_training(config, **given)
 
 
 @pytest.fixture(
@@ -59,7 +60,7 @@ def whole(
     folder = tmp_path_factory.mktemp("whole") / "run"
     common = ["training.checkpoint_every=1", "training.epochs=1.5", "batching.micro_token_budget=400"]
     options = [*request.param, *common]
-    train_reward_model(small_config(folder, *options))
+    run_training(small_config(folder, *options))
     return folder, options
 
 
@@ -69,7 +70,7 @@ def test_a_resumed_run_ends_bitwise_equal(
 ):
     folder, options = whole
     stopped_after(step, small_config(tmp_path, *options), monkeypatch)
-    train_reward_model(small_config(tmp_path, *options, "resume=auto"))
+    run_training(small_config(tmp_path, *options, "resume=auto"))
     assert_same_outcome(folder, tmp_path)
 
 
@@ -77,11 +78,11 @@ def test_a_torn_checkpoint_is_skipped_for_the_one_before(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     common = ["training.checkpoint_every=1"]
-    train_reward_model(small_config(tmp_path / "whole", *common))
+    run_training(small_config(tmp_path / "whole", *common))
     stopped_after(4, small_config(tmp_path / "cut", *common), monkeypatch)
     newest = tmp_path / "cut" / "checkpoints" / "step-00000004.ckpt"
     newest.write_bytes(newest.read_bytes()[:-1000])
-    train_reward_model(small_config(tmp_path / "cut", *common, "resume=auto"))
+    run_training(small_config(tmp_path / "cut", *common, "resume=auto"))
     assert "skipping the damaged checkpoint" in caplog.text
     assert_same_outcome(tmp_path / "whole", tmp_path / "cut")
 
@@ -90,11 +91,11 @@ def test_other_options_are_refused_by_name(finished_run: RunResult, small_config
     folder = tmp_path / "copy"
     shutil.copytree(finished_run.run_dir, folder)
     with pytest.raises(ConfigError, match=r"loss\.beta was 1\.0, is 2\.0.*hydra\.run\.dir"):
-        train_reward_model(small_config(folder, "loss.beta=2", "resume=auto"))
+        run_training(small_config(folder, "loss.beta=2", "resume=auto"))
 
 
 def test_resume_without_a_checkpoint_starts(finished_run: RunResult, small_config: Build, tmp_path: Path):
-    train_reward_model(small_config(tmp_path, "resume=auto"))
+    run_training(small_config(tmp_path, "resume=auto"))
     assert_same_outcome(Path(finished_run.run_dir), tmp_path)
 
 
@@ -113,5 +114,5 @@ def test_kill_minus_nine_loses_nothing(python: Path, small_overrides: list[str],
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
     subprocess.run(command, env=environment, check=True, capture_output=True)
-    train_reward_model(small_config(tmp_path / "whole", "training.max_steps=40", "training.checkpoint_every=3"))
+    run_training(small_config(tmp_path / "whole", "training.max_steps=40", "training.checkpoint_every=3"))
     assert_same_outcome(tmp_path / "whole", tmp_path / "cut")
