@@ -45,7 +45,7 @@ def test_the_server_starts_answers_and_ends_with_every_accepted_request_answered
             assert httpx.get(f"{url}/ready").status_code == 401
             assert httpx.get(f"{url}/ready", headers=KEY).status_code == 200
             with socket.create_connection(("127.0.0.1", port), timeout=20) as connection:
-                connection.sendall(b"GET /" + b"x" * MAX_HEADER_BYTES)
+                connection.sendall(b"GET /" + b"x" * MAX_HEADER_BYTES + b" HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
                 assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
             body = {"model": "mine", "items": [{"prompt": "Hi", "responses": ["Hello.", "No."]}]}
             rewards = httpx.post(f"{url}/rm/score", json=body, headers=KEY).json()["rewards"][0]

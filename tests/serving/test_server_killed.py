@@ -80,7 +80,7 @@ class Publication:
     def __init__(self, url: str, model: BradleyTerryRM, before_commit: Callable[[], None]) -> None:
         self.url, self.failure, self._before_commit = url, "", before_commit
         self._publisher = create_rm_publisher(url, timeout_seconds=PUBLISH_SECONDS)
-        self._publisher._messages.session.event_hooks["request"].append(self._note)
+        self._publisher._session.event_hooks["request"].append(self._note)
         self._begin = b""
         self._sends_commit = threading.Event()
         self._thread = threading.Thread(target=self._publish, args=(model,))

@@ -159,7 +159,7 @@ def test_a_server_that_is_killed_in_an_update_starts_from_its_checkpoint_and_the
             at_commit.set()
             assert killed.wait(300)
 
-    publisher._messages.session.event_hooks["request"].append(stop_before_commit)
+    publisher._session.event_hooks["request"].append(stop_before_commit)
     with serve_process(tmp_path / "export", port=port) as server:
         version = httpx.get(f"{server.url}/version").json()["version"]
         thread = threading.Thread(target=lambda: published.append(publisher.publish(new, "new")))
@@ -194,7 +194,7 @@ def test_a_publisher_sends_again_what_a_dying_worker_lost(tmp_path):
                 os.kill(killed[0], signal.SIGKILL)
 
         with create_rm_publisher(server.url, timeout_seconds=240) as publisher:
-            publisher._messages.session.event_hooks["request"].append(kill_at_commit)
+            publisher._session.event_hooks["request"].append(kill_at_commit)
             assert publisher.publish(new, "new").version == "new"
         with RewardClient(server.url) as client:
             assert_whole([client.score_versioned(PROMPTS, RESPONSES)], {"new": new.score(PROMPTS, RESPONSES)})

@@ -17,6 +17,7 @@ from rm_optimizer import (
     RewardModelTrainingMode,
     RMPublisherAdapter,
     create_rm_publisher,
+    trl_reward,
 )
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.serving import ScoringRequest, ScoringResponse
@@ -68,6 +69,13 @@ def test_one_text_has_one_reward_and_lists_have_lists(served, client):
 def test_what_is_no_text_is_one_sentence_with_the_arguments_name(client, responses):
     with pytest.raises(TypeError, match="responses"):
         client.score(PROMPT, responses)
+
+
+def test_trls_reward_function_takes_lists_alone(client):
+    reward = trl_reward(client)
+    assert reward(prompts=[PROMPT], completions=[GOOD]) == pytest.approx([float(client.score(PROMPT, GOOD))], abs=1e-5)
+    with pytest.raises(TypeError, match="completions must be a list"):
+        reward(prompts=[PROMPT], completions=GOOD)
 
 
 def test_an_asynchronous_client_scores_many_texts_over_one_session(served):

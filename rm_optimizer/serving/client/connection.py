@@ -19,6 +19,7 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError, MissingExtra, RewardServerRefused, RewardServerUnavailable, WrongAnswer
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.serving.engine import ScoredBatch
+from rm_optimizer.serving.options import is_loopback
 from rm_optimizer.serving.protocol import REVISION_HEADER, VERSION_HEADER, ErrorBody
 
 try:
@@ -258,11 +259,6 @@ def refusal(response: httpx.Response) -> RewardServerRefused:
     return RewardServerRefused(message, response.status_code, detail.type)
 
 
-def is_loopback(url: str) -> bool:
-    """True for a URL of this machine, which is reached without a proxy."""
-    return httpx.URL(url).host in ("localhost", "127.0.0.1", "::1")
-
-
 @dataclass(frozen=True, eq=False)
 class _Session:
     """Open connections of one process and one event loop."""
@@ -333,7 +329,7 @@ class Connection(ClientArguments):
                 headers=bearer(self.api_key),
                 limits=httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
                 transport=self.transport,
-                trust_env=not is_loopback(self.url),
+                trust_env=not is_loopback(httpx.URL(self.url).host),  # this machine is reached without a proxy
             )
             one = _Session(http, asyncio.Semaphore(self.concurrency), asyncio.Lock())
             self._sessions = open_ones | {here: one}

@@ -7,6 +7,7 @@ from typing import Any
 
 from rm_optimizer.core.pairs.pair import Scorer, require_finite
 from rm_optimizer.core.rows.messages import Prompt, as_messages, read_messages, read_prompt
+from rm_optimizer.core.rows.natural import listed
 
 
 def trl_reward(scorer: Scorer, name: str = "reward") -> Callable[..., list[float]]:
@@ -46,9 +47,11 @@ def conversations(prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[l
     """Prompts and responses of texts or messages as TRL passes them.
 
     Raises:
+        TypeError: if an argument is a text in place of a list.
         ValueError: if a completion is not text and does not end with the assistant's message.
     """
-    pairs = [_conversation(*pair) for pair in zip(prompts, completions, strict=True)]
+    both = zip(listed("prompts", prompts), listed("completions", completions), strict=True)
+    pairs = [_conversation(*pair) for pair in both]
     return [prompt for prompt, _ in pairs], [text for _, text in pairs]
 
 

@@ -157,7 +157,7 @@ async def get_reward(body: OpenRLHFRequest, request: Request, response: Response
     encodings = await service.read(size, lambda: reader.rendered(body.query, body.prompts))
     rewards = list((await _scored(service, request, [encoding.ids for encoding in encodings], response)).rewards)
     truncated = [float(encoding.prompt_cut > 0) for encoding in encodings]
-    service.count_truncated(int(sum(truncated)))
+    service.count("truncated", int(sum(truncated)))
     return OpenRLHFResponse(rewards=rewards, scores=rewards, extra_logs={"rm_reward": rewards, "truncated": truncated})
 
 

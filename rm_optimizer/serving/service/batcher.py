@@ -126,12 +126,16 @@ class Batcher:
         self._share = FairShare(max_queued_tokens)
         self._queue: list[_Unit] = []
         self._place = 0.0
+        self._shares_prompts, self._batch_tokens = False, LEAST_BATCH_TOKENS
         self._work = asyncio.Event()
         self._tokens_per_second = math.inf  # unknown until the first batch is computed
         self._runners: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to pass batches to the engine."""
+        """Begin to pass batches to the engine, which has started."""
+        description = self.engine.description
+        self._shares_prompts = description.shares_prompts
+        self._batch_tokens = max(LEAST_BATCH_TOKENS, description.token_budget)
         self._runners = [asyncio.create_task(self._run(), name=f"rm-batcher-{i}") for i in range(IN_FLIGHT)]
 
     async def stop(self) -> None:
@@ -191,13 +195,9 @@ class Batcher:
                 min(60, max(1, wait)),
             )
 
-    @property
-    def _batch_tokens(self) -> int:
-        return max(LEAST_BATCH_TOKENS, self.engine.description.token_budget)
-
     def _enqueue(self, request: _Request, indices: Sequence[int]) -> None:
         rows = [np.array(request.sequences[index], dtype=np.int32) for index in indices]
-        groups = common_starts(rows) if self.engine.description.shares_prompts else [[i] for i in range(len(rows))]
+        groups = common_starts(rows) if self._shares_prompts else [[i] for i in range(len(rows))]
         place = self._place
         for group in groups:
             for part in _cut([indices[i] for i in group], request.sequences, 2 * self._batch_tokens):
@@ -228,7 +228,7 @@ class Batcher:
     def _next_batch(self) -> list[_Unit]:
         """Next units in order up to a batch's tokens, each with those of other requests that start alike and fit."""
         alike: dict[tuple[int, ...], list[_Unit]] = defaultdict(list)
-        if self.engine.description.shares_prompts:
+        if self._shares_prompts:
             for unit in self._queue:
                 alike[unit.start].append(unit)
             alike.pop((), None)

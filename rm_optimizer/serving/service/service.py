@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
-from prometheus_client import Counter
 
 from rm_optimizer.core.storage.certificate import ParityCertificate
 from rm_optimizer.records.codec import JsonRecord, from_values
@@ -97,6 +97,13 @@ MAX_WAITING_CHARACTERS = 16 * 2**20
 """Most characters that wait for tokenization before a new request: some seconds' work."""
 MOST_CHARACTERS_A_TOKEN = 16
 """Characters that count as one token before a text is tokenized; most texts have more tokens."""
+WARNINGS = {
+    "truncated": "/get_reward was sent texts of more than the model's {most} tokens; they are cut from the left as in "
+    "training, extra_logs.truncated says which, rm_truncated counts them",
+    "control_tokens": "texts hold control tokens such as <|im_end|>, read as if the template had written them, as in "
+    "training; a policy can forge a turn so: strip them from responses. rm_control_tokens counts such texts",
+}
+"""Sentences about texts that are counted, by the names of their counters."""
 _log = logging.getLogger("rm_optimizer")
 T = TypeVar("T")
 
@@ -134,7 +141,7 @@ class RewardService:
         await self.engine.start()
         description = self.engine.description
         reader = await asyncio.to_thread(
-            InputReader.of, description, self.batcher.max_queued_tokens, self._count_control
+            InputReader.of, description, self.batcher.max_queued_tokens, partial(self.count, "control_tokens")
         )
         self.parity = await check_parity(self.engine, reader, description.export)
         self.batcher.start()
@@ -211,30 +218,12 @@ class RewardService:
         with self._characters.holding(num_characters):
             return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize)
 
-    def count_truncated(self, count: int) -> None:
-        """Count sequences that were cut, and warn of the first."""
-        most = self.engine.description.max_length
-        self._count(
-            self.metrics.truncated,
-            count,
-            f"/get_reward was sent texts of more than the model's {most} tokens; they are cut from the left as in "
-            "training, extra_logs.truncated says which, rm_truncated counts them",
-        )
-
-    def _count_control(self, count: int) -> None:
-        self._count(
-            self.metrics.control_tokens,
-            count,
-            "texts hold control tokens such as <|im_end|>, which are read as if the template had written them, as in "
-            "training; a policy can forge a turn so: strip them from responses. rm_control_tokens counts such texts",
-        )
-
-    def _count(self, counter: Counter, count: int, said: str) -> None:
-        """Count, and warn of the first."""
-        if count and said not in self._has_warned:
-            self._has_warned.add(said)
-            _log.warning(said)
-        counter.inc(count)
+    def count(self, name: str, count: int) -> None:
+        """Count texts of a kind in `WARNINGS`, and warn of the first."""
+        if count and name not in self._has_warned:
+            self._has_warned.add(name)
+            _log.warning(WARNINGS[name].format(most=self.engine.description.max_length))
+        getattr(self.metrics, name).inc(count)
 
     async def score(self, sequences: list[TokenSequence]) -> ScoredBatch:
         """Finite rewards of the sequences, all of one version.

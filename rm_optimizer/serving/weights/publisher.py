@@ -32,9 +32,9 @@ from rm_optimizer.serving.client.connection import (
     Deadline,
     PickledByArguments,
     bearer,
-    is_loopback,
     retry_after,
 )
+from rm_optimizer.serving.options import is_loopback
 from rm_optimizer.serving.protocol import WireModel
 from rm_optimizer.serving.update_protocol import Abort, Begin, Commit, Outcome, OutcomeStatus, WeightProbe, WeightStatus
 from rm_optimizer.serving.weights.sending import Payload, outgoing, sent_tensors, weight_probe
@@ -105,7 +105,7 @@ class RMPublisherAdapter(PickledByArguments):
                 raise ConfigError(did_you_mean(name, word, list(words)))
         self._session_options: dict[str, Any] = {
             "headers": bearer(self.api_key),
-            "trust_env": not is_loopback(self.url),
+            "trust_env": not is_loopback(httpx.URL(self.url).host),
         }
         self._sessions: dict[int, httpx.Client] = {}
         self._published: tuple[str, int] | None = None
