@@ -14,13 +14,15 @@ VLLM := $(VLLM_VENV)/.installed
 AXE := $(VENV)/axe/node_modules/axe-core/axe.min.js
 # They come as builds for CUDA, whose import fails beside a torch for the CPU; text models need none of them.
 CUDA_BUILDS := torchvision torchaudio torchcodec triton
+# What the site holds, each under its own path, so that the links of the files hold there too.
+PAGES := README.md CONTRIBUTING.md SECURITY.md LICENSE doc.md docs studies examples configs
 # Two workers with one thread each, a whole file to each in turn: files build models and runs that their tests share.
 WORKERS ?= 2
 
 # pytest compiles tests and its plugins again in each process that may not keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test test-slow zoo test-vllm check format clean
+.PHONY: help quickstart test test-slow zoo test-vllm check format site clean
 
 help:
 	@echo "make quickstart   install, train model=tiny on the embedded world, evaluate, export"
@@ -30,6 +32,7 @@ help:
 	@echo "make test-vllm    install vLLM for the CPU in an environment of its own and run the tests that need it"
 	@echo "make check        ruff, mypy and the budgets of lines"
 	@echo "make format       let ruff format and sort the code"
+	@echo "make site         write the manual as a searchable site to build/site, with every link checked"
 
 quickstart: $(USED)
 	$(BIN)/rm-opt train experiment=quickstart
@@ -55,6 +58,11 @@ check: $(DEV)
 format: $(DEV)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+site: $(DEV)
+	@mkdir -p build/pages
+	@cd build/pages && ln -sfn $(PAGES:%=../../%) .
+	$(BIN)/mkdocs build --strict
 
 $(BIN)/python:
 	@$(or $(PYTHON),false) -c '$(WORKS)' || \
