@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-STEP, TRAIN = "training_step", "train_reward_model"
+STEP, TRAIN = "training_step", "run_training"
 FEW = [
     "model=tiny",
     "hardware=cpu",
