@@ -124,7 +124,7 @@ class MorePairs(JsonRecord):
 
 
 @dataclass(frozen=True)
-class ScalingReport(JsonRecord, indent=1):
+class ScalingReport(JsonRecord, indent=1, rows="measured"):
     """Learning curve over the number of training pairs.
 
     Args:

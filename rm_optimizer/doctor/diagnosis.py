@@ -58,7 +58,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Diagnosis(JsonRecord, indent=2, ensure_ascii=False):
+class Diagnosis(JsonRecord, indent=2, ensure_ascii=False, rows="checks"):
     """All checks of one model, and the verdict.
 
     Args:

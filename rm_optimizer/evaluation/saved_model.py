@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ from rm_optimizer.evaluation.pair_rewards import (
     metrics_of,
     write_pair_rewards,
 )
-from rm_optimizer.records.codec import json_values
+from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.files import as_path, held, write_text
 from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE, require_no_run
@@ -125,7 +125,7 @@ def _truncation(log: Ledger, sides: np.ndarray, max_length: int) -> TruncationRe
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Evaluation(JsonRecord):
     """Result of an evaluation, saved as `metrics.json`.
 
     Args:
@@ -146,10 +146,16 @@ class Evaluation:
     num_skipped: int
     checkpoint: str
 
-    def to_json(self) -> str:
+    def entries(self) -> dict[str, Any]:
         """The entries of the metrics, and one more entry for each other field."""
-        others = {name: value for name, value in json_values(self).items() if name != "metrics"}
-        return json.dumps(self.metrics.entries() | others)
+        others = super().entries()
+        return {**others.pop("metrics"), **others}
+
+    @classmethod
+    def from_json(cls, text: str) -> Self:
+        """The evaluation that `to_json` wrote."""
+        values = json.loads(text)
+        return from_values(cls, {**values, "metrics": values})
 
 
 def evaluate_checkpoint(

@@ -116,7 +116,7 @@ class ArmDifference:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunComparison(JsonRecord, indent=2):
+class RunComparison(JsonRecord, indent=2, rows="rows"):
     """Comparison of finished runs, `comparison.json`.
 
     Args:

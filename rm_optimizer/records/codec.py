@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
+from html import escape
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 NOT_STORED = MappingProxyType({"is_stored": False})
 """Metadata of a field that the JSON leaves out; it needs a default."""
+
+REPR_WIDTH, REPR_LINES = 100, 12
+"""Most columns and lines of a record's `repr`."""
+_MOST_ITEMS = 12
 
 ValueT = TypeVar("ValueT")
 
@@ -24,12 +29,16 @@ class JsonRecord:
     Args:
         indent: spaces of each level of the text; None writes one line.
         ensure_ascii: True to escape all characters beyond ASCII.
+        rows: field or method with the rows of `to_pandas`; empty for one row of the fields.
     """
 
     _form: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    _rows: ClassVar[str] = ""
 
-    def __init_subclass__(cls, *, indent: int | None = None, ensure_ascii: bool = True) -> None:
+    def __init_subclass__(cls, *, indent: int | None = None, ensure_ascii: bool = True, rows: str = "") -> None:
         cls._form = MappingProxyType({"indent": indent, "ensure_ascii": ensure_ascii})
+        cls._rows = rows
+        cls.__repr__ = cls.__repr__  # type: ignore[method-assign]  # else the dataclass writes one of any length
 
     def entries(self) -> dict[str, Any]:
         """The entries of the JSON object: the fields, and any entries that a class adds for other readers."""
@@ -49,6 +58,66 @@ class JsonRecord:
         """
         return from_values(cls, json.loads(text))
 
+    def summary(self) -> dict[str, str]:
+        """The fields in a few words each, without those that are empty."""
+        return {name: text for name, value in _stored(self).items() if (text := _in_words(value))}
+
+    def __repr__(self) -> str:
+        values = _stored(self)
+        if not any(map(_is_nested, values.values())):
+            whole = f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+            if len(whole) <= REPR_WIDTH and "\n" not in whole:
+                return whole
+        lines = [f"  {name}: {text}" for name, text in self.summary().items()]
+        if (rest := len(lines) - (REPR_LINES - 1)) > 0:
+            lines[REPR_LINES - 2 :] = [f"  … {rest + 1} more; to_json() has all"]
+        cut = (line if len(line) <= REPR_WIDTH else f"{line[: REPR_WIDTH - 1]}…" for line in lines)
+        return "\n".join([type(self).__name__, *cut])
+
+    def _repr_html_(self) -> str:
+        """The fields as a table, which a notebook shows."""
+        rows = (f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self.summary().items())
+        return f"<table><caption>{type(self).__name__}</caption>{''.join(rows)}</table>"
+
+    def to_pandas(self) -> Any:
+        """Data frame with the rows of the record; one without rows gives one row of its fields.
+
+        Columns of nested fields have dotted names, such as `accuracy.low`.
+        """
+        import pyarrow as pa
+
+        found = getattr(self, self._rows) if self._rows else None
+        rows = [self.entries()] if found is None else json_values(list(found() if callable(found) else found))
+        return pa.Table.from_pylist([dict(_flat("", row)) for row in rows]).to_pandas()
+
+
+def _flat(prefix: str, values: Any) -> Iterator[tuple[str, Any]]:
+    """Entries of nested mappings under dotted names."""
+    if not isinstance(values, Mapping):
+        yield prefix, values
+        return
+    for name, value in values.items():
+        yield from _flat(f"{prefix}.{name}" if prefix else str(name), value)
+
+
+def _in_words(value: Any) -> str:
+    """A value in one line: a number, a short text, or a count of items."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return f"{len(value):,} items" if len(value) > _MOST_ITEMS else ", ".join(map(_in_words, value))
+    if is_dataclass(value) and type(value).__str__ is object.__str__:
+        value = {name: item for name, item in _stored(value).items() if item is not None and not _is_nested(item)}
+    elif isinstance(value, Mapping) and (len(value) > _MOST_ITEMS or any(map(_is_nested, value.values()))):
+        return f"{len(value):,} items"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name} {_in_words(item)}" for name, item in value.items())
+    return "" if value is None else " ".join(str(value).split())
+
+
+def _is_nested(value: Any) -> bool:
+    return isinstance(value, Mapping | list | tuple)
+
 
 def json_values(value: Any) -> Any:
     """Return dataclasses, mappings, sequences, enums and paths as JSON values.
@@ -66,7 +135,7 @@ def json_values(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [json_values(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return {name: json_values(getattr(value, name)) for name in _hints(type(value))}
+        return {name: json_values(item) for name, item in _stored(value).items()}
     return str(value) if isinstance(value, Path) else value
 
 
@@ -108,6 +177,12 @@ def _alternative(kinds: tuple[Any, ...], value: Any) -> Any:
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
     is_nested = isinstance(value, dict | list)
     return next((kind for kind in kinds if is_nested == (is_dataclass(kind) or get_origin(kind) is not None)), kinds[0])
+
+
+def _stored(record: Any) -> dict[str, Any]:
+    """Values of the fields that are stored, by name."""
+    kind: Any = type(record)
+    return {name: getattr(record, name) for name in _hints(kind)}
 
 
 @cache

@@ -36,7 +36,7 @@ class BestOfNPoint:
 
 
 @dataclass(frozen=True)
-class BestOfNCurve(JsonRecord, indent=2):
+class BestOfNCurve(JsonRecord, indent=2, rows="points"):
     """Expected rewards of best-of-n selection.
 
     Args:

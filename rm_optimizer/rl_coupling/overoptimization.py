@@ -70,7 +70,7 @@ class GaoFit:
 
 
 @dataclass(frozen=True)
-class OveroptimizationCurve(JsonRecord, indent=2):
+class OveroptimizationCurve(JsonRecord, indent=2, rows="points"):
     """Gains in proxy and gold reward with distance from a policy.
 
     Both rewards are divided by their standard deviation within prompts under the first policy, so that their units are

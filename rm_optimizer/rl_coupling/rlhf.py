@@ -157,7 +157,7 @@ class StopReason(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RLHFResult(JsonRecord, indent=2):
+class RLHFResult(JsonRecord, indent=2, rows="checkpoints"):
     """Result of `optimize_policy`, saved as `rlhf.json`.
 
     Args:

@@ -118,7 +118,7 @@ class ArmFinding(JsonRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparisonFindings(JsonRecord, indent=1):
+class ComparisonFindings(JsonRecord, indent=1, rows="arms"):
     """The outcome of a comparison of optimizers.
 
     Args:
