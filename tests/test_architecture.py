@@ -41,11 +41,11 @@ INNER = {
         {"data_loader"},
     ),
     "landscape": (
-        {"operators"},
+        {"operators", "optimizer_comparison", "visualization"},
         {"solvers"},
         {"estimates", "training_curvature"},
         {"computation", "spectrum"},
-        {"hessian", "quantities"},
+        {"comparison", "hessian"},
         {"measured_loss"},
         {"layers", "surface"},
         {"analysis_context"},
@@ -62,7 +62,12 @@ INNER = {
     ),
 }
 """The same one level down, for packages whose rooms have an order."""
-ADDRESSES = {("landscape", "compare")}
+ADDRESSES = {
+    ("landscape", "compare"),
+    ("landscape.optimizer_comparison", "compare"),
+    *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("layers", "results", "runs")),
+    *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("spectrum", "surfaces")),
+}
 """Public names of a package that stand on a higher floor and load on first use, as package and module."""
 BESIDE = {("rl_coupling", "serving"), ("rl_coupling", "doctor")}
 """Rooms that import from another on their own floor, as docs/architecture.md says why."""

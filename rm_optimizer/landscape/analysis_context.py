@@ -14,10 +14,11 @@ from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.storage.loading import load_weights
+from rm_optimizer.landscape.comparison import compare_spectra
 from rm_optimizer.landscape.hessian import Matrix
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.solvers.lanczos import Progress
-from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus, compare_spectra
+from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.surface.directions import Directions
 from rm_optimizer.landscape.surface.results import GridDescription
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values

@@ -25,7 +25,8 @@ from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisRes
 from rm_optimizer.landscape.estimates.by_pair import clusters_of
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.spectrum import HessianSpectrum
-from rm_optimizer.records.codec import JsonRecord, from_values, json_values
+from rm_optimizer.landscape.visualization import LandscapeRecord
+from rm_optimizer.records.codec import from_values, json_values
 
 
 def read_models(checkpoints: Sequence[str], paths: Sequence[str | Path]) -> dict[str, ReadWeights]:
@@ -96,7 +97,7 @@ class LossPath:
 
 
 @dataclass(frozen=True)
-class BetweenModels(JsonRecord, indent=1):
+class BetweenModels(LandscapeRecord, indent=1):
     """Spectra of several models over the same pairs, with overlaps and losses between them.
 
     Args:

@@ -23,6 +23,7 @@ from rm_optimizer.landscape.estimates.cross_fitting import (
     num_prompts,
 )
 from rm_optimizer.landscape.estimates.density import SpectralDensity, spectral_density
+from rm_optimizer.landscape.estimates.effective_rank import Quantity, effective_rank
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry, local_geometry
 from rm_optimizer.landscape.estimates.trace import estimate_trace
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, LossOperator, OutputOperator
@@ -97,6 +98,7 @@ class SpectrumComputation:
     not_cross_fitted: str = "the analysis was interrupted before it"
     pair_curvatures: PairCurvatures | None = None
     geometry: LocalGeometry | None = None
+    gauss_newton_rank: Quantity | None = None
 
     def __post_init__(self) -> None:
         asked = self.top_k if self.options.num_sampled is None else self.options.num_sampled
@@ -247,7 +249,7 @@ class SpectrumComputation:
         return total
 
     def _estimate(self) -> None:
-        """Search for overlooked eigenvalues, and add sampling errors, density and trace, in this order."""
+        """Search for overlooked eigenvalues, and add sampling errors, density, trace and rank, in this order."""
         operator, options = self.operator, self.options
         if options.sam_rho and isinstance(operator, HessianOperator):
             self.geometry = local_geometry(operator.objective, operator, rho=options.sam_rho)
@@ -277,6 +279,10 @@ class SpectrumComputation:
                 found=removable,
                 is_semidefinite=isinstance(operator, OutputOperator),
             )
+        if options.effective_rank:
+            known = self.gram if isinstance(operator, OutputOperator) and operator.curvature == "gauss_newton" else None
+            limit = options.memory_bytes or ROW_BYTES
+            self.gauss_newton_rank = effective_rank(operator.objective, known, limit)
 
     def _probes_at_once(self) -> int:
         """Number of random vectors whose Lanczos bases share memory; 1 if products have nothing to share."""
@@ -294,7 +300,7 @@ class SpectrumComputation:
         num_nonzero = is_zero.index(True) if True in is_zero else len(is_zero)
         count = min(self.num_sampled, len(pairs.vectors), num_nonzero, *([num_top] if num_top else []))
         if count and isinstance(self.operator, OutputOperator):
-            gram = self.gram or self._gram(self.operator)
+            gram = self.gram = self.gram or self._gram(self.operator)
             count, everything = min(count, len(gram.values)), np.arange(gram.num_pairs)
             *self.sampling, self.trace = gram.bootstrap(count, clusters=self.clusters, seed=self.seed)
             self.cross_fit = cross_fit_gram(gram, count, clusters=self.clusters, seed=self.seed)

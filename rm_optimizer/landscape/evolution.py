@@ -10,7 +10,7 @@ from pathlib import Path
 from rm_optimizer.core.storage.loading import read_checkpoint
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult, ReadWeights
 from rm_optimizer.landscape.spectrum import HessianSpectrum
-from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.landscape.visualization import LandscapeRecord
 
 EVOLUTION_FILE = "evolution.jsonl"
 """File in the folder of results with the spectrum of each measured step."""
@@ -20,7 +20,7 @@ WeightsByStep = dict[int, ReadWeights]
 
 
 @dataclass(frozen=True)
-class Evolution(JsonRecord, indent=1):
+class Evolution(LandscapeRecord, indent=1):
     """Spectra of one loss along a run.
 
     Args:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.draws import FEWEST, PairSample, Prompts, draw_pairs, require_enough
 from rm_optimizer.landscape.computation import SpectrumComputation, known_ends
@@ -36,8 +38,10 @@ from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.landscape import SpectrumMethod, SpectrumOptions
 
 Matrix = Literal["hessian", "gauss_newton", "fisher"]
-PairSource: TypeAlias = PairSample | Sequence[PreferencePair] | Iterable[AnyPairBatch] | Iterable[MacroBatch]
-"""Pairs, a sample of them, or a loader of batches or macro-batches of pairs that ends."""
+_DIRECT = SpectrumOptions(num_probes=20, effective_rank=True)
+"""Options of a call that names none."""
+PairSource: TypeAlias = PairSample | str | os.PathLike[str] | Iterable[Any]
+"""Pairs, a sample of them, rows, a table, the path of a file, or a loader of batches of pairs that ends."""
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -52,38 +56,107 @@ def fixed_batches(
 ) -> tuple[Sequence[AnyPairBatch], Prompts | None]:
     """All pairs of the source or a draw of them, in micro-batches, with their prompts if the source has them.
 
+    The pairs of a loader are read once. If it is one of `create_dataloader` that gives each pair once, the pairs are
+    put into micro-batches anew, so that the loader and its pairs give equal numbers. The batches of another loader are
+    used unchanged.
+
     Args:
         model: model that tokenizes the pairs.
-        source: pairs, or a loader, whose batches are used unchanged.
+        source: pairs, a sample of them, rows, a table, the path of a file, or a loader.
         token_budget: most tokens, padding included, of a micro-batch that is made here.
-        num_pairs: number of pairs to draw; None takes all. A loader allows None only.
+        num_pairs: number of pairs to draw; None takes all. A loader of batches alone allows None only.
         seed: seed of the draw.
         fewest: least number of pairs that must remain; 0 for a process whose share may be empty.
 
     Raises:
-        ConfigError: if `num_pairs` is given for a loader.
+        ConfigError: if `num_pairs` is given for batches, or a loader has the tokens of another model.
         DataError: if fewer pairs remain, or the loader gives something else.
+        TypeError: if the source is none of these.
     """
     if isinstance(source, PairSample):
         return source.batches, source.prompts
-    if isinstance(source, Sequence) and (len(source) == 0 or isinstance(source[0], PreferencePair)):
-        pairs = [pair for pair in source if isinstance(pair, PreferencePair)]
+    pairs, batches = _pairs_of(source), list[AnyPairBatch]()
+    if pairs is None:
+        batches = list(_batches_of(source))
+        indices = [index for batch in batches for index in batch.pair_index.tolist()]
+        known = getattr(source, "pairs", None)
+        if known is not None and len(set(indices)) == len(indices):
+            _require_tokens_of(model, source)
+            pairs = [known[index] for index in sorted(indices)]
+    if pairs is not None:
         drawn = draw_pairs(model, pairs, num_pairs, seed, token_budget=token_budget, fewest=fewest)
         return drawn.batches, drawn.prompts
     if num_pairs is not None:
         raise ConfigError(
             "num_pairs draws from pairs, and a loader of batches was given; give pairs or a shorter loader"
         )
-    batches: list[AnyPairBatch] = []
-    for item in source:
-        if isinstance(item, MacroBatch):
-            batches += item.micro
-        elif isinstance(item, PairBatch | PackedPairBatch):
-            batches.append(item)
-        else:
-            raise DataError(f"a loader of pairs must give batches of pairs, got {type(item).__name__}")
     require_enough(sum(batch.num_pairs for batch in batches), fewest)
     return batches, None
+
+
+def _pairs_of(source: Any) -> Sequence[PreferencePair] | None:
+    """The pairs of a data set, a file, a table or rows; None for a loader.
+
+    Raises:
+        TypeError: if the source is none of these.
+    """
+    if isinstance(source, str | os.PathLike):
+        return PreferenceDataset.load(os.fspath(source)).pairs
+    is_table = isinstance(source, Mapping) or hasattr(source, "columns") or hasattr(source, "column_names")
+    if not is_table and not isinstance(source, Iterable):
+        raise TypeError(f"pairs must be pairs, a data set, a file or a loader of pairs, got {type(source).__name__}")
+    first = source[0] if isinstance(source, Sequence) and len(source) else None
+    is_batches = first is not None and not isinstance(first, PreferencePair | Mapping)
+    is_batches |= isinstance(first, Mapping) and "chosen_input_ids" in first
+    if is_table or (isinstance(source, Sequence) and not is_batches):
+        return PreferenceDataset.from_pairs(source).pairs
+    return None
+
+
+def _batches_of(loader: Any) -> Iterator[AnyPairBatch]:
+    """The micro-batches of a loader; those of a mapping of tensors have the positions in which the pairs come."""
+    num_pairs = 0
+    for item in loader:
+        if isinstance(item, MacroBatch):
+            yield from item.micro
+        elif isinstance(item, PairBatch | PackedPairBatch):
+            yield item
+        elif isinstance(item, Mapping) and "chosen_input_ids" in item:
+            yield _of_tensors(item, num_pairs)
+            num_pairs += len(item["chosen_input_ids"])
+        else:
+            raise DataError(f"a loader of pairs must give batches of pairs, got {type(item).__name__}")
+
+
+def _of_tensors(batch: Mapping[str, Tensor], start: int) -> PairBatch:
+    """Batch of the ids and masks of chosen and rejected responses; every pair has weight 1 and label 1 by default."""
+    rows = [batch[f"{side}_{name}"] for name in ("input_ids", "attention_mask") for side in ("chosen", "rejected")]
+    width = max(row.shape[1] for row in rows)
+    padded = [torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows]
+    ids, mask = (torch.stack(padded[place : place + 2], dim=1).flatten(0, 1) for place in (0, 2))
+    ones = torch.ones(len(rows[0]))
+    return PairBatch(
+        ids,
+        mask,
+        batch.get("margin", torch.zeros_like(ones)),
+        batch.get("label", ones),
+        batch.get("weight", ones),
+        torch.arange(start, start + len(ones)),
+    )
+
+
+def _require_tokens_of(model: BradleyTerryRM, loader: Any) -> None:
+    """Refuse a loader whose tokens are those of another template or length.
+
+    Raises:
+        ConfigError: naming what differs.
+    """
+    own, given = model.renderer.identity(), loader.renderer.identity()
+    if differing := [name for name in own if own[name] != given.get(name)]:
+        raise ConfigError(
+            f"a loader of pairs must read text as the model does, and its {', '.join(differing)} differ; "
+            "make it with create_dataloader(data, model)"
+        )
 
 
 @dataclass(eq=False, repr=False)
@@ -92,6 +165,7 @@ class HessianAnalyzer:
 
     Args:
         model: the reward model.
+        device: device to move the model to; None leaves it where it is.
         loss: training loss; None is the plain Bradley-Terry loss.
         params: parameters to derive by: `trainable`, `head`, `lora`, or patterns of parameter names.
         token_budget: most tokens of a micro-batch, padding included; it limits memory and does not change results.
@@ -101,6 +175,7 @@ class HessianAnalyzer:
     """
 
     model: BradleyTerryRM
+    device: torch.device | str | None = None
     _: KW_ONLY
     loss: LossConfig | None = None
     params: str | Sequence[str] = TRAINABLE
@@ -111,6 +186,8 @@ class HessianAnalyzer:
 
     def __post_init__(self) -> None:
         require_bradley_terry(self.model)
+        if self.device is not None:
+            self.model.to(self.device)
 
     def compute_spectrum(
         self,
@@ -133,13 +210,14 @@ class HessianAnalyzer:
         Ctrl-C during `lanczos` or the estimates after it returns the values found, with the `status` `interrupted`.
 
         Args:
-            pairs: pairs, or a loader of batches of pairs.
+            pairs: pairs, a data set, rows, a table, the path of a file, or a loader of batches of pairs.
             method: `lanczos`, `power_iteration`, `full` (few parameters), `gauss_newton_exact` (from single pairs) or
                 `pyhessian` (an extra, to compare with).
             top_k: number of eigenvalues to find, at each end if `options.which` is `both`.
             matrix: `hessian`, `gauss_newton` or `fisher`; None takes the method's own matrix, otherwise the Hessian.
             num_pairs: pairs to draw; None takes all.
-            options: further quantities to compute, and their accuracy.
+            options: further quantities to compute, and their accuracy; None computes the trace with 20 products and the
+                effective rank.
             with_density: True to estimate the density of all eigenvalues by `options.num_probes` random vectors. It
                 also gives the trace.
             start: an earlier spectrum to start `lanczos` from, such as that of an earlier step of a run.
@@ -156,7 +234,7 @@ class HessianAnalyzer:
             TrainingDiverged: if the loss is not finite.
         """
         kind = matrix or ("gauss_newton" if method == "gauss_newton_exact" else "hessian")
-        options, began = options or SpectrumOptions(), time.perf_counter()
+        options, began = options or _DIRECT, time.perf_counter()
         _check_choices(method, kind, self.dtype, options)
         with self._measuring(pairs, num_pairs) as (objective, known_prompts):
             operator: LossOperator = (
@@ -219,6 +297,7 @@ class HessianAnalyzer:
             not_cross_fitted=found.not_cross_fitted,
             pair_curvatures=found.pair_curvatures,
             geometry=found.geometry,
+            gauss_newton_rank=found.gauss_newton_rank,
             matrix=matrix,
             method=found.method,
             params=self.params if isinstance(self.params, str) else ", ".join(self.params),

@@ -25,7 +25,7 @@ from rm_optimizer.landscape.operators.vectors import RandomVectors
 from rm_optimizer.landscape.solvers.krylov import part_file
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.spectrum import SpectrumStatus
-from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.landscape.visualization import LandscapeRecord
 from rm_optimizer.schema.landscape import SpectrumOptions
 
 Columns = Sequence[tuple[int, int]]
@@ -86,7 +86,7 @@ class BlockCurvature:
 
 
 @dataclass(frozen=True)
-class LayerCurvature(JsonRecord, indent=1):
+class LayerCurvature(LandscapeRecord, indent=1):
     """Curvature of each layer of a model.
 
     Args:

@@ -1,22 +1,33 @@
-"""Spectrum of a loss's curvature at one point with the settings behind it, and the comparison of two."""
+"""Spectrum of a loss's curvature at one point, with the settings behind it and the numbers derived from it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-import torch
+import numpy as np
 from jaxtyping import Float
 from torch import Tensor
 
-from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.landscape.estimates.by_pair import CurvatureByPair, PairCurvatures
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit
-from rm_optimizer.landscape.estimates.density import SpectralDensity
+from rm_optimizer.landscape.estimates.density import Combine, SpectralDensity, Terms
+from rm_optimizer.landscape.estimates.effective_rank import Quantity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
-from rm_optimizer.records.codec import NOT_STORED, JsonRecord
+from rm_optimizer.landscape.visualization import LandscapeRecord
+from rm_optimizer.records.codec import NOT_STORED
+
+_BY_MAGNITUDE = ("power_iteration", "pyhessian")
+_SEMIDEFINITE = ("gauss_newton", "fisher")
+_NEEDS_ALL = (
+    "needs all eigenvalues or a density: use method=full, method=gauss_newton_exact, or --type density (with_density)"
+)
+_WIDTH = 100
+"""Most characters of a line of the text form."""
+_NO_TOP = "the largest eigenvalue was not computed; use which=both or largest"
 
 
 class SpectrumStatus(StrEnum):
@@ -28,9 +39,12 @@ class SpectrumStatus(StrEnum):
     """Stopped by the user, with the values found until then."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class HessianSpectrum(JsonRecord, indent=2):
-    """Eigenvalues of the Hessian, Gauss-Newton or Fisher matrix of a loss over pairs. Derived numbers: `quantities`.
+@dataclass(frozen=True, kw_only=True, repr=False)
+class HessianSpectrum(LandscapeRecord, indent=2):
+    """Eigenvalues of the Hessian, Gauss-Newton or Fisher matrix of a loss over pairs.
+
+    Numbers derived from it, such as `condition_number`, are NaN where they are not known. `quantities` has their
+    errors, or the reason why there is none.
 
     Args:
         eigenvalues: eigenvalues that were computed, descending.
@@ -67,6 +81,8 @@ class HessianSpectrum(JsonRecord, indent=2):
         seed: seed of all random vectors.
         status: end of the computation.
         by_pair: shares of groups of pairs and of single pairs in the top eigenvalue; None if they are not known.
+        gauss_newton_rank: effective rank of the Gauss-Newton matrix, or the reason why it is not known; None if not
+            requested.
         source: checkpoint, step and pairs, in words.
         loss_options: options of the loss, as JSON; empty if they are not known, like the next two.
         pairs_digest: digest of the pairs, where one process has all of them.
@@ -104,6 +120,7 @@ class HessianSpectrum(JsonRecord, indent=2):
     seed: int
     status: SpectrumStatus = SpectrumStatus.complete
     by_pair: CurvatureByPair | None = None
+    gauss_newton_rank: Quantity | None = None
     source: str = ""
     loss_options: str = ""
     pairs_digest: str = ""
@@ -114,81 +131,304 @@ class HessianSpectrum(JsonRecord, indent=2):
         default=None, compare=False, repr=False, metadata=NOT_STORED
     )
 
+    @property
+    def quantities(self) -> dict[str, Quantity]:
+        """Each derived number by name, with its error, or the reason why there is none."""
+        rank = self.gauss_newton_rank or Quantity(None, "it was not computed; set effective_rank=True")
+        return {name: quantity(self) for name, quantity in SUMMARY.items()} | {"effective_rank": rank}
 
-@dataclass(frozen=True)
-class SpectrumComparison(JsonRecord):
-    """Changes from one spectrum to another.
+    @property
+    def top_eigenvalue(self) -> float:
+        """The largest eigenvalue."""
+        return self.eigenvalues[0] if self.num_top else math.nan
 
-    Args:
-        ratios: largest eigenvalues of the second divided by those of the first; NaN if the first is 0.
-        bottom_ratios: the same ratios for the smallest ones, the smallest first.
-        trace_ratio: ratio of the traces; None where either is missing or the first is 0.
-        subspace_overlap: `||V_1 V_2^T||_F^2 / k` of the top k eigenvectors, 1 where both span the same space and about
-            k / parameters for independent spaces; None if eigenvectors were not kept.
-        num_compared: number of compared eigenvalues, k.
-        num_pairs: number of pairs of each spectrum.
+    @property
+    def trace_estimate(self) -> float:
+        """The trace; `trace` has its error."""
+        return math.nan if self.trace is None else self.trace.value
+
+    @property
+    def condition_number(self) -> float:
+        """`|lambda|_1 / |lambda|_k` of eigenvalues by magnitude, where `k` is the last one whose rank is known."""
+        return _value_or_nan(condition_number(self))
+
+    @property
+    def effective_rank(self) -> float:
+        """Entropy rank of the Gauss-Newton matrix: the number of directions that pairs curve the loss in."""
+        return _value_or_nan(self.quantities["effective_rank"])
+
+    @property
+    def sharpness_score(self) -> float:
+        """`lambda_max / trace`: share of one direction in the total curvature."""
+        return _value_or_nan(sharpness_score(self))
+
+    @property
+    def flatness_index(self) -> float:
+        """`1 / lambda_max`."""
+        return _value_or_nan(flatness(self))
+
+    def __repr__(self) -> str:
+        found = self.quantities
+        shown = {
+            "top_eigenvalue": f"{self.top_eigenvalue:.5g}",
+            "trace_estimate": quantity_text(Quantity(self.trace, "not estimated")),
+            "condition_number": quantity_text(found["condition_number"]),
+            "effective_rank": quantity_text(found["effective_rank"]),
+            "sharpness_score": quantity_text(found["sharpness_score"]),
+            "flatness_index": quantity_text(found["flatness"]),
+        }
+        lines = [f"  {name}={text}"[:_WIDTH] for name, text in shown.items()]
+        count = f"{len(self.eigenvalues):,} of {self.num_parameters:,} eigenvalues"
+        where = f"  {self.matrix}, {self.method}: {count}, {self.num_pairs:,} pairs, {self.status}"
+        return "\n".join([f"{type(self).__name__}(", where[:_WIDTH], *lines, ")"])
+
+
+def _value_or_nan(quantity: Quantity) -> float:
+    return math.nan if quantity.value is None else quantity.value
+
+
+def quantity_text(quantity: Quantity) -> str:
+    """A number with its error, or without it if it is below the digits shown, or the reason for its absence."""
+    estimate = quantity.estimate
+    if estimate is None:
+        return f"n/a: {quantity.reason}"
+    note = f" ({quantity.note})" if quantity.note else ""
+    if estimate.low is not None and estimate.high is None:
+        return f"> {estimate.low:.4g}{note}"
+    ends = {f"{end:.4g}" for end in (estimate.low, estimate.high) if end is not None}
+    is_known = estimate.standard_error == 0 or ends == {f"{estimate.value:.4g}"}
+    return (f"{estimate.value:.4g}" if is_known else f"{estimate:.4g}") + note
+
+
+def condition_number(spectrum: HessianSpectrum) -> Quantity:
+    """`|lambda|_1 / |lambda|_k` of eigenvalues by magnitude, where `k` is the last one whose rank is known.
+
+    If `|lambda|_k` is at most twice its error bound, only a lower limit of the ratio is known. The estimate is then
+    that limit, without an upper end.
     """
+    largest = _largest(spectrum)
+    if isinstance(largest, str):
+        return Quantity(None, largest)
+    ranked = _ranked(spectrum)
+    if len(ranked) < 2:
+        return Quantity(None, f"needs two eigenvalues whose rank by magnitude is known, got {len(ranked)}; raise top_k")
+    (size, bound), note = ranked[-1], f"|lambda|_1 / |lambda|_k, k = {len(ranked)}"
+    if size <= 2 * bound:
+        limit = (largest[0] - largest[1]) / (size + bound)
+        why = "error bound" if _is_rough(spectrum) else f"limit of {spectrum.dtype}"
+        return Quantity(Estimate(limit, None, 0, limit, None, IntervalKind.bounds), note=f"{note}, {why}")
+    return Quantity(_divided(_within(*largest), size, bound), note=note)
 
-    ratios: tuple[float, ...]
-    bottom_ratios: tuple[float, ...]
-    trace_ratio: float | None
-    subspace_overlap: float | None
-    num_compared: int
-    num_pairs: tuple[int, int]
+
+def top_ratio(spectrum: HessianSpectrum) -> Quantity:
+    """`lambda_1 / lambda_5`: the largest eigenvalue relative to the fifth."""
+    top = _top(spectrum)
+    if len(top) < 5:
+        return Quantity(None, f"needs the five largest eigenvalues, and {len(top)} were computed; raise top_k")
+    if top[4][0] <= 2 * top[4][1]:
+        return Quantity(None, "the fifth eigenvalue is not positive beyond twice its error bound")
+    return Quantity(_divided(_within(*top[0]), *top[4]))
 
 
-def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: int | None = None) -> SpectrumComparison:
-    """Compare eigenvalues, trace and top subspace of two spectra.
+def flatness(spectrum: HessianSpectrum) -> Quantity:
+    """`1 / lambda_max`."""
+    top = _top(spectrum)
+    if not top:
+        return Quantity(None, _NO_TOP)
+    if top[0][0] <= 2 * top[0][1]:
+        return Quantity(None, "the largest eigenvalue is not positive beyond twice its error bound")
+    return Quantity(_divided(_within(1.0, 0.0), *top[0]))
 
-    Args:
-        first: the reference, such as an earlier step of a run.
-        second: spectrum of the same matrix over the same parameters, of the same loss and pairs at other weights.
-        top_k: number of eigenvalues to compare at each end; None takes as many as both spectra have.
 
-    Raises:
-        ConfigError: if they are of different matrices, parameters, losses or pairs, or do not both have the k largest
-            eigenvalues.
+def sharpness_score(spectrum: HessianSpectrum) -> Quantity:
+    """`lambda_max / trace`: share of one direction in the total curvature.
+
+    Standard error and interval come from the trace; the interval is widened by the eigenvalue's error bound.
     """
-    kinds = [(spectrum.matrix, spectrum.params, spectrum.num_parameters) for spectrum in (first, second)]
-    if kinds[0] != kinds[1]:
-        raise ConfigError(
-            f"spectra to compare must be of the same matrix and parameters, got {kinds[0]} and {kinds[1]}"
-        )
-    for what, one, other in (
-        ("loss options", first.loss_options, second.loss_options),
-        ("pairs", first.pairs_digest, second.pairs_digest),
-    ):
-        if one and other and one != other:
-            raise ConfigError(f"spectra to compare must be of the same {what}, got {one} and {other}; measure one anew")
-    available = min(first.num_top, second.num_top)
-    count = available if top_k is None else top_k
-    if not 1 <= count <= available:
-        raise ConfigError(f"top_k must lie in [1, {available}], the largest eigenvalues of both spectra, got {count}")
-    at_bottom = min(first.num_bottom, second.num_bottom, count)
-    return SpectrumComparison(
-        ratios=_ratios(second.eigenvalues[:count], first.eigenvalues[:count]),
-        bottom_ratios=_ratios(second.eigenvalues[::-1][:at_bottom], first.eigenvalues[::-1][:at_bottom]),
-        trace_ratio=_trace_ratio(first, second),
-        subspace_overlap=_overlap(first, second, count),
-        num_compared=count,
-        num_pairs=(first.num_pairs, second.num_pairs),
+    trace, top = spectrum.trace, _top(spectrum)
+    if trace is None:
+        return Quantity(None, "no trace was estimated; set num_probes")
+    if not top:
+        return Quantity(None, _NO_TOP)
+    if trace.standard_error is None or trace.low is None or trace.high is None:
+        return Quantity(None, "the trace has no interval; raise num_probes")
+    if trace.low <= 0:
+        return Quantity(None, "the interval of the trace is not positive, so a share of it is not defined")
+    largest, bound = top[0]
+    score = largest / trace.value
+    ends = [(largest + side * bound) / end for side in (-1, 1) for end in (trace.low, trace.high)]
+    error = abs(score) * trace.standard_error / trace.value
+    kind = IntervalKind.bounds if trace.kind == IntervalKind.exact else trace.kind
+    return Quantity(Estimate(score, error, trace.num_samples, min(ends), max(ends), kind))
+
+
+def entropy_rank(spectrum: HessianSpectrum) -> Quantity:
+    """`exp(-sum p log p)` with `p = |lambda| / sum |lambda|` (Roy & Vetterli, 2007)."""
+
+    def combine(totals: np.ndarray) -> np.ndarray:
+        size, weighted_log = totals
+        return np.asarray(np.exp(np.log(size) - weighted_log / size))
+
+    return _resolved(
+        _of_all(spectrum, lambda v: np.stack([np.abs(v), np.abs(v) * np.log(np.maximum(np.abs(v), 1e-300))]), combine)
     )
 
 
-def _ratios(new: Sequence[float], old: Sequence[float]) -> tuple[float, ...]:
-    return tuple(after / before if before else float("nan") for after, before in zip(new, old, strict=True))
-
-
-def _trace_ratio(first: HessianSpectrum, second: HessianSpectrum) -> float | None:
-    if first.trace is None or second.trace is None or first.trace.value == 0:
-        return None
-    return second.trace.value / first.trace.value
-
-
-def _overlap(first: HessianSpectrum, second: HessianSpectrum, count: int) -> float | None:
-    if first.eigenvectors is None or second.eigenvectors is None:
-        return None
-    products = (
-        first.eigenvectors[:count].double() @ second.eigenvectors[:count].double().to(first.eigenvectors.device).T
+def participation_rank(spectrum: HessianSpectrum) -> Quantity:
+    """`(sum |lambda|)^2 / sum lambda^2`: number of equal eigenvalues with the same ratio."""
+    return _resolved(
+        _of_all(spectrum, lambda v: np.stack([np.abs(v), v**2]), lambda totals: totals[0] ** 2 / totals[1])
     )
-    return float(torch.as_tensor(products).square().sum() / count)
+
+
+def stable_rank(spectrum: HessianSpectrum) -> Quantity:
+    """`||A||_F^2 / |lambda|max^2`."""
+    return _per_largest(spectrum, lambda v: v[None] ** 2, power=2)
+
+
+def frobenius_norm(spectrum: HessianSpectrum) -> Quantity:
+    """`||A||_F`, the root of the sum of squares."""
+    return _of_all(spectrum, lambda v: v[None] ** 2, lambda totals: np.sqrt(totals[0]))
+
+
+def intrinsic_dimension(spectrum: HessianSpectrum) -> Quantity:
+    """`sum |lambda| / |lambda|max`."""
+    return _per_largest(spectrum, lambda v: np.abs(v)[None], power=1)
+
+
+def negative_share(spectrum: HessianSpectrum) -> Quantity:
+    """Share of the total magnitude that lies in negative eigenvalues."""
+    return _of_all(spectrum, lambda v: np.stack([np.abs(v) * (v < 0), np.abs(v)]), lambda totals: totals[0] / totals[1])
+
+
+SUMMARY: dict[str, Callable[[HessianSpectrum], Quantity]] = {
+    "condition_number": condition_number,
+    "top_ratio": top_ratio,
+    "flatness": flatness,
+    "sharpness_score": sharpness_score,
+    "frobenius_norm": frobenius_norm,
+    "entropy_rank": entropy_rank,
+    "participation_rank": participation_rank,
+    "stable_rank": stable_rank,
+    "intrinsic_dimension": intrinsic_dimension,
+    "negative_share": negative_share,
+}
+"""Quantities that need no further argument, by name."""
+
+
+def summarize(spectrum: HessianSpectrum) -> dict[str, Quantity]:
+    """Every derived number of a spectrum, as its `quantities` has them."""
+    return spectrum.quantities
+
+
+def _has_all(spectrum: HessianSpectrum) -> bool:
+    """True if every eigenvalue is listed or is 0."""
+    return spectrum.is_exhaustive or len(spectrum.eigenvalues) == spectrum.num_parameters
+
+
+def _listed(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
+    return list(zip(spectrum.eigenvalues, spectrum.error_bounds, strict=True))
+
+
+def _ranked(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
+    """Largest magnitudes without a gap, descending, with their error bounds.
+
+    Unlisted eigenvalues lie between the last of the top and the first of the bottom. So their magnitudes are at most
+    the larger magnitude of these two.
+    """
+    sizes = sorted(((abs(value), bound) for value, bound in _listed(spectrum)), reverse=True)
+    if _has_all(spectrum) or spectrum.method in _BY_MAGNITUDE:
+        return sizes
+    inner = [spectrum.eigenvalues[spectrum.num_top - 1]] if spectrum.num_top else []
+    inner += [spectrum.eigenvalues[-spectrum.num_bottom]] if spectrum.num_bottom else []
+    return [(size, bound) for size, bound in sizes if size >= max(map(abs, inner))]
+
+
+def _is_rough(spectrum: HessianSpectrum) -> bool:
+    """True if eigenvalues were iterated to a tolerance and not computed to rounding."""
+    return spectrum.method not in ("full", "gauss_newton_exact")
+
+
+def _top(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
+    """The largest eigenvalues without a gap, with their error bounds."""
+    listed = _listed(spectrum)
+    return listed if _has_all(spectrum) else listed[: spectrum.num_top]
+
+
+def _largest(spectrum: HessianSpectrum) -> tuple[float, float] | str:
+    """`|lambda|max` with its error bound, or the reason why it is not known."""
+    if not spectrum.eigenvalues:
+        return "no eigenvalue was computed"
+    has_ends = spectrum.num_top > 0 and (spectrum.num_bottom > 0 or spectrum.matrix in _SEMIDEFINITE)
+    if not (has_ends or _has_all(spectrum) or spectrum.method in _BY_MAGNITUDE):
+        end = "top" if spectrum.num_top else "bottom"
+        return f"|lambda|max may lie at either end of the spectrum, and only its {end} was computed; use which=both"
+    size, bound = max(((abs(value), bound) for value, bound in _listed(spectrum)))
+    if size <= 2 * bound:
+        return "no eigenvalue is larger than twice its error bound"
+    return size, bound
+
+
+def _of_all(spectrum: HessianSpectrum, terms: Terms, combine: Combine) -> Quantity:
+    """Function of totals over all eigenvalues; zeros add nothing to any of the terms in use."""
+    if _has_all(spectrum):
+        return _of_listed(spectrum, terms, combine)
+    if spectrum.density is None:
+        return Quantity(None, _NEEDS_ALL)
+    return Quantity(spectrum.density.statistic(terms, combine))
+
+
+def _of_listed(spectrum: HessianSpectrum, terms: Terms, combine: Combine) -> Quantity:
+    """Function of the listed eigenvalues, with the sum of the changes by each eigenvalue's error bound."""
+    values, bounds = np.array(spectrum.eigenvalues), np.array(spectrum.error_bounds)
+    if not values.any():
+        return Quantity(None, "every eigenvalue is 0")
+    each = terms(values)
+    totals = each.sum(axis=1)
+    value = float(combine(totals))
+    changes = [np.abs(combine(totals[:, None] + terms(values + moved) - each) - value) for moved in (bounds, -bounds)]
+    return Quantity(_within(value, float(np.maximum(*changes).sum())))
+
+
+def _per_largest(spectrum: HessianSpectrum, terms: Terms, *, power: int) -> Quantity:
+    largest = _largest(spectrum)
+    if isinstance(largest, str):
+        return Quantity(None, largest)
+    total = _of_all(spectrum, terms, lambda totals: totals[0])
+    return total if total.estimate is None else _resolved(Quantity(_divided(total.estimate, *largest, power=power)))
+
+
+def _resolved(rank: Quantity) -> Quantity:
+    """The rank, or none if its error is more than half of it or its interval contains 0."""
+    found = rank.estimate
+    if found is None:
+        return rank
+    ends = (found.low, found.high)
+    half = 0.0 if None in ends else (ends[1] - ends[0]) / 2  # type: ignore[operator]
+    error = half if found.standard_error is None else found.standard_error
+    if error <= found.value / 2 and (found.low is None or found.low > 0):
+        return rank
+    remedy = "raise num_probes and probe_steps" if found.num_samples else "compute in float64"
+    return Quantity(None, f"not resolved, {found.value:.3g} with an error of {error:.2g}; {remedy}")
+
+
+def _divided(number: Estimate, size: float, bound: float, *, power: int = 1) -> Estimate:
+    """`number / size^power` for a positive size known within a bound."""
+    value = number.value / size**power
+    if number.low is None or number.high is None:
+        return Estimate(value, None, number.num_samples)
+    low, high = number.low / (size + bound) ** power, number.high / (size - bound) ** power
+    if number.standard_error is None or number.kind in (IntervalKind.bounds, IntervalKind.exact):
+        return _between(value, low, high)
+    error = number.standard_error / size**power + power * abs(value) * bound / size
+    return Estimate(value, error, number.num_samples, min(low, value), max(high, value), number.kind)
+
+
+def _within(value: float, bound: float) -> Estimate:
+    return _between(value, value - bound, value + bound)
+
+
+def _between(value: float, low: float, high: float) -> Estimate:
+    """Number without a sampling error, known to lie between two others."""
+    kind = IntervalKind.exact if low == high else IntervalKind.bounds
+    return Estimate(value, 0.0 if low == high else None, 0, low, high, kind)

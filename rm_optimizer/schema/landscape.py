@@ -144,6 +144,9 @@ class SpectrumOptions(Options):
     sam_rho: float = within("[0, inf)", 0.0, needs=_when("type", AnalysisType.hessian, AnalysisType.density))
     """Radius of SAM's ascent step for sharpness, with the gradient's norm and alignment; 0 does not measure them."""
 
+    effective_rank: bool = needing(_OF_SPECTRA, False)
+    """True computes the effective rank of the Gauss-Newton matrix, for the gradient of each pair."""
+
     @property
     def memory_bytes(self) -> int | None:
         """`memory_gib` in bytes."""

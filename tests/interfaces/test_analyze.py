@@ -22,9 +22,8 @@ from rm_optimizer.landscape import analysis_context
 from rm_optimizer.landscape.between import BetweenModels
 from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.layers import LayerCurvature
-from rm_optimizer.landscape.quantities import summarize
 from rm_optimizer.landscape.solvers.lanczos import lanczos
-from rm_optimizer.landscape.spectrum import HessianSpectrum
+from rm_optimizer.landscape.spectrum import HessianSpectrum, summarize
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.records.run_folder import RunFolder, results_folder
 from rm_optimizer.reporting.landscape.results import scalars_of

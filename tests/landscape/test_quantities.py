@@ -18,8 +18,10 @@ from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.landscape.estimates.density import spectral_density
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
 from rm_optimizer.landscape.operators.base import MatrixOperator
-from rm_optimizer.landscape.quantities import (
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
+from rm_optimizer.landscape.spectrum import (
     SUMMARY,
+    HessianSpectrum,
     Quantity,
     condition_number,
     entropy_rank,
@@ -33,8 +35,6 @@ from rm_optimizer.landscape.quantities import (
     summarize,
     top_ratio,
 )
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
-from rm_optimizer.landscape.spectrum import HessianSpectrum
 from tests.landscape.worlds import dense
 
 VALUES = (8.0, 4.0, 2.0, 1.0, 0.5, 1e-9, -2.0)

@@ -217,6 +217,11 @@ class CurvatureRows:
         self.pair_of_row: list[int] = []
         self.num_passes = 0
 
+    @property
+    def fits(self) -> bool:
+        """True if all rows are in memory at once."""
+        return len(self._spans) == 1
+
     def apply(self, vectors: Float[Tensor, "vectors columns"]) -> Float[Tensor, "vectors columns"]:
         """`B^T B` times each vector."""
         along = self._each(lambda span, block: pairwise_inner(vectors[:, slice(*span)], block))
@@ -256,7 +261,7 @@ class CurvatureRows:
 
     def _each(self, function: Callable[[tuple[int, int], Tensor], Tensor]) -> list[Tensor]:
         """Results of a function of each span and its block; a single block with all rows is kept for the next call."""
-        if len(self._spans) > 1:
+        if not self.fits:
             return [function(span, self._block(span)) for span in self._spans]
         if self._whole is None:
             self._whole = self._block(self._spans[0])

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from rm_optimizer.landscape.surface.directions import TrajectoryPlane
 from rm_optimizer.landscape.surface.grid import MISSING, PointLoss, Points
-from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.landscape.visualization import LandscapeRecord
 
 Row = dict[str, float | int | str | None]
 
@@ -42,7 +42,7 @@ class GridDescription:
 
 
 @dataclass(frozen=True)
-class Slice(JsonRecord):
+class Slice(LandscapeRecord):
     """Losses along lines through the weights.
 
     Args:
@@ -68,7 +68,7 @@ class Slice(JsonRecord):
 
 
 @dataclass(frozen=True)
-class Surface(JsonRecord):
+class Surface(LandscapeRecord):
     """Losses over a plane through the weights.
 
     Args:
@@ -96,7 +96,7 @@ class Surface(JsonRecord):
 
 
 @dataclass(frozen=True)
-class Trajectory(JsonRecord):
+class Trajectory(LandscapeRecord):
     """Checkpoints of a run in the plane closest to them, with the losses in that plane.
 
     Args:

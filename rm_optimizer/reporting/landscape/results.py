@@ -12,9 +12,9 @@ from rich.console import Console
 from rm_optimizer.landscape.between import BetweenModels
 from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.layers import LayerCurvature
-from rm_optimizer.landscape.quantities import summarize
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
+from rm_optimizer.landscape.visualization import LandscapeRecord
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_csv, write_rows, write_text
 from rm_optimizer.reporting.document import Drawing
@@ -45,9 +45,6 @@ from rm_optimizer.reporting.landscape.surfaces import (
 from rm_optimizer.reporting.run_report import History
 from rm_optimizer.reporting.tables import Cell, summary_table
 
-LandscapeResult = Slice | Surface | Trajectory | LayerCurvature | HessianSpectrum | Evolution | BetweenModels
-
-
 _VIEWS: Mapping[type, tuple[Callable[[Any], list[Drawing]], Callable[[Any], dict[str, Cell]]]] = {
     Slice: (slice_drawings, slice_table),
     Surface: (surface_drawings, surface_table),
@@ -60,21 +57,21 @@ _VIEWS: Mapping[type, tuple[Callable[[Any], list[Drawing]], Callable[[Any], dict
 """Functions that draw a result, and that give its table, by its type."""
 
 
-def drawings(result: LandscapeResult) -> list[Drawing]:
+def drawings(result: LandscapeRecord) -> list[Drawing]:
     """Figures of a result and the numbers in them."""
     return _VIEWS[type(result)][0](result)
 
 
-def summary_rows(result: LandscapeResult) -> dict[str, Cell]:
+def summary_rows(result: LandscapeRecord) -> dict[str, Cell]:
     """Rows for `summary_table`."""
     return _VIEWS[type(result)][1](result)
 
 
-def scalars_of(result: LandscapeResult) -> dict[str, float]:
+def scalars_of(result: LandscapeRecord) -> dict[str, float]:
     """Scalars of a result by name, for loggers; empty for grids, whose numbers are tables."""
     match result:
         case HessianSpectrum():
-            values = {name: quantity.value for name, quantity in summarize(result).items()}
+            values = {name: quantity.value for name, quantity in result.quantities.items()}
             return spectrum_scalars(result) | {name: value for name, value in values.items() if value is not None}
         case LayerCurvature():
             cells = {f"{item.block}/{name}": cell for item in result.blocks for name, cell in layer_row(item).items()}
@@ -84,16 +81,16 @@ def scalars_of(result: LandscapeResult) -> dict[str, float]:
     return {}
 
 
-def print_result(title: str, result: LandscapeResult, console: Console | None = None) -> None:
+def print_result(title: str, result: LandscapeRecord, console: Console | None = None) -> None:
     """Print the numbers of a result."""
     (console or Console()).print(summary_table(title, summary_rows(result)))
 
 
-def draw_result(result: LandscapeResult, folder: Path) -> list[Path]:
+def draw_result(result: LandscapeRecord, folder: Path) -> list[Path]:
     """Draw a result as PNG and SVG, and write its numbers as Parquet and CSV next to the pictures."""
     files = [file for drawing in drawings(result) for file in _written(drawing, folder)]
     if isinstance(result, HessianSpectrum):
-        quantities = {name: json_values(quantity) for name, quantity in summarize(result).items()}
+        quantities = {name: json_values(quantity) for name, quantity in result.quantities.items()}
         content = json.dumps({"status": result.status, **quantities}, indent=2)
         files.append(write_text(folder / "quantities.json", content + "\n"))
     return files

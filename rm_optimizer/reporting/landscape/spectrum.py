@@ -15,9 +15,9 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.by_pair import CurvatureByPair
 from rm_optimizer.landscape.estimates.cross_fitting import TopOfSamples
 from rm_optimizer.landscape.estimates.density import SPREAD, DensityCurve, density_curve
+from rm_optimizer.landscape.estimates.effective_rank import Quantity
 from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
-from rm_optimizer.landscape.quantities import Quantity, summarize
-from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus, quantity_text
 from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import (
     BLUE,
@@ -379,17 +379,17 @@ def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
         rows["largest 1 by number of pairs"] = ", ".join(tops)
     if result.by_pair is not None:
         rows |= _origin_rows(result.by_pair, f"{eigenvalues[0]['end']} {eigenvalues[0]['rank']}")
-    rows["trace"] = _quantity(Quantity(result.trace, "not estimated"))
+    rows["trace"] = quantity_text(Quantity(result.trace, "not estimated"))
     if result.geometry is not None:
         rows |= _geometry_rows(result.geometry)
     lacking: dict[str | None, list[str]] = {}
-    for name, quantity in summarize(result).items():
+    for name, quantity in result.quantities.items():
         label = name.replace("_", " ")
         if quantity.estimate is None:
             lacking.setdefault(quantity.reason, []).append(label)
         else:
-            rows[label] = _quantity(quantity)
-    return rows | {", ".join(names): _quantity(Quantity(None, reason)) for reason, names in lacking.items()}
+            rows[label] = quantity_text(quantity)
+    return rows | {", ".join(names): quantity_text(Quantity(None, reason)) for reason, names in lacking.items()}
 
 
 def _geometry_rows(found: LocalGeometry) -> dict[str, Cell]:
@@ -402,19 +402,6 @@ def _geometry_rows(found: LocalGeometry) -> dict[str, Cell]:
         "curvature along the gradient": along(found.gradient_curvature),
         "cosine of gradient and its product": along(found.gradient_alignment),
     }
-
-
-def _quantity(quantity: Quantity) -> str:
-    """A number with its error, or without it if it is below the digits shown, or the reason for its absence."""
-    estimate = quantity.estimate
-    if estimate is None:
-        return f"n/a: {quantity.reason}"
-    note = f" ({quantity.note})" if quantity.note else ""
-    if estimate.low is not None and estimate.high is None:
-        return f"> {estimate.low:.4g}{note}"
-    ends = {f"{end:.4g}" for end in (estimate.low, estimate.high) if end is not None}
-    is_known = estimate.standard_error == 0 or ends == {f"{estimate.value:.4g}"}
-    return (f"{estimate.value:.4g}" if is_known else f"{estimate:.4g}") + note
 
 
 def _cross_fitted(result: HessianSpectrum) -> tuple[Estimate, ...]:

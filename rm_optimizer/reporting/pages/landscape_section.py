@@ -10,17 +10,17 @@ from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
-from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.landscape.visualization import LandscapeRecord
 from rm_optimizer.records.quoting import shell_word
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.document import Block, Drawing, Fold, Listing, Picture
-from rm_optimizer.reporting.landscape.results import LandscapeResult, drawings, summary_rows
+from rm_optimizer.reporting.landscape.results import drawings, summary_rows
 from rm_optimizer.reporting.landscape.spectrum import has_training_curvature, plot_training_curvature
 from rm_optimizer.reporting.tables import TextTable, cell_text
 from rm_optimizer.schema.landscape import AnalysisType
 from rm_optimizer.training.folder.record import RunResult
 
-_RESULTS: dict[AnalysisType, type[JsonRecord]] = {
+_RESULTS: dict[AnalysisType, type[LandscapeRecord]] = {
     **dict.fromkeys(
         (AnalysisType.hessian, AnalysisType.gauss_newton, AnalysisType.fisher, AnalysisType.density), HessianSpectrum
     ),
@@ -86,7 +86,6 @@ def _analysis(
         except (ValueError, TypeError, KeyError, AttributeError):
             missing.append(f"loss landscape: {file.relative_to(run_dir).as_posix()} is damaged")
             continue
-        assert isinstance(result, LandscapeResult)
         label = f"{folder.name}{', partial' if kind != file.stem else ''}"
         name = f"landscape_{folder.name}"
         for each in drawings(result):

@@ -1,0 +1,69 @@
+"""Quantities derived from a spectrum, and the effective rank of the Gauss-Newton matrix from gradients of pairs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float
+
+from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
+from rm_optimizer.landscape.operators.gauss_newton import CurvatureRows, GramSpectrum
+from rm_optimizer.landscape.operators.objective import PairObjective
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """Derived number, or the reason why there is none.
+
+    Args:
+        estimate: the number. From a trace or density that was estimated it has a standard error. From eigenvalues alone
+            it has none, and an interval as wide as their error bounds allow; its `num_samples` is then 0.
+        reason: reason why there is none.
+        note: exact definition, where that depends on the spectrum.
+    """
+
+    estimate: Estimate | None
+    reason: str | None = None
+    note: str | None = None
+
+    @property
+    def value(self) -> float | None:
+        """The number alone."""
+        return None if self.estimate is None else self.estimate.value
+
+
+def effective_rank(objective: PairObjective, gram: GramSpectrum | None, memory_bytes: int) -> Quantity:
+    """Entropy rank of the Gauss-Newton matrix (Roy & Vetterli, 2007), exact, from one gradient for each pair.
+
+    The entropy rank of a Hessian depends on its bulk, which few products do not resolve. The Gauss-Newton matrix has no
+    more nonzero eigenvalues than the loss has pairs, and one small matrix gives them all.
+
+    Args:
+        objective: the loss.
+        gram: products of the rows of this matrix, if they are known.
+        memory_bytes: most memory for the gradients of all pairs.
+    """
+    if gram is None and objective.group is not None:
+        return Quantity(None, "needs all pairs in one process")
+    if gram is None:
+        rows = CurvatureRows(objective, "gauss_newton", memory_bytes)
+        if not rows.fits:
+            reason = f"the gradients of single pairs need more than {memory_bytes / 2**30:.2g} GiB; raise memory_gib"
+            return Quantity(None, f"{reason}, or take fewer pairs or parameters")
+        gram = rows.spectrum(rows.grams([[(0, rows.dimension)]])[0])
+    if not gram.values.any():
+        return Quantity(None, "every eigenvalue is 0")
+    value = entropy_rank_of(gram.values)
+    return Quantity(Estimate(value, 0.0, objective.num_pairs, value, value, IntervalKind.exact), note="Gauss-Newton")
+
+
+def entropy_rank_of(values: Float[np.ndarray, " values"]) -> float:
+    """`exp(-sum p log p)` with `p = |lambda| / sum |lambda|`.
+
+    Example:
+        >>> round(entropy_rank_of(np.array([2.0, -2.0, 2.0, 0.0])), 6)
+        3.0
+    """
+    shares = np.abs(values) / np.abs(values).sum()
+    return float(np.exp(-(shares * np.log(np.maximum(shares, 1e-300))).sum()))
