@@ -1,8 +1,9 @@
-"""One optimizer step on one macro-batch of pairs, with the same weights for every split."""
+"""Optimizer steps on batches of pairs: in a plain Lightning trainer, and in a run, the same for every split."""
 
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 from jaxtyping import Float
 from pytorch_lightning.strategies import ParallelStrategy
 from torch import Tensor
-from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from rm_optimizer.core.classifier.quantization import is_quantized
@@ -29,18 +29,172 @@ from rm_optimizer.core.model.sharding import (
     unreduced_gradients,
     whole,
 )
+from rm_optimizer.core.pairs.pair import BaseRewardModel
 from rm_optimizer.core.storage.loading import PAYLOAD_KEY
-from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch
+from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PairBatch
+from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.optim import build_optimizer, build_schedule, set_train_mode
-from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
 from rm_optimizer.training.divergence import diverged
 from rm_optimizer.training.folder.record import RUN_KEY, RunRecord
 from rm_optimizer.training.strategy import ShardedStrategy
 
+ADAMW_LR = 1.0e-5
+"""Learning rate of AdamW in a trainer of one's own; the optimizer presets scale it."""
+
 
 class RewardModelLightning(pl.LightningModule):
-    """Lightning module that fits a `BradleyTerryRM`: weighted mean pair loss of a macro-batch, clipped, one step.
+    """Lightning module that trains a reward model with a plain `pl.Trainer`.
+
+    Batches are those of `create_dataloader`, or mappings of tensors as a `DataLoader` of a `PreferenceDataset` gives
+    them. A step is the weighted mean loss of a batch, with the schedule of the optimizer's preset over the trainer's
+    steps. It logs `train/loss` and `train/accuracy`, and `val/loss`, `val/accuracy` and `val/mean_margin` as means over
+    all validation pairs. For runs that resume, split batches by tokens or use several processes, see
+    `train_reward_model`.
+
+    Args:
+        base_model: the model to train. One that is no `BradleyTerryRM` is trained by its own `compute_loss`.
+        learning_rate: peak learning rate; None is the optimizer preset's multiple of 1e-5, the rate of AdamW.
+        optimizer_name: name of the optimizer.
+        loss: options of the loss; None is Bradley-Terry's.
+        optimizer: options of the optimizer, in place of `learning_rate` and `optimizer_name`.
+        schedule: schedule of the learning rate; None is the optimizer preset's.
+        num_steps: optimizer steps; 0 asks the trainer.
+
+    Raises:
+        ConfigError: if the optimizer is unknown, or the trainer has several processes or half-precision weights.
+        TypeError: if the model is no reward model.
+    """
+
+    def __init__(
+        self,
+        base_model: BaseRewardModel,
+        learning_rate: float | None = None,
+        optimizer_name: str = "adamw",
+        *,
+        loss: LossConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        schedule: ScheduleConfig | None = None,
+        num_steps: int = 0,
+    ) -> None:
+        if not isinstance(base_model, BaseRewardModel):
+            require_bradley_terry(base_model)
+        super().__init__()
+        if optimizer is None or schedule is None:
+            self.save_hyperparameters("learning_rate", "optimizer_name")
+            rate = [] if learning_rate is None else [f"optimizer.lr={learning_rate}"]
+            rate += [f"model.adamw_lr={learning_rate or ADAMW_LR}", f"optimizer={optimizer_name}", "output_dir=."]
+            preset = typed(compose(rate), TrainConfig)
+            optimizer, schedule = optimizer or preset.optimizer, schedule or preset.schedule
+        self.model = base_model
+        if isinstance(base_model, BradleyTerryRM):
+            # bitsandbytes adds its own entries to the state of four-bit matrices
+            self.strict_loading = not is_quantized(base_model.model)
+        self.loss_config = loss or LossConfig()
+        self.optimizer_config = optimizer
+        self.schedule_config = schedule
+        self.num_steps = num_steps
+        self.step_metrics: dict[str, float | int] = {}
+        self._sums = torch.zeros(5, dtype=torch.float64)
+
+    def setup(self, stage: str) -> None:
+        """Refuse trainers whose numbers would be wrong."""
+        if self.automatic_optimization and self.trainer.world_size > 1:
+            raise ConfigError(
+                "RewardModelLightning in a trainer of its own takes devices=1, since Lightning deals other pairs to "
+                "other processes than their weights assume; train_reward_model(options={'hardware.devices': N}) does"
+            )
+        if str(self.trainer.precision) in ("bf16-true", "16-true"):
+            raise ConfigError(
+                f"precision must be 32-true or bf16-mixed, which keep float32 weights (half ones round small updates "
+                f"away), got {self.trainer.precision}"
+            )
+
+    def configure_optimizers(self) -> Any:
+        """The optimizer and its schedule, stepped once an optimizer step."""
+        if not self.num_steps:
+            steps = self.trainer.estimated_stepping_batches
+            if not math.isfinite(steps):
+                raise ConfigError("the schedule needs the length of training; give pl.Trainer max_epochs or max_steps")
+            self.num_steps = int(steps)
+        head = self.model.head_parameter_names() if isinstance(self.model, BradleyTerryRM) else []
+        optimizer = build_optimizer(self.model, self.optimizer_config, head_names=head, num_steps=self.num_steps)
+        schedule = build_schedule(optimizer, self.schedule_config, self.num_steps)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    def on_train_start(self) -> None:
+        """Put the training weights into the model, since a checkpoint holds the evaluation weights."""
+        self._train_weights(True)
+
+    def _train_weights(self, is_training: bool) -> None:
+        for optimizer in self.trainer.optimizers:
+            set_train_mode(optimizer, is_training)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        """Weighted mean loss of a batch."""
+        loss, sums = self._measured(batch)
+        self._log("train", sums, loss.detach())
+        return loss
+
+    def on_validation_start(self) -> None:
+        """Put the evaluation weights into the model."""
+        self._train_weights(False)
+        self._sums = torch.zeros(5, dtype=torch.float64)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        """Add the pairs of a batch to the sums over all validation pairs."""
+        self._sums = self._sums + self._measured(batch)[1].cpu()
+
+    def on_validation_epoch_end(self) -> None:
+        """Log the means over all validation pairs."""
+        self._log("val", self._sums, self._sums[0] / self._sums[1])
+
+    def on_validation_end(self) -> None:
+        """Put the training weights back, after callbacks have saved the weights of this evaluation."""
+        self._train_weights(True)
+
+    def _measured(self, batch: Any) -> tuple[Tensor, Float[Tensor, " 5"]]:
+        """Weighted mean loss of a batch, and sums of loss and weight and of `_decided_sums`."""
+        micro = batch.micro if isinstance(batch, MacroBatch) else (PairBatch.of(batch),)
+        parts, sums = [], torch.zeros(5, dtype=torch.float64, device=self.device)
+        for pairs in micro:
+            losses, margins = self.pair_losses(pairs)
+            parts.append((losses * pairs.weight).sum())
+            own = torch.stack([parts[-1].detach().double(), pairs.weight.double().sum()])
+            sums += torch.cat([own, _decided_sums(margins, pairs)])
+        return torch.stack(parts).sum() / (batch.total_weight if isinstance(batch, MacroBatch) else sums[1]), sums
+
+    def _log(self, stage: str, sums: Float[Tensor, " 5"], loss: Tensor) -> None:
+        weight, correct, margin, decided = sums[1:].tolist()
+        values = {f"{stage}/loss": float(loss)}
+        if decided:
+            values |= {f"{stage}/accuracy": correct / decided, f"{stage}/mean_margin": margin / decided}
+        self.log_dict(values, prog_bar=True, batch_size=max(1, round(weight)))
+
+    def pair_losses(self, batch: AnyPairBatch) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
+        """Loss and margin of each pair of a micro-batch."""
+        if isinstance(self.model, BradleyTerryRM):
+            chosen, rejected = batch.split(self.model.rewards_of(batch))
+            losses = configured_pair_losses(chosen, rejected, self.loss_config, margin=batch.margin, label=batch.label)
+            return losses, (chosen - rejected).detach()
+        assert isinstance(batch, PairBatch), "only decoders of this package share prompts"
+        if (batch.label != 1).any() or (batch.weight != 1).any():
+            raise DataError(f"{type(self.model).__name__}.compute_loss reads no labels and no weights; leave them out")
+        sides = [(batch.input_ids[side::2], batch.attention_mask[side::2]) for side in (0, 1)]
+        loss = self.model.compute_loss(*sides[0], *sides[1])  # type: ignore[operator]
+        with torch.no_grad():
+            margins = self.model(*sides[0]) - self.model(*sides[1])
+        return loss.expand(batch.num_pairs), margins
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add everything that `BradleyTerryRM.from_pretrained` needs to load the `.ckpt`."""
+        if isinstance(self.model, BradleyTerryRM):
+            checkpoint[PAYLOAD_KEY] = checkpoint_payload(self.model)
+
+
+class RunModule(RewardModelLightning):
+    """Module of a run: weighted mean pair loss of a macro-batch, clipped, one step.
 
     Optimization is manual, because a macro-batch is split into micro-batches by tokens. Each micro-batch adds
     ``sum_i w_i l_i / W`` with ``W`` the weight of the whole macro-batch over all ranks. So the gradient is the same for
@@ -58,6 +212,9 @@ class RewardModelLightning(pl.LightningModule):
         run_dir: the run folder, for the same message.
     """
 
+    model: BradleyTerryRM
+    validation_step = None  # type: ignore[assignment]  # the run evaluates by a callback, and Lightning warns of others
+
     def __init__(
         self,
         model: BradleyTerryRM,
@@ -71,21 +228,13 @@ class RewardModelLightning(pl.LightningModule):
         run_dir: Path,
     ) -> None:
         require_bradley_terry(model)
-        super().__init__()
+        super().__init__(model, loss=loss, optimizer=optimizer, schedule=schedule, num_steps=num_steps)
         self.automatic_optimization = False
-        self.model = model
-        # bitsandbytes adds its own entries to the state of four-bit matrices
-        self.strict_loading = not is_quantized(model.model)
-        self.loss_config = loss
-        self.optimizer_config = optimizer
-        self.schedule_config = schedule
-        self.num_steps = num_steps
         self.gradient_clip_norm = gradient_clip_norm
         self.pair_ids = pair_ids
         self.run_dir = run_dir
         self.record: RunRecord | None = None
         self.last_checkpoint: Path | None = None
-        self.step_metrics: dict[str, float | int] = {}
         self.pairs_seen = 0
         self.passes_made = 0
         self.validation_metrics: dict[str, float] = {}
@@ -95,16 +244,6 @@ class RewardModelLightning(pl.LightningModule):
         strategy = self.trainer.strategy
         if isinstance(strategy, ShardedStrategy) and not is_sharded(self.model):
             shard_model(self.model, strategy.device_mesh["data_parallel"])
-
-    def configure_optimizers(self) -> tuple[list[Optimizer], list[LRScheduler]]:
-        """The configured optimizer and its schedule, stepped once an optimizer step."""
-        head = self.model.head_parameter_names()
-        optimizer = build_optimizer(self.model, self.optimizer_config, head_names=head, num_steps=self.num_steps)
-        return [optimizer], [build_schedule(optimizer, self.schedule_config, self.num_steps)]
-
-    def on_train_start(self) -> None:
-        """Put the training weights into the model, since a checkpoint holds the evaluation weights."""
-        set_train_mode(self.trainer.optimizers[0], True)
 
     def training_step(self, batch: MacroBatch, batch_idx: int) -> None:
         """Take one optimizer step on a macro-batch and leave its metrics in `step_metrics`."""
@@ -136,13 +275,6 @@ class RewardModelLightning(pl.LightningModule):
         self.step_metrics = {f"train/{name}": value for name, value in metrics.items()}
         self.pairs_seen += num_pairs
         self.passes_made += len(passes)
-
-    def pair_losses(self, batch: AnyPairBatch) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
-        """Loss and margin of each pair of a micro-batch."""
-        rewards = self.model.rewards_of(batch)
-        chosen, rejected = batch.split(rewards)
-        losses = configured_pair_losses(chosen, rejected, self.loss_config, margin=batch.margin, label=batch.label)
-        return losses, (chosen - rejected).detach()
 
     def _accumulate(self, batch: MacroBatch) -> dict[str, float]:
         world_size = self.trainer.world_size
@@ -187,8 +319,8 @@ class RewardModelLightning(pl.LightningModule):
         raise diverged(what, self.pair_ids(batch.pair_index), self.run_dir, weights_of=bad_from)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add the run's record, and everything that `BradleyTerryRM.from_pretrained` needs to load the `.ckpt`."""
-        checkpoint[PAYLOAD_KEY] = checkpoint_payload(self.model)
+        """Add the run's record to what the `.ckpt` needs to be loaded."""
+        super().on_save_checkpoint(checkpoint)
         if self.record is not None:
             checkpoint[PAYLOAD_KEY][RUN_KEY] = self.record.payload(self.global_step)
 

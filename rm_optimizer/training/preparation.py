@@ -34,7 +34,7 @@ from rm_optimizer.training.data.run_data import data_module, load_data, order_of
 from rm_optimizer.training.folder.metrics_csv import COLUMNS
 from rm_optimizer.training.folder.record import TOY_WARNING, RunRecord, Start, is_toy, recorded
 from rm_optimizer.training.folder.start import require_same_order, require_same_pairs
-from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.strategy import compile_backbone
 
 log = logging.getLogger("rm_optimizer")
@@ -118,7 +118,7 @@ class Run:
     config: TrainConfig
     run_dir: Path
     started: float
-    module: RewardModelLightning
+    module: RunModule
     datamodule: PreferenceDataModule
     evaluation: Evaluation
     record: RunRecord
@@ -174,7 +174,7 @@ def prepare(
     model = trainable_model(config, data.train)
     datamodule = data_module(data, config, model, order)
     record = recorded(start, data, order, datamodule.num_steps)
-    module = RewardModelLightning(
+    module = RunModule(
         model,
         loss=config.loss,
         optimizer=config.optimizer,

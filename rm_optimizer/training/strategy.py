@@ -56,7 +56,7 @@ def compile_backbone(model: BradleyTerryRM, *, backend: str = "inductor") -> Non
 
 
 class ShardedStrategy(ModelParallelStrategy):
-    """FSDP2 over all ranks; `RewardModelLightning.configure_model` splits the model.
+    """FSDP2 over all ranks; `RunModule.configure_model` splits the model.
 
     A checkpoint holds whole tensors in the layout of one device, gathered one at a time on the first rank. So
     `BradleyTerryRM.from_pretrained` and every other strategy can read it. Lightning's own strategy would key the

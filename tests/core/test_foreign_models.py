@@ -24,7 +24,6 @@ from rm_optimizer import (
 )
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.data_efficiency.acquisition import MarginSampling
-from rm_optimizer.training.lightning_module import RewardModelLightning
 
 PAIRS = [PreferencePair("Why?", "Because.", "No."), PreferencePair("Who?", "I.", "You.")]
 EXEMPT = {"RewardModelEnsemble load"}
@@ -60,16 +59,6 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
     "HessianAnalyzer model": lambda model, at: HessianAnalyzer(model),
     "RMPublisherAdapter.publish weights": lambda model, at: RMPublisherAdapter("http://localhost:9").publish(
         model, "1"
-    ),
-    "RewardModelLightning model": lambda model, at: RewardModelLightning(
-        model,
-        loss=None,
-        optimizer=None,
-        schedule=None,
-        num_steps=1,
-        gradient_clip_norm=0.0,
-        pair_ids=list,
-        run_dir=at,
     ),
     "diagnose model": lambda model, at: diagnose(model, seed=0),
     "evaluate_model model": lambda model, at: evaluate_model(

@@ -22,7 +22,7 @@ from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig
 from rm_optimizer.training.folder.checkpoints import checkpoint_path, last_good_checkpoint
-from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.preparation import Run
 from rm_optimizer.training.trainer import build_trainer
 from tests.builders import prepared_run
@@ -45,7 +45,7 @@ def optimizer_options(name: str) -> OptimizerConfig:
 def recorded_fit(run: Run, options: OptimizerConfig) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Weights after some steps under bf16-mixed, and the gradients of every call of the closure."""
     old = run.module
-    module = RewardModelLightning(
+    module = RunModule(
         deepcopy(old.model),
         loss=old.loss_config,
         optimizer=options,

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import pytorch_lightning as pl
 import torch
+from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
 from torch import Tensor
 
-from rm_optimizer import BradleyTerryRM
+from rm_optimizer import BaseRewardModel, BradleyTerryRM
 from rm_optimizer.core.model.losses import LOSSES, register_loss
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.schema import compose, typed
 from rm_optimizer.schema.config import TrainConfig
-from rm_optimizer.training import RunResult, train_reward_model
+from rm_optimizer.training import RewardModelLightning, RunResult, train_reward_model
+from rm_optimizer.training.trainer import build_trainer, quiet_libraries
+from tests.builders import prepared_run
+from tests.training.conftest import small_config as small_config
 
+pytestmark = pytest.mark.filterwarnings("ignore::lightning_fabric.utilities.warnings.PossibleUserWarning")
 ROWS = [{"prompt": f"Say {i % 20}", "chosen": f"{i} it is", "rejected": "no"} for i in range(60)]
 SMALL: dict[str, object] = {
     "hardware": "cpu",
@@ -151,6 +158,133 @@ def test_a_wrong_call_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     with pytest.raises(error, match=message):
         train_reward_model(**given)
+
+
+def tensors_of(model: BradleyTerryRM, rows: list[dict[str, str]], **values: float) -> list[dict[str, Tensor]]:
+    """Items of a data set as the tutorial makes them, all padded to one width."""
+    items = []
+    for row in rows:
+        item = {}
+        for side in ("chosen", "rejected"):
+            tokens = model.tokenize(row["prompt"], row[side])
+            for name, tensor in tokens.items():
+                item[f"{side}_{name}"] = torch.nn.functional.pad(tensor[0], (0, 64 - tensor.shape[1]))
+        items.append(item | {name: torch.tensor(value) for name, value in values.items()})
+    return items
+
+
+def plain_trainer(**options: Any) -> pl.Trainer:
+    quiet_libraries()
+    shared = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    return pl.Trainer(**{"enable_checkpointing": False, **shared, **options})
+
+
+# Micro-batches add up in another order. Muon iterates in bfloat16, which rounds six steps of up to 1.6e-3 by 2**-8.
+@pytest.mark.parametrize(
+    ("optimizer", "rounding"), [("adamw", 2e-6), ("muon", 6 * 1.6e-3 * 2**-8), ("schedulefree", 2e-6)]
+)
+def test_a_plain_trainer_takes_the_steps_of_a_run(optimizer: str, rounding: float, small_config: Any, tmp_path: Path):
+    run = prepared_run(small_config(tmp_path, f"optimizer={optimizer}", "optimizer.lr=1e-3"))
+    mine = deepcopy(run.module.model)
+    module = RewardModelLightning(mine, 1e-3, optimizer, schedule=run.module.schedule_config)
+    module.optimizer_config = run.module.optimizer_config
+    batches = torch.utils.data.DataLoader(list(run.datamodule.steps(0, 6)), batch_size=None)
+    plain_trainer(max_epochs=1, gradient_clip_val=1.0).fit(module, batches)
+    trainer = build_trainer(run.config.hardware, [], [], 6)
+    trainer.fit(run.module, datamodule=run.datamodule)
+    for ours, runs in zip(mine.parameters(), run.module.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, runs, rtol=0, atol=rounding)
+
+
+def test_lightnings_callbacks_follow_the_validation(trained: RunResult, tmp_path: Path):
+    model = BradleyTerryRM.from_pretrained(trained)
+    items = tensors_of(model, ROWS)
+    loader = torch.utils.data.DataLoader(items[:48], batch_size=16, shuffle=True)
+    val = torch.utils.data.DataLoader(items[48:], batch_size=5)
+    saved = ModelCheckpoint(tmp_path, monitor="val/accuracy", mode="max")
+    callbacks = [saved, EarlyStopping("val/accuracy", patience=3, mode="max")]
+    trainer = plain_trainer(max_epochs=2, gradient_clip_val=1.0, callbacks=callbacks, enable_checkpointing=True)
+    trainer.fit(RewardModelLightning(model, optimizer_name="adamw"), loader, val)
+    prompts, chosen, rejected = ([row[name] for row in ROWS[48:]] for name in ("prompt", "chosen", "rejected"))
+    margins = (model.score(prompts, chosen) - model.score(prompts, rejected)).double()
+    logged = trainer.callback_metrics
+    assert float(logged["val/accuracy"]) == float((margins > 0).double().mean())
+    assert float(logged["val/mean_margin"]) == pytest.approx(float(margins.mean()), rel=1e-5)
+    loss = float(torch.nn.functional.softplus(-margins).mean())
+    assert float(logged["val/loss"]) == pytest.approx(loss, rel=1e-5)  # 12 pairs in batches of 5, 5 and 2
+    assert {"train/loss", "train/accuracy"} <= logged.keys()
+    best = BradleyTerryRM.from_pretrained(saved.best_model_path)
+    assert best.score(prompts, chosen).isfinite().all()
+
+
+def test_labels_and_weights_of_a_batch_count(trained: RunResult):
+    model = BradleyTerryRM.from_pretrained(trained)
+    module = RewardModelLightning(model)
+    items = tensors_of(model, ROWS[:2], label=0.8) + tensors_of(model, ROWS[2:3], label=0.5, weight=2.0)
+    items[0]["weight"] = items[1]["weight"] = torch.tensor(1.0)
+    loss, sums = module._measured(torch.utils.data.default_collate(items))
+    scores = [model.score(row["prompt"], [row["chosen"], row["rejected"]]) for row in ROWS[:3]]
+    margins, labels = torch.stack([good - bad for good, bad in scores]), torch.tensor([0.8, 0.8, 0.5])
+    losses = torch.nn.functional.binary_cross_entropy_with_logits(margins, labels, reduction="none")
+    assert loss.item() == pytest.approx(float((losses * torch.tensor([1.0, 1.0, 2.0])).sum() / 4), rel=1e-5)
+    assert sums[[1, 4]].tolist() == [4.0, 2.0], "a tie decides nothing"
+
+
+class Bag(BaseRewardModel):
+    """A model of one's own: the mean of an embedding's rewards, trained by a hinge loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rewards = torch.nn.Embedding(400, 1)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        return (self.rewards(input_ids)[..., 0] * attention_mask).sum(1) / attention_mask.sum(1)
+
+    def compute_loss(self, chosen_ids: Tensor, chosen_mask: Tensor, rejected_ids: Tensor, rejected_mask: Tensor) -> Any:
+        return torch.relu(4 - self(chosen_ids, chosen_mask) + self(rejected_ids, rejected_mask)).mean()
+
+    def tokenize(self, prompt: str, response: str) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def score(self, prompts: Any, responses: Any) -> Tensor:
+        raise NotImplementedError
+
+
+def test_a_model_of_ones_own_trains_by_its_loss(trained: RunResult):
+    items = tensors_of(BradleyTerryRM.from_pretrained(trained), ROWS)
+    loader = torch.utils.data.DataLoader(items, batch_size=20)
+    torch.manual_seed(0)
+    module = RewardModelLightning(Bag(), 0.1, "adam")
+    trainer = plain_trainer(max_epochs=8)
+    trainer.fit(module, loader, loader)
+    whole = torch.utils.data.default_collate(items)
+    own = module.model.compute_loss(
+        *(whole[f"{side}_{n}"] for side in ("chosen", "rejected") for n in ("input_ids", "attention_mask"))
+    )
+    assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(own.item(), rel=1e-5)
+    assert own.item() < 3.5, "it began at 4"
+    assert float(trainer.callback_metrics["val/accuracy"]) == 1
+    labeled = torch.utils.data.default_collate([item | {"label": torch.tensor(0.5)} for item in items])
+    with pytest.raises(DataError, match="compute_loss reads no labels"):
+        module.training_step(labeled, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "bf16-true", "max_epochs": 1}, "precision must be 32-true or bf16-mixed"),
+        ({"max_epochs": -1}, "give pl.Trainer max_epochs or max_steps"),
+    ],
+)
+def test_a_trainer_with_wrong_numbers_is_refused(options: dict[str, Any], message: str, trained: RunResult):
+    model = BradleyTerryRM.from_pretrained(trained)
+    loader = torch.utils.data.DataLoader(tensors_of(model, ROWS[:4]), batch_size=2)
+    with pytest.raises(ConfigError, match=message):
+        plain_trainer(**options).fit(RewardModelLightning(model), loader)
+    with pytest.raises(ConfigError, match="did you mean 'muon'"):
+        RewardModelLightning(model, optimizer_name="moun")
+    with pytest.raises(TypeError, match=r"model must be a BradleyTerryRM, .* got Linear"):
+        RewardModelLightning(torch.nn.Linear(2, 1))  # type: ignore[arg-type]
 
 
 def test_runs_without_a_folder_get_one_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,7 +9,7 @@ step. So a pair of twice the weight counts twice at every batch size.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Self, TypeAlias
 
@@ -76,6 +76,29 @@ class PairBatch(_Pairs):
     label: Float[Tensor, " pairs"]
     weight: Float[Tensor, " pairs"]
     pair_index: Int[Tensor, " pairs"]
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, Tensor], start: int = 0) -> PairBatch:
+        """The batch of a mapping such as a `DataLoader` of a `PreferenceDataset` gives.
+
+        Args:
+            tensors: `chosen_input_ids`, `chosen_attention_mask` and the same of `rejected`; perhaps also `margin`,
+                `label` and `weight`, which are 0, 1 and 1 otherwise.
+            start: position of the first pair.
+
+        Raises:
+            KeyError: if one of the four tensors is missing.
+        """
+        rows = [
+            tensors[f"{side}_{name}"] for name in ("input_ids", "attention_mask") for side in ("chosen", "rejected")
+        ]
+        width = max(row.shape[1] for row in rows)
+        padded = [torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows]
+        ids, mask = (torch.stack(padded[place : place + 2], dim=1).flatten(0, 1) for place in (0, 2))
+        ones = torch.ones(len(rows[0]), device=ids.device)
+        given = {"margin": 0 * ones, "label": ones, "weight": ones, **tensors}
+        margin, label, weight = (given[name].to(ones) for name in ("margin", "label", "weight"))
+        return cls(ids, mask, margin, label, weight, torch.arange(start, start + len(ones), device=ids.device))
 
     @property
     def num_tokens(self) -> int:

@@ -36,7 +36,7 @@ from rm_optimizer.schema.landscape import SpectrumOptions
 from rm_optimizer.training.callbacks.cost import rss_bytes
 from rm_optimizer.training.callbacks.loop import evaluation_of
 from rm_optimizer.training.folder.checkpoints import checkpoint_path
-from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.run import run_training
 
 TASK = "rm_optimizer.experiments.optimizer_comparison.arm_trial:train_and_judge"
@@ -118,7 +118,7 @@ class ArmRecorder(StepClock):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Compute the digest of the weights before training."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         self.initial = weights_digest(pl_module.model)
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
@@ -135,7 +135,7 @@ class ArmRecorder(StepClock):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the step, and the evaluation if there was one."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         assert isinstance(batch, MacroBatch)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         # A fixed byte order, so that runs on different machines have comparable digests.

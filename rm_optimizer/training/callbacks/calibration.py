@@ -13,7 +13,7 @@ from rm_optimizer.records.files import writing
 from rm_optimizer.schema.config import CalibrationConfig
 from rm_optimizer.training.callbacks.loop import Evaluation
 from rm_optimizer.training.callbacks.run_callback import RunCallback
-from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.loggers import log_figure
 
 DrawReliability = Callable[[PairwiseMetrics, Path], Path]
@@ -58,7 +58,7 @@ class CalibrationCallback(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the calibration of this step's evaluation, if there was one and it is selected."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         self._log_if_due(trainer, is_last=trainer.should_stop or trainer.global_step == pl_module.num_steps)
 
     def _log_if_due(self, trainer: pl.Trainer, *, is_last: bool) -> None:

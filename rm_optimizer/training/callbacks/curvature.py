@@ -25,7 +25,7 @@ from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.config import HessianConfig
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
-from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.lightning_module import RunModule
 
 log = logging.getLogger("rm_optimizer")
 
@@ -144,7 +144,7 @@ class HessianCallback(RunCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Measure the untrained model."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         self._started, step = time.perf_counter(), trainer.global_step
         self._plan = MeasurementPlan(step, pl_module.num_steps, due=step + 1)
         if step == 0:
@@ -180,7 +180,7 @@ class HessianCallback(RunCallback):
         )
 
     def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         started = time.perf_counter()
         with undisturbed(pl_module.model), torch.enable_grad():
             set_train_mode(trainer.optimizers[0], False)
@@ -205,7 +205,7 @@ class HessianCallback(RunCallback):
         }
         _log(trainer, values)
 
-    def _drawn(self, trainer: pl.Trainer, module: RewardModelLightning) -> list[AnyPairBatch]:
+    def _drawn(self, trainer: pl.Trainer, module: RunModule) -> list[AnyPairBatch]:
         """Training pairs drawn by the run's seed, without a global generator."""
         data = _data(trainer)
         sample = draw_pairs(

@@ -40,7 +40,7 @@ from rm_optimizer.training.folder.checkpoints import (
     save_checkpoint,
     set_random_states,
 )
-from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.loggers import log_histogram
 
 log = logging.getLogger("rm_optimizer")
@@ -112,7 +112,7 @@ class Evaluation(pl.Callback):
 
         A resumed run ends here if it had stopped early, or had taken its last step.
         """
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         self.stop.arm()  # Lightning has installed handlers of its own, which end a run on SIGTERM without a message
         if not (path := RunFolder(self.run_dir).best_checkpoint).is_file() and self.best.forget():
             log.warning("%s is missing; only evaluations from step %d on can be the best", path, trainer.global_step)
@@ -126,7 +126,7 @@ class Evaluation(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the step; evaluate when it is due."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         step = trainer.global_step
         epoch = {"epoch": step / self.datamodule.steps_per_epoch}
         for logger in trainer.loggers:
@@ -136,13 +136,13 @@ class Evaluation(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Evaluate the last weights of a run that a callback has ended between two evaluations."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         is_ended = trainer.global_step == pl_module.num_steps or self.stopped_early or self.stop.requested
         if not is_ended and (self.latest is None or self.latest.step != trainer.global_step):
             self._evaluate(trainer, pl_module)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         started = time.perf_counter()
         with evaluation_weights(trainer.optimizers[0]):
             try:
@@ -189,7 +189,7 @@ class Evaluation(pl.Callback):
             positions=sample,
         )
 
-    def _evaluate_weights(self, trainer: pl.Trainer, pl_module: RewardModelLightning) -> None:
+    def _evaluate_weights(self, trainer: pl.Trainer, pl_module: RunModule) -> None:
         step = trainer.global_step
         with trainer.precision_plugin.forward_context():
             rewards = self.rewards(pl_module.model, sample=self._sample)
@@ -251,7 +251,7 @@ class StepProgress(RichProgressBar):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule
     ) -> dict[str, int | str | float | dict[str, float]]:
         """Training loss and accuracy of the step, and the last validation accuracy."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         shown = {"loss": "train/loss", "acc": "train/accuracy"}
         metrics: dict[str, int | str | float | dict[str, float]]
         metrics = {name: f"{pl_module.step_metrics.get(key, float('nan')):.3f}" for name, key in shown.items()}
@@ -307,7 +307,7 @@ class Checkpoints(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Save a checkpoint when it is due, and end the run when a stop is requested."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         step = trainer.global_step
         if self._stops(trainer) or step % self.every == 0 or step == pl_module.num_steps:
             self._save(trainer, pl_module)
@@ -321,7 +321,7 @@ class Checkpoints(pl.Callback):
         return stops
 
     def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         path = checkpoint_path(self.run_dir, trainer.global_step)
         with writing(path, first_in=TEMPORARY):
             if trainer.is_global_zero and self.before_saving is not None:

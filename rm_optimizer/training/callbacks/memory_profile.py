@@ -22,7 +22,7 @@ from rm_optimizer.training.callbacks.cost import (
     rss_bytes,
     rss_source,
 )
-from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.lightning_module import RunModule
 
 log = logging.getLogger("rm_optimizer")
 
@@ -63,7 +63,7 @@ class MemoryProfile(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look up the chip's peak."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         if pl_module.device.type == "cuda":
             half = "bf16" in str(trainer.precision)
             self._peak_flops = peak_bf16_flops(torch.cuda.get_device_name(pl_module.device)) if half else None

@@ -10,7 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 from rich.console import Console
 
-from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.lightning_module import RunModule
 
 log = logging.getLogger("rm_optimizer")
 
@@ -40,7 +40,7 @@ class ProgressLines(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start the clock of the steps."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         self._started, self._first_step = self.clock(), trainer.global_step
         self._pairs_before = pl_module.pairs_seen
 
@@ -48,7 +48,7 @@ class ProgressLines(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the step if a line is due."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         if trainer.is_global_zero and self._is_due():
             log.info("%s", self._step_line(trainer.global_step, pl_module))
 
@@ -69,7 +69,7 @@ class ProgressLines(pl.Callback):
         self._last = now
         return True
 
-    def _step_line(self, step: int, module: RewardModelLightning) -> str:
+    def _step_line(self, step: int, module: RunModule) -> str:
         seconds = max(self.clock() - self._started, 1e-9)
         left = seconds / max(step - self._first_step, 1) * (module.num_steps - step)
         loss, accuracy = (module.step_metrics.get(f"train/{name}", float("nan")) for name in ("loss", "accuracy"))

@@ -19,7 +19,7 @@ from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.publish import OnFailure, PublishConfig, RewardModelTrainingMode
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.folder.record import RunRecord
-from rm_optimizer.training.lightning_module import RewardModelLightning
+from rm_optimizer.training.lightning_module import RunModule
 
 RUN_DIGITS = 8
 """Digits of a run's id that the names of its weights begin with."""
@@ -102,7 +102,7 @@ class PublishWeights(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Publish when it is due."""
-        assert isinstance(pl_module, RewardModelLightning)
+        assert isinstance(pl_module, RunModule)
         step = trainer.global_step
         if step % self.config.every_n_steps and step != pl_module.num_steps:
             return
