@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
+from rm_optimizer.core.rows.natural import Texts, texts
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.cost import StudyCost, study_cost
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import TUNE, arm_trial
@@ -53,7 +53,7 @@ class OptimizerComparison:
         self,
         model_name: str,
         data_path: str | Path,
-        optimizers: Sequence[str] = DEFAULT_OPTIMIZERS,
+        optimizers: Texts = DEFAULT_OPTIMIZERS,
         num_seeds: int | None = None,
         *,
         val_path: str | Path | None = None,
@@ -61,7 +61,7 @@ class OptimizerComparison:
         budget: str = "standard",
         reference: str | None = None,
         output_dir: str | Path = FOLDER,
-        overrides: Sequence[str] = (),
+        overrides: Texts = (),
         executor: str = "process",
         workers: int | None = None,
         **sizes: int | None,
@@ -72,12 +72,12 @@ class OptimizerComparison:
         self.options = ComparisonOptions.of_budget(
             budget,
             str(data_path),
-            optimizers,
+            texts("optimizers", optimizers),
             reference=reference,
             val=None if val_path is None else str(val_path),
             test=None if test_path is None else str(test_path),
             seeds=num_seeds,
-            overrides=(*model_overrides(model_name), *overrides),
+            overrides=(*model_overrides(model_name), *texts("overrides", overrides)),
             **sizes,
         )
 

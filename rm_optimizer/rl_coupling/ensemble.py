@@ -174,9 +174,7 @@ class RewardModelEnsemble(Scorer):
             self._saved.release()
         return digest([digests, json_values(self.reference), self.aggregation.value, self.penalty])
 
-    def member_rewards(
-        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
-    ) -> Float[np.ndarray, "members sequences"]:
+    def member_rewards(self, prompts: Prompts, responses: Texts) -> Float[np.ndarray, "members sequences"]:
         """Raw rewards of the responses by each member.
 
         Raises:
@@ -186,7 +184,7 @@ class RewardModelEnsemble(Scorer):
         return self._scored(prompts, responses)[0]
 
     def _scored(
-        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
+        self, prompts: Prompts, responses: Texts
     ) -> tuple[Float[np.ndarray, "members sequences"], Bool[np.ndarray, "sides sequences"]]:
         """Raw rewards by each member, and a mask of prompts and responses that a member in this process has cut."""
         prompts, responses = paired(prompts, responses)
@@ -268,9 +266,7 @@ class RewardModelEnsemble(Scorer):
         """Rewards of one response."""
         return self.predict_batch([prompt], [response])[0]
 
-    def predict_batch(
-        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
-    ) -> list[EnsemblePrediction]:
+    def predict_batch(self, prompts: Prompts, responses: Texts) -> list[EnsemblePrediction]:
         """Rewards of the responses, in the order given.
 
         Raises:
@@ -279,9 +275,7 @@ class RewardModelEnsemble(Scorer):
         """
         return self._predicted(self._standardized(self.member_rewards(prompts, responses)))
 
-    def predict_counted(
-        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
-    ) -> tuple[list[EnsemblePrediction], CountedRewards]:
+    def predict_counted(self, prompts: Prompts, responses: Texts) -> tuple[list[EnsemblePrediction], CountedRewards]:
         """The results of `predict_batch` and of `score_counted`, with each member run only once.
 
         Raises:
@@ -298,9 +292,7 @@ class RewardModelEnsemble(Scorer):
             for mean, std, column in zip(means.tolist(), stds.tolist(), rewards.T.tolist(), strict=True)
         ]
 
-    def predict_margins(
-        self, prompts: Prompt | Sequence[Prompt], responses_a: str | Sequence[str], responses_b: str | Sequence[str]
-    ) -> list[EnsembleMargin]:
+    def predict_margins(self, prompts: Prompts, responses_a: Texts, responses_b: Texts) -> list[EnsembleMargin]:
         """Margins of pairs: reward of `responses_a` less that of `responses_b`, by each member on its own scale."""
         prompts, responses_a = paired(prompts, responses_a)
         _, responses_b = paired(prompts, texts("responses_b", responses_b))
@@ -314,7 +306,7 @@ class RewardModelEnsemble(Scorer):
             for mean, std, column in zip(means.tolist(), stds.tolist(), margins.T.tolist(), strict=True)
         ]
 
-    def detect_ood(self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> OODDetection:
+    def detect_ood(self, prompts: Prompts, responses: Texts) -> OODDetection:
         """Responses on which the members disagree more than the threshold, as `predict` flags them.
 
         The rate of false positives is known for the threshold of `fit_reference` alone.
@@ -332,7 +324,7 @@ class RewardModelEnsemble(Scorer):
         rate = None if fitted is None else fitted.false_positive_rate
         return detection(rewards.std(axis=0, ddof=1), self.threshold, rate)
 
-    def score(self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> Float[Tensor, " sequences"]:
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
         """Combined rewards of the responses, float32 on the CPU, in the order given.
 
         Raises:
@@ -340,7 +332,7 @@ class RewardModelEnsemble(Scorer):
         """
         return torch.tensor(self.score_counted(prompts, responses).rewards, dtype=torch.float32)
 
-    def score_counted(self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> CountedRewards:
+    def score_counted(self, prompts: Prompts, responses: Texts) -> CountedRewards:
         """The rewards of `score`, and counts of prompts and responses that a member in this process has cut.
 
         Raises:
@@ -349,7 +341,7 @@ class RewardModelEnsemble(Scorer):
         return self._counted(*self._standardized_and_cut(prompts, responses))
 
     def _standardized_and_cut(
-        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
+        self, prompts: Prompts, responses: Texts
     ) -> tuple[Float[np.ndarray, "members sequences"], Bool[np.ndarray, "sides sequences"]]:
         """Rewards by each member for the aggregation, and a mask of prompts and responses that a member has cut."""
         if self.reference is None and self.aggregation != Aggregation.mean:

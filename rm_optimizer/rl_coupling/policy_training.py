@@ -25,7 +25,7 @@ from transformers import (
 )
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, require_finite
-from rm_optimizer.core.rows.natural import paired
+from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import CheckpointError, MissingExtra
@@ -231,7 +231,7 @@ class _StrippedScorer(Scorer):
     def __init__(self, scorer: Scorer) -> None:
         self._scorer = scorer
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
         each, texts = paired(prompts, responses)
         return finite_rewards(self._scorer, each, [text.strip() for text in texts])
 

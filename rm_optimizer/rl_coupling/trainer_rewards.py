@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
@@ -12,7 +12,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer
+from rm_optimizer.core.pairs.pair import Scorer
+from rm_optimizer.core.rows.natural import Prompts, Texts
 from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 from rm_optimizer.serving.client.client import RewardClient
@@ -50,7 +51,7 @@ class ScaledScorer(Scorer):
         self.scorer = scorer
         self.shift, self.factor = _numbers(RewardScale(scale), read_record(Path(export)), export)
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
         """Scaled rewards of the responses, in the order given."""
         return (self.scorer.score(prompts, responses) - self.shift) * self.factor
 

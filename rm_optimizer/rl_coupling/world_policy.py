@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, digest, prompt_id
 from rm_optimizer.core.pairs.synthetic import PreferenceWorld
-from rm_optimizer.core.rows.natural import paired
+from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer
@@ -63,7 +63,7 @@ class WorldGold(Scorer):
     def __init__(self, world: PreferenceWorld) -> None:
         self._world = world
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
         """Gold rewards of the responses.
 
         Raises:

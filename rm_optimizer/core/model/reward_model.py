@@ -23,7 +23,7 @@ from rm_optimizer.core.classifier.quantization import computing_dtype
 from rm_optimizer.core.model.losses import bradley_terry_loss, split_rewards
 from rm_optimizer.core.model.passes import SequenceScorer
 from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt, require_finite
-from rm_optimizer.core.rows.natural import paired
+from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.storage.certificate import ParityCertificate, require_parity
 from rm_optimizer.core.storage.export import save_export
 from rm_optimizer.core.storage.loading import LoadedModel, describe_model, load_model, parse_dtype, settle_input
@@ -265,9 +265,7 @@ class BradleyTerryRM(BaseRewardModel):
         chosen, rejected = split_rewards(self(input_ids, attention_mask), "halves")
         return bradley_terry_loss(chosen, rejected, **loss_options)
 
-    def tokenize(
-        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]
-    ) -> dict[str, Int[Tensor, "sequences tokens"]]:
+    def tokenize(self, prompts: Prompts, responses: Texts) -> dict[str, Int[Tensor, "sequences tokens"]]:
         """`input_ids` and `attention_mask` of the conversations, padded on the right.
 
         Raises:
@@ -277,9 +275,7 @@ class BradleyTerryRM(BaseRewardModel):
         input_ids, attention_mask = pad_sequences(ids, self.pad_choice.token_id)
         return {"input_ids": input_ids, "attention_mask": attention_mask}
 
-    def score(
-        self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str], *, token_budget: int = 16384
-    ) -> Float[Tensor, " sequences"]:
+    def score(self, prompts: Prompts, responses: Texts, *, token_budget: int = 16384) -> Float[Tensor, " sequences"]:
         """Rewards of the responses on the CPU, in the order given. A reward does not depend on the other responses.
 
         If the model allows it, a prompt with several responses is computed once.
@@ -297,7 +293,7 @@ class BradleyTerryRM(BaseRewardModel):
         require_finite(rewards.tolist(), lambda index: f"response {index + 1}")
         return rewards
 
-    def encode(self, prompts: Prompt | Sequence[Prompt], responses: str | Sequence[str]) -> list[Encoding]:
+    def encode(self, prompts: Prompts, responses: Texts) -> list[Encoding]:
         """Token ids of the conversations, with the numbers of cut tokens.
 
         Raises:

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from rm_optimizer.core.rows.messages import Message as Message
 from rm_optimizer.core.rows.messages import Prompt as Prompt
 from rm_optimizer.core.rows.messages import as_messages as as_messages
 from rm_optimizer.core.rows.messages import read_messages, require_characters, require_response
-from rm_optimizer.core.rows.natural import flat_groups
+from rm_optimizer.core.rows.natural import Prompts, Texts, flat_groups
 from rm_optimizer.errors import CheckpointError
 
 
@@ -134,13 +134,11 @@ def _check_numbers(margin: float | None, label: float, weight: float) -> None:
 class Scorer(Protocol):
     """Anything that turns prompts and responses into rewards: a local model, an ensemble, a server's client."""
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
         """Rewards of the responses, float32 on the CPU, in the order given."""
         ...
 
-    def score_groups(
-        self, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
-    ) -> list[Float[Tensor, " responses"]]:
+    def score_groups(self, prompts: Prompts, responses_of_each: Iterable[Texts]) -> list[Float[Tensor, " responses"]]:
         """Rewards of each prompt's responses; the prompt is computed once for them where the model allows it.
 
         Args:
@@ -183,7 +181,7 @@ class BaseRewardModel(nn.Module, Scorer):
         """Rewards in float32."""
 
     @abstractmethod
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Float[Tensor, " sequences"]:
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
         """Rewards of the responses, float32 on the CPU, in the order given."""
 
     def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:

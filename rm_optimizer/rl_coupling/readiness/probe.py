@@ -50,7 +50,7 @@ class ScorerOracle:
         self.is_exact = is_exact
         self._scale = scale
 
-    def as_rater(self, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]) -> ScorerOracle:
+    def as_rater(self, prompts: Prompts, responses_of_each: Iterable[Texts]) -> ScorerOracle:
         """The oracle with its scale on these responses; without one where it tells none of them apart."""
         groups = self._scorer.score_groups(prompts, responses_of_each)
         variance = float(np.mean([rewards.double().var(correction=1).item() for rewards in groups]))

@@ -111,7 +111,7 @@ def test_paths_may_be_texts_and_data_a_list(tmp_path):
 def test_options_are_taken_as_compose_returns_them():
     with pytest.raises(ConfigError, match="output_dir must be given"):
         train_reward_model(compose(["model=tiny"]))
-    with pytest.raises(TypeError, match="config must be the options of a run, got dict; make them by compose"):
+    with pytest.raises(TypeError, match="model_name must be a preset, a hub id or a path, got dict"):
         train_reward_model({"model": "tiny"})
 
 
