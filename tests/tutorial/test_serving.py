@@ -71,6 +71,17 @@ def test_what_is_no_text_is_one_sentence_with_the_arguments_name(client, respons
         client.score(PROMPT, responses)
 
 
+@pytest.mark.parametrize("make", [RewardClient, AsyncRewardClient, create_rm_publisher])
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost", "http://[::1", 8000])
+def test_an_address_of_another_form_is_one_sentence(make, url):
+    with pytest.raises(ConfigError, match=r"url must be like http://127\.0\.0\.1:8000, got"):
+        make(url)
+
+
+def test_a_client_shows_its_address_and_never_its_key(served):
+    assert repr(AsyncRewardClient(served.url, api_key="secret")) == f"AsyncRewardClient('{served.url}')"
+
+
 def test_trls_reward_function_takes_lists_alone(client):
     reward = trl_reward(client)
     assert reward(prompts=[PROMPT], completions=[GOOD]) == pytest.approx([float(client.score(PROMPT, GOOD))], abs=1e-5)
@@ -145,3 +156,11 @@ def test_a_rollout_without_a_score_is_an_error_and_one_scored_by_a_client_has_cr
     scores = asyncio.run(RewardModelScorer(client).score([rollout]))
     assert rollout.meta["rm_score"] == scores[0]
     assert list(RewardModelCreditAssigner().compute([rollout]).values()) == pytest.approx(scores)
+
+
+def test_a_rendering_a_key_and_batches_of_ones_own(served, client):
+    rollouts = [episode(f"r{number}", (PROMPT, text)) for number, text in enumerate((GOOD, BAD, GOOD))]
+    scorer = RewardModelScorer(client, render_fn=lambda rollout: ("Q", rollout.id), score_key="helpful", batch_size=2)
+    scores = asyncio.run(scorer.score(rollouts))
+    assert scores == pytest.approx(client.score("Q", ["r0", "r1", "r2"]).tolist(), abs=1e-5)
+    assert [rollout.meta["helpful"] for rollout in rollouts] == scores

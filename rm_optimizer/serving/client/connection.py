@@ -16,7 +16,14 @@ from typing import Any, TypeAlias
 
 from rm_optimizer.core.pairs.pair import Message, Prompt
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.errors import DataError, MissingExtra, RewardServerRefused, RewardServerUnavailable, WrongAnswer
+from rm_optimizer.errors import (
+    ConfigError,
+    DataError,
+    MissingExtra,
+    RewardServerRefused,
+    RewardServerUnavailable,
+    WrongAnswer,
+)
 from rm_optimizer.schema.checks import require_key
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.options import is_loopback
@@ -274,13 +281,25 @@ class PickledByArguments:
 
     Args:
         url: address of the server, `http://host:port`.
+
+    Raises:
+        ConfigError: if the address is not of this form.
     """
 
     url: str
 
     def __post_init__(self) -> None:
+        try:
+            is_http = httpx.URL(self.url).scheme in ("http", "https")
+        except (httpx.InvalidURL, TypeError):
+            is_http = False
+        if not is_http:
+            raise ConfigError(f"url must be like http://127.0.0.1:8000, got {self.url!r}")
         self.url = self.url.rstrip("/")
         self._prepare()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.url!r})"
 
     def _prepare(self) -> None:
         """Make what the arguments describe, without a connection."""

@@ -332,8 +332,8 @@ def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
             timeout_seconds=config.timeout_seconds,
             host=config.host,
         )
-    except httpx.InvalidURL as error:
-        raise ConfigError(f"publish.url must be like http://127.0.0.1:8000, got {config.url!r}: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"publish.{error}") from error
     try:
         taken = publisher.status(min(STARTING_SECONDS, publisher.timeout_seconds)).transports
         if publisher.transport not in taken:
