@@ -58,7 +58,7 @@ from rm_optimizer.rl_coupling.readiness.features import (
 )
 from rm_optimizer.rl_coupling.readiness.fitted import FitProvenance, FittedFeature, FittedOutcome, FittedReadiness
 from rm_optimizer.rl_coupling.readiness.probe import probe_questions
-from rm_optimizer.rl_coupling.readiness.scorer import RLReadinessScorer
+from rm_optimizer.rl_coupling.rl_readiness import RLReadinessScorer
 
 DEVELOPMENT, TEST = (0, 1, 2), (3, 4, 5, 6, 7, 8)
 """Seeds of the worlds."""

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.readiness.measurement import measure_readiness as measure_readiness
     from rm_optimizer.rl_coupling.readiness.probe import ScorerOracle as ScorerOracle
     from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport as RLReadinessReport
-    from rm_optimizer.rl_coupling.readiness.scorer import RLReadinessScorer as RLReadinessScorer
+    from rm_optimizer.rl_coupling.rl_readiness import RLReadinessScorer as RLReadinessScorer
     from rm_optimizer.rl_coupling.rlhf import RLHFResult as RLHFResult
     from rm_optimizer.rl_coupling.rlhf import optimize_policy as optimize_policy
     from rm_optimizer.rl_coupling.rollouts import RewardModelCreditAssigner as RewardModelCreditAssigner

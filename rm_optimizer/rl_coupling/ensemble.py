@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from pathlib import Path
+from os import PathLike
+from typing import overload
 
 import numpy as np
 import torch
@@ -98,7 +99,7 @@ class RewardModelEnsemble(Scorer):
     responses; `min` and `uwo` need it. Margins (`predict_margins`) are comparable up to scale without it.
 
     Args:
-        models: scorers, or paths and hub ids of saved models, at least two.
+        models: scorers, or paths and hub ids of saved models, at least two; the attribute `models` holds them as given.
         uncertainty_threshold: standard deviation over members above which a response is uncertain, not negative; None
             takes the reference's.
         aggregation: combination that `score` returns: `mean`, `min` or `uwo`.
@@ -115,7 +116,7 @@ class RewardModelEnsemble(Scorer):
 
     def __init__(
         self,
-        models: Sequence[Scorer | str | Path],
+        models: Sequence[Scorer | str | PathLike[str]],
         uncertainty_threshold: float | None = None,
         *,
         aggregation: str = Aggregation.mean,
@@ -141,14 +142,14 @@ class RewardModelEnsemble(Scorer):
         self.aggregation = Aggregation(aggregation)
         self.penalty = penalty
         self.reference = reference
-        self._models = list(models)
+        self.models = list(models)
         self._saved = SavedMembers(load, memory_bytes)
         self._lock = threading.RLock()
         self._token_budget = token_budget
         self._has_warned = False
 
     def __len__(self) -> int:
-        return len(self._models)
+        return len(self.models)
 
     @property
     def threshold(self) -> float | None:
@@ -190,8 +191,8 @@ class RewardModelEnsemble(Scorer):
         prompts, responses = paired(prompts, responses)
         rewards = np.zeros((len(self), len(responses)))
         is_cut = np.zeros((2, len(responses)), dtype=bool)
-        for number, source in enumerate(self._models):
-            if isinstance(source, str | Path | BradleyTerryRM):
+        for number, source in enumerate(self.models):
+            if isinstance(source, str | PathLike | BradleyTerryRM):
                 with self._lock:
                     member = self._member(number)
                     assert isinstance(member, BradleyTerryRM)
@@ -281,8 +282,15 @@ class RewardModelEnsemble(Scorer):
         Raises:
             ConfigError: as for `score`.
         """
-        rewards, is_cut = self._standardized_and_cut(prompts, responses)
-        return self._predicted(rewards), self._counted(rewards, is_cut)
+        if self.reference is None and self.aggregation != Aggregation.mean:
+            raise ConfigError(
+                f"aggregation={self.aggregation} compares members, whose rewards share neither zero nor scale; call "
+                "fit_reference(prompts, responses) first"
+            )
+        raw, is_cut = self._scored(prompts, responses)
+        rewards = self._standardized(raw)
+        combined = aggregate(rewards, self.aggregation, self.penalty)
+        return self._predicted(rewards), CountedRewards(combined.tolist(), *is_cut.sum(axis=1).tolist())
 
     def _predicted(self, rewards: Float[np.ndarray, "members sequences"]) -> list[EnsemblePrediction]:
         means, stds = rewards.mean(axis=0), rewards.std(axis=0, ddof=1)
@@ -306,10 +314,16 @@ class RewardModelEnsemble(Scorer):
             for mean, std, column in zip(means.tolist(), stds.tolist(), margins.T.tolist(), strict=True)
         ]
 
-    def detect_ood(self, prompts: Prompts, responses: Texts) -> OODDetection:
+    @overload
+    def detect_ood(self, prompts: Prompt, responses: str) -> bool: ...  # type: ignore[overload-overlap]
+
+    @overload
+    def detect_ood(self, prompts: Prompts, responses: Iterable[str]) -> OODDetection: ...
+
+    def detect_ood(self, prompts: Prompts, responses: Texts) -> bool | OODDetection:
         """Responses on which the members disagree more than the threshold, as `predict` flags them.
 
-        The rate of false positives is known for the threshold of `fit_reference` alone.
+        One text gives True or False. The rate of false positives is known for the threshold of `fit_reference` alone.
 
         Raises:
             ConfigError: if there is neither an `uncertainty_threshold` nor a reference.
@@ -322,7 +336,8 @@ class RewardModelEnsemble(Scorer):
         rewards = self._standardized(self.member_rewards(prompts, responses))
         fitted = self.reference if self.uncertainty_threshold is None else None
         rate = None if fitted is None else fitted.false_positive_rate
-        return detection(rewards.std(axis=0, ddof=1), self.threshold, rate)
+        found = detection(rewards.std(axis=0, ddof=1), self.threshold, rate)
+        return found.is_ood[0] if isinstance(responses, str) else found
 
     def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
         """Combined rewards of the responses, float32 on the CPU, in the order given.
@@ -338,25 +353,7 @@ class RewardModelEnsemble(Scorer):
         Raises:
             ConfigError: as for `score`.
         """
-        return self._counted(*self._standardized_and_cut(prompts, responses))
-
-    def _standardized_and_cut(
-        self, prompts: Prompts, responses: Texts
-    ) -> tuple[Float[np.ndarray, "members sequences"], Bool[np.ndarray, "sides sequences"]]:
-        """Rewards by each member for the aggregation, and a mask of prompts and responses that a member has cut."""
-        if self.reference is None and self.aggregation != Aggregation.mean:
-            raise ConfigError(
-                f"aggregation={self.aggregation} compares members, whose rewards share neither zero nor scale; call "
-                "fit_reference(prompts, responses) first"
-            )
-        raw, is_cut = self._scored(prompts, responses)
-        return self._standardized(raw), is_cut
-
-    def _counted(
-        self, rewards: Float[np.ndarray, "members sequences"], is_cut: Bool[np.ndarray, "sides sequences"]
-    ) -> CountedRewards:
-        combined = aggregate(rewards, self.aggregation, self.penalty)
-        return CountedRewards(combined.tolist(), *is_cut.sum(axis=1).tolist())
+        return self.predict_counted(prompts, responses)[1]
 
     def _standardized(self, rewards: Float[np.ndarray, "members sequences"]) -> Float[np.ndarray, "members sequences"]:
         if self.reference is None:
@@ -372,12 +369,12 @@ class RewardModelEnsemble(Scorer):
 
     def _member(self, number: int) -> Scorer:
         """A member, loaded if necessary; valid until the next call."""
-        source = self._models[number]
-        return self._saved.model(str(source)) if isinstance(source, str | Path) else source
+        source = self.models[number]
+        return self._saved.model(str(source)) if isinstance(source, str | PathLike) else source
 
     def _name(self, number: int) -> str:
-        model = self._models[number]
-        return str(model) if isinstance(model, str | Path) else type(model).__name__
+        model = self.models[number]
+        return str(model) if isinstance(model, str | PathLike) else type(model).__name__
 
 
 def aggregate(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from os import PathLike, fspath
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -69,6 +70,14 @@ class RankedResponses:
         """The response with the highest reward."""
         return self.responses[0]
 
+    def __iter__(self) -> Iterator[Any]:
+        """The best response and its reward, for `text, reward = ranked`."""
+        return iter((self.responses[0], self.rewards[0]))
+
+    def __repr__(self) -> str:
+        """The best response and its reward in one line."""
+        return f"RankedResponses(best={self.best[:60]!r}, reward={self.rewards[0]:.4f}, of {len(self.responses)})"
+
 
 @dataclass(frozen=True)
 class _Piece:
@@ -89,7 +98,7 @@ class BestOfNSampler:
     """Sampler that draws responses of a policy and ranks them by a reward model.
 
     Args:
-        policy: hub id or folder of a causal language model, or an object that answers prompts.
+        model: hub id or folder of a causal language model, or an object that answers prompts.
         reward_model: scorer of the responses: a model, an ensemble or a server's client.
         n_samples: number of responses for each prompt, positive.
         use_vllm: generate by vLLM's offline engine (extra `vllm`); only for a policy given by name.
@@ -104,11 +113,11 @@ class BestOfNSampler:
 
     def __init__(
         self,
-        policy: Policy | str | Path,
+        model: Policy | str | PathLike[str],
         reward_model: Scorer,
         n_samples: int = 16,
-        *,
         use_vllm: bool = False,
+        *,
         seed: int = 0,
         **policy_options: Any,
     ) -> None:
@@ -116,12 +125,12 @@ class BestOfNSampler:
             raise ConfigError(f"n_samples must be positive, got {n_samples}")
         if seed < 0:
             raise ConfigError(f"seed must not be negative, got {seed}")
-        if isinstance(policy, str | Path):
-            policy = (VLLMPolicy if use_vllm else TransformersPolicy)(policy, **policy_options)
+        if isinstance(model, str | PathLike):
+            model = (VLLMPolicy if use_vllm else TransformersPolicy)(fspath(model), **policy_options)
         elif use_vllm or policy_options:
             given = ", ".join(["use_vllm"] * use_vllm + list(policy_options))
-            raise ConfigError(f"{given} is for a policy given by name, got a {type(policy).__name__}; leave it out")
-        self.policy: Policy = policy
+            raise ConfigError(f"{given} is for a policy given by name, got a {type(model).__name__}; leave it out")
+        self.policy: Policy = model
         self.reward_model = reward_model
         self.n_samples = n_samples
         self.seed = seed

@@ -158,7 +158,6 @@ CALLS: dict[tuple[str, str], Call] = {
         "ensemble",
         *(
             "score",
-            "detect_ood",
             "member_rewards",
             "predict_batch",
             "predict_counted",
@@ -171,6 +170,8 @@ CALLS: dict[tuple[str, str], Call] = {
     ("RewardModelEnsemble.predict_margins", "prompts"): lambda w, v: w.ensemble.predict_margins(v, [R], [S]),
     ("RewardModelEnsemble.predict_margins", "responses_a"): lambda w, v: w.ensemble.predict_margins(P, v, [S]),
     ("RewardModelEnsemble.predict_margins", "responses_b"): lambda w, v: w.ensemble.predict_margins(P, [R], v),
+    ("RewardModelEnsemble.detect_ood", "prompts"): lambda w, v: w.ensemble.detect_ood(v, [R]),
+    ("RewardModelEnsemble.detect_ood", "responses"): lambda w, v: flags(w.ensemble.detect_ood(P, v)),
     ("BestOfNSampler.sample", "prompts"): lambda w, v: w.sampler.sample(v),
     ("BestOfNSampler.sample_to_file", "prompts"): lambda w, v: written(w, v),
     ("ScorerOracle.as_rater", "prompts"): lambda w, v: w.oracle.as_rater(v, [[R, S]])._scale,
@@ -203,6 +204,10 @@ def written(world: SimpleNamespace, prompts: Any) -> str:
     path = world.folder / f"{len(list(world.folder.iterdir()))}.jsonl"
     world.sampler.sample_to_file(prompts, path)
     return path.read_text()
+
+
+def flags(found: Any) -> list[bool]:
+    return [found] if isinstance(found, bool) else list(found.is_ood)
 
 
 def roles(world: SimpleNamespace, head_names: Any) -> list[int]:

@@ -87,6 +87,9 @@ class CurriculumSampler(Sampler[int]):
         segments: parts of an epoch, in each of which the shares are constant.
         seed: seed of the draws.
 
+    Attributes:
+        easy_idx: positions of the easy pairs; `medium_idx` and `hard_idx` those of the others.
+
     Raises:
         DataError: if there are no margins, or one is not finite.
         ConfigError: if an option is out of its range.
@@ -131,6 +134,8 @@ class CurriculumSampler(Sampler[int]):
         self._num_epochs, self._segments, self._covers, self._seed = num_epochs, segments, covers, seed
         self._epoch = 0
 
+        self.easy_idx, self.medium_idx, self.hard_idx = self.bins
+
     def __len__(self) -> int:
         return self._num_samples
 
@@ -158,6 +163,26 @@ class CurriculumSampler(Sampler[int]):
             part = np.concatenate([queue.take(count) for queue, count in zip(queues, counts, strict=True)])
             parts.append(generator.permutation(part))
         return np.concatenate(parts)
+
+    def sample(self, n: int, epoch: int | None = None, total_epochs: float | None = None) -> NDArray[np.int64]:
+        """Positions of `n` pairs by the shares of an epoch of the training, drawn anew for each epoch.
+
+        Args:
+            n: number of positions, positive; a pair repeats only once all of its bin were drawn.
+            epoch: epoch of the training, counted from 0; None takes the shares of its middle.
+            total_epochs: epochs of the training; None takes `num_epochs`.
+
+        Raises:
+            ConfigError: if a number is not positive.
+        """
+        last = self._num_epochs if total_epochs is None else total_epochs
+        if n < 1 or not last > 0:
+            raise ConfigError(f"n and total_epochs must be positive, got {n} and {last}")
+        generator = np.random.default_rng([self._seed, 1, *([] if epoch is None else [epoch])])
+        room = [n if len(members) else 0 for members in self.bins]
+        counts = exact_counts(shares_at(0.5 if epoch is None else epoch / last), n, room)
+        drawn = [_Queue(members, generator).take(count) for members, count in zip(self.bins, counts, strict=True)]
+        return np.asarray(generator.permutation(np.concatenate(drawn)))
 
 
 class _Queue:

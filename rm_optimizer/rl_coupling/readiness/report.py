@@ -102,6 +102,7 @@ class RLReadinessReport(JsonRecord, indent=2, ensure_ascii=False):
         probes: the best-of-n probes.
         unscored: further measured numbers, which take no part in the score.
         sample: data behind the measurement; None for a score from given numbers.
+        parts: parts in [0, 1] of a score from given numbers, before their weights.
     """
 
     verdict: ReadinessVerdict
@@ -116,6 +117,43 @@ class RLReadinessReport(JsonRecord, indent=2, ensure_ascii=False):
     probes: tuple[ProbeRecord, ...] = ()
     unscored: Mapping[str, Estimate] = field(default_factory=dict)
     sample: ReadinessSample | None = None
+    parts: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def overall_score(self) -> float:
+        """Value of the score; NaN without one."""
+        return math.nan if self.score is None else self.score.value
+
+    @property
+    def accuracy_score(self) -> float:
+        """Part of the accuracy in a score of four numbers, in [0, 1]; NaN for a measured report."""
+        return self.parts.get("accuracy", math.nan)
+
+    @property
+    def calibration_score(self) -> float:
+        """Part of the calibration in a score of four numbers, in [0, 1]; NaN for a measured report."""
+        return self.parts.get("calibration", math.nan)
+
+    @property
+    def stability_score(self) -> float:
+        """Part of the variance of rewards in a score of four numbers, in [0, 1]; NaN for a measured report."""
+        return self.parts.get("stability", math.nan)
+
+    @property
+    def landscape_score(self) -> float:
+        """Part of the curvature in a score of four numbers, in [0, 1]; NaN for a measured report."""
+        return self.parts.get("landscape", math.nan)
+
+    def __repr__(self) -> str:
+        """Verdict, score and next steps, at most twelve lines."""
+        lines = [
+            f"RLReadinessReport: {self.verdict}",
+            f"  score: {self.score or 'none'}",
+            f"  basis: {self.basis[:90]}",
+            *(f"  {name}: {value}" for name, value in [*self.features.items()][:5]),
+            *(f"  next: {step[:92]}" for step in self.recommendations[:3]),
+        ]
+        return "\n".join(lines)
 
     @property
     def failed_gates(self) -> tuple[Check, ...]:

@@ -21,7 +21,7 @@ from rm_optimizer.rl_coupling.readiness.report import (
     ReadinessVerdict,
     RLReadinessReport,
 )
-from rm_optimizer.rl_coupling.readiness.scorer import RLReadinessScorer
+from rm_optimizer.rl_coupling.rl_readiness import RLReadinessScorer
 from tests.browser import NEEDS_AXE, NEEDS_BROWSER, assert_accessible, assert_sound
 
 PROBE = ProbeRecord(64, Estimate(0.91, 0.02, 64, 0.84, 0.95), 128, 120, 8, 256, "the interval is within ±0.05")

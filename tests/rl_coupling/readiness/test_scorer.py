@@ -27,14 +27,14 @@ def test_the_authors_example_is_acceptable():
         ({"accuracy": 1.0}, "accuracy", 0.35),
         ({"accuracy": 1.3}, "accuracy", 0.35),
         ({"accuracy": 0.0}, "accuracy", 0.0),
-        ({"ece": 0.2}, "ece", 0.0),
-        ({"ece": 0.9}, "ece", 0.0),
-        ({"reward_variance": 0.0}, "reward_variance", 0.25),
-        ({"reward_variance": 3.0}, "reward_variance", 0.0),
-        ({"reward_variance": 99.0}, "reward_variance", 0.0),
-        ({"top_eigenvalue": 0.0}, "top_eigenvalue", 0.15),
-        ({"top_eigenvalue": -5.0}, "top_eigenvalue", 0.15),
-        ({"top_eigenvalue": 1e6}, "top_eigenvalue", 0.0),
+        ({"ece": 0.2}, "calibration", 0.0),
+        ({"ece": 0.9}, "calibration", 0.0),
+        ({"reward_variance": 0.0}, "stability", 0.25),
+        ({"reward_variance": 3.0}, "stability", 0.0),
+        ({"reward_variance": 99.0}, "stability", 0.0),
+        ({"top_eigenvalue": 0.0}, "landscape", 0.15),
+        ({"top_eigenvalue": -5.0}, "landscape", 0.15),
+        ({"top_eigenvalue": 1e6}, "landscape", 0.0),
     ],
 )
 def test_every_component_stays_between_zero_and_its_weight(change, name, component):
@@ -70,7 +70,7 @@ def test_what_lies_beyond_a_limit_is_named(change, words):
     ],
 )
 def test_limits_of_the_verdicts(accuracy, verdict):
-    weights = {"accuracy": 1.0, "ece": 0.0, "reward_variance": 0.0, "top_eigenvalue": 0.0}
+    weights = {"accuracy": 1.0, "calibration": 0.0, "stability": 0.0, "landscape": 0.0}
     assert RLReadinessScorer(weights).compute_score(accuracy, 0.0, 1.0, 100.0).verdict == verdict
 
 
@@ -90,10 +90,10 @@ def test_impossible_numbers_are_refused(change):
 @pytest.mark.parametrize(
     ("weights", "message"),
     [
-        ({"accuracy": 1.0}, "must name accuracy, ece, reward_variance, top_eigenvalue, got accuracy"),
-        ({"accuracy": 0.5, "ece": 0.5, "reward_variance": 0.5, "top_eigenvalue": 0.5}, "must sum to 1, got 2"),
-        ({"accuracy": 1.5, "ece": -0.5, "reward_variance": 0.0, "top_eigenvalue": 0.0}, "must not be negative"),
-        ({"accuracy": math.nan, "ece": 0.5, "reward_variance": 0.5, "top_eigenvalue": 0.0}, "must be finite"),
+        ({"accuracy": 1.0}, "must name accuracy, calibration, stability, landscape, got accuracy"),
+        ({"accuracy": 0.5, "calibration": 0.5, "stability": 0.5, "landscape": 0.5}, "must sum to 1, got 2"),
+        ({"accuracy": 1.5, "calibration": -0.5, "stability": 0.0, "landscape": 0.0}, "must not be negative"),
+        ({"accuracy": math.nan, "calibration": 0.5, "stability": 0.5, "landscape": 0.0}, "must be finite"),
     ],
 )
 def test_unusable_weights_are_refused(weights, message):

@@ -8,12 +8,13 @@ from types import MappingProxyType
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.rl_coupling.readiness.report import ReadinessVerdict, RLReadinessReport
+from rm_optimizer.rl_coupling.readiness.report import ReadinessVerdict
+from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport as RLReadinessReport
 
 WEIGHTS: Mapping[str, float] = MappingProxyType(
-    {"accuracy": 0.35, "ece": 0.25, "reward_variance": 0.25, "top_eigenvalue": 0.15}
+    {"accuracy": 0.35, "calibration": 0.25, "stability": 0.25, "landscape": 0.15}
 )
-"""Weights of the method's authors; they sum to 1."""
+"""Weight of each part by the method's authors; they sum to 1."""
 READY_ABOVE, ACCEPTABLE_FROM = 0.8, 0.6
 BASIS = (
     "four numbers by weights that the method's authors set by hand; nothing validates them, so use the score to "
@@ -36,16 +37,16 @@ class RLReadinessScorer:
     (`docs/readiness.md`).
 
     Args:
-        weights: weight of each argument of `compute_score` by its name, not negative, with a sum of 1; None takes the
-            authors'.
+        weights: weight of `accuracy`, `calibration`, `stability` and `landscape`, not negative, with a sum of 1;
+            None takes the authors'.
 
     Raises:
         ConfigError: if a weight is missing, unknown, negative or not finite, or the sum is not 1.
 
     Example:
         >>> report = RLReadinessScorer().compute_score(0.87, 0.05, 1.2, 150)
-        >>> f"{report.score}", report.verdict.value
-        ('0.789', 'acceptable with monitoring')
+        >>> round(report.overall_score, 3), report.calibration_score, report.verdict.value
+        (0.789, 0.75, 'acceptable with monitoring')
     """
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
@@ -79,13 +80,14 @@ class RLReadinessScorer:
             "reward_variance": _number("reward_variance", reward_variance, most=None),
             "top_eigenvalue": _number("top_eigenvalue", top_eigenvalue, least=None),
         }
-        factors = {
+        unbounded = {
             "accuracy": given["accuracy"],
-            "ece": 1 - 5 * given["ece"],
-            "reward_variance": 1 - (given["reward_variance"] - 0.5) / 2.5,
-            "top_eigenvalue": 1 - (given["top_eigenvalue"] - 50) / 450,
+            "calibration": 1 - 5 * given["ece"],
+            "stability": 1 - (given["reward_variance"] - 0.5) / 2.5,
+            "landscape": 1 - (given["top_eigenvalue"] - 50) / 450,
         }
-        components = {name: self.weights[name] * min(max(value, 0.0), 1.0) for name, value in factors.items()}
+        parts = {name: min(max(value, 0.0), 1.0) for name, value in unbounded.items()}
+        components = {name: self.weights[name] * part for name, part in parts.items()}
         score = math.fsum(components.values())
         return RLReadinessReport(
             verdict=_verdict(score),
@@ -94,6 +96,7 @@ class RLReadinessScorer:
             features={name: Estimate(value, None, 0) for name, value in given.items()},
             components=components,
             recommendations=tuple(_recommendations(given)),
+            parts=parts,
         )
 
 
