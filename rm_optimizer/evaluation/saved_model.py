@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Self
 
 import numpy as np
@@ -15,7 +18,7 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.overlap import TrainedOn, TrainedPairs
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, require_finite
+from rm_optimizer.core.pairs.pair import Prompt, digest, require_finite
 from rm_optimizer.core.rows.natural import Texts, texts
 from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
@@ -159,53 +162,68 @@ class Evaluation(JsonRecord):
 
 
 def evaluate_checkpoint(
-    source: str | Path,
-    data: Iterable[PreferencePair | Mapping[str, Any]],
+    source: str | os.PathLike[str],
+    data: object,
     *,
-    output_dir: Path | str,
+    output_dir: str | os.PathLike[str] | None = None,
     max_length: int | None = None,
-    **options: Any,
+    token_budget: int = 16384,
+    num_bootstrap: int = 1000,
+    seed: int = 0,
+    by: Texts = (),
 ) -> Evaluation:
     """`evaluate_model` of a saved model, on this machine's accelerator.
 
     Args:
         source: any model that `BradleyTerryRM.from_pretrained` loads.
-        data: the pairs, as `PreferenceDataset.from_pairs` takes them.
-        output_dir: folder for the files.
+        data: the pairs, as `evaluate_model` takes them.
+        output_dir: folder for the files; None writes none.
         max_length: most tokens of a sequence; None means the stored number, or else the model's.
-        options: further arguments of `evaluate_model`.
+        token_budget: most tokens of one pass, padding included.
+        num_bootstrap: number of resamples of prompts for the intervals.
+        seed: seed of the resamples.
+        by: columns of the pairs' metadata whose values are reported separately, in addition to source and subset.
 
     Raises:
         CheckpointError: if the model cannot be loaded, differs from its own record, or gives rewards that are not
             finite.
         ConfigError: if the model cannot read `max_length` tokens.
     """
-    model = BradleyTerryRM.from_pretrained(source, max_length=max_length)
+    model = BradleyTerryRM.from_pretrained(os.fspath(source), max_length=max_length)
     if torch.cuda.is_available():
         model.to("cuda")
-    return evaluate_model(model, data, checkpoint=source, output_dir=output_dir, **options)
+    return evaluate_model(
+        model,
+        data,
+        checkpoint=source,
+        output_dir=output_dir,
+        token_budget=token_budget,
+        num_bootstrap=num_bootstrap,
+        seed=seed,
+        by=by,
+    )
 
 
 def evaluate_model(
     model: BradleyTerryRM,
-    data: Iterable[PreferencePair | Mapping[str, Any]],
+    data: object,
     *,
-    checkpoint: str | Path,
-    output_dir: Path | str,
-    token_budget: int,
-    num_bootstrap: int,
-    seed: int,
+    checkpoint: str | os.PathLike[str] | None = None,
+    output_dir: str | os.PathLike[str] | None = None,
+    token_budget: int = 16384,
+    num_bootstrap: int = 1000,
+    seed: int = 0,
     by: Texts = (),
-    partial_dir: Path | str | None = None,
+    partial_dir: str | os.PathLike[str] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Evaluate a model on pairs, and write metrics, distributions and per-pair rewards.
 
     Args:
         model: the model, on its device.
-        data: the pairs, as `PreferenceDataset.from_pairs` takes them.
-        checkpoint: source of the model, from which the record of its training pairs is read.
-        output_dir: folder for `metrics.json`, `reward_distributions.json` and `pair_rewards.jsonl`.
+        data: the pairs: a path, or what `PreferenceDataset` takes in memory, such as a data frame or a list of rows.
+        checkpoint: source of the model, from which the record of its training pairs is read; None without one.
+        output_dir: folder for `metrics.json`, `reward_distributions.json` and `pair_rewards.jsonl`; None writes none.
         token_budget: most tokens of one pass, padding included.
         num_bootstrap: number of resamples of prompts for the intervals.
         seed: seed of the resamples.
@@ -219,27 +237,35 @@ def evaluate_model(
         DataError: if a conversation cannot be rendered and bad rows are not dropped, or too many rows are bad.
     """
     require_bradley_terry(model)
-    output_dir = as_path("output_dir", output_dir)
-    partial_dir = output_dir if partial_dir is None else as_path("partial_dir", partial_dir)
-    checkpoint, by = str(checkpoint), texts("by", by)
-    require_no_run(output_dir, "output_dir")
-    trained = TrainedPairs.recorded(checkpoint)
-    data = PreferenceDataset.from_pairs(data).accepted_by(model.renderer)
-    with held(output_dir, "evaluation"):
+    source = None if checkpoint is None else os.fspath(checkpoint)
+    trained = None if source is None else TrainedPairs.recorded(source)
+    is_file, by = isinstance(data, str | os.PathLike), texts("by", by)
+    with ExitStack() as folders:
+        if output_dir is None:
+            output_dir = folders.enter_context(TemporaryDirectory())
+        folder = as_path("output_dir", output_dir)
+        require_no_run(folder, "output_dir")
+        pairs = PreferenceDataset.load(data) if is_file else PreferenceDataset.from_pairs(data)  # type: ignore[arg-type]
+        pairs = pairs.accepted_by(model.renderer)
+        folders.enter_context(held(folder, "evaluation"))
         rewards, truncation = score_responses(
-            model, data, token_budget=token_budget, partial_dir=partial_dir, on_progress=on_progress
+            model,
+            pairs,
+            token_budget=token_budget,
+            partial_dir=folder if partial_dir is None else as_path("partial_dir", partial_dir),
+            on_progress=on_progress,
         )
         chosen, rejected = rewards.chosen, rewards.rejected
         evaluation = Evaluation(
-            metrics_of(rewards, data, beta=model.beta, num_bootstrap=num_bootstrap, seed=seed, by=by),
+            metrics_of(rewards, pairs, beta=model.beta, num_bootstrap=num_bootstrap, seed=seed, by=by),
             truncation,
             has_default_length=model.has_default_length,
-            trained_on=None if trained is None else trained.count(data.pairs),
-            best_of_n=best_of_n(data.pairs, chosen, rejected, num_bootstrap=num_bootstrap, seed=seed),
-            num_skipped=len(data.skipped),
-            checkpoint=checkpoint,
+            trained_on=None if trained is None else trained.count(pairs.pairs),
+            best_of_n=best_of_n(pairs.pairs, chosen, rejected, num_bootstrap=num_bootstrap, seed=seed),
+            num_skipped=len(pairs.skipped),
+            checkpoint=source or "",
         )
-        write_text(output_dir / METRICS_FILE, evaluation.to_json() + "\n")
-        write_text(output_dir / DISTRIBUTIONS_FILE, distributions_text(rewards))
-        write_pair_rewards(output_dir / PAIR_REWARDS_FILE, rewards, data, by=by)
+        write_text(folder / METRICS_FILE, evaluation.to_json() + "\n")
+        write_text(folder / DISTRIBUTIONS_FILE, distributions_text(rewards))
+        write_pair_rewards(folder / PAIR_REWARDS_FILE, rewards, pairs, by=by)
     return evaluation

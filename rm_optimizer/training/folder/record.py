@@ -151,14 +151,17 @@ class RunResult(JsonRecord, indent=2):
     def __str__(self) -> str:
         return self.export
 
-    def __repr__(self) -> str:
-        metrics, own = self.metrics, "".join(f"{name} {value:.4g}  " for name, value in self.own_metrics.items())
-        return (
-            f"RunResult: {self.model}, {self.optimizer}, seed {self.seed}, {self.ending} after step {self.steps}\n"
-            f"  accuracy {metrics.accuracy}  NLL {metrics.nll}  {own}on {metrics.num_pairs} pairs\n"
-            f"  trained on {self.data.train_pairs} pairs in {self.wall_seconds:.1f} s; best step {self.best_step}\n"
-            f"  model: {self.export}"
-        )
+    def summary(self) -> dict[str, str]:
+        """The run, its metrics on validation and its model."""
+        return {
+            "run": f"{self.model}, {self.optimizer}, seed {self.seed}, {self.ending} after step {self.steps}",
+            "pairs": f"{self.data.train_pairs} to train, {self.metrics.num_pairs} to validate",
+            "accuracy": str(self.metrics.accuracy),
+            "NLL": str(self.metrics.nll),
+            **{name: f"{value:.4g}" for name, value in self.own_metrics.items()},
+            "best step": str(self.best_step),
+            "model": self.export,
+        }
 
     @property
     def objective(self) -> float:
