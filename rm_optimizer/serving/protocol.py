@@ -160,7 +160,7 @@ class ScoreItem(WireModel):
 
 
 class ScoringRequest(WireModel):
-    """`POST /rm/score` or `/score`: conversations that the server renders as training did."""
+    """`POST /rm/score`: conversations that the server renders as training did."""
 
     model_config = ConfigDict(frozen=True)
     model: StrictStr | None = None

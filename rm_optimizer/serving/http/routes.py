@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import uuid
-from collections.abc import Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, Request, Response
 from fastapi.responses import PlainTextResponse
+from fastapi.routing import APIRoute
 
 import rm_optimizer
 from rm_optimizer.serving.engine import ScoredBatch
@@ -33,9 +36,37 @@ from rm_optimizer.serving.protocol import (
     VersionResponse,
     sigmoid,
 )
-from rm_optimizer.serving.service.api_errors import JsonRoute, NotReady, error_responses
+from rm_optimizer.serving.service.api_errors import InvalidRequest, NotReady, error_responses
 from rm_optimizer.serving.service.inputs import TokenSequence, num_characters, refuse_cuts
 from rm_optimizer.serving.service.service import RewardService
+
+
+class JsonRoute(APIRoute):
+    """Route whose JSON bodies have each key once; Python's parser would keep the last of two values."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Handler that reads such bodies."""
+        handle = super().get_route_handler()
+
+        async def read_strictly(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return read_strictly
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        return json.loads(await self.body(), object_pairs_hook=_distinct)
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (key, count), *_ = Counter(key for key, _ in pairs).most_common(1)
+        name = key[:64].encode("utf-8", "replace").decode()
+        raise InvalidRequest(f"expected each key of an object once, got {name!r} {count} times", name)
+    return found
+
 
 router = APIRouter(route_class=JsonRoute)
 _SCORING = error_responses(400, 401, 404, 408, 413, 500, 503)
@@ -125,7 +156,6 @@ async def classify(body: ClassifyRequest, request: Request, response: Response, 
     )
 
 
-@router.post("/score", responses=_SCORING)
 @router.post("/rm/score", responses=_SCORING)
 async def score(body: ScoringRequest, request: Request, response: Response, service: Service) -> ScoringResponse:
     """Rewards of responses to prompts, rendered as in training."""

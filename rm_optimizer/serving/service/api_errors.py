@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Mapping
 
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 
 from rm_optimizer.errors import EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
@@ -138,33 +134,6 @@ _HINTS = dict.fromkeys(
     ("prompt", "responses"), 'unknown field here; POST /rm/score takes {"items": [{"prompt": …, "responses": […]}]}'
 )
 _ROUTES = "POST /classify, /rm/score or /get_reward for rewards, GET /ready, /rm/info or /metrics; GET /docs lists all"
-
-
-class JsonRoute(APIRoute):
-    """Route whose JSON bodies have each key once; Python's parser would keep the last of two values."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Handler that reads such bodies."""
-        handle = super().get_route_handler()
-
-        async def read_strictly(request: Request) -> Response:
-            return await handle(_JsonRequest(request.scope, request.receive))
-
-        return read_strictly
-
-
-class _JsonRequest(Request):
-    async def json(self) -> Any:
-        return json.loads(await self.body(), object_pairs_hook=_distinct)
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        (key, count), *_ = Counter(key for key, _ in pairs).most_common(1)
-        name = key[:64].encode("utf-8", "replace").decode()
-        raise InvalidRequest(f"expected each key of an object once, got {name!r} {count} times", name)
-    return found
 
 
 def error_answer(error: ApiError) -> JSONResponse:
