@@ -99,7 +99,7 @@ class RewardModelLightning(pl.LightningModule):
         self._sums = torch.zeros(5, dtype=torch.float64)
 
     def setup(self, stage: str) -> None:
-        """Refuse trainers whose numbers would be wrong."""
+        """Refuse trainers whose numbers would be wrong, and put a loaded model into training mode."""
         if self.automatic_optimization and self.trainer.world_size > 1:
             raise ConfigError(
                 "RewardModelLightning in a trainer of its own takes devices=1, since Lightning deals other pairs to "
@@ -110,6 +110,8 @@ class RewardModelLightning(pl.LightningModule):
                 f"precision must be 32-true or bf16-mixed, which keep float32 weights (half ones round small updates "
                 f"away), got {self.trainer.precision}"
             )
+        if stage == "fit":
+            self.train()
 
     def configure_optimizers(self) -> Any:
         """The optimizer and its schedule, stepped once an optimizer step."""

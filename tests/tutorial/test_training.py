@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.callbacks import EarlyStopping, ModelCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, ModelCheckpoint
+from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 
 from rm_optimizer import BaseRewardModel, BradleyTerryRM, evaluate_checkpoint, evaluate_model
@@ -215,9 +216,10 @@ def test_lightnings_callbacks_follow_the_validation(trained: RunResult, tmp_path
     items = tensors_of(model, ROWS)
     loader = torch.utils.data.DataLoader(items[:48], batch_size=16, shuffle=True)
     val = torch.utils.data.DataLoader(items[48:], batch_size=5)
-    saved = ModelCheckpoint(tmp_path, monitor="val/accuracy", mode="max")
-    callbacks = [saved, EarlyStopping("val/accuracy", patience=3, mode="max")]
-    trainer = plain_trainer(max_epochs=2, gradient_clip_val=1.0, callbacks=callbacks, enable_checkpointing=True)
+    saved = ModelCheckpoint(tmp_path / "best", monitor="val/accuracy", mode="max")
+    callbacks = [saved, EarlyStopping("val/accuracy", patience=3, mode="max"), LearningRateMonitor()]
+    options = {"gradient_clip_val": 1.0, "logger": CSVLogger(tmp_path), "log_every_n_steps": 1}
+    trainer = plain_trainer(max_epochs=2, callbacks=callbacks, enable_checkpointing=True, **options)
     trainer.fit(RewardModelLightning(model, optimizer_name="adamw"), loader, val)
     prompts, chosen, rejected = ([row[name] for row in ROWS[48:]] for name in ("prompt", "chosen", "rejected"))
     margins = (model.score(prompts, chosen) - model.score(prompts, rejected)).double()
@@ -227,6 +229,11 @@ def test_lightnings_callbacks_follow_the_validation(trained: RunResult, tmp_path
     loss = float(torch.nn.functional.softplus(-margins).mean())
     assert float(logged["val/loss"]) == pytest.approx(loss, rel=1e-5)  # 12 pairs in batches of 5, 5 and 2
     assert {"train/loss", "train/accuracy"} <= logged.keys()
+    rows = [row for row in read_rows(*tmp_path.rglob("metrics.csv")) if row["lr-AdamW/pg1"]]
+    rates = [float(row["lr-AdamW/pg1"]) for row in rows]
+    assert rates[1] == max(rates) == pytest.approx(1e-5), "the preset's warm-up takes one of six steps"
+    assert rates[-1] < 1e-6
+    assert model.training
     best = BradleyTerryRM.from_pretrained(saved.best_model_path)
     assert best.score(prompts, chosen).isfinite().all()
 
