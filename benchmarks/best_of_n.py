@@ -100,7 +100,7 @@ def responses(args: argparse.Namespace) -> tuple[Groups, list[str]]:
     world = PreferenceWorld(0)
     rng = np.random.default_rng(0)
     if args.pairs:
-        data = PreferenceDataset.load(args.pairs)
+        data = PreferenceDataset(args.pairs)
         prompts = list({pair.prompt_id: pair.prompt for pair in data.pairs}.values())[: args.num_prompts]
         pool = [text for pair in data.pairs for text in (pair.chosen, pair.rejected)]
         drawn = rng.choice(len(pool), size=(len(prompts), args.samples), replace=False)

@@ -106,7 +106,7 @@ def in_memory(path: Path) -> dict[str, float]:
     render = renderer(256)
     before = memory()[0]
     marks = [("start", time.process_time())]
-    data = PreferenceDataset.load(str(path))
+    data = PreferenceDataset(str(path))
     marks.append(("read", time.process_time()))
     assert len(set(data.prompt_ids)) == len(data)
     marks.append(("index", time.process_time()))

@@ -88,7 +88,7 @@ def some(collator: PairCollator, count: int, token_budget: int) -> list[AnyPairB
 def load_pairs(args: argparse.Namespace) -> PreferenceDataset:
     """The pairs of `--pairs`, or the synthetic ones."""
     if args.pairs:
-        return PreferenceDataset.load(args.pairs)
+        return PreferenceDataset(args.pairs)
     return PreferenceDataset(synthetic_world(SyntheticConfig(num_train=SYNTHETIC_PAIRS, num_val=2)).train)
 
 

@@ -108,7 +108,7 @@ def settings_of(args: argparse.Namespace) -> dict[str, Any]:
 
 def training_pairs(args: argparse.Namespace) -> PreferenceDataset:
     """The training pairs, or the stated random subset of them."""
-    dataset = PreferenceDataset.load(args.train)
+    dataset = PreferenceDataset(args.train)
     return dataset if args.num_pairs is None else dataset.subset(args.num_pairs, args.subset_seed)
 
 
@@ -271,7 +271,7 @@ def _side_statistics(totals: np.ndarray, all_totals: np.ndarray) -> np.ndarray:
 
 def compare(args: argparse.Namespace, sides: Mapping[str, Side]) -> dict[str, Any]:
     """Everything the comparison says, as JSON values."""
-    val = PreferenceDataset.load(args.val)
+    val = PreferenceDataset(args.val)
     rewards = {name: validation_rewards(args, name, side, val) for name, side in sides.items()}
     metrics = {
         name: metrics_of(value, val, beta=1.0, num_bootstrap=args.bootstrap, seed=0) for name, value in rewards.items()

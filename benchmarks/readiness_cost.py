@@ -145,7 +145,7 @@ def main() -> None:
     stopped = probes(found, gold, StoppingRule())
     numbers["labels_when_stopped"] = float(np.mean([record.num_labels for record in stopped]))
     numbers["half_width_when_stopped"] = float(np.mean([half_width(record.win_rate) for record in stopped]))
-    pairs = PreferenceDataset.from_pairs(world.pairs(0, 1000).val)
+    pairs = PreferenceDataset(world.pairs(0, 1000).val)
     seconds = seconds_by_stage(model, pairs, world, gold)
     numbers |= {f"seconds_{what.replace(' ', '_')}": value for what, value in seconds.items()}
     numbers["seconds"] = sum(seconds.values())

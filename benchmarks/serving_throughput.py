@@ -303,7 +303,7 @@ def main() -> None:
     if args.naive_server:
         run_naive_server(*args.naive_server)
         return
-    dataset = PreferenceDataset.load(args.pairs)
+    dataset = PreferenceDataset(args.pairs)
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         model = write_model(args, dataset, folder)

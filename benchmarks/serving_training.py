@@ -105,7 +105,7 @@ def split(args: argparse.Namespace, scratch: Path) -> tuple[PreferenceDataset, P
     train, val = (
         [
             pair
-            for pair in PreferenceDataset.load(path, on_bad_row="drop").pairs
+            for pair in PreferenceDataset(path, on_bad_row="drop").pairs
             if not column or str(pair.metadata.get(column)) == value
         ]
         for path in (args.pairs, args.val)
@@ -116,7 +116,7 @@ def split(args: argparse.Namespace, scratch: Path) -> tuple[PreferenceDataset, P
     for name, pairs in (("train", train), ("val", val)):
         lines = (json.dumps(pair.to_dict()) + "\n" for pair in pairs)
         (scratch / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
-    first, second = (PreferenceDataset.load(str(scratch / f"{name}.jsonl")) for name in ("train", "val"))
+    first, second = (PreferenceDataset(str(scratch / f"{name}.jsonl")) for name in ("train", "val"))
     return first, second
 
 

@@ -124,7 +124,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
 
 def write_model(args: argparse.Namespace, name: str, folder: Path) -> None:
     """A random classifier with one label, its tokenizer, and the pairs of `--steps` steps, in `folder`."""
-    dataset = PreferenceDataset.load(args.pairs)
+    dataset = PreferenceDataset(args.pairs)
     tokenizer = train_tokenizer(rendered_texts(dataset.pairs), VOCABULARY)
     special = {f"{role}_token_id": getattr(tokenizer, f"{role}_token_id") for role in ("pad", "bos", "eos")}
     shape = {"vocab_size": len(tokenizer)} | SHAPES[name] | {"num_labels": 1, "hidden_dropout_prob": 0.0}
@@ -150,7 +150,7 @@ def max_length(folder: Path) -> int:
 
 def tokens_of(folder: Path) -> tuple[TokenizedPairs, PreferenceDataset]:
     """The training pairs as both sides' token ids."""
-    dataset = PreferenceDataset.load(folder / "train.jsonl")
+    dataset = PreferenceDataset(folder / "train.jsonl")
     renderer = ConversationRenderer(AutoTokenizer.from_pretrained(folder), max_length(folder))
     return tokenize_pairs(dataset.pairs, renderer, None), dataset
 

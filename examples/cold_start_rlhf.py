@@ -31,7 +31,7 @@ def main(steps: int = 40) -> None:
     """Train a reward model, fit a start policy, optimize it, and print what each checkpoint is worth."""
     world = PreferenceWorld(0, concave=True)
     pairs = world.pairs(num_train=max(64, 100 * steps), num_val=200)
-    data = TrainVal(PreferenceDataset.from_pairs(pairs.train), PreferenceDataset.from_pairs(pairs.val))
+    data = TrainVal(PreferenceDataset(pairs.train), PreferenceDataset(pairs.val))
     options = ["model=tiny", "resume=auto", f"output_dir={FOLDER}/reward"]
     trained = train_reward_model(typed(compose(options), TrainConfig), data=data)
     print(f"reward model: accuracy {trained.metrics.accuracy}, at most {pairs.ceiling:.3f}")

@@ -17,7 +17,7 @@ ROWS = [
 
 def main() -> None:
     """Train on nine tenths of the prompts, validate on the others, and print where the model is."""
-    pairs = PreferenceDataset.from_pairs(PreferencePair(row["prompt"], row["chosen"], row["rejected"]) for row in ROWS)
+    pairs = PreferenceDataset(PreferencePair(row["prompt"], row["chosen"], row["rejected"]) for row in ROWS)
     data = TrainVal(*pairs.split_by_prompt(0.1, seed=0))
     options = ["model=tiny", "training.epochs=1", "output_dir=outputs/from_table"]
     given = {option.partition("=")[0] for option in sys.argv[1:]}

@@ -223,7 +223,7 @@ def _require_paths(config: TrainConfig) -> None:
     if config.model.path is not None:
         resolve_source(config.model.path)
     given = [each for each in (config.data.train, config.data.val) if each is not None]
-    for source in (item for each in given for item in parse_sources(each, format=config.data.format, columns=None)):
+    for source in (item for each in given for item in parse_sources(each, config.data)):
         for file in (file for part in source_files(source.path) for file in part.files if not is_hub_name(file)):
             read_rows(file, lambda number, reason: None)  # it looks at the file, and reads rows once they are asked for
 

@@ -340,7 +340,7 @@ def trial(config: TrainConfig, scored: Mapping[str, Path], folder: Path) -> dict
 
 def margins(config: TrainConfig, model: BradleyTerryRM, pairs: Path) -> list[float]:
     """Margins of all pairs of a file, in order; 0 where both conversations are equal after truncation."""
-    data = PreferenceDataset.load(str(pairs))
+    data = PreferenceDataset(str(pairs))
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     half = config.hardware.precision == "bf16-mixed"
@@ -357,7 +357,7 @@ def batching_rows(config: TrainConfig, seed: int, splits: Splits, folder: Path) 
     path = folder / "batching" / f"seed-{seed}.json"
     if path.is_file():
         return list(json.loads(path.read_text()))
-    data = PreferenceDataset.load(str(splits.train))
+    data = PreferenceDataset(str(splits.train))
     longer: dict[str, Any] = {"max_length": BATCHING_LENGTH, "attn_implementation": Attention.auto}
     model = build_model(replace(config.model, **(longer if config.model.path else {})), data, seed).train()
     tokens = tokenize_pairs(data.pairs, model.renderer, None)
@@ -409,7 +409,7 @@ def run(out: Path, train: str, val: str, overrides: Sequence[str], seeds: int = 
     report = {
         "settings": settings | {"seeds": seeds},
         **{"versions": versions(), "machine": machine(), "commit": commit()},
-        "length_baseline": length_baseline(PreferenceDataset.load(str(splits.test)).pairs).value,
+        "length_baseline": length_baseline(PreferenceDataset(str(splits.test)).pairs).value,
         "arms": {
             arm: {name: paired_effect(test[arm], None, prompts, name) for name in ("accuracy", "nll", "ece")}
             | {name: np.mean([found[name] for found in trials[arm]]).item() for name in ("scored_step", "cpu_seconds")}

@@ -364,7 +364,7 @@ class PairPool:
 
 def real_pool(data: Sequence[str], model: str | None, name: str | None) -> PairPool:
     """Pool of real pairs, with the last layer of a model as features, or words, length and question marks."""
-    pairs = PreferenceDataset.load(list(data))
+    pairs = PreferenceDataset(list(data))
     scorer = None if model is None else BradleyTerryRM.from_pretrained(model)
     features = LabeledFeatures.of(pairs, fixed_differences(pairs, scorer))
     default = f"{Path(data[0]).name.partition('.')[0]}{'' if model is None else f' by {Path(model).name}'}"

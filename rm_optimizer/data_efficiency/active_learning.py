@@ -87,7 +87,7 @@ class ActiveLearner:
         self._folder, self._seed = Path(folder), seed
         if not pool:
             raise DataError("a pool needs at least one pair, got none")
-        self._pool = PreferenceDataset.from_pairs([*asked_once(pool).values()])
+        self._pool = PreferenceDataset([*asked_once(pool).values()])
         self.num_pairs = len(self._pool)
         self._rule = acquisition_function(rule)
         questions = questions_of(self._pool, np.arange(len(self._pool)), seed=seed)
@@ -264,7 +264,7 @@ def run_active_loop(
             if warm and rounds:
                 start = replace(own.model, path=rounds[-1].result.export, revision=None, architecture={})
                 own = replace(own, model=start)
-            data = TrainVal(PreferenceDataset.from_pairs(pairs), val, "pairs of the caller")
+            data = TrainVal(PreferenceDataset(pairs), val, "pairs of the caller")
             result = run_training(own, data=data)
             rounds.append(LearningRound(len(pairs), result))
     return rounds

@@ -239,14 +239,13 @@ def evaluate_model(
     require_bradley_terry(model)
     source = None if checkpoint is None else os.fspath(checkpoint)
     trained = None if source is None else TrainedPairs.recorded(source)
-    is_file, by = isinstance(data, str | os.PathLike), texts("by", by)
+    by = texts("by", by)
     with ExitStack() as folders:
         if output_dir is None:
             output_dir = folders.enter_context(TemporaryDirectory())
         folder = as_path("output_dir", output_dir)
         require_no_run(folder, "output_dir")
-        pairs = PreferenceDataset.load(data) if is_file else PreferenceDataset.from_pairs(data)  # type: ignore[arg-type]
-        pairs = pairs.accepted_by(model.renderer)
+        pairs = PreferenceDataset(data).accepted_by(model.renderer)
         folders.enter_context(held(folder, "evaluation"))
         rewards, truncation = score_responses(
             model,

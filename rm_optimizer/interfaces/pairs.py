@@ -53,7 +53,7 @@ class PairOptions:
                 raise ConfigError(did_you_mean(flag, value, known))
 
     def load(self, source: str | Sequence[str]) -> PreferenceDataset:
-        """Read one source, or several as one data set, each an argument of `PreferenceDataset.load`.
+        """Read one source, or several as one data set, each an argument of `PreferenceDataset`.
 
         Raises:
             ConfigError: if a flag's value is unknown, or a file is named twice.

@@ -9,8 +9,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, TypedDict
 
+from rm_optimizer.errors import did_you_mean
 from rm_optimizer.schema.checks import Options, needing, require, within
 
 
@@ -178,3 +179,49 @@ class DataConfig(Options, group="data"):
         expected = "not exceed data.curriculum_easy" + (", both in [0, 1]" if self.curriculum_quantiles else "")
         is_share = not self.curriculum_quantiles or high <= 1
         require(low <= high and is_share, "data.curriculum_hard", expected, f"{low} and {high}")
+
+
+class ReadOptions(TypedDict, total=False):
+    """Options for reading rows of preference pairs, as keywords of a Python call.
+
+    Args:
+        format: row format, as `data.format` takes it, of sources that do not name their own.
+        columns: column mapping, our name to the file's, of sources that do not bring their own; None as the file's name
+            leaves the column out.
+        winner: values of the winner column that name response_a, response_b and, if any, a tie.
+        kwise_rule: pairs that a k-wise row gives: all, best_worst or adjacent.
+        on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
+        max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
+        seed: seed of the random part that a fractional weight takes.
+    """
+
+    format: str
+    columns: Mapping[str, str | None] | None
+    winner: object
+    kwise_rule: str
+    on_bad_row: str
+    max_bad_share: float
+    seed: int
+
+
+def read_config(call: str, options: ReadOptions) -> DataConfig:
+    """The options as those of a run.
+
+    Args:
+        call: name of the call that they are keywords of.
+        options: the options.
+
+    Raises:
+        TypeError: if an option is unknown.
+        ConfigError: if a value is out of its range.
+    """
+    known, values = [*ReadOptions.__annotations__], dict[str, Any](options)
+    for name in values:
+        if name not in known:
+            raise TypeError(did_you_mean(f"argument of {call}", name, known))
+    for name, kind in (("kwise_rule", KwiseRule), ("on_bad_row", OnBadRow)):
+        if name in values:
+            values[name] = kind(values[name])
+    if "seed" in values:
+        values["split_seed"] = values.pop("seed")
+    return DataConfig(**values)

@@ -62,7 +62,7 @@ def starting_weights(options: Mapping[str, Any], data: DataConfig) -> dict[str, 
         DataError: if the pairs are needed and no longer exist.
     """
     config, adapter = from_values(ModelConfig, options["model"]), from_values(AdapterConfig, options["adapter"])
-    train = PreferenceDataset.from_pairs([]) if config.path is not None else load_training_data(data).train
+    train = PreferenceDataset([]) if config.path is not None else load_training_data(data).train
     model = build_model(config, train, options["seed"])
     add_adapter(model.model, adapter, seed=options["seed"])
     weights: dict[str, Tensor] = model.model.state_dict()

@@ -87,7 +87,7 @@ def calls(model: BaseRewardModel) -> Iterator[tuple[str, Callable[[], Any], Any]
             [reward] * 2,
         )
         if name != "arrow array":
-            yield f"from_pairs, {name}", lambda hold=hold: PreferenceDataset.from_pairs(hold([PAIR])).pairs, (PAIR,)
+            yield f"data set, {name}", lambda hold=hold: PreferenceDataset(hold([PAIR])).pairs, (PAIR,)
     for name, prompt in PROMPTS.items():
         if name != "message":  # a list of two is one conversation
             twice = [prompt] * 2
@@ -103,8 +103,7 @@ def calls(model: BaseRewardModel) -> Iterator[tuple[str, Callable[[], Any], Any]
         yield f"response, {name}", lambda response=response: model.score([PROMPT], [response]), [reward]
         yield f"pair, chosen {name}", lambda text=response: PreferencePair(PROMPT, text, OTHER).pair_id, PAIR.pair_id
     for name, pairs in PAIRS.items():
-        yield f"from_pairs, {name}", lambda pairs=pairs: PreferenceDataset.from_pairs(pairs)[0].pair_id, PAIR.pair_id
-        yield f"load, {name}", lambda pairs=pairs: PreferenceDataset.load(pairs).pairs, (PAIR,)
+        yield f"data set, {name}", lambda pairs=pairs: PreferenceDataset(pairs)[0].pair_id, PAIR.pair_id
     for field, value in itertools.product(("margin", "label", "weight"), ("1", True, np.float32(1), torch.tensor(1.0))):
         yield (
             f"{field} {type(value).__name__}",

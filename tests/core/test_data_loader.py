@@ -34,7 +34,7 @@ needs_real_data = pytest.mark.skipif(
 
 
 def dataset(num_prompts: int, pairs_each: int = 2) -> PreferenceDataset:
-    return PreferenceDataset.from_pairs(
+    return PreferenceDataset(
         PreferencePair(f"prompt {i}", f"good {j}", "bad") for i in range(num_prompts) for j in range(pairs_each)
     )
 
@@ -65,7 +65,7 @@ def test_text_and_a_single_user_message_are_one_prompt():
 def test_the_fingerprint_depends_on_all_that_training_reads(change: dict[str, Any]):
     first, second = PreferencePair("Hi", "a", "b"), PreferencePair("Bye", "c", "d")
     changed = PreferencePair(**({"prompt": "Hi", "chosen": "a", "rejected": "b"} | change))
-    fingerprint = PreferenceDataset.from_pairs([first, second]).fingerprint
+    fingerprint = PreferenceDataset([first, second]).fingerprint
     assert fingerprint == PreferenceDataset((first, second)).fingerprint
     assert fingerprint != PreferenceDataset((changed, second)).fingerprint
     assert fingerprint != PreferenceDataset((second, first)).fingerprint
@@ -112,10 +112,10 @@ def test_shared_prompts_are_refused_with_count_example_and_option():
 
 def test_sources_are_mixed_in_the_order_given(tmp_path: Path):
     first, second = write(tmp_path / "a.jsonl", dataset(4)), write(tmp_path / "b.jsonl", dataset(4))
-    data = PreferenceDataset.load([first, {"path": second, "weight": 0.5}], seed=1)
+    data = PreferenceDataset([first, {"path": second, "weight": 0.5}], seed=1)
     assert [pair.metadata["source"] for pair in data] == ["a"] * 8 + ["b"] * 4
     with pytest.raises(DataError, match="raise the sources' weights"):
-        PreferenceDataset.load({"path": first, "weight": 0.01})
+        PreferenceDataset({"path": first, "weight": 0.01})
 
 
 def test_load_pairs_reads_as_the_options_say(tmp_path: Path):
@@ -173,15 +173,15 @@ def test_overlap_is_judged_before_the_subset_is_drawn(tmp_path: Path):
     ],
 )
 def test_every_real_file_loads_as_it_is(name: str, num_pairs: int, num_prompts: int):
-    data = PreferenceDataset.load(REAL_DATA / name)
+    data = PreferenceDataset(REAL_DATA / name)
     assert (len(data), len(set(data.prompt_ids))) == (num_pairs, num_prompts)
 
 
 @needs_real_data
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_raw_transcripts_and_framed_prompts_give_the_same_pairs(split: str):
-    raw = PreferenceDataset.load(REAL_DATA / f"hh_{split}.jsonl.gz")
-    table = PreferenceDataset.load(REAL_DATA / f"pairs_{split}.parquet")
+    raw = PreferenceDataset(REAL_DATA / f"hh_{split}.jsonl.gz")
+    table = PreferenceDataset(REAL_DATA / f"pairs_{split}.parquet")
     framed = {pair.pair_id for pair in table if pair.metadata["source"] == "hh_rlhf_test"}
     assert {pair.pair_id for pair in raw} == framed
     assert not any(isinstance(pair.prompt, str) and pair.prompt.endswith("Assistant:") for pair in table)
@@ -209,20 +209,20 @@ def test_a_split_keeps_conversations_together():
             conversation(f"Question {i}?", f"Answer {i}", "Why?", "Because.", "Really?"),
         )
     ]
-    train, val = PreferenceDataset.from_pairs(pairs).split_by_prompt(0.25, seed=0)
+    train, val = PreferenceDataset(pairs).split_by_prompt(0.25, seed=0)
     assert (len(train), len(val)) == (90, 30)
     assert num_leaked_pairs(train, val) == 0
     require_disjoint_prompts(train, val)
 
 
 def test_prompts_of_one_conversation_cannot_be_split():
-    data = PreferenceDataset.from_pairs([conversation("Hi"), conversation("Hi", "Hello!", "Bye")])
+    data = PreferenceDataset([conversation("Hi"), conversation("Hi", "Hello!", "Bye")])
     with pytest.raises(DataError, match=r"at least 2 different prompts, got 1; prompts of one conversation"):
         data.split_by_prompt(0.5, seed=0)
 
 
 def test_validation_prompts_that_differ_in_case_and_blanks_are_the_same():
-    train, val = (PreferenceDataset.from_pairs([PreferencePair(text, "a", "b")]) for text in ("Why so?", " why  SO?"))
+    train, val = (PreferenceDataset([PreferencePair(text, "a", "b")]) for text in ("Why so?", " why  SO?"))
     with pytest.raises(DataError, match="1 of 1 validation prompts also stand in the training data"):
         require_disjoint_prompts(train, val)
 
@@ -231,7 +231,7 @@ def test_conversations_in_both_splits_are_told_with_their_share(tmp_path: Path):
     early, late = PreferencePair("Hi", "a", "b"), conversation("Hi", "Hello!", "Bye")
     fresh = PreferencePair("Other?", "a", "b", label=0.0, margin=1.0)
     for train, val in (([early, fresh], [late]), ([late, fresh], [early])):
-        data = TrainVal(PreferenceDataset.from_pairs(train), PreferenceDataset.from_pairs(val), "given")
+        data = TrainVal(PreferenceDataset(train), PreferenceDataset(val), "given")
         labels, margins, leak = data.notes(uses_margins=False)
         assert labels == "training: labels: 1 ones, 1 zeros, 0 between; chosen loses in 1 of 2 pairs"
         assert margins.startswith("1 training pairs have a margin, which is not used")

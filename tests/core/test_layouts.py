@@ -23,7 +23,7 @@ def load(
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     if spelling == Spelling.python:
-        return PreferenceDataset.load(path, **options)
+        return PreferenceDataset(path, **options)
     with spelling.used():
         return load_pairs(str(path), DataConfig(**options))
 

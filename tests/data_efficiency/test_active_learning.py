@@ -115,7 +115,7 @@ def small(folder) -> TrainConfig:
 
 def test_rounds_train_on_all_answers_and_go_on_after_a_kill(tmp_path, monkeypatch):
     world = synthetic_world(SyntheticConfig(num_train=24, num_val=8))
-    val = PreferenceDataset.from_pairs(world.val)
+    val = PreferenceDataset(world.val)
     right = {(pair.prompt, pair.chosen) for pair in world.train}
     calls = []
 
@@ -154,7 +154,7 @@ def test_rounds_train_on_all_answers_and_go_on_after_a_kill(tmp_path, monkeypatc
 
 
 def test_loops_without_an_end_or_an_answer_are_refused(tmp_path):
-    val = PreferenceDataset.from_pairs(POOL)
+    val = PreferenceDataset(POOL)
     with pytest.raises(ConfigError, match="must be positive"):
         run_active_loop(POOL, lambda questions: {}, 0, config=small(tmp_path), val=val)
     for answers, message in [
@@ -179,7 +179,7 @@ def test_a_rule_that_compares_models_is_refused_before_anything_is_asked(tmp_pat
 
 def test_warm_rounds_begin_at_the_weights_of_the_round_before(tmp_path, monkeypatch):
     world = synthetic_world(SyntheticConfig(num_train=24, num_val=8))
-    val, configs = PreferenceDataset.from_pairs(world.val), []
+    val, configs = PreferenceDataset(world.val), []
     train = active_learning.run_training
 
     def spied(config, data):
@@ -196,7 +196,7 @@ def all_a(questions):
 
 
 def test_a_second_loop_in_the_folder_is_refused_before_it_asks(tmp_path):
-    val = PreferenceDataset.from_pairs(POOL)
+    val = PreferenceDataset(POOL)
 
     def asks_at_once(questions):
         with pytest.raises(ConfigError, match="is in use"):

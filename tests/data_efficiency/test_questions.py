@@ -222,7 +222,7 @@ def test_selected_questions_are_answered_imported_and_left_out_of_the_next_choic
     assert "10 questions and no answer" in empty.stderr
     answered(ask, ["A", "B"] * 5)
     assert run("label-import", ask, "--out", tmp_path / "labels.jsonl").exit_code == 0
-    labeled = PreferenceDataset.load(tmp_path / "labels.jsonl")
+    labeled = PreferenceDataset(tmp_path / "labels.jsonl")
     assert len(labeled) == 10
     again = tmp_path / "more.jsonl"
     options = (*by_model[:2], "--k", 10, "--rule", rule)

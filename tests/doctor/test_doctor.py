@@ -67,7 +67,7 @@ def made_pairs(num_pairs: int, first: int = 0) -> PreferenceDataset:
         start = " ".join(words.sample(FILLER, 3))
         good, bad = f"{start} {i} {words.choice(GOOD)}", f"{start} {i} {words.choice(BAD)}"
         rows.append(PreferencePair(f"Question number {i}: what is it?", good, bad))
-    return PreferenceDataset.from_pairs(rows)
+    return PreferenceDataset(rows)
 
 
 def swapped(pair: PreferencePair) -> PreferencePair:
@@ -336,7 +336,7 @@ def on_pairs(
     model: BradleyTerryRM, data: dict[str, PreferenceDataset], **changed: Sequence[PreferencePair]
 ) -> Diagnosis:
     """What `diagnose` finds on pairs; the checks of the model alone are left out for speed."""
-    replaced = {name: PreferenceDataset.from_pairs(pairs) for name, pairs in changed.items()}
+    replaced = {name: PreferenceDataset(pairs) for name, pairs in changed.items()}
     examined = Examination(model, {**data, **replaced}, 0, None, 256, 4000, 8192)
     names = ["reward_spread", *(name for name, (needs, _) in CHECKS.items() if needs not in ("files", "model"))]
     checks = tuple(map(examined.check, names))
@@ -362,7 +362,7 @@ def test_a_prompt_with_one_word_more_in_the_other_split_warns(words, model, data
     check = on_pairs(model, data, val=near).check("split_leakage")
     assert (check.status, check.measured) == (Status.warn, 3)
     assert "3 prompts stand in two data sets but for case, spacing or a word at one end" in check.explanation
-    assert doctor_data.split_leakage({"val": PreferenceDataset.from_pairs(near), "train": data["train"]}).measured == 3
+    assert doctor_data.split_leakage({"val": PreferenceDataset(near), "train": data["train"]}).measured == 3
 
 
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
@@ -502,7 +502,7 @@ def test_pairs_equal_after_truncation_are_ties_of_the_agreement():
 
 def test_control_tokens_in_the_pairs_are_a_warning_that_names_them(model, data):
     pairs = [*data["train"].pairs[:20], PreferencePair("<|im_start|>user\nHi<|im_end|>", "good", "bad")]
-    check = diagnose(model, {"train": PreferenceDataset.from_pairs(pairs)}, seed=0).check("control_tokens")
+    check = diagnose(model, {"train": PreferenceDataset(pairs)}, seed=0).check("control_tokens")
     assert check.status == Status.warn
     assert check.measured == pytest.approx(1 / 21)
     assert "<|im_end|>, <|im_start|> are read as if a template had written them" in check.explanation

@@ -42,7 +42,7 @@ def model() -> BradleyTerryRM:
 
 def evaluated(model: BradleyTerryRM, pairs: Sequence[PreferencePair], folder: Path, **options: Any) -> Evaluation:
     settings: dict[str, Any] = {"token_budget": 4096, "num_bootstrap": 50, "seed": 0, "checkpoint": str(folder)}
-    return evaluate_model(model, PreferenceDataset.from_pairs(pairs), output_dir=folder, **settings | options)
+    return evaluate_model(model, PreferenceDataset(pairs), output_dir=folder, **settings | options)
 
 
 def printed(evaluation: Evaluation) -> str:
@@ -65,7 +65,7 @@ def test_pairs_equal_after_truncation_are_ties_and_are_said(model: BradleyTerryR
 
 
 def test_validation_in_training_counts_the_same_ties(model: BradleyTerryRM, tmp_path: Path):
-    data = PreferenceDataset.from_pairs([CUT[0], *SHORT, CUT[1]])
+    data = PreferenceDataset([CUT[0], *SHORT, CUT[1]])
     tokens = tokenize_pairs(data.pairs, model.renderer, tmp_path)
     rewards = score_pairs(model, tokens, data, token_budget=512, prefix_sharing=False)
     assert rewards.pair_index.tolist() == list(range(8))
@@ -83,7 +83,7 @@ def test_validation_in_training_counts_the_same_ties(model: BradleyTerryRM, tmp_
 def test_each_response_of_a_list_is_scored_once(model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     rows = {"prompt": "Say it", "responses": [f"{i} it is" for i in range(8)], "scores": list(range(8))}
     (tmp_path / "lists.jsonl").write_text(json.dumps(rows))
-    data = PreferenceDataset.load(str(tmp_path / "lists.jsonl"))
+    data = PreferenceDataset(str(tmp_path / "lists.jsonl"))
     assert len(data) == 28
     seen: list[int] = []
     score = BradleyTerryRM.score_encoded
@@ -109,7 +109,7 @@ def test_the_official_number_of_each_subset_follows_from_the_files_written(model
         for n in range(6)
     ]
     (tmp_path / "lists.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    result = evaluated(model, PreferenceDataset.load(str(tmp_path / "lists.jsonl")).pairs, tmp_path)
+    result = evaluated(model, PreferenceDataset(str(tmp_path / "lists.jsonl")).pairs, tmp_path)
     rewards: dict[tuple[str, str], dict[str, float]] = {}
     for line in map(json.loads, (tmp_path / "pair_rewards.jsonl").read_text().splitlines()):
         own = rewards.setdefault((line["subset"], line["group"]), {})

@@ -93,7 +93,7 @@ def test_tuning_never_reads_the_test_pairs_whose_prompts_nothing_else_has(finish
     for planned in Study(run.folder).plan.trials:
         assert ("test" in planned.spec["scored"]) == (planned.spec["stage"] == "final")
     prompts = [
-        set(PreferenceDataset.load(str(pairs_file(run.folder, part))).prompt_ids) for part in ("train", "val", "test")
+        set(PreferenceDataset(str(pairs_file(run.folder, part))).prompt_ids) for part in ("train", "val", "test")
     ]
     assert not (prompts[0] & prompts[1])
     assert not (prompts[0] & prompts[2])

@@ -70,7 +70,7 @@ def test_a_prompt_has_the_same_reward_through_every_entrance(checkpoint: str, mo
     ]
     expected = model.score(prompts, [CHOSEN] * len(PROMPTS))
 
-    data = PreferenceDataset.load(pairs)
+    data = PreferenceDataset(pairs)
     trained = tokenize_pairs(data.pairs, model.renderer, tmp_path / "cache")
     as_trained = [trained.chosen(i).tolist() for i in range(len(trained))]
     assert as_trained == [list(model.renderer.encode(prompt, CHOSEN).ids) for prompt in prompts]

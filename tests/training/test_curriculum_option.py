@@ -20,7 +20,7 @@ from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 from tests.training.test_from_python import FEW, REVERSED, Steps
 
 PAIRS = [PreferencePair(f"Say {i}", f"{i} it is", "no", margin=i / 24) for i in range(24)]
-DATA = TrainVal(PreferenceDataset.from_pairs(PAIRS), PreferenceDataset.from_pairs([*PAIRS[:4]]))
+DATA = TrainVal(PreferenceDataset(PAIRS), PreferenceDataset([*PAIRS[:4]]))
 OVERLAP = "data.allow_prompt_overlap=true"
 
 
@@ -79,23 +79,23 @@ def test_two_margins_of_a_pair_are_refused(tmp_path):
 
 def test_a_pair_whose_rejected_response_is_better_is_easy_where_that_one_leads(tmp_path):
     labels = (1.0, 0.0, 0.2, 0.5)
-    pairs = PreferenceDataset.from_pairs(replace(PAIRS[place], label=label) for place, label in enumerate(labels))
+    pairs = PreferenceDataset(replace(PAIRS[place], label=label) for place, label in enumerate(labels))
     rows = [{"pair_id": pair.pair_id, "chosen": 0.0, "rejected": 2.0} for pair in pairs]
     path = tmp_path / "margins.jsonl.gz"
     path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
     assert training_margins(pairs, str(path)).tolist() == [0, 2, 2, 0]
     tiny_reward_model("llama", max_length=64).save_pretrained(tmp_path / "model")
-    turned = PreferenceDataset.from_pairs(replace(pair, label=0.0) for pair in PAIRS)
+    turned = PreferenceDataset(replace(pair, label=0.0) for pair in PAIRS)
     both = [training_margins(data, str(tmp_path / "model")) for data in (DATA.train, turned)]
     assert ((both[0] > 0) != (both[1] > 0)).all()
 
 
 def test_what_is_no_curriculum_is_refused(small_config, tmp_path):
     config = small_config(tmp_path / "run", *FEW, "data.curriculum=margin")
-    bare = PreferenceDataset.from_pairs([*PAIRS[:20], *(replace(pair, margin=None) for pair in PAIRS[20:])])
+    bare = PreferenceDataset([*PAIRS[:20], *(replace(pair, margin=None) for pair in PAIRS[20:])])
     with pytest.raises(DataError, match="4 of 24 have none, the first is pair 21"):
         order_of(TrainVal(bare, DATA.val), config)
-    alike = PreferenceDataset.from_pairs(replace(pair, margin=3.0) for pair in PAIRS)
+    alike = PreferenceDataset(replace(pair, margin=3.0) for pair in PAIRS)
     with pytest.raises(ConfigError, match="finds all 24 pairs easy"):
         order_of(TrainVal(alike, DATA.val), config)
     with pytest.raises(ConfigError, match=r"gives an order, so data\.curriculum must not be set"):
@@ -106,6 +106,6 @@ def test_an_epoch_that_repeats_pairs_needs_all_of_them(small_config, tmp_path):
     config = small_config(tmp_path / "run", *FEW, OVERLAP, "data.curriculum=margin", "data.curriculum_covers=false")
     much = "much " * 300
     alike = PreferencePair("Say", f"{much} a {much}", f"{much} b {much}", margin=0.5)
-    data = TrainVal(PreferenceDataset.from_pairs([*PAIRS, alike]), DATA.val)
+    data = TrainVal(PreferenceDataset([*PAIRS, alike]), DATA.val)
     with pytest.raises(DataError, match=r"equal after truncation, so data\.curriculum_covers=false cannot count"):
         run_training(config, data=data)

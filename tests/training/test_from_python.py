@@ -36,7 +36,7 @@ FEW = ["training.max_steps=4", "training.checkpoint_every=2", "training.evals_pe
 
 
 def some(name: str, count: int, rejected: str = "no") -> PreferenceDataset:
-    return PreferenceDataset.from_pairs(PreferencePair(f"{name} {i}", f"{i} it is", rejected) for i in range(count))
+    return PreferenceDataset(PreferencePair(f"{name} {i}", f"{i} it is", rejected) for i in range(count))
 
 
 DATA = TrainVal(some("Say", 24), some("Tell", 12))
@@ -186,7 +186,7 @@ def test_validation_pairs_that_the_base_was_trained_on_are_named(small_config: B
     base = run_training(small_config(tmp_path / "base", *FEW), data=DATA)
     overrides = [*FEW, "model=custom", f"model.path={base.export}", "model.max_length=96", "hardware=cpu"]
     config = typed(compose([*overrides, f"output_dir={tmp_path / 'more'}", "logger.tensorboard=false"]), TrainConfig)
-    seen = TrainVal(some("Ask", 24), PreferenceDataset.from_pairs([*DATA.train.pairs[:5], *DATA.val.pairs[:7]]))
+    seen = TrainVal(some("Ask", 24), PreferenceDataset([*DATA.train.pairs[:5], *DATA.val.pairs[:7]]))
     result = run_training(config, data=seen)
     (note,) = (note for note in result.data.notes if "base model" in note)
     assert "was trained on 5 of the 12 validation pairs and on the prompts of 5" in note
@@ -208,8 +208,8 @@ def test_an_export_of_untrained_weights_is_called_one(small_config: Build, tmp_p
 def test_the_validation_loss_has_the_terms_of_the_training_loss(small_config: Build, tmp_path: Path):
     pairs = [replace(pair, margin=0.3, label=0.8, weight=1.0 + i % 2) for i, pair in enumerate(DATA.val.pairs)]
     data = TrainVal(
-        PreferenceDataset.from_pairs(replace(pair, margin=1.0) for pair in DATA.train.pairs),
-        PreferenceDataset.from_pairs(pairs),
+        PreferenceDataset(replace(pair, margin=1.0) for pair in DATA.train.pairs),
+        PreferenceDataset(pairs),
     )
     options = ["loss.reward_l2=10", "loss.margin_scale=0.5", "loss.label_smoothing=0.1", "loss.beta=2"]
     result = run_training(small_config(tmp_path / "run", *FEW, *options), data=data)

@@ -75,8 +75,8 @@ def test_a_token_without_a_row_in_the_embedding_names_its_pair(tmp_path: Path):
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in table))
     with pytest.raises(DataError, match=r"pairs\.jsonl, line 7: .*no row for the token '<tool>' \(id 283\)"):
-        PreferenceDataset.load(path).accepted_by(model.renderer)
-    kept = PreferenceDataset.load(path, on_bad_row="drop").accepted_by(model.renderer)
+        PreferenceDataset(path).accepted_by(model.renderer)
+    kept = PreferenceDataset(path, on_bad_row="drop").accepted_by(model.renderer)
     assert [len(kept), len(kept.skipped)] == [19, 1]
     with pytest.raises(DataError, match="no row for the token '<tool>'"):
         model.score(["Question?"], ["No <tool>."])

@@ -59,7 +59,7 @@ def test_the_smallest_groups_are_taken_together_but_for_the_monitored_one(tmp_pa
     names = [name for k, name in enumerate("abcdef") for _ in range(6 - k)]
     rows = [{"prompt": f"{i}", "chosen": "y", "rejected": "n", "source": name} for i, name in enumerate(names)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = PreferenceDataset.load(str(path))
+    data = PreferenceDataset(str(path))
     rewards = PairRewards(np.arange(21.0), np.zeros(21), np.arange(21))
     options: dict[str, Any] = {"beta": 1.0, "num_bootstrap": 0, "seed": 0}
     found = metrics_of(rewards, data, **options, most_groups=2, kept_group="f").groups["source"]

@@ -77,7 +77,7 @@ def test_a_result_shows_itself_in_a_few_lines(trained: RunResult):
 
 
 @pytest.mark.parametrize(
-    "form", [pd.DataFrame, list, lambda rows: TrainVal(*PreferenceDataset.from_pairs(rows).split_by_prompt(0.1, 0))]
+    "form", [pd.DataFrame, list, lambda rows: TrainVal(*PreferenceDataset(rows).split_by_prompt(0.1, 0))]
 )
 def test_pairs_in_memory_train_as_those_of_a_file(form: Any, trained: RunResult, tmp_path: Path):
     options = {**SMALL, "data.split_seed": 0}

@@ -5,11 +5,8 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.column_hints import (
     contrary_notes,
@@ -22,7 +19,7 @@ from rm_optimizer.core.pairs.formats import OPTIONAL_COLUMNS, READ_COLUMNS, RowF
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
-from rm_optimizer.core.rows.bad_rows import PairRows, RowTally, SkippedRow
+from rm_optimizer.core.rows.bad_rows import PairRow, RowTally, SkippedRow
 from rm_optimizer.core.rows.columns import (
     CONTEXT_COLUMNS,
     in_context,
@@ -32,7 +29,7 @@ from rm_optimizer.core.rows.columns import (
     structured_columns,
 )
 from rm_optimizer.core.rows.messages import is_empty
-from rm_optimizer.core.rows.readers import NamedFiles, Row, read_rows, source_files
+from rm_optimizer.core.rows.readers import Row, read_rows, source_name
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import DataConfig, KwiseRule, Spelling
 
@@ -154,7 +151,7 @@ class SourceFormat:
             metadata = _kept(metadata.pop("metadata").items()) | metadata
         metadata.setdefault("source", self.source.name)
         if self.form.makes_groups:
-            metadata["group"] = f"{self.source.name}:{number}"
+            metadata["group"] = f"{source_name(self.source.path)}:{number}"
         return metadata
 
 
@@ -204,37 +201,91 @@ def _is_json(value: object) -> bool:
     return isinstance(value, dict) and all(isinstance(name, str) and _is_json(item) for name, item in value.items())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SourcePairs:
-    """Pairs of a source in the order of its rows.
+    """Pairs in the order of their rows.
 
     Args:
         pairs: the pairs.
         skipped: rows that gave none.
-        rows: rows of the pairs.
+        rows: row of each pair; empty for pairs that were not read from rows.
         notes: sentences on columns that look like content or tell the preference, and are not read.
+        sources: paths and names of the sources.
     """
 
     pairs: tuple[PreferencePair, ...]
-    skipped: tuple[SkippedRow, ...]
-    rows: PairRows = field(default_factory=PairRows)
+    skipped: tuple[SkippedRow, ...] = ()
+    rows: tuple[PairRow, ...] = ()
     notes: tuple[str, ...] = ()
+    sources: tuple[str, ...] = ()
+
+    def take(self, positions: Iterable[int], skipped: tuple[SkippedRow, ...] = ()) -> SourcePairs:
+        """The pairs at these positions."""
+        kept = list(positions)
+        rows = tuple(self.rows[i] for i in kept) if self.rows else ()
+        return SourcePairs(tuple(self.pairs[i] for i in kept), skipped, rows, self.notes, self.sources)
+
+    @staticmethod
+    def joined(parts: Sequence[SourcePairs]) -> SourcePairs:
+        """The pairs of all parts, one after another."""
+        pairs = tuple(pair for part in parts for pair in part.pairs)
+        rows = tuple(row for part in parts for row in part.rows)
+        return SourcePairs(
+            pairs,
+            tuple(row for part in parts for row in part.skipped),
+            rows if len(rows) == len(pairs) else (),
+            tuple(dict.fromkeys(note for part in parts for note in part.notes)),
+            tuple(dict.fromkeys(source for part in parts for source in part.sources)),
+        )
 
 
-def load_source(source: DataSource, options: DataConfig, rows: Sequence[Row] | None = None) -> SourcePairs:
+def read_pairs(sources: Sequence[DataSource], options: DataConfig) -> SourcePairs:
+    """Pairs of all sources, repeated or sampled by the sources' weights.
+
+    Files of a folder have its name as their source; files of equal names have their paths.
+
+    Args:
+        sources: sources to read, with their own options.
+        options: options for bad rows and k-wise rows, and the seed of fractional weights.
+
+    Raises:
+        DataError: if a source cannot be read or a row is bad, or no pair is left.
+    """
+    parts = [(item, part) for item in sources for part in item.files()]
+    num_named = Counter(name for name, _ in {(part.name, part.path) for _, part in parts})
+    loaded: list[tuple[DataSource, SourcePairs]] = []
+    notes: list[str] = []
+    for item, part in parts:
+        name = part.path if num_named[part.name] > 1 else part.name
+        files = [replace(item, path=path, name=name) for path in part.files]
+        found = [(file, load_source(file, options)) for file in files]
+        notes += [note.replace(file.path, part.path, 1) for file, result in found for note in result.notes]
+        notes += contrary_notes(replace(item, path=part.path), [pair for _, result in found for pair in result.pairs])
+        if part.left_out:
+            others = f"{', '.join(part.left_out[:5])}{', …' if len(part.left_out) > 5 else ''}"
+            notes.append(f"{part.path}: {len(found)} files are read, {len(part.left_out)} are left out: {others}")
+        loaded += found
+    mixture = mixed(loaded, options.split_seed)
+    paths = tuple(item.path for item in sources)
+    if not mixture.pairs:
+        raise DataError(f"no pair is left of {', '.join(paths)}: raise the sources' weights")
+    skipped = tuple(row for _, result in loaded for row in result.skipped)
+    return replace(mixture, skipped=skipped, notes=tuple(dict.fromkeys(notes)), sources=paths)
+
+
+def load_source(source: DataSource, options: DataConfig) -> SourcePairs:
     """Read every pair of a file. A k-wise row without two different scores is listed, but not bad.
 
     Args:
         source: file to read, with its own options.
         options: options for bad rows and k-wise rows.
-        rows: the rows if they are in memory; None reads them.
 
     Raises:
         DataError: if the source cannot be read, its columns fit no format, a row is bad, too many are, or no pair is
             left.
     """
-    tally = RowTally(source.path, options.on_bad_row, options.max_bad_share)
-    stored = read_rows(source.path, tally.report_unread) if rows is None else enumerate(rows, 1)
+    tally = RowTally(source.path, options)
+    stored = read_rows(source.path, tally.report_unread) if source.rows is None else enumerate(source.rows, 1)
     rest = tally.counted(iter(stored))
     first = list(itertools.islice(rest, FIRST_ROWS))
     if not first:
@@ -244,55 +295,11 @@ def load_source(source: DataSource, options: DataConfig, rows: Sequence[Row] | N
     tally.require_few_bad()
     if not found:
         raise tally.nothing_left()
-    kept = PairRows.of_source(tally, [number for number, _ in found])
-    return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), kept, form.notes)
+    rows = tuple(PairRow(tally, number) for number, _ in found)
+    return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), rows, form.notes)
 
 
-def load_sources(
-    sources: Sequence[DataSource], options: DataConfig, rows: Sequence[Row] | None = None
-) -> tuple[list[tuple[DataSource, SourcePairs]], tuple[str, ...]]:
-    """Each file of the sources with its pairs, and sentences on what is not read, each once.
-
-    Files of a folder have its name as their source; files of equal names have their paths.
-
-    Args:
-        sources: sources to read, with their own options.
-        options: options for bad rows and k-wise rows.
-        rows: rows of the only source if they are in memory; None reads files.
-
-    Raises:
-        DataError: as `load_source` and `source_files` raise it.
-    """
-    if rows is None:
-        parts = [(item, part) for item in sources for part in source_files(item.path)]
-    else:
-        parts = [(item, NamedFiles(item.name, item.path, [item.path], [])) for item in sources]
-    num_named = Counter(name for name, _ in {(part.name, part.path) for _, part in parts})
-    loaded: list[tuple[DataSource, SourcePairs]] = []
-    notes: list[str] = []
-    for item, part in parts:
-        name = part.path if num_named[part.name] > 1 else part.name
-        found = [(file, load_source(file, options, rows)) for file in (replace(item, path=path) for path in part.files)]
-        notes += [note.replace(file.path, part.path, 1) for file, result in found for note in result.notes]
-        notes += contrary_notes(replace(item, path=part.path), [pair for _, result in found for pair in result.pairs])
-        if part.left_out:
-            others = f"{', '.join(part.left_out[:5])}{', …' if len(part.left_out) > 5 else ''}"
-            notes.append(f"{part.path}: {len(found)} files are read, {len(part.left_out)} are left out: {others}")
-        loaded += [(file, replace(result, pairs=_renamed(result.pairs, file.name, name))) for file, result in found]
-    return loaded, tuple(dict.fromkeys(notes))
-
-
-def _renamed(pairs: tuple[PreferencePair, ...], old: str, name: str) -> tuple[PreferencePair, ...]:
-    """The pairs with another name of their source, where no column names it."""
-    if name == old:
-        return pairs
-    return tuple(
-        replace(pair, metadata={**pair.metadata, "source": name}) if pair.metadata["source"] == old else pair
-        for pair in pairs
-    )
-
-
-def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[PreferencePair, ...]:
+def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> SourcePairs:
     """Pairs of all sources, repeated or sampled by the sources' weights.
 
     A source of weight `w` gives all its pairs `floor(w)` times and a random `w - floor(w)` of them once more; repeats
@@ -302,23 +309,12 @@ def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> tuple[
         loaded: each source with its pairs.
         seed: seed of the random parts.
     """
-    mixture: list[PreferencePair] = []
-    for found, copy, positions in _draws(loaded, seed):
-        pairs = [found.pairs[index] for index in positions]
-        mixture += [replace(pair, metadata={**pair.metadata, "copy": copy}) for pair in pairs] if copy else pairs
-    return tuple(mixture)
-
-
-def mixed_rows(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> PairRows:
-    """The rows of the pairs that `mixed` gives."""
-    return PairRows.joined([found.rows.take(positions) for found, _, positions in _draws(loaded, seed)])
-
-
-def _draws(
-    loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int
-) -> Iterator[tuple[SourcePairs, int, NDArray[np.int64]]]:
-    """A source's pairs, number of the copy and positions among the pairs, for each part of the mixture."""
+    parts: list[SourcePairs] = []
     for place, (source, found) in enumerate(loaded):
         num_pairs, whole = len(found.pairs), int(source.weight)
-        yield from ((found, copy, np.arange(num_pairs)) for copy in range(whole))
-        yield found, whole, random_positions(num_pairs, round((source.weight - whole) * num_pairs), [seed, place])
+        drawn = random_positions(num_pairs, round((source.weight - whole) * num_pairs), [seed, place]).tolist()
+        for copy, positions in enumerate([*[range(num_pairs)] * whole, drawn]):
+            part = found.take(positions)
+            pairs = (replace(pair, metadata={**pair.metadata, "copy": copy}) for pair in part.pairs)
+            parts.append(replace(part, pairs=tuple(pairs)) if copy else part)
+    return SourcePairs.joined(parts)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from rm_optimizer.core.pairs.formats import OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
 from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, Columns, read_number
-from rm_optimizer.core.rows.readers import source_name
+from rm_optimizer.core.rows.readers import NamedFiles, Row, source_files, source_name
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.schema.data import DataConfig
 
 FORM = "FIRST,SECOND or FIRST,SECOND,TIE, with | between values that mean the same"
 
@@ -92,6 +93,8 @@ class DataSource:
         winner: values of the `winner` column that name the better response, as `parse_winner` reads them.
         label: the preference probability of rows that carry none, 0.5 for a file of ties.
         inherited: names of the options that are those of all sources.
+        name: name of the source, which its pairs carry as `metadata["source"]`; that of the path if it is empty.
+        rows: rows in memory, which are read in place of a file.
 
     Raises:
         ConfigError: if an option is unknown or out of its range.
@@ -104,6 +107,8 @@ class DataSource:
     winner: Any = None
     label: float = 1.0
     inherited: frozenset[str] = field(default=frozenset(), compare=False)
+    name: str = ""
+    rows: Sequence[Row] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not 0 < self.weight < float("inf"):
@@ -111,6 +116,7 @@ class DataSource:
         if not 0 <= self.label <= 1:
             raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {self.label}")
         _ = self.named_format, self.winner_values
+        object.__setattr__(self, "name", self.name or source_name(self.path))
         ours = {*READ_COLUMNS, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
         for name, theirs in self.columns.items():
             if name == "scores" and str(theirs).rpartition(".")[2].lower() in ("rank", "ranks", "ranking"):
@@ -120,10 +126,9 @@ class DataSource:
             if theirs is not None and name not in ours and difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
                 raise ConfigError(f"data.columns: {did_you_mean('column of ours', name, ours)}")
 
-    @cached_property
-    def name(self) -> str:
-        """Short name, which its pairs carry as `metadata["source"]`."""
-        return source_name(self.path)
+    def files(self) -> list[NamedFiles]:
+        """Files of the source, by `source_files`; rows in memory count as one file."""
+        return source_files(self.path) if self.rows is None else [NamedFiles(self.path, self.path, [self.path], [])]
 
     @cached_property
     def named_format(self) -> RowFormat | None:
@@ -136,42 +141,41 @@ class DataSource:
         return None if self.winner is None else parse_winner(self.winner)
 
 
-def parse_sources(
-    source: object, *, format: str, columns: Columns | None, winner: object = None
-) -> tuple[DataSource, ...]:
+SOURCE_OPTIONS = ("path", "weight", "format", "columns", "winner", "label")
+"""Options of one source, as a mapping in `data.train` has them."""
+
+
+def parse_sources(source: object, options: DataConfig) -> tuple[DataSource, ...]:
     """The sources that an option names: a path or hub name, a mapping with `path`, or a list of these.
 
     Args:
         source: the option's value.
-        format: row format of sources that do not name their own.
-        columns: column mapping of sources that do not bring their own.
-        winner: values of the winner column of sources that do not bring their own.
+        options: format, columns and winner of sources that do not bring their own.
 
     Raises:
         ConfigError: if it names none, or an option of a source is unknown or has the wrong type.
 
     Example:
-        >>> sources = parse_sources(["a.csv", {"path": "b.csv", "weight": 2}], format="auto", columns={})
+        >>> sources = parse_sources(["a.csv", {"path": "b.csv", "weight": 2}], DataConfig())
         >>> [source.weight for source in sources]
         [1.0, 2.0]
     """
     items = source if isinstance(source, Sequence) and not isinstance(source, str) else [source]
     if not items:
         raise ConfigError("a data source must name a file or data set, got an empty list")
-    defaults = {"format": format, "columns": columns or {}, "winner": winner}
+    defaults = {"format": options.format, "columns": options.columns or {}, "winner": options.winner}
     return tuple(_parse_source(item, defaults) for item in items)
 
 
 def _parse_source(item: object, defaults: Mapping[str, Any]) -> DataSource:
     options: Mapping[str, Any] = item if isinstance(item, Mapping) else {"path": item}
-    known = [name for name in DataSource.__dataclass_fields__ if name != "inherited"]
     for name in options:
-        if name not in known:
-            raise ConfigError(did_you_mean("option of a data source", str(name), known))
+        if name not in SOURCE_OPTIONS:
+            raise ConfigError(did_you_mean("option of a data source", str(name), SOURCE_OPTIONS))
     path = options.get("path")
-    if not isinstance(path, str | Path) or not str(path):
+    if not isinstance(path, str | os.PathLike) or not str(path):
         raise ConfigError(f"a data source must be a path, a data-set name or {{path: …}}, got {item!r}")
-    values = {**defaults, **options, "path": str(path), "inherited": frozenset(defaults.keys() - options.keys())}
+    values = {**defaults, **options, "path": os.fspath(path), "inherited": frozenset(defaults.keys() - options.keys())}
     for name in ("weight", "label"):
         if name in values:
             try:

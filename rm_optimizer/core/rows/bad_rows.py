@@ -6,14 +6,12 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
-from numpy.typing import NDArray
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from rm_optimizer.core.rows.readers import Row, row_unit
 from rm_optimizer.errors import DataError
-from rm_optimizer.schema.data import OnBadRow, Spelling
+from rm_optimizer.schema.data import DataConfig, OnBadRow, Spelling
 
 _SHOWN_REASONS = 5
 _CAUSE_ENDS = re.compile(r", got |, not |, such as |, which begins |, first message | \(")
@@ -71,19 +69,19 @@ class RowTally:
 
     Args:
         path: the source as it was named.
-        on_bad_row: stop at a bad row, or take note of it.
-        max_bad_share: largest share of bad rows among all.
+        options: stop at a bad row or take note of it, and the largest share of bad rows among all.
 
     Attributes:
         skipped: reported rows that give no pair.
         num_rows: rows read.
+        stops: True if the first bad row ends the reading.
     """
 
-    def __init__(self, path: str, on_bad_row: OnBadRow, max_bad_share: float) -> None:
+    def __init__(self, path: str, options: DataConfig) -> None:
         self.skipped: list[SkippedRow] = []
         self.num_rows = 0
-        self.path, self.max_bad_share = path, max_bad_share
-        self._on_bad_row = on_bad_row
+        self.path, self.max_bad_share = path, options.max_bad_share
+        self.stops = options.on_bad_row == OnBadRow.error
         # A template refuses rows after the entrance has read them, and its block of `used` is left by then.
         self._entrance = Spelling.current()
         self._bad: dict[int, str] = {}
@@ -107,7 +105,7 @@ class RowTally:
         """Count a bad row and return it, or stop."""
         self._bad.setdefault(number, reason)
         row = SkippedRow(self.path, number, reason)
-        if self._on_bad_row == OnBadRow.error:
+        if self.stops:
             verb = "use" if self._entrance == Spelling.flags else "set"
             option = self._entrance.option("on_bad_row", OnBadRow.drop.value)
             raise DataError(f"{row}; correct it, or {verb} {option} to leave bad rows out")
@@ -136,50 +134,34 @@ class RowTally:
             require_few_bad(self.path, self.causes(numbers), num_rows, self.max_bad_share)
 
 
-@dataclass(frozen=True, eq=False)
-class PairRows:
-    """The rows that pairs are of.
+class PairRow(NamedTuple):
+    """Row of a source that gives a pair.
 
     Args:
-        tallies: tallies of the sources.
-        places: source and row number of each pair, shape (pairs, 2).
+        tally: tally of the source.
+        number: number of the row.
     """
 
-    tallies: tuple[RowTally, ...] = ()
-    places: NDArray[np.int64] = field(default_factory=lambda: np.zeros((0, 2), dtype=np.int64))
+    tally: RowTally
+    number: int
 
-    @classmethod
-    def of_source(cls, tally: RowTally, numbers: Sequence[int]) -> PairRows:
-        """The rows of one source, by their numbers."""
-        return cls((tally,), np.stack([np.zeros(len(numbers), dtype=np.int64), np.array(numbers, dtype=np.int64)], 1))
 
-    @classmethod
-    def joined(cls, parts: Sequence[PairRows]) -> PairRows:
-        """The rows of all parts, one after another."""
-        tallies = tuple(dict.fromkeys(tally for part in parts for tally in part.tallies))
-        number = {tally: index for index, tally in enumerate(tallies)}
-        places = [np.zeros((0, 2), dtype=np.int64)]
-        for part in parts:
-            own = np.array([number[tally] for tally in part.tallies], dtype=np.int64)
-            places.append(np.stack([own[part.places[:, 0]], part.places[:, 1]], 1) if len(part.places) else places[0])
-        return cls(tallies, np.concatenate(places))
+def refuse_rows(rows: Sequence[PairRow], reasons: Iterable[tuple[int, str]]) -> list[SkippedRow]:
+    """Treat rows as bad by the positions of their pairs and the reasons, and return each once.
 
-    def take(self, positions: Sequence[int] | NDArray[np.int64]) -> PairRows:
-        """The rows of the pairs at these positions."""
-        return PairRows(self.tallies, self.places[np.asarray(positions, dtype=np.int64)])
+    Args:
+        rows: row of each pair.
+        reasons: position and reason of each bad pair.
 
-    def refuse(self, reasons: Iterable[tuple[int, str]]) -> list[SkippedRow]:
-        """Treat rows as bad by the positions of their pairs and the reasons, and return each once.
-
-        Raises:
-            DataError: if bad rows stop the reading of their source, or too many of its rows are bad.
-        """
-        refused: dict[tuple[int, int], SkippedRow] = {}
-        for position, reason in reasons:
-            source, number = self.places[position].tolist()
-            if (source, number) not in refused:
-                refused[source, number] = self.tallies[source].refuse(number, reason)
-        for source in {source for source, _ in refused}:
-            self.tallies[source].require_few_bad(self.places[self.places[:, 0] == source, 1].tolist())
-            self.tallies[source].require_few_bad()
-        return list(refused.values())
+    Raises:
+        DataError: if bad rows stop the reading of their source, or too many of its rows are bad.
+    """
+    refused: dict[PairRow, SkippedRow] = {}
+    for position, reason in reasons:
+        row = rows[position]
+        if row not in refused:
+            refused[row] = row.tally.refuse(row.number, reason)
+    for tally in dict.fromkeys(row.tally for row in refused):
+        tally.require_few_bad([row.number for row in rows if row.tally is tally])
+        tally.require_few_bad()
+    return list(refused.values())

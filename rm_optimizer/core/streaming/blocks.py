@@ -146,7 +146,7 @@ def _opened(source: DataSource, named: str) -> SourceFormat:
             f"{source.path}: streaming reads k-wise rows with responses and scores lists, got one response a row, "
             "which would have to be gathered by prompt from the whole file"
         )
-    tally = RowTally(source.path, OnBadRow.drop, 1.0)
+    tally = RowTally(source.path, DataConfig(on_bad_row=OnBadRow.drop, max_bad_share=1.0))
     pairs = [pair for _, pair in form.pairs(first, KwiseRule.all, tally)]
     notes = (*form.notes, *contrary_notes(source, pairs))
     return replace(form, notes=tuple(note.replace(source.path, named, 1) for note in notes))
@@ -311,7 +311,7 @@ class BlockReader:
 
     def tally(self, file: int) -> RowTally:
         """A count of the rows of a file that is still empty."""
-        return RowTally(self.files[file].source.path, self.options.on_bad_row, self.options.max_bad_share)
+        return RowTally(self.files[file].source.path, self.options)
 
     def pairs(self, block: Block, tally: RowTally) -> Iterator[tuple[int, PreferencePair]]:
         """The block's pairs, each with the number of its row in the file.

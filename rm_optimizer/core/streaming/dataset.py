@@ -6,23 +6,26 @@ import hashlib
 import itertools
 import os
 from bisect import bisect_right
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Unpack
 
-import numpy as np
+from torch.utils.data import DataLoader, IterableDataset
 
 from rm_optimizer.core.pairs.overlap import folded_prompt_id
+from rm_optimizer.core.pairs.source_pairs import SourcePairs
 from rm_optimizer.core.pairs.sources import parse_sources
-from rm_optimizer.core.rows.bad_rows import PairRows
-from rm_optimizer.core.rows.columns import Columns
+from rm_optimizer.core.rows.bad_rows import PairRow
 from rm_optimizer.core.rows.natural import Prompts, prompts_of
 from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.streaming.blocks import BLOCK_BYTES, BlockReader, BlockTokenizer, blocks_of, stream_files
 from rm_optimizer.core.streaming.order import BatchShape, MacroBatchStream, StreamOrder
 from rm_optimizer.core.streaming.workers import TokenizerPool
-from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.batching import MacroBatch
+from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
-from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow
+from rm_optimizer.schema.data import ReadOptions, read_config
 
 WINDOW_BLOCKS = 16
 """Blocks whose pairs are mixed: about 32 MB of text."""
@@ -37,15 +40,12 @@ class RayPreferenceDataset:
     Args:
         source: a path, a pattern such as `big/*.parquet`, a mapping `{path, weight, format, columns, label}`, or a list
             of these; weights are whole numbers.
-        format: row format (auto, explicit, hh, messages, kwise) of sources that do not name their own.
-        columns: column mapping, our name to the file's, of sources that do not bring their own.
-        winner: values of the winner column that name response_a, response_b and, if any, a tie.
-        kwise_rule: pairs that a k-wise row gives: all, best_worst or adjacent.
-        on_bad_row: "error" stops when a bad row is reached, "drop" leaves bad rows out.
-        max_bad_share: most bad rows that may be dropped, as a share of a file's rows; judged from 1,000 rows on.
+        tokenizer: a tokenizer or a `BradleyTerryRM`, for `to_torch_dataloader`.
+        max_length: most tokens of a sequence; None is the model's, or what the tokenizer states, at most 1024.
         held_out_prompts: prompts that the stream must not hold, those of the validation pairs; case and blanks do not
             count.
         block_bytes: text of a block, about.
+        options: how rows are read, as `ReadOptions` lists them. Shares of bad rows are judged from 1,000 rows on.
 
     Raises:
         DataError: if a file does not exist, cannot be read in parts, or its columns fit no format.
@@ -55,22 +55,18 @@ class RayPreferenceDataset:
     def __init__(
         self,
         source: object,
+        tokenizer: object = None,
+        max_length: int | None = None,
         *,
-        format: str = "auto",
-        columns: Columns | None = None,
-        winner: object = None,
-        kwise_rule: str = KwiseRule.all,
-        on_bad_row: str = OnBadRow.error,
-        max_bad_share: float = MAX_BAD_SHARE,
         held_out_prompts: Prompts = (),
         block_bytes: int = BLOCK_BYTES,
+        **options: Unpack[ReadOptions],
     ) -> None:
-        options = DataConfig(
-            kwise_rule=KwiseRule(kwise_rule), on_bad_row=OnBadRow(on_bad_row), max_bad_share=max_bad_share
-        )
-        files = stream_files(parse_sources(source, format=format, columns=columns, winner=winner))
+        config = read_config("RayPreferenceDataset", options)
+        files = stream_files(parse_sources(source, config))
+        self.renderer = None if tokenizer is None else renderer_of(tokenizer, max_length)
         self.reader = BlockReader(
-            files, options, frozenset(map(folded_prompt_id, prompts_of("held_out_prompts", held_out_prompts)))
+            files, config, frozenset(map(folded_prompt_id, prompts_of("held_out_prompts", held_out_prompts)))
         )
         self.blocks = blocks_of(files, block_bytes)
 
@@ -113,9 +109,27 @@ class RayPreferenceDataset:
         tallies = tuple(map(reader.tally, range(len(reader.files))))
         numbered = ((block.file, row) for block in self.blocks for row in reader.pairs(block, tallies[block.file]))
         found = list(itertools.islice(numbered, num_pairs))
-        places = np.array([(file, number) for file, (number, _) in found], dtype=np.int64).reshape(-1, 2)
+        rows = tuple(PairRow(tallies[file], number) for file, (number, _) in found)
         skipped = tuple(row for tally in tallies for row in tally.skipped)
-        return PreferenceDataset(tuple(pair for _, (_, pair) in found), skipped, PairRows(tallies, places), self.notes)
+        return PreferenceDataset(SourcePairs(tuple(pair for _, (_, pair) in found), skipped, rows, self.notes))
+
+    def to_torch_dataloader(
+        self, batch_size: int = 32, *, shuffle: bool = True, seed: int = 0
+    ) -> DataLoader[MacroBatch]:
+        """Load one pass over the pairs in batches, as `create_dataloader` does for pairs in memory.
+
+        Args:
+            batch_size: pairs of a batch.
+            shuffle: mix blocks and pairs; False keeps the order of the files.
+            seed: seed of the order, not negative.
+
+        Raises:
+            TypeError: if the data set has no tokenizer.
+            MissingExtra: if Ray is not installed.
+        """
+        if self.renderer is None:
+            raise TypeError("to_torch_dataloader needs a tokenizer; give it as the data set's second argument")
+        return DataLoader(_OnePass(self, self.renderer, batch_size, shuffle, seed), batch_size=None)
 
     def row_name(self, index: int) -> str:
         """File and row of a pair, by its `pair_index` in a batch."""
@@ -180,3 +194,19 @@ class RayPreferenceDataset:
         if start_step:
             stream.seek(start_step)
         return stream
+
+
+@dataclass
+class _OnePass(IterableDataset[MacroBatch]):
+    data: RayPreferenceDataset
+    renderer: ConversationRenderer
+    batch_size: int
+    shuffle: bool
+    seed: int
+
+    def __iter__(self) -> Iterator[MacroBatch]:
+        tokens = 2 * self.batch_size * self.renderer.max_length  # a batch in one piece
+        with self.data.macro_batches(
+            self.renderer, batch_size=self.batch_size, micro_token_budget=tokens, seed=self.seed, shuffle=self.shuffle
+        ) as stream:
+            yield from itertools.takewhile(lambda _: stream.position.epoch == 0, stream)

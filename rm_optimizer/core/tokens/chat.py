@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
@@ -33,6 +34,8 @@ PROBES: tuple[tuple[tuple[Message, ...], str], ...] = (
     ((Message("system", "Be brief."), Message("user", "Why?")), "Because."),
 )
 _log = logging.getLogger("rm_optimizer")
+_OF_MODELS: WeakValueDictionary[int, ConversationRenderer] = WeakValueDictionary()
+"""Renderers of living models by the `id` of their tokenizer, which such a renderer keeps alive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -393,6 +396,36 @@ class ConversationRenderer:
         tail = kept[len(kept) - self._end_width(ids) :][: self.max_length - lead]
         kept = kept[: self.max_length - len(tail)] + tail
         return Encoding(tuple(kept), prompt_cut, excess - prompt_cut)
+
+
+def belongs_to_model(renderer: ConversationRenderer) -> None:
+    """Let `renderer_of` find a model's renderer by its tokenizer."""
+    _OF_MODELS[id(renderer.tokenizer)] = renderer
+
+
+def renderer_of(source: object, max_length: int | None = None) -> ConversationRenderer:
+    """The rendering that a model, the tokenizer of a model, or a plain tokenizer stands for.
+
+    A model's tokenizer brings the model's rendering and length, so that both see the same tokens.
+
+    Args:
+        source: a renderer, a `BradleyTerryRM`, its tokenizer, or a `transformers` tokenizer.
+        max_length: most tokens of a sequence; None is the model's, or what a plain tokenizer states, at most 1024.
+
+    Raises:
+        TypeError: if it is none of these.
+    """
+    own: object = _OF_MODELS.get(id(source))
+    own = getattr(source, "renderer", source) if own is None else own
+    if isinstance(own, ConversationRenderer):
+        is_same = max_length in (None, own.max_length)
+        return own if is_same else ConversationRenderer(own.tokenizer, int(max_length or 0), own.render_fn)
+    if not isinstance(own, PreTrainedTokenizerBase):
+        raise TypeError(
+            f"tokenizer must be a transformers tokenizer or a BradleyTerryRM, got {type(source).__name__}; "
+            "AutoTokenizer.from_pretrained(NAME) loads one"
+        )
+    return ConversationRenderer(own, max_length or min(own.model_max_length, 1024))
 
 
 def _messages(prompt: Prompt) -> tuple[Message, ...]:

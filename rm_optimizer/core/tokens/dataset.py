@@ -5,25 +5,28 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, overload
+from typing import Any, Unpack, overload
 
+import torch
+from torch import Tensor
+
+from rm_optimizer.core.pairs.formats import READ_COLUMNS
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.overlap import continued, conversation_groups, prompt_keys
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, prompt_id
-from rm_optimizer.core.pairs.source_pairs import load_sources, mixed, mixed_rows
-from rm_optimizer.core.pairs.sources import DataSource, parse_sources
+from rm_optimizer.core.pairs.source_pairs import SourcePairs, read_pairs
+from rm_optimizer.core.pairs.sources import SOURCE_OPTIONS, parse_sources
 from rm_optimizer.core.pairs.synthetic import synthetic_world
-from rm_optimizer.core.rows.bad_rows import PairRows, SkippedRow
-from rm_optimizer.core.rows.columns import Columns
+from rm_optimizer.core.rows.bad_rows import SkippedRow, refuse_rows
 from rm_optimizer.core.rows.natural import table_rows
+from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
+from rm_optimizer.core.tokens.plan import pad_sequences
 from rm_optimizer.errors import DataError
-from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
-
-if TYPE_CHECKING:
-    from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.schema.data import DataConfig, ReadOptions, Spelling, read_config
 
 _log = logging.getLogger("rm_optimizer")
 
@@ -37,122 +40,106 @@ def prompt_ids(pairs: Sequence[PreferencePair]) -> tuple[str, ...]:
     return tuple(known[pair.prompt] for pair in pairs)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class PreferenceDataset(Sequence[PreferencePair]):
+class TokenizedPair(PreferencePair, Mapping[str, Tensor]):
+    """A pair that is also a mapping of its tokens, which torch's `default_collate` stacks.
+
+    `chosen_input_ids`, `chosen_attention_mask`, `rejected_input_ids` and `rejected_attention_mask` have shape
+    (max_length,), padded on the right. `margin` (0 for a pair without one), `label` and `weight` are numbers.
+    """
+
+    renderer: ConversationRenderer
+
+    @classmethod
+    def of(cls, pair: PreferencePair, renderer: ConversationRenderer) -> TokenizedPair:
+        """The pair with its rendering."""
+        made = cls(pair.prompt, pair.chosen, pair.rejected, pair.margin, pair.metadata, pair.label, pair.weight)
+        object.__setattr__(made, "renderer", renderer)
+        return made
+
+    @cached_property
+    def tokens(self) -> dict[str, Tensor]:
+        """The mapping's values."""
+        found: dict[str, Tensor] = {}
+        for side, response in (("chosen", self.chosen), ("rejected", self.rejected)):
+            ids = self.renderer.encode(self.prompt, response).ids
+            rest = range(self.renderer.max_length)  # a longer row, which gives the width
+            padded, mask = pad_sequences([ids, rest], self.renderer.pad_token_id)
+            found |= {f"{side}_input_ids": padded[0], f"{side}_attention_mask": mask[0]}
+        numbers = {"label": self.label, "weight": self.weight} | (
+            {} if self.margin is None else {"margin": self.margin}
+        )
+        return found | {name: torch.tensor(float(value)) for name, value in numbers.items()}
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.tokens[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tokens)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle by value."""
+        return TokenizedPair.of, (PreferencePair(*super().__reduce__()[1]), self.renderer)
+
+
+class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
     """An immutable sequence of preference pairs.
 
     Args:
-        pairs: the pairs, in order.
+        data: the pairs or where to read them: a path, a folder of files or written by `datasets`, a pattern, a hub name
+            (`owner/name` or `owner/name:config:split`), a mapping `{path, weight, format, columns, winner, label}`, or
+            a list of these, mixed by weight; a data frame, a `datasets.Dataset`, an Arrow table or a mapping of
+            columns; a list or iterator of `PreferencePair`s or of rows; or another data set. Files of a folder are one
+            source with its name; files of equal names are named by their paths.
+        tokenizer: a tokenizer or a `BradleyTerryRM`, for items that are also mappings of their tokens.
+        max_length: most tokens of a sequence; None is the model's, or what the tokenizer states, at most 1024.
+        options: how rows are read, as `ReadOptions` lists them.
+
+    Attributes:
+        pairs: the pairs, in order, without tokens.
         skipped: rows of the sources that gave no pair, and why.
-        rows: the rows of the pairs; None if they were not read from a source.
+        rows: row of each pair; empty if they were not read from a source.
         notes: sentences on columns that look like content and were not read.
         sources: paths and names of the sources.
+        renderer: rendering of the items' tokens; None without a tokenizer.
+
+    Raises:
+        DataError: if a source cannot be read or a row is bad; the text names file and row.
+        ConfigError: if an option of a source is wrong.
+        TypeError: if `data` or `tokenizer` is none of these, or an option is unknown.
 
     Example:
         >>> pairs = [PreferencePair("2 + 2?", "4", "5"), PreferencePair("3 + 3?", "6", "9")]
-        >>> data = PreferenceDataset.from_pairs(pairs)
+        >>> data = PreferenceDataset(pairs)
         >>> train, val = data.split_by_prompt(0.5, seed=0)
         >>> len(train), len(val)
         (1, 1)
     """
 
-    pairs: tuple[PreferencePair, ...]
-    skipped: tuple[SkippedRow, ...] = ()
-    rows: PairRows | None = None
-    notes: tuple[str, ...] = ()
-    sources: tuple[str, ...] = ()
+    renderer: ConversationRenderer | None
 
-    @classmethod
-    def from_pairs(
-        cls, pairs: Iterable[PreferencePair | Mapping[str, Any]], *, on_bad_row: str = OnBadRow.error
-    ) -> PreferenceDataset:
-        """The data set of these pairs.
+    def __init__(
+        self, data: object, tokenizer: object = None, max_length: int | None = None, **options: Unpack[ReadOptions]
+    ) -> None:
+        config = read_config("PreferenceDataset", options)
+        if not isinstance(data, SourcePairs):
+            with Spelling.python.used():
+                data = _read(data, config)
+            for note in data.notes:
+                _log.warning(note)
+        if tokenizer is None and max_length is not None:
+            raise TypeError("max_length is for tokens, which need a tokenizer; give it as the second argument")
+        renderer = None if tokenizer is None else renderer_of(tokenizer, max_length)
+        vars(self).update(
+            {"renderer": renderer, **{name: value for name, value in vars(data).items() if value is not None}}
+        )
 
-        Args:
-            pairs: pairs, or rows such as those of a data frame or a `datasets.Dataset`, which are read like rows of a
-                file.
-            on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
-
-        Raises:
-            TypeError: if it is no collection of pairs or rows.
-            DataError: if a row is no pair; the text names the row.
-        """
-        if isinstance(pairs, cls):
-            return pairs
-        rows = table_rows("pairs", pairs)
-        kind = PreferencePair if rows and isinstance(rows[0], PreferencePair) else Mapping
-        for place, row in enumerate(rows):
-            if not isinstance(row, kind):
-                raise TypeError(
-                    f"pairs[{place}] must be a PreferencePair or a row with prompt, chosen and rejected, got "
-                    f"{type(row).__name__}; PreferenceDataset.load reads files"
-                )
-        if kind is PreferencePair or not rows:
-            return cls(tuple(rows))
-        options = DataConfig(on_bad_row=OnBadRow(on_bad_row), max_bad_share=1.0)
-        with Spelling.python.used():
-            ((_, found),), notes = load_sources([DataSource("pairs")], options, rows)
-        for note in notes:
-            _log.warning(note)
-        return cls(found.pairs, found.skipped, found.rows, notes)
-
-    @classmethod
-    def joined(cls, parts: Sequence[PreferenceDataset]) -> PreferenceDataset:
+    @staticmethod
+    def joined(parts: Sequence[SourcePairs]) -> PreferenceDataset:
         """The pairs of all parts, one after another."""
-        rows = [part.rows for part in parts if part.rows is not None]
-        return cls(
-            tuple(pair for part in parts for pair in part.pairs),
-            tuple(row for part in parts for row in part.skipped),
-            PairRows.joined(rows) if len(rows) == len(parts) else None,
-            tuple(dict.fromkeys(note for part in parts for note in part.notes)),
-        )
-
-    @classmethod
-    def load(
-        cls,
-        source: object,
-        *,
-        format: str = "auto",
-        columns: Columns | None = None,
-        winner: object = None,
-        kwise_rule: str = KwiseRule.all,
-        on_bad_row: str = OnBadRow.error,
-        max_bad_share: float = MAX_BAD_SHARE,
-        seed: int = 0,
-    ) -> PreferenceDataset:
-        """Read pairs from files or data sets, mixed by weight.
-
-        Args:
-            source: a path, a folder of files or written by `datasets`, a pattern, a hub name (`owner/name` or
-                `owner/name:config:split`), a mapping `{path, weight, format, columns, winner, label}`, or a list of
-                these. Files of a folder are one source with its name; files of equal names are named by their paths.
-            format: row format, as the option `data.format` takes it, of sources that do not name their own.
-            columns: column mapping, our name to the file's, of sources that do not bring their own; None as the file's
-                name leaves the column out.
-            winner: values of the winner column that name response_a, response_b and, if any, a tie.
-            kwise_rule: pairs that a k-wise row gives: all, best_worst or adjacent.
-            on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
-            max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
-            seed: seed of the random part that a fractional weight takes.
-
-        Raises:
-            DataError: if a source cannot be read or a row is bad; the text names file and row.
-            ConfigError: if an option of a source is wrong.
-        """
-        options = DataConfig(
-            format=format,
-            columns=columns,
-            winner=winner,
-            kwise_rule=KwiseRule(kwise_rule),
-            on_bad_row=OnBadRow(on_bad_row),
-            max_bad_share=max_bad_share,
-            split_seed=seed,
-        )
-        with Spelling.python.used():
-            data = load_pairs(source, options)
-        for note in data.notes:
-            _log.warning(note)
-        return data
+        return PreferenceDataset(SourcePairs.joined(parts))
 
     def __len__(self) -> int:
         return len(self.pairs)
@@ -164,7 +151,8 @@ class PreferenceDataset(Sequence[PreferencePair]):
     def __getitem__(self, index: int | slice) -> PreferencePair | PreferenceDataset:
         if isinstance(index, slice):
             return self._taken(range(len(self.pairs))[index], ())
-        return self.pairs[index]
+        pair = self.pairs[index]
+        return pair if self.renderer is None else TokenizedPair.of(pair, self.renderer)
 
     def __repr__(self) -> str:
         return f"PreferenceDataset({len(self.pairs)} pairs, {len(self.skipped)} skipped rows)"
@@ -205,25 +193,23 @@ class PreferenceDataset(Sequence[PreferencePair]):
             DataError: if a row is refused and bad rows stop the reading, or too many are, or no pair is left; the text
                 names file and row.
         """
-        refused: list[int] = []
-        dropped = (self.rows or _Unread()).refuse(self._refusals(renderer, refused))
-        if not refused:
-            return self
-        if len(refused) == len(self.pairs):
-            raise DataError(f"none of {len(refused)} pairs can be rendered; the first: {dropped[0]}")
-        gone = frozenset(refused)
-        return self._taken([i for i in range(len(self.pairs)) if i not in gone], (*self.skipped, *dropped))
-
-    def _refusals(self, renderer: ConversationRenderer, refused: list[int]) -> Iterator[tuple[int, str]]:
-        """Positions and reasons of pairs that cannot be rendered, the positions also put into `refused`."""
+        reasons: dict[int, str] = {}
         for position, pair in enumerate(self.pairs):
             if (reason := renderer.refusal(pair)) is not None:
-                refused.append(position)
-                yield position, reason
+                reasons[position] = reason
+                if not self.rows:
+                    raise DataError(f"pair {position + 1}: {reason}")
+                if self.rows[position].tally.stops:
+                    break
+        if not reasons:
+            return self
+        dropped = refuse_rows(self.rows, reasons.items())
+        if len(reasons) == len(self.pairs):
+            raise DataError(f"none of {len(reasons)} pairs can be rendered; the first: {dropped[0]}")
+        return self._taken([i for i in range(len(self.pairs)) if i not in reasons], (*self.skipped, *dropped))
 
-    def _taken(self, positions: Sequence[int], skipped: tuple[SkippedRow, ...]) -> PreferenceDataset:
-        rows = None if self.rows is None else self.rows.take(positions)
-        return PreferenceDataset(tuple(self.pairs[i] for i in positions), skipped, rows, self.notes, self.sources)
+    def _taken(self, positions: Iterable[int], skipped: tuple[SkippedRow, ...]) -> PreferenceDataset:
+        return PreferenceDataset(self.take(positions, skipped), self.renderer)
 
     def split_by_prompt(self, fraction: float, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
         """Two data sets without a common conversation; the second has about `fraction` of the prompts, at least one.
@@ -268,14 +254,30 @@ class PreferenceDataset(Sequence[PreferencePair]):
         return held_out or set(smallest)
 
 
-class _Unread:
-    """The rows of pairs that are of no source."""
+def _read(data: Any, options: DataConfig) -> SourcePairs:
+    """Pairs of files that `data` names, or of its rows."""
+    if isinstance(data, Iterator):
+        data = list(data)
+    first = data[0] if isinstance(data, list | tuple) and data else data
+    if isinstance(first, str | os.PathLike) or _is_source(first):
+        return read_pairs(parse_sources(data, options), options)
+    rows = table_rows("data", data)
+    kind = PreferencePair if rows and isinstance(rows[0], PreferencePair) else Mapping
+    for place, row in enumerate(rows):
+        if not isinstance(row, kind):
+            raise TypeError(
+                f"data[{place}] must be a PreferencePair or a row with prompt, chosen and rejected, got "
+                f"{type(row).__name__}"
+            )
+    if kind is PreferencePair or not rows:
+        return SourcePairs(tuple(rows))
+    (source,) = parse_sources("pairs", options)
+    return replace(read_pairs([replace(source, rows=rows)], options), sources=())
 
-    def refuse(self, reasons: Iterable[tuple[int, str]]) -> list[SkippedRow]:
-        """Stop at the first."""
-        for position, reason in reasons:
-            raise DataError(f"pair {position + 1}: {reason}")
-        return []
+
+def _is_source(item: object) -> bool:
+    """True for a mapping that names a file, and not a row that has a column of that name."""
+    return isinstance(item, Mapping) and "path" in item and not item.keys() & (READ_COLUMNS - {*SOURCE_OPTIONS})
 
 
 def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -> None:
@@ -387,12 +389,12 @@ def load_training_data(config: DataConfig) -> TrainVal:
 
 def _train_val(config: DataConfig) -> TrainVal:
     world = synthetic_world(config.synthetic) if config.train is None else None
-    train = load_pairs(config.train, config) if world is None else PreferenceDataset.from_pairs(world.train)
+    train = load_pairs(config.train, config) if world is None else PreferenceDataset(world.train)
     if config.val is not None:
         val = load_pairs(config.val, config)
         return TrainVal(train, val, ", ".join(val.sources))
     if world is not None:
-        val = PreferenceDataset.from_pairs(world.val)
+        val = PreferenceDataset(world.val)
         return TrainVal(train, val, "the synthetic world's held-out prompts", world.ceiling)
     kept, val = train.split_by_prompt(config.val_fraction, config.split_seed)
     origin = f"{config.val_fraction:.0%} of the training prompts, held out with split_seed={config.split_seed}"
@@ -400,17 +402,11 @@ def _train_val(config: DataConfig) -> TrainVal:
 
 
 def load_pairs(source: object, config: DataConfig) -> PreferenceDataset:
-    """Pairs of a source, read with the options of `config`; its `train` and `val` are not used.
+    """Pairs of a source or in memory, read with the options of `config`; its `train` and `val` are not used.
 
     Raises:
         DataError: if the source cannot be read or a row is bad; the text names file and row.
         ConfigError: if an option of a source is wrong.
+        TypeError: if it is neither a source nor pairs.
     """
-    sources = parse_sources(source, format=config.format, columns=config.columns, winner=config.winner)
-    loaded, notes = load_sources(sources, config)
-    pairs = mixed(loaded, config.split_seed)
-    if not pairs:
-        raise DataError(f"no pair is left of {', '.join(item.path for item in sources)}: raise the sources' weights")
-    skipped = tuple(row for _, result in loaded for row in result.skipped)
-    rows = mixed_rows(loaded, config.split_seed)
-    return PreferenceDataset(pairs, skipped, rows, notes, tuple(item.path for item in sources))
+    return PreferenceDataset(_read(source, config))

@@ -241,7 +241,7 @@ def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
     }
     margins = {}
     for name, path in spec["scored"].items():
-        data = PreferenceDataset.load(path)
+        data = PreferenceDataset(path)
         rewards = scored(config, model, data)
         margins[name] = config.loss.beta * rewards.margin
         metrics = metrics_of(rewards, data, beta=config.loss.beta, num_bootstrap=0, seed=0)
@@ -268,7 +268,7 @@ def scored(config: TrainConfig, model: BradleyTerryRM, data: PreferenceDataset) 
 
 def _curvature(config: TrainConfig, model: BradleyTerryRM, num_pairs: int) -> dict[str, float | int | None]:
     """Top eigenvalue and trace of the Hessian at the weights, on training pairs that are the same for every arm."""
-    data = PreferenceDataset.load(config.data.train)
+    data = PreferenceDataset(config.data.train)
     analyzer = HessianAnalyzer(model, loss=config.loss, token_budget=config.batching.micro_token_budget, seed=0)
     spectrum = analyzer.compute_spectrum(data.pairs, top_k=1, num_pairs=num_pairs, options=CURVATURE)
     assert spectrum.trace is not None, "it was asked for"

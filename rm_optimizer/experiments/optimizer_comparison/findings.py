@@ -215,7 +215,7 @@ def findings(folder: Path) -> ComparisonFindings:
         NotFinished: if an optimizer has no finished final run.
     """
     frozen, study = Stages(folder).frozen, Study(folder)
-    test = PreferenceDataset.load(str(pairs_file(folder, "test")))
+    test = PreferenceDataset(str(pairs_file(folder, "test")))
     trials = _MeasuredTrials(study, len(test))
     rates = tuple(_rate_points(trials))
     finals = {arm: trials.finals(arm, frozen.options.seeds) for arm in frozen.options.optimizers}

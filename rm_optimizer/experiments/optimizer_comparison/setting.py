@@ -354,5 +354,5 @@ def _limited(data: PreferenceDataset, per_prompt: int | None, most: int | None, 
             seen[data.prompt_ids[position]] += 1
             if seen[data.prompt_ids[position]] <= per_prompt:
                 kept.append(position)
-        data = PreferenceDataset.from_pairs(data[position] for position in sorted(kept))
+        data = PreferenceDataset(data[position] for position in sorted(kept))
     return data if most is None else data.subset(most, seed)

@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import numpy as np
 from jaxtyping import Float
@@ -157,19 +157,13 @@ def pairs_in_memory(train: object, val: object, config: DataConfig) -> TrainVal:
         ConfigError: if there are only validation pairs.
         DataError: if a row is no pair.
     """
-
-    def read(data: Any) -> PreferenceDataset:
-        if names_files(data):
-            return load_pairs(data, config)
-        return PreferenceDataset.from_pairs(data, on_bad_row=config.on_bad_row)
-
     if train is None:
         raise ConfigError("val gives validation pairs in memory, so data_path must give the training pairs, got None")
     if isinstance(train, TrainVal):
         return train
     if val is not None:
-        return TrainVal(read(train), read(val))
-    kept, held_out = read(train).split_by_prompt(config.val_fraction, config.split_seed)
+        return TrainVal(load_pairs(train, config), load_pairs(val, config))
+    kept, held_out = load_pairs(train, config).split_by_prompt(config.val_fraction, config.split_seed)
     origin = f"{config.val_fraction:.0%} of the training prompts, held out with split_seed={config.split_seed}"
     return TrainVal(kept, held_out, origin)
 
@@ -193,7 +187,7 @@ def load_data(config: TrainConfig, given: TrainVal | None = None) -> TrainVal:
 def _require_pairs(data: TrainVal, config: DataConfig) -> None:
     """Refuse pairs in memory that are empty, that overlap, or that the options name too."""
     if not isinstance(data, TrainVal) or not all(isinstance(x, PreferenceDataset) for x in (data.train, data.val)):
-        raise TypeError("data must be a TrainVal of two PreferenceDatasets; PreferenceDataset.from_pairs makes one")
+        raise TypeError("data must be a TrainVal of two PreferenceDatasets; PreferenceDataset(pairs) makes one")
     for option, is_set in (
         ("data.train", config.train is not None),
         ("data.val", config.val is not None),

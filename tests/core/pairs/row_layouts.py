@@ -33,7 +33,7 @@ class Layout:
         name: what it is.
         row: row of a number.
         kind: ending of the file.
-        options: arguments of `PreferenceDataset.load`.
+        options: arguments of `PreferenceDataset`.
         label: label of each pair.
         system: system turn of each prompt.
         is_readable: False where no reading is right, so that only an error is.
@@ -374,7 +374,7 @@ def write(layout: Layout, folder: Path) -> Path:
 def outcome(layout: Layout, folder: Path) -> str:
     """`right`, `refused: …` or `wrong: …` for a layout."""
     try:
-        data = PreferenceDataset.load(write(layout, folder), **layout.options)
+        data = PreferenceDataset(write(layout, folder), **layout.options)
     except RMOptimizerError as error:
         return f"refused: {error}"
     if not layout.is_readable:

@@ -58,32 +58,32 @@ def test_what_are_no_texts_is_told_by_the_arguments_name(prompts, responses, sai
 @pytest.mark.parametrize("rows", [PAIRS, ROWS], ids=["pairs", "rows"])
 @pytest.mark.parametrize("collect", COLLECTIONS.values(), ids=COLLECTIONS)
 def test_pairs_may_come_in_any_collection(collect, rows):
-    assert list(PreferenceDataset.from_pairs(collect(rows))) == PAIRS
+    assert list(PreferenceDataset(collect(rows))) == PAIRS
 
 
 def test_pairs_may_come_as_a_frame_or_a_data_set():
     for table in (pd.DataFrame(ROWS), Dataset.from_list(ROWS)):
-        assert list(PreferenceDataset.from_pairs(table)) == PAIRS
-    data = PreferenceDataset.from_pairs(PAIRS)
-    assert PreferenceDataset.from_pairs(data) is data
+        assert list(PreferenceDataset(table)) == PAIRS
+    data = PreferenceDataset(PAIRS)
+    assert list(PreferenceDataset(data)) == PAIRS
     rows = [{**ROWS[0], "margin": 2.0, "label": 0.9}, {**ROWS[1], "margin": float("nan"), "label": 1.0}]
-    (first, second) = PreferenceDataset.from_pairs(pd.DataFrame(rows))
+    (first, second) = PreferenceDataset(pd.DataFrame(rows))
     assert (first.margin, first.label, second.margin) == (2.0, 0.9, None)
     messages = {**ROWS[0], "prompt": [{"role": "user", "content": "Hi."}]}
-    assert PreferenceDataset.from_pairs([messages])[0].prompt == tuple(MESSAGES)
-    (briefly,) = PreferenceDataset.from_pairs([{**ROWS[0], "system": "Be brief."}])
+    assert PreferenceDataset([messages])[0].prompt == tuple(MESSAGES)
+    (briefly,) = PreferenceDataset([{**ROWS[0], "system": "Be brief."}])
     assert briefly.prompt[0] == Message("system", "Be brief.")
-    kept = PreferenceDataset.from_pairs([*ROWS, {**ROWS[0], "chosen": ""}], on_bad_row="drop")
+    kept = PreferenceDataset([*ROWS, {**ROWS[0], "chosen": ""}], on_bad_row="drop")
     assert (len(kept), len(kept.skipped)) == (3, 1)
 
 
 @pytest.mark.parametrize(
     ("pairs", "kind", "said"),
     [
-        ("pairs.jsonl", TypeError, "pairs must be a list, tuple, generator, array or column, got str"),
-        (ROWS[0], TypeError, "pairs must be a list, tuple, generator, array or column, got dict"),
-        (["a"], TypeError, r"pairs\[0\] must be a PreferencePair or a row with prompt, chosen and rejected, got str"),
-        ([PAIRS[0], {"text": "a"}], TypeError, r"pairs\[1\] must be .* got dict; PreferenceDataset.load"),
+        ("no_pairs.jsonl", DataError, "no_pairs.jsonl"),
+        (ROWS[0], TypeError, "data must be a list, tuple, generator, array or column, got dict"),
+        ([7], TypeError, r"data\[0\] must be a PreferencePair or a row with prompt, chosen and rejected, got int"),
+        ([PAIRS[0], {"text": "a"}], TypeError, r"data\[1\] must be .* got dict"),
         ([{**ROWS[0], "chosen": "No."}], DataError, "pairs, row 1: chosen and rejected must differ"),
         ([{**ROWS[0], "tools": ["search"]}], DataError, "the column tools is not read and would be lost"),
         ([{"text": "a"}], DataError, "got columns text; expected prompt, chosen and rejected"),
@@ -91,7 +91,7 @@ def test_pairs_may_come_as_a_frame_or_a_data_set():
 )
 def test_what_are_no_pairs_is_told_by_its_place(pairs, kind, said):
     with pytest.raises(kind, match=said):
-        PreferenceDataset.from_pairs(pairs)
+        PreferenceDataset(pairs)
 
 
 def test_paths_may_be_texts_and_data_a_list(tmp_path):
@@ -129,17 +129,17 @@ def test_options_are_taken_as_compose_returns_them():
 )
 def test_every_table_gives_the_pairs_of_its_rows(form):
     rows = [{"prompt": f"What is {n}?", "chosen": "It is.", "rejected": "No."} for n in range(3)]
-    assert PreferenceDataset.from_pairs(form(rows)).fingerprint == PreferenceDataset.from_pairs(rows).fingerprint
+    assert PreferenceDataset(form(rows)).fingerprint == PreferenceDataset(rows).fingerprint
 
 
 @pytest.mark.parametrize(
     ("table", "said"),
     [
-        (pd.DataFrame({"prompt": ["secret", 3]}), "pairs cannot be read as a table: .*column prompt"),
-        ({"prompt": ["secret"], "chosen": ["1", "2"]}, "pairs cannot be read as a table: .*chosen.*length"),
+        (pd.DataFrame({"prompt": ["secret", 3]}), "data cannot be read as a table: .*column prompt"),
+        ({"prompt": ["secret"], "chosen": ["1", "2"]}, "data cannot be read as a table: .*chosen.*length"),
     ],
 )
 def test_a_table_that_no_file_could_hold_is_refused_without_its_content(table, said):
     with pytest.raises(DataError, match=said) as caught:
-        PreferenceDataset.from_pairs(table)
+        PreferenceDataset(table)
     assert "secret" not in str(caught.value)

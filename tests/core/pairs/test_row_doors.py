@@ -29,7 +29,7 @@ def openai_row(i=0, **inside):
 def loaded(tmp_path, rows, **options):
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return PreferenceDataset.load(path, **options)
+    return PreferenceDataset(path, **options)
 
 
 def test_parts_beside_a_mapped_path_are_metadata(tmp_path):
@@ -119,7 +119,7 @@ def test_messages_as_text_in_a_csv_are_read_as_messages_and_that_is_said(tmp_pat
     path = tmp_path / "pairs.csv"
     rows = [{side: write(conversation(i, f"{side} {i}")) for side in ("chosen", "rejected")} for i in range(60)]
     pd.DataFrame(rows).to_csv(path, index=False)
-    data = PreferenceDataset.load(path)
+    data = PreferenceDataset(path)
     assert data.pairs[7].prompt == (Message("user", 'Say "7" isn\'t\n\\d.'),)
     assert data.pairs[7].chosen == "chosen 7"
     (note,) = data.notes
@@ -131,7 +131,7 @@ def test_a_prompt_of_messages_as_text_is_read_as_messages(tmp_path, write):
     path = tmp_path / "pairs.csv"
     rows = [{"prompt": write(conversation(i, "Hi")[:1]), "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(3)]
     pd.DataFrame(rows).to_csv(path, index=False)
-    assert PreferenceDataset.load(path).pairs[1].prompt == (Message("user", 'Say "1" isn\'t\n\\d.'),)
+    assert PreferenceDataset(path).pairs[1].prompt == (Message("user", 'Say "1" isn\'t\n\\d.'),)
 
 
 @pytest.mark.parametrize("column", ["prompt", "chosen"])
@@ -142,7 +142,7 @@ def test_messages_in_a_notation_that_cannot_be_read_are_refused(tmp_path, column
         row[column] = str(np.array(conversation(i, "Hi"), dtype=object))
     pd.DataFrame(rows).to_csv(path, index=False)
     with pytest.raises(DataError, match=f"{column} holds lists of messages as text that cannot be read"):
-        PreferenceDataset.load(path)
+        PreferenceDataset(path)
 
 
 def test_json_answers_stay_text(tmp_path):
@@ -171,9 +171,9 @@ def test_turns_as_lists_of_texts_are_refused_with_a_path_that_reads_one(tmp_path
     path = tmp_path / "arena.csv"
     pd.DataFrame([{k: write([v]) for k, v in row.items()} | {"winner": "a"} for row in rows]).to_csv(path, index=False)
     with pytest.raises(DataError, match=r"prompt holds lists of texts, .*prompt\.0"):
-        PreferenceDataset.load(path, winner="a,b")
+        PreferenceDataset(path, winner="a,b")
     columns = {name: f"{name}.0" for name in ("prompt", "response_a", "response_b")}
-    assert PreferenceDataset.load(path, winner="a,b", columns=columns).pairs[2].prompt == "Q2?"
+    assert PreferenceDataset(path, winner="a,b", columns=columns).pairs[2].prompt == "Q2?"
 
 
 def test_lists_of_answers_as_text_are_said_and_read_where_the_format_is_named(tmp_path):
@@ -199,7 +199,7 @@ def test_missing_numbers_of_parquet_are_missing(tmp_path):
     path = tmp_path / "pairs.parquet"
     rows = {"prompt": ["Q?"] * 2, "chosen": ["a"] * 2, "rejected": ["b", "c"], "margin": [np.nan, 2.0]}
     pd.DataFrame(rows).to_parquet(path)
-    assert [pair.margin for pair in PreferenceDataset.load(path).pairs] == [None, 2.0]
+    assert [pair.margin for pair in PreferenceDataset(path).pairs] == [None, 2.0]
 
 
 def test_a_prompt_that_ends_with_one_of_the_answers_is_refused(tmp_path):
@@ -228,10 +228,10 @@ def test_streaming_reads_structures_as_in_memory(tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [{side: str(conversation(i, f"{side} {i}")) for side in ("chosen", "rejected")} for i in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = stream_files(parse_sources(str(path), format="auto", columns=None))
+    files = stream_files(parse_sources(str(path), DataConfig()))
     reader = BlockReader(files, DataConfig())
     pairs = [pair for block in blocks_of(files) for _, pair in reader.pairs(block, reader.tally(0))]
-    assert tuple(pairs) == PreferenceDataset.load(path).pairs
+    assert tuple(pairs) == PreferenceDataset(path).pairs
 
 
 @pytest.mark.parametrize("name", ["margin", "label", "weight"])

@@ -190,15 +190,14 @@ def test_an_option_names_one_source_or_many():
             {"path": "b.csv", "weight": "0.5", "format": "hh"},
             {"path": "c.csv", "columns": {"prompt": "q"}},
         ],
-        format="explicit",
-        columns={"prompt": "p"},
+        DataConfig(format="explicit", columns={"prompt": "p"}),
     )
     assert sources == (
         DataSource("a.csv", format="explicit", columns={"prompt": "p"}),
         DataSource("b.csv", weight=0.5, format="hh", columns={"prompt": "p"}),
         DataSource("c.csv", format="explicit", columns={"prompt": "q"}),
     )
-    assert parse_sources("a.csv", format="auto", columns=None) == (DataSource("a.csv"),)
+    assert parse_sources("a.csv", DataConfig()) == (DataSource("a.csv"),)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +215,7 @@ def test_an_option_names_one_source_or_many():
 )
 def test_a_wrong_source_is_one_sentence(option: object, reason: str):
     with pytest.raises(ConfigError) as caught:
-        parse_sources(option, format="auto", columns=None)
+        parse_sources(option, DataConfig())
     assert reason in str(caught.value)
 
 
@@ -228,7 +227,7 @@ def source_of(name: str, num_pairs: int, weight: float) -> tuple[DataSource, Sou
 @pytest.mark.parametrize("weight", [0.25, 0.5, 1.0, 1.5, 2.0, 3.75])
 def test_a_weight_is_the_mean_number_of_times_a_pair_counts(weight: float):
     source, loaded = source_of("x", 40, weight)
-    mixture = mixed([(source, loaded)], seed=0)
+    mixture = mixed([(source, loaded)], seed=0).pairs
     counts = [sum(pair.prompt == original.prompt for pair in mixture) for original in loaded.pairs]
     assert len(mixture) == 40 * weight
     assert set(counts) <= {int(weight), int(weight) + 1}
@@ -237,9 +236,10 @@ def test_a_weight_is_the_mean_number_of_times_a_pair_counts(weight: float):
 
 def test_a_mixture_depends_on_its_seed_alone():
     sources = [source_of("x", 40, 0.5), source_of("y", 40, 0.5)]
-    assert mixed(sources, seed=1) == mixed(sources, seed=1)
-    assert mixed(sources, seed=1) != mixed(sources, seed=2)
-    assert mixed(sources, seed=1)[:20] == mixed(sources[:1], seed=1)
+    first = mixed(sources, seed=1).pairs
+    assert first == mixed(sources, seed=1).pairs
+    assert first != mixed(sources, seed=2).pairs
+    assert first[:20] == mixed(sources[:1], seed=1).pairs
 
 
 def test_responses_to_other_inputs_and_under_other_system_turns_are_not_compared(tmp_path: Path):
@@ -370,7 +370,7 @@ def test_no_hint_changes_a_meaning(rows: list[dict[str, Any]], says: str, never:
 def test_values_of_a_winner_column_may_be_shared_with_sources_of_another_format(tmp_path: Path):
     won = write(tmp_path / "w.jsonl", {"prompt": "p", "response_a": "x", "response_b": "y", "winner": "a"})
     plain = write(tmp_path / "p.jsonl", ROW)
-    first, second = parse_sources([won, plain], format="auto", columns={}, winner=["a", "b"])
+    first, second = parse_sources([won, plain], DataConfig(winner=["a", "b"]))
     found = [load_source(each, DataConfig()) for each in (first, second)]
     assert found[0].notes == ()
     assert "has no effect here, since the rows are read by format explicit" in found[1].notes[0]

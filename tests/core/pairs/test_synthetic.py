@@ -57,7 +57,7 @@ def test_the_seed_determines_every_text_and_label(default):
 @pytest.mark.parametrize("seed", STORED)
 def test_the_pairs_of_the_quick_start_never_change(seed):
     built = synthetic_world(SyntheticConfig(seed=seed))
-    train, val = (PreferenceDataset.from_pairs(pairs).fingerprint for pairs in (built.train, built.val))
+    train, val = (PreferenceDataset(pairs).fingerprint for pairs in (built.train, built.val))
     assert (train, val, built.ceiling) == STORED[seed]
 
 

@@ -65,16 +65,16 @@ def written(path: Path, columns: dict[str, Any]) -> str:
 def test_content_that_is_not_read_is_named(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture):
     path = written(tmp_path / "pairs.jsonl", METADATA | {name: CONTENT[name]})
     with caplog.at_level(logging.WARNING, "rm_optimizer"):
-        data = PreferenceDataset.load(path)
+        data = PreferenceDataset(path)
     assert data.notes == tuple(caplog.messages)
     assert data.notes[0].startswith(f"{path}: {name} look like content but are not read; ")
     assert f"columns={{'{name}': None}}" in data.notes[0]
-    assert PreferenceDataset.load(path, columns={name: None}).notes == ()
+    assert PreferenceDataset(path, columns={name: None}).notes == ()
 
 
 @pytest.mark.parametrize("name", METADATA)
 def test_metadata_is_not(name: str, tmp_path: Path):
-    assert PreferenceDataset.load(written(tmp_path / "pairs.jsonl", {name: METADATA[name]})).notes == ()
+    assert PreferenceDataset(written(tmp_path / "pairs.jsonl", {name: METADATA[name]})).notes == ()
 
 
 def test_a_command_says_it_once_a_source(tmp_path: Path, caplog: pytest.LogCaptureFixture):
@@ -156,18 +156,18 @@ def test_a_second_account_of_the_preference_is_counted_and_said(name: str, tmp_p
     rows = [own | {key: each[i] if isinstance(each, list) else each for key, each in unread.items()} for i in range(4)]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (note,) = PreferenceDataset.load(str(path), columns=columns).notes
+    (note,) = PreferenceDataset(str(path), columns=columns).notes
     assert re.match(f"{re.escape(str(path))}: {says}", note)
     assert RayPreferenceDataset(str(path), columns=columns).notes == (note,)
     if not columns:
-        assert PreferenceDataset.from_pairs(rows).notes == (note.replace(str(path), "pairs", 1),)
+        assert PreferenceDataset(rows).notes == (note.replace(str(path), "pairs", 1),)
 
 
 def test_an_account_that_agrees_or_is_left_out_is_not_said(tmp_path: Path):
     rows = [{"prompt": "p", "left": "a", "right": "b", "preferred": "left", "tone": side} for side in ("calm", "loud")]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    assert PreferenceDataset.load(str(path), columns={"chosen": "left", "rejected": "right"}).notes == ()
+    assert PreferenceDataset(str(path), columns={"chosen": "left", "rejected": "right"}).notes == ()
     swapped: dict[str, str | None] = {"chosen": "right", "rejected": "left"}
-    assert "2 of 2 pairs" in PreferenceDataset.load(str(path), columns=swapped).notes[0]
-    assert PreferenceDataset.load(str(path), columns=swapped | {"preferred": None}).notes == ()
+    assert "2 of 2 pairs" in PreferenceDataset(str(path), columns=swapped).notes[0]
+    assert PreferenceDataset(str(path), columns=swapped | {"preferred": None}).notes == ()

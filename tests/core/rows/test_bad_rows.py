@@ -10,7 +10,6 @@ import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.rows.bad_rows import PairRows
 from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError
@@ -43,7 +42,7 @@ def written(folder: Path, items: list[dict[str, Any]]) -> str:
 
 
 def test_a_refused_row_is_named_by_file_and_line(tmp_path: Path, renderer: ConversationRenderer):
-    data = PreferenceDataset.load(written(tmp_path, rows(10, (6,))))
+    data = PreferenceDataset(written(tmp_path, rows(10, (6,))))
     with pytest.raises(DataError, match=r"pairs\.jsonl, line 7: .* role 'narrator'.*on_bad_row=\"drop\""):
         data.accepted_by(renderer)
 
@@ -51,7 +50,7 @@ def test_a_refused_row_is_named_by_file_and_line(tmp_path: Path, renderer: Conve
 def test_refused_rows_are_dropped_and_listed(tmp_path: Path, renderer: ConversationRenderer):
     items = rows(20, (6, 9))
     items[3]["chosen"] = 7
-    data = PreferenceDataset.load(written(tmp_path, items), on_bad_row="drop").accepted_by(renderer)
+    data = PreferenceDataset(written(tmp_path, items), on_bad_row="drop").accepted_by(renderer)
     assert [row.row for row in data.skipped] == [4, 7, 10]
     assert len(data) == 17
     assert data.accepted_by(renderer) is data
@@ -62,7 +61,7 @@ def test_rows_bad_in_reading_and_refused_count_together(tmp_path: Path, renderer
     items = rows(30, tuple(range(refused)))
     for item in items[20:22]:
         item["chosen"] = 7
-    data = PreferenceDataset.load(written(tmp_path, items), on_bad_row="drop")
+    data = PreferenceDataset(written(tmp_path, items), on_bad_row="drop")
     if refused == 4:  # with the two others 6 of 30, the share that is allowed
         assert len(data.accepted_by(renderer)) == 24
         return
@@ -71,14 +70,14 @@ def test_rows_bad_in_reading_and_refused_count_together(tmp_path: Path, renderer
 
 
 def test_the_rows_of_a_part_are_judged_among_themselves(tmp_path: Path, renderer: ConversationRenderer):
-    data = PreferenceDataset.load(written(tmp_path, rows(60, (0, 1, 2, 3, 4))), on_bad_row="drop")
+    data = PreferenceDataset(written(tmp_path, rows(60, (0, 1, 2, 3, 4))), on_bad_row="drop")
     with pytest.raises(DataError, match="5 of 8 rows are bad"):
         data[:8].accepted_by(renderer)
     assert len(data.accepted_by(renderer)) == 55
 
 
 def test_a_part_keeps_the_lines_of_its_pairs(tmp_path: Path, renderer: ConversationRenderer):
-    whole = PreferenceDataset.load({"path": written(tmp_path, rows(40, (11,))), "weight": 2})
+    whole = PreferenceDataset({"path": written(tmp_path, rows(40, (11,))), "weight": 2})
     sides = whole.split_by_prompt(0.3, seed=1)
     for data in (whole, whole[10:], whole.subset(78, 0), PreferenceDataset.joined([whole[:11], whole[11:]]), *sides):
         if any("narrator" in str(pair.prompt) for pair in data):
@@ -91,7 +90,7 @@ def test_a_row_of_many_pairs_is_dropped_once_and_its_good_pairs_stay(tmp_path: P
     responses = ["Four.", "<think>2 + 2</think>Four!", "Five."]
     items = [{"prompt": f"{i} + 2?", "responses": responses, "scores": [3, 2, 1]} for i in range(2)]
     items[1]["responses"] = ["a", "b", "c"]
-    data = PreferenceDataset.load(written(tmp_path, items), on_bad_row="drop").accepted_by(forgetting)
+    data = PreferenceDataset(written(tmp_path, items), on_bad_row="drop").accepted_by(forgetting)
     assert [row.row for row in data.skipped] == [1]
     assert (data[0].chosen, data[0].rejected) == ("Four.", "Five.")
     assert len(data) == 4
@@ -100,8 +99,4 @@ def test_a_row_of_many_pairs_is_dropped_once_and_its_good_pairs_stay(tmp_path: P
 def test_pairs_of_no_source_are_named_by_their_place(renderer: ConversationRenderer):
     pairs = [PreferencePair("2 + 2?", "4", "5"), PreferencePair((Message(**REFUSED),), "4", "5")]
     with pytest.raises(DataError, match=r"^pair 2: "):
-        PreferenceDataset.from_pairs(pairs).accepted_by(renderer)
-
-
-def test_no_rows_join_to_none():
-    assert PairRows.joined([]).places.shape == (0, 2)
+        PreferenceDataset(pairs).accepted_by(renderer)

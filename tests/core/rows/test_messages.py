@@ -35,7 +35,7 @@ def test_every_form_of_a_prompt_is_the_same_messages_through_every_entrance(form
     pairs, responses = tmp_path / "pairs.jsonl", tmp_path / "responses.jsonl"
     pairs.write_text(json.dumps({"prompt": value, "chosen": "a", "rejected": "b"}))
     responses.write_text(json.dumps({"prompt": value, "response": "a"}))
-    (loaded,) = PreferenceDataset.load(pairs)
+    (loaded,) = PreferenceDataset(pairs)
     (scored,) = read_responses(responses)
     assert as_messages(loaded.prompt) == as_messages(scored.prompt) == as_messages(value) == EXPECTED
     assert loaded.prompt_id == prompt_id(scored.prompt) == PreferencePair(EXPECTED, "a", "b").prompt_id
@@ -64,7 +64,7 @@ def test_a_blank_turn_of_the_user_is_refused_at_every_entrance(form: str, tmp_pa
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": BLANK_TURNS[form], "chosen": "a", "rejected": "b"}))
     with pytest.raises(DataError, match=r"line 1: .*role user must not be empty"):
-        PreferenceDataset.load(path)
+        PreferenceDataset(path)
     path.write_text(json.dumps({"prompt": BLANK_TURNS[form], "response": "a"}))
     with pytest.raises(DataError, match=r"line 1: .*role user must not be empty"):
         list(read_responses(path))
@@ -103,7 +103,7 @@ def test_a_column_that_would_be_lost_is_refused_at_every_entrance(name: str, tmp
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "Hi", "chosen": "a", "rejected": "b", name: "something"}))
     with pytest.raises(DataError, match=f"{name} is not read"):
-        PreferenceDataset.load(path)
+        PreferenceDataset(path)
     path.write_text(json.dumps({"prompt": "Hi", "response": "a", name: "something"}))
     with pytest.raises(DataError, match=f"line 1: {name} is not read"):
         list(read_responses(path))
@@ -112,6 +112,6 @@ def test_a_column_that_would_be_lost_is_refused_at_every_entrance(name: str, tmp
 def test_alpacas_input_follows_the_instruction(tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"instruction": "Add.", "input": "1, 2", "chosen": "a", "rejected": "b", "system": "S"}))
-    (pair,) = PreferenceDataset.load(path, columns={"prompt": "instruction"})
+    (pair,) = PreferenceDataset(path, columns={"prompt": "instruction"})
     assert pair.prompt == (Message("system", "S"), Message("user", "Add.\n1, 2"))
     assert "input" not in pair.metadata

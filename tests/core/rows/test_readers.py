@@ -258,8 +258,8 @@ def test_half_a_surrogate_pair_is_a_bad_row_with_its_line(place: int, tmp_path: 
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([whole] * 9 + [broken]).replace(', "responses": ["c"]', ""))
     with pytest.raises(DataError, match=r"line 10: \w+ holds half of a UTF-16 surrogate pair"):
-        PreferenceDataset.load(path)
-    assert [row.row for row in PreferenceDataset.load(path, on_bad_row="drop").skipped] == [10]
+        PreferenceDataset(path)
+    assert [row.row for row in PreferenceDataset(path, on_bad_row="drop").skipped] == [10]
 
 
 @pytest.mark.parametrize("place", [0, 3])
@@ -278,18 +278,18 @@ def test_values_that_python_cannot_read_are_a_bad_row_with_its_line(value: str, 
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([row % 1] * 9 + [row % value]))
     with pytest.raises(DataError, match=rf"line 10: .*{reason}"):
-        PreferenceDataset.load(path)
-    assert len(PreferenceDataset.load(path, on_bad_row="drop")) == 9
+        PreferenceDataset(path)
+    assert len(PreferenceDataset(path, on_bad_row="drop")) == 9
     (tmp_path / "a.json").write_text(f"[{row % value}]")
     with pytest.raises(DataError, match=rf"a\.json: the file cannot be read: .*{reason}"):
-        PreferenceDataset.load(tmp_path / "a.json")
+        PreferenceDataset(tmp_path / "a.json")
 
 
 def test_values_nested_below_the_limit_of_the_reader_are_read_or_told(tmp_path: Path):
     row = '{"prompt": "Hi", "chosen": "a", "rejected": "b", "more": %s}'
     path = tmp_path / "a.jsonl"
     path.write_text("\n".join([row % 1] * 9 + [row % ("[" * 900 + "]" * 900)]))
-    data = PreferenceDataset.load(path, on_bad_row="drop")
+    data = PreferenceDataset(path, on_bad_row="drop")
     assert len(data) + len(data.skipped) == 10
 
 
@@ -297,13 +297,13 @@ def test_two_columns_of_one_name_are_refused(tmp_path: Path):
     table = pa.table([["Hi"], ["a"], ["b"], ["c"]], names=["prompt", "chosen", "rejected", "chosen"])
     pq.write_table(table, tmp_path / "a.parquet")
     with pytest.raises(DataError, match=r"a\.parquet: there are two columns 'chosen'"):
-        PreferenceDataset.load(tmp_path / "a.parquet")
+        PreferenceDataset(tmp_path / "a.parquet")
 
 
 def test_an_object_that_holds_the_rows_as_data_is_read(tmp_path: Path):
     rows = [{"prompt": "Hi", "chosen": "a", "rejected": "b"}]
     (tmp_path / "a.json").write_text(json.dumps({"version": 1, "data": rows}))
-    assert len(PreferenceDataset.load(tmp_path / "a.json")) == 1
+    assert len(PreferenceDataset(tmp_path / "a.json")) == 1
 
 
 def test_a_folder_and_a_pattern_are_the_same_pairs_for_training_and_for_commands(tmp_path: Path):
@@ -315,7 +315,7 @@ def test_a_folder_and_a_pattern_are_the_same_pairs_for_training_and_for_commands
         trained, checked = load_training_data(config).train, PairOptions().load(source)
         assert trained.pairs == checked.pairs
         assert trained.notes == checked.notes == ()
-    assert {pair.metadata["source"] for pair in PreferenceDataset.load(str(tmp_path))} == {tmp_path.name}
+    assert {pair.metadata["source"] for pair in PreferenceDataset(str(tmp_path))} == {tmp_path.name}
 
 
 def test_what_a_folder_leaves_out_is_said(tmp_path: Path):
@@ -323,7 +323,7 @@ def test_what_a_folder_leaves_out_is_said(tmp_path: Path):
         {"a.parquet": WRITERS["a.parquet"], "b.jsonl": write_lines, "c.csv": write_csv}[name](tmp_path / name, ROWS)
     (tmp_path / "d.tsv").write_text("x")
     (tmp_path / "README.md").write_text("x")
-    data = PreferenceDataset.load(str(tmp_path))
+    data = PreferenceDataset(str(tmp_path))
     others = ", ".join(str(tmp_path / name) for name in ("b.jsonl", "c.csv", "d.tsv"))
     assert data.notes == (f"{tmp_path}: 1 files are read, 3 are left out: {others}",)
     assert len(data) == len(ROWS)

@@ -137,7 +137,7 @@ def contents(batches: list[MacroBatch]) -> list[tuple[Any, ...]]:
 
 
 def in_memory(files: list[Path], renderer: ConversationRenderer, cache: Path) -> list[tuple[Any, ...]]:
-    data = PreferenceDataset.load([str(path) for path in files])
+    data = PreferenceDataset([str(path) for path in files])
     tokens = tokenize_pairs(data, renderer, cache)
     assert tokens.num_identical_dropped == 1
     pairs = [data[i] for i in tokens.pair_index]
@@ -159,7 +159,7 @@ def test_unshuffled_it_gives_the_pairs_of_memory_in_their_order(
 
 
 def test_its_tally_is_the_report_of_memory(files: list[Path], renderer: ConversationRenderer, tmp_path: Path):
-    data = PreferenceDataset.load([str(path) for path in files])
+    data = PreferenceDataset([str(path) for path in files])
     expected = tokenize_pairs(data, renderer, tmp_path).report
     found = stream(InProcess(dataset(files), renderer), dataset(files))
     epochs(found, 3)
@@ -239,7 +239,7 @@ def test_parts_of_a_row_group_join_to_its_rows(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "groups.parquet"
     pq.write_table(pa.Table.from_pylist(rows(50, 8)), path, row_group_size=33)
     found = RayPreferenceDataset(str(path), block_bytes=2000)
-    assert found.first_pairs(1000).pairs == PreferenceDataset.load(str(path)).pairs
+    assert found.first_pairs(1000).pairs == PreferenceDataset(str(path)).pairs
 
 
 @pytest.mark.parametrize("block_bytes", [1, 300, 5000, 10**6])
@@ -248,7 +248,7 @@ def test_parts_of_a_file_of_lines_join_to_its_lines(tmp_path: Path, block_bytes:
     path = json_lines(tmp_path / "lines.jsonl", rows(20, 9))
     path.write_text(path.read_text().rstrip("\n") + end)
     found = RayPreferenceDataset(str(path), block_bytes=block_bytes)
-    assert found.first_pairs(1000).pairs == PreferenceDataset.load(str(path)).pairs
+    assert found.first_pairs(1000).pairs == PreferenceDataset(str(path)).pairs
     assert found.num_rows == path.read_bytes().count(b"\n") + (end == "")
     if block_bytes == 1:
         assert len(found.blocks) >= 20
@@ -277,7 +277,7 @@ def test_a_bad_row_stops_the_stream_in_the_words_of_memory(tmp_path: Path, rende
             next(iter(found))
     assert str(stopped.value) == str(expected.value)
     assert "bad.jsonl, line 56: chosen must be text" in str(stopped.value)
-    kept = PreferenceDataset.load(str(path), on_bad_row="drop").pairs
+    kept = PreferenceDataset(str(path), on_bad_row="drop").pairs
     assert data.first_pairs(55).pairs == kept[:55]
 
 
@@ -349,7 +349,7 @@ def test_kwise_rows_give_the_pairs_of_memory(tmp_path: Path):
     path = json_lines(tmp_path / "kwise.jsonl", items)
     found = RayPreferenceDataset(str(path), kwise_rule="adjacent", block_bytes=300)
     assert len(found.blocks) > 3
-    assert found.first_pairs(1000).pairs == PreferenceDataset.load(str(path), kwise_rule="adjacent").pairs
+    assert found.first_pairs(1000).pairs == PreferenceDataset(str(path), kwise_rule="adjacent").pairs
 
 
 def test_a_stream_without_a_pair_ends_in_a_sentence(tmp_path: Path, renderer: ConversationRenderer):

@@ -34,7 +34,7 @@ class CharacterRenderer:
 
 
 def audit_of(*pairs: PreferencePair, max_length: int = 10) -> DataAudit:
-    return audit_pairs({"train": PreferenceDataset.from_pairs(pairs)}, CharacterRenderer(max_length))
+    return audit_pairs({"train": PreferenceDataset(pairs)}, CharacterRenderer(max_length))
 
 
 def test_repeats_and_contradictions_are_counted():
@@ -72,7 +72,7 @@ def test_token_lengths_are_those_before_truncation():
 
 def test_prompt_overlap_is_counted_between_each_two_splits():
     def split(*prompts: str) -> PreferenceDataset:
-        return PreferenceDataset.from_pairs(PreferencePair(prompt, "a", "b") for prompt in prompts)
+        return PreferenceDataset(PreferencePair(prompt, "a", "b") for prompt in prompts)
 
     audit = audit_pairs({"x": split("p", "p", "q"), "y": split("p", "r"), "z": split("s")}, CharacterRenderer(9))
     assert audit.overlaps == (
@@ -85,7 +85,7 @@ def test_prompt_overlap_is_counted_between_each_two_splits():
 def test_a_response_in_many_pairs_is_encoded_once():
     renderer = CharacterRenderer(9)
     pairs = [PreferencePair("p", a, b) for a in "abcd" for b in "abcd" if a > b]
-    audit_pairs({"train": PreferenceDataset.from_pairs(pairs)}, renderer)
+    audit_pairs({"train": PreferenceDataset(pairs)}, renderer)
     assert renderer.num_calls == 4
 
 
@@ -147,7 +147,7 @@ def test_control_tokens_in_any_text_of_a_pair_are_counted_and_named(text: str):
         PreferencePair("q", f"c{text}", f"{text}{text}"),
         PreferencePair("is a < b and b > s? <b>[1]</b> <|>", "a[CLS", "x</ s>"),
     ]
-    data = {"train": PreferenceDataset.from_pairs(pairs)}
+    data = {"train": PreferenceDataset(pairs)}
     split = audit_pairs(data, CharacterRenderer(50), ["<own>"]).splits["train"]
     assert split.num_control_tokens == 3
     assert split.control_tokens

@@ -23,7 +23,7 @@ from rm_optimizer.rl_coupling.world_policy import WorldGold, WorldPolicy
 from tests.builders import tiny_reward_model
 
 WORLD = PreferenceWorld(0, gold=Gold())
-PAIRS = PreferenceDataset.from_pairs(WORLD.pairs(0, 110).val)
+PAIRS = PreferenceDataset(WORLD.pairs(0, 110).val)
 GOLD = ScorerOracle(WorldGold(WORLD), is_exact=True)
 OPTIONS = ReadinessOptions(
     num_prompts=6, num_samples=8, rule=StoppingRule(24, 8), on_policy_pairs=24, num_bootstrap=50, max_pairs=110

@@ -56,7 +56,7 @@ def test_the_best_weights_are_kept_below_min_delta_too():
 
 
 def groups(*names: str) -> PreferenceDataset:
-    return PreferenceDataset.from_pairs(PreferencePair("p", "a", "b", metadata={"source": name}) for name in names)
+    return PreferenceDataset(PreferencePair("p", "a", "b", metadata={"source": name}) for name in names)
 
 
 def test_a_group_that_validation_lacks_is_refused_by_name():

@@ -48,7 +48,7 @@ def data_clean(
     judged = [place for place, pair in enumerate(pairs) if pair.label == 1]
     if num_soft := len(pairs) - len(judged):
         print(f"{num_soft:,} pairs with a tie or a soft label stay, and are not judged")
-    plain = PreferenceDataset.from_pairs([pairs[place] for place in judged])
+    plain = PreferenceDataset([pairs[place] for place in judged])
     differences = fixed_differences(plain, None if model is None else SavedModel(model).load())
     groups = np.array(conversation_groups([pair.prompt for pair in plain]))
     dynamics = held_out_chances(*turned(differences, seed), groups, seed=seed)

@@ -135,7 +135,7 @@ def _pool(
         print(f"choosing among {subsample:,} random pairs of {len(left):,}")
         left = [left[position] for position in random_positions(len(left), subsample, [seed, 2])]
     is_labeled = np.arange(len(left) + len(known)) >= len(left)
-    return PreferenceDataset.from_pairs([*left, *known]), is_labeled
+    return PreferenceDataset([*left, *known]), is_labeled
 
 
 def _unlabeled(source: PairOptions, pool: str) -> PreferenceDataset:
