@@ -101,7 +101,7 @@ def _pairs_of(source: Any) -> Sequence[PreferencePair] | None:
         TypeError: if the source is none of these.
     """
     if isinstance(source, str | os.PathLike):
-        return PreferenceDataset.load(os.fspath(source)).pairs
+        return PreferenceDataset(os.fspath(source)).pairs
     is_table = isinstance(source, Mapping) or hasattr(source, "columns") or hasattr(source, "column_names")
     if not is_table and not isinstance(source, Iterable):
         raise TypeError(f"pairs must be pairs, a data set, a file or a loader of pairs, got {type(source).__name__}")
@@ -109,7 +109,7 @@ def _pairs_of(source: Any) -> Sequence[PreferencePair] | None:
     is_batches = first is not None and not isinstance(first, PreferencePair | Mapping)
     is_batches |= isinstance(first, Mapping) and "chosen_input_ids" in first
     if is_table or (isinstance(source, Sequence) and not is_batches):
-        return PreferenceDataset.from_pairs(source).pairs
+        return PreferenceDataset(source).pairs
     return None
 
 

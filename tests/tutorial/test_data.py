@@ -84,7 +84,7 @@ def test_items_are_pairs_stack_and_pickle(model):
 def test_wrong_arguments_are_one_sentence(given, kind, said):
     with pytest.raises(kind, match=said):
         PreferenceDataset(*given)
-    with pytest.raises(TypeError, match="unknown argument of PreferenceDataset 'colums'.*columns"):
+    with pytest.raises(TypeError, match=r"unknown argument of PreferenceDataset 'colums'.*columns"):
         PreferenceDataset(ROWS, colums={"prompt": "q"})
 
 

@@ -43,7 +43,7 @@ class Loader:
     """Shuffled macro-batches of all pairs, with their pairs and renderer, as `create_dataloader` has them."""
 
     def __init__(self, model, *, batch_size: int = 5, seed: int = 0):
-        self.pairs, self.renderer = PreferenceDataset.from_pairs(PAIRS), model.renderer
+        self.pairs, self.renderer = PreferenceDataset(PAIRS), model.renderer
         collator = PairCollator(tokenize_pairs(PAIRS, model.renderer, None), PAIRS, model.renderer.pad_token_id)
         self.batches = MacroBatches(collator, batch_size=batch_size, micro_token_budget=60, seed=seed)
 
@@ -72,7 +72,7 @@ def test_tables_rows_and_files_give_the_spectrum_of_their_pairs(model, tmp_path)
     table = pa.Table.from_pylist(ROWS)
     analyzer, options = HessianAnalyzer(model, params="head"), SpectrumOptions(product="reverse")
     expected = values(analyzer.compute_spectrum(PAIRS, top_k=2, options=options))
-    sources = (PreferenceDataset.from_pairs(PAIRS), ROWS, table, table.to_pandas(), table.to_pydict(), path, str(path))
+    sources = (PreferenceDataset(PAIRS), ROWS, table, table.to_pandas(), table.to_pydict(), path, str(path))
     for source in sources:
         assert values(analyzer.compute_spectrum(source, top_k=2, options=options)) == expected
     with pytest.raises(TypeError, match="pairs must be pairs, a data set, a file or a loader of pairs, got int"):

@@ -28,7 +28,7 @@ from rm_optimizer.core.storage.certificate import ParityCertificate, require_par
 from rm_optimizer.core.storage.export import save_export
 from rm_optimizer.core.storage.loading import LoadedModel, describe_model, load_model, parse_dtype, settle_input
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
-from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, RenderFn
+from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, RenderFn, belongs_to_model
 from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, num_embeddings, set_pad_token_id
 from rm_optimizer.core.tokens.plan import pad_sequences, stacked
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree
@@ -74,6 +74,7 @@ class BradleyTerryRM(BaseRewardModel):
         self.model = model
         self.tokenizer = tokenizer
         self.renderer = ConversationRenderer(tokenizer, max_length, render_fn)
+        belongs_to_model(self.renderer)
         # The responses end in different tokens, a letter and a question mark: one last id means that the rendering ends
         # every sequence with a fixed token, two that a sequence ends with the response's own last token.
         last_ids = {encoding.ids[-1] for encoding in self.renderer.encode_batch(["a", "a"], ["b", "9?"])}
