@@ -106,8 +106,8 @@ def _pairs_of(source: Any) -> Sequence[PreferencePair] | None:
     if not is_table and not isinstance(source, Iterable):
         raise TypeError(f"pairs must be pairs, a data set, a file or a loader of pairs, got {type(source).__name__}")
     first = source[0] if isinstance(source, Sequence) and len(source) else None
-    is_batches = first is not None and not isinstance(first, PreferencePair | Mapping)
-    is_batches |= isinstance(first, Mapping) and "chosen_input_ids" in first
+    is_row = isinstance(first, Mapping) and "chosen_input_ids" not in first
+    is_batches = not (first is None or is_row or isinstance(first, PreferencePair))
     if is_table or (isinstance(source, Sequence) and not is_batches):
         return PreferenceDataset(source).pairs
     return None
@@ -122,27 +122,10 @@ def _batches_of(loader: Any) -> Iterator[AnyPairBatch]:
         elif isinstance(item, PairBatch | PackedPairBatch):
             yield item
         elif isinstance(item, Mapping) and "chosen_input_ids" in item:
-            yield _of_tensors(item, num_pairs)
+            yield PairBatch.of(item, num_pairs)
             num_pairs += len(item["chosen_input_ids"])
         else:
             raise DataError(f"a loader of pairs must give batches of pairs, got {type(item).__name__}")
-
-
-def _of_tensors(batch: Mapping[str, Tensor], start: int) -> PairBatch:
-    """Batch of the ids and masks of chosen and rejected responses; every pair has weight 1 and label 1 by default."""
-    rows = [batch[f"{side}_{name}"] for name in ("input_ids", "attention_mask") for side in ("chosen", "rejected")]
-    width = max(row.shape[1] for row in rows)
-    padded = [torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows]
-    ids, mask = (torch.stack(padded[place : place + 2], dim=1).flatten(0, 1) for place in (0, 2))
-    ones = torch.ones(len(rows[0]))
-    return PairBatch(
-        ids,
-        mask,
-        batch.get("margin", torch.zeros_like(ones)),
-        batch.get("label", ones),
-        batch.get("weight", ones),
-        torch.arange(start, start + len(ones)),
-    )
 
 
 def _require_tokens_of(model: BradleyTerryRM, loader: Any) -> None:
