@@ -194,6 +194,7 @@ NOT_CALLED = {
     "optimize_policy": "trains",
     "RayPreferenceDataset": "starts Ray",
     "HessianAnalyzer": "refuses prompts beside pairs",
+    "evaluate_checkpoint": "writes a folder",
     "evaluate_model": "writes a folder",
 }
 """Names whose parameters are marked, and not called here."""
