@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction as AcquisitionFunction
     from rm_optimizer.data_efficiency.acquisition import UncertaintySampling as UncertaintySampling
     from rm_optimizer.data_efficiency.active_learning import ActiveLearner as ActiveLearner
-    from rm_optimizer.data_efficiency.active_learning import run_active_loop as run_active_loop
     from rm_optimizer.data_efficiency.feature_rules import acquisition_function as acquisition_function
     from rm_optimizer.data_efficiency.pool import Pool as Pool
     from rm_optimizer.data_efficiency.pool import read_pool as read_pool

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import ClassVar, TypeAlias
 
 import numpy as np
@@ -13,8 +13,7 @@ from numpy.typing import NDArray
 from scipy.special import expit, xlogy
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.data_efficiency.pool import Pool, read_pool
+from rm_optimizer.data_efficiency.pool import Pool, read_pool, unlabeled_pairs
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
@@ -36,17 +35,17 @@ class AcquisitionFunction(ABC):
     """False if the rule chooses without a model."""
 
     def score(
-        self, pairs: Sequence[PreferencePair], model_or_ensemble: BradleyTerryRM | RewardModelEnsemble
+        self, pairs: object, model_or_ensemble: BradleyTerryRM | RewardModelEnsemble
     ) -> Float[np.ndarray, " pairs"]:
         """Value of each pair's label alone, in the rule's own unit.
 
         Larger is better.
 
         Args:
-            pairs: unlabeled pairs; their labels are not read.
+            pairs: unlabeled pairs, or questions or rows with `prompt`, `response_a` and `response_b`.
             model_or_ensemble: the model to improve by the labels, or an ensemble.
         """
-        return self.scores(read_pool(pairs, model_or_ensemble))
+        return self.scores(read_pool(unlabeled_pairs(pairs), model_or_ensemble))
 
     @abstractmethod
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:

@@ -5,19 +5,22 @@ A loop that was killed continues.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
+from rm_optimizer.core.rows.natural import table_rows
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
-from rm_optimizer.data_efficiency.acquisition import RandomSampling
+from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction, RandomSampling
 from rm_optimizer.data_efficiency.feature_rules import acquisition_function
-from rm_optimizer.data_efficiency.pool import read_pool
+from rm_optimizer.data_efficiency.pool import read_pool, unlabeled_pairs
 from rm_optimizer.data_efficiency.questions import (
     Answers,
     Question,
@@ -28,7 +31,7 @@ from rm_optimizer.data_efficiency.questions import (
 )
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import writing
-from rm_optimizer.records.ledger import Ledger, open_ledger
+from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.schema.config import Resume, TrainConfig
 from rm_optimizer.training.folder.lock import run_lock
@@ -39,6 +42,24 @@ Answer = str | float | None
 """`A`, `B`, `tie`, `skip`, the probability that response A is better, or None for a missing answer."""
 LEDGER_FILE = "questions.jsonl"
 """Questions and answers of an `ActiveLearner`, in its folder."""
+
+
+LabelFunction: TypeAlias = Callable[[Sequence[Question]], Mapping[str, Answer] | Iterable[Answer]]
+"""Function that answers questions: a list in their order, or a mapping by `pair_id`."""
+DEFAULT_RULE = "boundary_optimal"
+
+
+@dataclass(frozen=True)
+class LearningRound:
+    """A round of active learning.
+
+    Args:
+        num_labels: number of training pairs from all rounds so far.
+        result: result of the run that was trained on them; None if nothing is trained.
+    """
+
+    num_labels: int
+    result: RunResult | None
 
 
 @dataclass
@@ -65,16 +86,21 @@ class _State:
 
 
 class ActiveLearner:
-    """Questions about a pool of unlabeled pairs and their answers, kept in a folder.
+    """Choice of pairs to label: at once, by questions and answers, or in rounds of training.
 
-    All questions and answers are on disk when `ask` and `tell` return. Only one process at a time may use the folder.
+    With a folder, all questions and answers are on disk when `ask` and `tell` return. Only one process at a time may
+    use the folder.
 
     Args:
-        folder: folder of the state.
-        pool: unlabeled pairs; their labels are not read, and a pair that repeats another, in either order, is asked
-            once.
-        rule: name of the acquisition function; without a model `ask` draws at random if the rule reads one.
+        model_or_ensemble: model to improve by the labels; None draws at random if the rule reads a model.
+        acquisition_fn: rule that chooses, or its name; None is `uncertainty` with an ensemble, else `boundary_optimal`.
+        folder: folder of questions and answers; None keeps them in memory.
+        pool: unlabeled pairs to ask about; their labels are not read, and a pair that repeats another, in either order,
+            is asked once.
         seed: seed of draws, ties and the order of responses.
+
+    Attributes:
+        labeled_data: training pairs of the last `run_active_loop` so far.
 
     Raises:
         DataError: if the pool is empty.
@@ -82,37 +108,70 @@ class ActiveLearner:
     """
 
     def __init__(
-        self, folder: Path | str, pool: Sequence[PreferencePair], *, rule: str = "boundary_optimal", seed: int = 0
+        self,
+        model_or_ensemble: BradleyTerryRM | RewardModelEnsemble | None = None,
+        acquisition_fn: AcquisitionFunction | str | None = None,
+        *,
+        folder: str | PathLike[str] | None = None,
+        pool: object = None,
+        seed: int = 0,
     ) -> None:
-        self._folder, self._seed = Path(folder), seed
-        if not pool:
+        is_ensemble = isinstance(model_or_ensemble, RewardModelEnsemble)
+        if model_or_ensemble is not None and not is_ensemble:
+            require_bradley_terry(model_or_ensemble)
+        rule = acquisition_fn or ("uncertainty" if is_ensemble else DEFAULT_RULE)
+        self.model, self.labeled_data = model_or_ensemble, list[PreferencePair]()
+        self.acquisition = acquisition_function(rule) if isinstance(rule, str) else rule
+        self._folder, self._seed = None if folder is None else Path(folder), seed
+        self._kept = _State()
+        asked = {} if pool is None else asked_once(unlabeled_pairs(pool))
+        if pool is not None and not asked:
             raise DataError("a pool needs at least one pair, got none")
-        self._pool = PreferenceDataset([*asked_once(pool).values()])
+        self._pool = PreferenceDataset([*asked.values()])
         self.num_pairs = len(self._pool)
-        self._rule = acquisition_function(rule)
         questions = questions_of(self._pool, np.arange(len(self._pool)), seed=seed)
         self._questions = {question.pair_id: question for question in questions}
         self._places = {question.pair_id: place for place, question in enumerate(questions)}
-        self._identity = digest([sorted(self._questions), rule, seed])
+        self._identity = digest([sorted(self._questions), self.acquisition.name, seed])
+
+    def select(self, pool: object, k: int = 100) -> list[Any]:
+        """The `k` most informative pairs of a pool, best first, as they were given; all of a smaller pool.
+
+        Args:
+            pool: unlabeled pairs, questions, or rows with `prompt`, `response_a` and `response_b`.
+            k: number of pairs to choose, positive.
+
+        Raises:
+            ConfigError: if `k` is not positive, or the model is not one that the rule can read.
+            DataError: if there are no pairs.
+        """
+        rows = table_rows("pool", pool)
+        read = read_pool(unlabeled_pairs(rows), self.model)
+        return [rows[place] for place in self._rule(self.model).select(read, min(k, len(rows)), seed=self._seed)]
 
     def ask(self, k: int, model: BradleyTerryRM | RewardModelEnsemble | None = None) -> list[Question]:
         """Questions to answer next: the open ones of earlier calls, or `k` new ones.
 
         Args:
             k: number of new questions, positive; fewer if the pool has fewer pairs left.
-            model: the model to improve by the labels; None draws at random.
+            model: the model to improve by the labels; None takes the learner's.
 
         Raises:
-            ConfigError: if `k` is not positive.
+            ConfigError: if `k` is not positive, or the learner has no pool.
             DataError: if another process uses the folder, or it belongs to another pool or rule.
         """
         if k < 1:
             raise ConfigError(f"k must be positive, got {k}")
-        with self._state() as (state, ledger):
-            if not state.open and (chosen := self._chosen(state, k, model)):
-                ledger.append({"asked": chosen})
+        if not self._questions:
+            raise ConfigError("ask needs unlabeled pairs; give ActiveLearner(pool=PAIRS), or call select(PAIRS, k)")
+        with self._state() as (state, save):
+            if not state.open and (chosen := self._chosen(state, k, model or self.model)):
+                save({"asked": chosen})
                 state.batches.append(chosen)
             return self._open(state)
+
+    def _rule(self, model: object) -> AcquisitionFunction:
+        return RandomSampling() if model is None and self.acquisition.reads_model else self.acquisition
 
     def open(self) -> list[Question]:
         """Questions without an answer."""
@@ -127,12 +186,12 @@ class ActiveLearner:
         Raises:
             DataError: if an id belongs to no asked question, or an answer cannot be read; then no answer is saved.
         """
-        with self._state() as (state, ledger):
+        with self._state() as (state, save):
             asked = {key for batch in state.batches for key in batch}
             if unknown := [key for key in labels if key not in asked]:
                 raise DataError(f"'{unknown[0]}' is no question that was asked; tell answers by Question.pair_id")
             chances = {key: answered_chance(answer, f"question {key}") for key, answer in labels.items()}
-            ledger.append({"told": chances})
+            save({"told": chances})
             state.keep(chances)
             return self._answers(state)
 
@@ -151,7 +210,11 @@ class ActiveLearner:
             return [len(batch) for batch in state.batches]
 
     @contextmanager
-    def _state(self) -> Iterator[tuple[_State, Ledger]]:
+    def _state(self) -> Iterator[tuple[_State, Callable[[object], None]]]:
+        """Questions and answers so far, and a function that saves an entry."""
+        if self._folder is None:
+            yield self._kept, lambda entry: None
+            return
         other = "questions about another pool, or by another rule or seed"
         with open_ledger(
             self._folder / LEDGER_FILE, self._identity, other=other, remedy="name another folder"
@@ -162,7 +225,7 @@ class ActiveLearner:
                     state.batches.append(entry["asked"])
                 else:
                     state.keep(entry["told"])
-            yield state, ledger
+            yield state, ledger.append
 
     def _chosen(self, state: _State, k: int, model: BradleyTerryRM | RewardModelEnsemble | None) -> list[str]:
         is_known = np.zeros(len(self._pool), dtype=bool)
@@ -170,10 +233,11 @@ class ActiveLearner:
         num = min(k, int((~is_known).sum()))
         if not num:
             return []
-        rule = RandomSampling() if model is None and self._rule.reads_model else self._rule
         pool = read_pool(self._pool, model, is_labeled=is_known)
         ids = [*self._questions]
-        return [ids[place] for place in rule.select(pool, num, seed=self._seed + len(state.batches)).tolist()]
+        return [
+            ids[place] for place in self._rule(model).select(pool, num, seed=self._seed + len(state.batches)).tolist()
+        ]
 
     def _open(self, state: _State) -> list[Question]:
         return [replace(self._questions[key], rank=rank) for rank, key in enumerate(state.open, start=1)]
@@ -182,103 +246,111 @@ class ActiveLearner:
         asked = [key for batch in state.batches[:num_batches] for key in batch]
         return merged_answers((self._questions[key], state.answers.get(key, [])) for key in asked)
 
+    def run_active_loop(
+        self,
+        pool: object,
+        label_fn: LabelFunction,
+        n_rounds: int = 10,
+        *,
+        k: int = 100,
+        config: TrainConfig | None = None,
+        val: object = None,
+        warm: bool = False,
+        budget: int | None = None,
+        patience: int | None = None,
+    ) -> list[LearningRound]:
+        """Ask, train on all answers, and choose the next questions by the trained model.
 
-@dataclass(frozen=True)
-class LearningRound:
-    """A round of active learning.
+        Without `config` nothing is trained, and the learner's model chooses in every round. With it, the folder
+        (`config.output_dir` if the learner has none) holds questions, answers and a run folder for each round in
+        `rounds/`. Repeat a stopped call to continue.
 
-    Args:
-        num_labels: number of training pairs from all rounds so far.
-        result: result of the run that was trained on them.
-    """
+        Args:
+            pool: unlabeled pairs.
+            label_fn: function that returns answers to questions, as a list in their order or by `pair_id`; questions
+                without one count as skipped. It is called once for each batch, and again if a kill interrupted the
+                call.
+            n_rounds: largest number of rounds.
+            k: number of questions in each round.
+            config: options of the runs; None trains nothing.
+            val: labeled validation pairs of every round.
+            warm: True starts each round from the weights of the round before; False trains the base model again.
+            budget: number of labels after which the loop ends; None has no limit.
+            patience: number of rounds without a lower validation NLL after which the loop ends; None has no limit.
 
-    num_labels: int
-    result: RunResult
+        Returns:
+            The rounds, first to last; fewer than `n_rounds` if the pool, the budget or the patience is used up before.
 
-
-def run_active_loop(
-    pool: Sequence[PreferencePair],
-    label_fn: Callable[[Sequence[Question]], Mapping[str, Answer]],
-    n_rounds: int,
-    *,
-    config: TrainConfig,
-    val: PreferenceDataset,
-    k: int = 64,
-    rule: str = "boundary_optimal",
-    warm: bool = False,
-    budget: int | None = None,
-    patience: int | None = None,
-) -> list[LearningRound]:
-    """Ask, train on all answers, and choose the next questions by the trained model.
-
-    Repeat a stopped call to continue.
-
-    `config.output_dir` holds the questions and answers, and one run folder for each round in `rounds/`.
-
-    Args:
-        pool: unlabeled pairs.
-        label_fn: function that returns answers to questions by `pair_id`; questions without one count as skipped. It is
-            called once for each batch, and again if a kill interrupted the call.
-        n_rounds: largest number of rounds.
-        config: options of the runs.
-        val: labeled validation pairs of every round.
-        k: number of questions in each round.
-        rule: acquisition function.
-        warm: True starts each round from the weights of the round before; False trains the base model again.
-        budget: number of labels after which the loop ends; None has no limit.
-        patience: number of rounds without a lower validation NLL after which the loop ends; None has no limit.
-
-    Returns:
-        The rounds, first to last; fewer than `n_rounds` if the pool, the budget or the patience is used up before.
-
-    Raises:
-        ConfigError: if an option is out of range, the rule compares several models, or a loop of other options is or
-            runs in the folder.
-        DataError: if `label_fn` gives no mapping of answers, or no question was answered by the end of a round; the
-            same call then asks that round's questions again.
-    """
-    if n_rounds < 1 or (budget is not None and budget < 1) or (patience is not None and patience < 1):
-        raise ConfigError(f"n_rounds, budget and patience must be positive, got {n_rounds}, {budget} and {patience}")
-    folder = Path(config.output_dir)
-    learner = ActiveLearner(folder, pool, rule=rule, seed=config.seed)
-    if acquisition_function(rule).compares_members:
-        raise ConfigError(f"rule '{rule}' compares models, and a round trains one; take 'boundary_optimal'")
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    rounds: list[LearningRound] = []
-    with run_lock(folder):
-        while len(rounds) < n_rounds and not _is_over(rounds, budget, patience):
-            left = k if budget is None else min(k, budget - (rounds[-1].num_labels if rounds else 0))
-            sizes = learner.batch_sizes
-            if len(sizes) == len(rounds):
-                model = BradleyTerryRM.from_pretrained(rounds[-1].result.export) if rounds else None
-                if not learner.ask(left, model):
-                    break
-            elif sizes[len(rounds)] != (size := min(left, learner.num_pairs - sum(sizes[: len(rounds)]))):
-                raise ConfigError(
-                    f"round {len(rounds) + 1} of the loop in {folder} asked {sizes[len(rounds)]} questions, and with "
-                    f"k={k} and budget={budget} it would ask {size}; give the k and budget of then, or another folder"
-                )
-            pairs = _answered(learner, label_fn, len(rounds) + 1)
-            own = replace(config, output_dir=str(folder / "rounds" / f"{len(rounds):03d}"), resume=Resume.auto)
-            if warm and rounds:
-                start = replace(own.model, path=rounds[-1].result.export, revision=None, architecture={})
-                own = replace(own, model=start)
-            data = TrainVal(PreferenceDataset(pairs), val, "pairs of the caller")
-            result = run_training(own, data=data)
-            rounds.append(LearningRound(len(pairs), result))
-    return rounds
+        Raises:
+            ConfigError: if an option is out of range, the rule compares several models, or a loop of other options is
+                or runs in the folder.
+            DataError: if `label_fn` gives no answers, or no question was answered by the end of a round; the same call
+                then asks that round's questions again.
+        """
+        if n_rounds < 1 or (budget is not None and budget < 1) or (patience is not None and patience < 1):
+            raise ConfigError(
+                f"n_rounds, budget and patience must be positive, got {n_rounds}, {budget} and {patience}"
+            )
+        if (config is None) != (val is None) or (config is None and (warm or patience is not None)):
+            raise ConfigError(
+                "config, the options of the runs, and val, their validation pairs, go together; warm and "
+                "patience need both"
+            )
+        if config is not None and self.acquisition.compares_members:
+            rule = self.acquisition.name
+            raise ConfigError(f"rule '{rule}' compares models, and a round trains one; take '{DEFAULT_RULE}'")
+        folder = Path(config.output_dir) if self._folder is None and config is not None else self._folder
+        learner = ActiveLearner(self.model, self.acquisition, folder=folder, pool=pool, seed=self._seed)
+        rounds: list[LearningRound] = []
+        with ExitStack() as stack:
+            if folder is not None:
+                with writing(folder):
+                    folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(run_lock(folder))
+            while len(rounds) < n_rounds and not _is_over(rounds, budget, patience):
+                left = k if budget is None else min(k, budget - (rounds[-1].num_labels if rounds else 0))
+                last = rounds[-1].result if rounds else None
+                sizes = learner.batch_sizes
+                if len(sizes) == len(rounds):
+                    if not learner.ask(left, None if last is None else BradleyTerryRM.from_pretrained(last.export)):
+                        break
+                elif sizes[len(rounds)] != (size := min(left, learner.num_pairs - sum(sizes[: len(rounds)]))):
+                    raise ConfigError(
+                        f"round {len(rounds) + 1} of the loop in {folder} asked {sizes[len(rounds)]} questions, and "
+                        f"with k={k} and budget={budget} it would ask {size}; give the k and budget of then, or "
+                        "another folder"
+                    )
+                self.labeled_data = [*_answered(learner, label_fn, len(rounds) + 1)]
+                result = None
+                if config is not None and folder is not None and val is not None:
+                    output = str(folder / "rounds" / f"{len(rounds):03d}")
+                    own = replace(config, output_dir=output, resume=Resume.auto)
+                    if warm and last is not None:
+                        start = replace(own.model, path=last.export, revision=None, architecture={})
+                        own = replace(own, model=start)
+                    train, held_out = (PreferenceDataset(each) for each in (self.labeled_data, val))
+                    result = run_training(own, data=TrainVal(train, held_out, "pairs of the caller"))
+                rounds.append(LearningRound(len(self.labeled_data), result))
+        return rounds
 
 
-def _answered(
-    learner: ActiveLearner, label_fn: Callable[[Sequence[Question]], Mapping[str, Answer]], num_batches: int
-) -> tuple[PreferencePair, ...]:
+def _answered(learner: ActiveLearner, label_fn: LabelFunction, num_batches: int) -> tuple[PreferencePair, ...]:
     """Training pairs of the first `num_batches` batches, after `label_fn` has answered the open questions."""
     questions, pairs = learner.open(), learner.answers(num_batches).pairs
     if questions:
-        given = label_fn(questions)
+        given: object = label_fn(questions)
+        if isinstance(given, Iterable) and not isinstance(given, str | Mapping):
+            if len(answers := [*given]) != len(questions):
+                raise DataError(
+                    f"label_fn must return an answer to each of {len(questions)} questions, got {len(answers)}"
+                )
+            words = [float(each) if isinstance(each, bool | np.bool_) else each for each in answers]
+            given = {question.pair_id: word for question, word in zip(questions, words, strict=True)}
         if not isinstance(given, Mapping):
-            raise DataError(f"label_fn must return a mapping of pair_id to an answer, got {type(given).__name__}")
+            raise DataError(
+                "label_fn must return a list of answers or a mapping of pair_id to an answer, got "
+                f"{type(given).__name__}"
+            )
         if not pairs and all(answered_chance(answer, f"question {key}") is None for key, answer in given.items()):
             raise DataError(
                 f"label_fn answered none of {len(questions)} questions, so there is nothing to train on; the same call "
@@ -294,5 +366,5 @@ def _answered(
 def _is_over(rounds: Sequence[LearningRound], budget: int | None, patience: int | None) -> bool:
     if rounds and budget is not None and rounds[-1].num_labels >= budget:
         return True
-    losses = [found.result.metrics.nll.value for found in rounds]
+    losses = [found.result.metrics.nll.value for found in rounds if found.result is not None]
     return patience is not None and len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -18,6 +18,8 @@ from rm_optimizer.core.model.features import scored_features
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, require_finite
+from rm_optimizer.core.rows.natural import table_rows
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.trial import connected_ray
 from rm_optimizer.records.ledger import open_ledger
@@ -100,6 +102,25 @@ def blocks(rows: np.ndarray, size: int = 16_384) -> Iterator[tuple[int, np.ndarr
     """Blocks of rows with the position of the first row, so that a memory-mapped array is read in pieces."""
     for start in range(0, len(rows), size):
         yield start, rows[start : start + size]
+
+
+def unlabeled_pairs(pool: object) -> PreferenceDataset:
+    """Pairs of a pool: pairs, questions, or rows with `prompt`, `response_a` and `response_b`.
+
+    Raises:
+        TypeError: if it is no collection of pairs or rows.
+        DataError: if a row is no pair.
+    """
+    if isinstance(pool, PreferenceDataset):
+        return pool
+    found: list[Any] = []
+    for row in table_rows("pool", pool):
+        if isinstance(row, Mapping) and {"response_a", "response_b"} <= row.keys():
+            row = {"prompt": row.get("prompt"), "chosen": row["response_a"], "rejected": row["response_b"]}
+        elif hasattr(row, "response_a"):
+            row = PreferencePair(row.prompt, row.response_a, row.response_b, label=0.5)
+        found.append(row)
+    return PreferenceDataset(found)
 
 
 def read_pool(

@@ -55,7 +55,8 @@ def callables() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 CALLS: dict[str, Callable[[Any, Path], Any]] = {
     "AcquisitionFunction.score model_or_ensemble": lambda model, at: MarginSampling().score(PAIRS, model),
-    "ActiveLearner.ask model": lambda model, at: ActiveLearner(at / "asked", PAIRS).ask(1, model),
+    "ActiveLearner.ask model": lambda model, at: ActiveLearner(folder=at / "asked", pool=PAIRS).ask(1, model),
+    "ActiveLearner model_or_ensemble": lambda model, at: ActiveLearner(model),
     "HessianAnalyzer model": lambda model, at: HessianAnalyzer(model),
     "RMPublisherAdapter.publish weights": lambda model, at: RMPublisherAdapter("http://localhost:9").publish(
         model, "1"

@@ -9,7 +9,7 @@ import pytest
 
 from rm_optimizer import ActiveLearner, PreferenceDataset, PreferencePair, TrainConfig, compose, typed
 from rm_optimizer.core.pairs.synthetic import synthetic_world
-from rm_optimizer.data_efficiency import active_learning, run_active_loop
+from rm_optimizer.data_efficiency import active_learning
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema.data import SyntheticConfig
 from tests.builders import tiny_reward_model
@@ -18,7 +18,11 @@ POOL = [PreferencePair(f"ask {n}", f"yes {n}", f"no {n * n}", label=0.5) for n i
 
 
 def learner(folder, rule: str = "boundary_optimal", pool=POOL):
-    return ActiveLearner(folder, pool, rule=rule)
+    return ActiveLearner(None, rule, folder=folder, pool=pool)
+
+
+def run_active_loop(pool, label_fn, n_rounds, *, rule="boundary_optimal", **options):
+    return ActiveLearner(None, rule).run_active_loop(pool, label_fn, n_rounds, **options)
 
 
 def test_open_questions_are_asked_again_and_answered_ones_never(tmp_path):
