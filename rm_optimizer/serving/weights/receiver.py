@@ -16,6 +16,7 @@ import math
 import shutil
 import tempfile
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -146,6 +147,7 @@ class WeightReceiver:
         self.root = None if root is None else root.resolve()
         self.transports = transports - ({Transport.path} if root is None else set())
         self._spool = Path(tempfile.mkdtemp(prefix="rm-incoming-"))
+        self._remove_spool = weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
         self._active: _Update | None = None
         self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
         self._names = ServedNames(service.engine)
@@ -154,7 +156,7 @@ class WeightReceiver:
         """Abort the update in progress and remove its files."""
         if self._active is not None and self._active.committing is None:
             await self._give_up(self._active, "the server is stopping")
-        shutil.rmtree(self._spool, ignore_errors=True)
+        self._remove_spool()
 
     async def begin(self, begin: Begin) -> Ready:
         """Announce an update; returns once its receiving end is ready.
