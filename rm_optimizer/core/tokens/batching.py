@@ -172,6 +172,33 @@ class MacroBatch:
     total_weight: float
     pair_index: NDArray[np.int64]
 
+    def keys(self) -> tuple[str, ...]:
+        """Names that `batch[name]` takes: the ids and masks of both sides, and the values of the pairs."""
+        sides = [f"{side}_{name}" for side in ("chosen", "rejected") for name in ("input_ids", "attention_mask")]
+        return (*sides, "margin", "label", "weight", "pair_index")
+
+    def __getitem__(self, name: str) -> Tensor:
+        """One tensor of all pairs of this rank, padded on the right; masked ids are those of padding.
+
+        It is no `collections.abc.Mapping`, which torch and Lightning would take apart and build anew.
+
+        Raises:
+            KeyError: if there is no such tensor.
+            TypeError: if the micro-batches share the starts of pairs, so that no tensor holds the sides.
+        """
+        side, _, rest = name.partition("_")
+        if name not in self.keys():
+            raise KeyError(name)
+        if rest not in ("input_ids", "attention_mask"):
+            return torch.cat([getattr(batch, name) for batch in self.micro])
+        parts = []
+        for batch in self.micro:
+            if not isinstance(batch, PairBatch):
+                raise TypeError(f"{name} needs batches without prefix_sharing, which hold the sides of a pair apart")
+            parts.append(getattr(batch, rest)[side == "rejected" :: 2])
+        width = max(part.shape[1] for part in parts)
+        return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
+
     def to(self, device: torch.device | str, non_blocking: bool = False) -> MacroBatch:
         """The micro-batches on a device."""
         return replace(self, micro=tuple(batch.to(device, non_blocking) for batch in self.micro))

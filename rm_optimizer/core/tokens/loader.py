@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Sampler
 
 from rm_optimizer.core.pairs.orders import PairOrder
-from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches, pair_collator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
-from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import DataStalled
+
+_log = logging.getLogger("rm_optimizer")
 
 
 class MacroBatchLoader(DataLoader[MacroBatch]):
@@ -32,7 +37,13 @@ class MacroBatchLoader(DataLoader[MacroBatch]):
     """
 
     def __init__(
-        self, batches: MacroBatches, steps: range, *, num_workers: int, fetch_timeout: float, pin_memory: bool = False
+        self,
+        batches: MacroBatches,
+        steps: range | Sampler[int],
+        *,
+        num_workers: int,
+        fetch_timeout: float,
+        pin_memory: bool = False,
     ) -> None:
         super().__init__(
             batches,
@@ -66,62 +77,103 @@ class MacroBatchLoader(DataLoader[MacroBatch]):
             yield batch
 
 
-def create_dataloader(
-    dataset: Sequence[PreferencePair],
-    renderer: ConversationRenderer,
-    *,
-    batch_size: int,
-    micro_token_budget: int,
-    seed: int,
-    epochs: float | None = None,
-    num_steps: int | None = None,
-    start_step: int = 0,
-    rank: int = 0,
-    world_size: int = 1,
-    num_workers: int = 0,
-    fetch_timeout: float = 60.0,
-    cache_dir: Path | None = None,
-    pin_memory: bool = False,
-    prefix_sharing: bool = False,
-    order: PairOrder | None = None,
-) -> DataLoader[MacroBatch]:
-    """Tokenize the pairs, or open their cache, and load them as macro-batches of whole pairs.
+class PairLoader(MacroBatchLoader):
+    """A data loader over one pass of pairs an iteration; each further iteration is shuffled anew.
 
     Args:
-        dataset: the pairs.
-        renderer: renderer that makes their token ids.
-        batch_size: number of pairs of a macro-batch, over all ranks.
-        micro_token_budget: most tokens of a micro-batch, padding included.
-        seed: seed of the order, not negative.
-        epochs: number of passes over the pairs, perhaps a fraction, rounded up to whole steps; or give `num_steps`.
-        num_steps: number of optimizer steps of the run; or give `epochs`.
-        start_step: first step to load in a resumed run.
-        rank: rank of the process, in [0, world_size).
-        world_size: number of ranks.
+        data: the pairs.
+        renderer: rendering that makes their token ids.
+        batches: their batches by step.
         num_workers: number of loading processes; 0 loads in this process.
-        fetch_timeout: most seconds of a worker for one macro-batch.
-        cache_dir: folder of tokenized data; None means the user's cache folder.
         pin_memory: True to put the tensors into page-locked memory.
-        prefix_sharing: True for `PackedPairBatch`es, False for `PairBatch`es.
-        order: order of the pairs; None shuffles them by the seed.
+    """
+
+    def __init__(
+        self,
+        data: PreferenceDataset,
+        renderer: ConversationRenderer,
+        batches: MacroBatches,
+        *,
+        num_workers: int,
+        pin_memory: bool,
+    ) -> None:
+        self.steps = _Epoch(batches.steps_per_epoch)
+        super().__init__(batches, self.steps, num_workers=num_workers, fetch_timeout=60.0, pin_memory=pin_memory)
+        self.pairs, self.renderer = data.pairs, renderer
+
+    def __iter__(self) -> Iterator[MacroBatch]:  # type: ignore[override]
+        """The batches of the next epoch."""
+        self.steps.number += 1
+        yield from super().__iter__()
+
+
+class _Epoch(Sampler[int]):
+    """The steps of one epoch."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.number = length, -1
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(self.number * self.length, (self.number + 1) * self.length))
+
+    def __len__(self) -> int:
+        return self.length
+
+
+def _as_given(positions: NDArray[np.int64], epoch: int) -> NDArray[np.int64]:
+    return positions
+
+
+def create_dataloader(
+    data: object,
+    tokenizer: object,
+    batch_size: int = 32,
+    *,
+    shuffle: bool = True,
+    max_length: int | None = None,
+    micro_token_budget: int | None = None,
+    seed: int = 0,
+    num_workers: int = 0,
+    pin_memory: bool = False,
+    prefix_sharing: bool = False,
+    cache_dir: Path | None = None,
+) -> PairLoader:
+    """Tokenize pairs, or open their cache, and load one pass over them in batches of whole pairs.
+
+    A batch holds its tensors by name, such as `batch["chosen_input_ids"]`, padded to its longest sequence. The last
+    batch may be short and is never dropped.
+
+    Args:
+        data: pairs, or where to read them, as `PreferenceDataset` takes it.
+        tokenizer: a `BradleyTerryRM`, its tokenizer, or another `transformers` tokenizer.
+        batch_size: number of pairs of a batch.
+        shuffle: True for an order of each epoch by the seed, False for the order of the data.
+        max_length: most tokens of a sequence; None is the model's, or what the tokenizer states, at most 1024.
+        micro_token_budget: most tokens of a micro-batch, padding included, in which a batch comes; None is one piece.
+        seed: seed of the order, not negative.
+        num_workers: number of loading processes; 0 loads in this process.
+        pin_memory: True to put the tensors into page-locked memory.
+        prefix_sharing: True for micro-batches that hold the start of a pair once; its model must support it.
+        cache_dir: folder of tokenized data; None means the user's cache folder.
 
     Raises:
-        ValueError: if not exactly one of `epochs` and `num_steps` is given, or a number is out of its range.
-        DataError: if no pair is left after tokenization, or the chat template refuses one.
+        ValueError: if a number is out of its range.
+        DataError: if a source cannot be read, a row is bad, no pair is left after tokenization, or the chat template
+            refuses one.
+        TypeError: if `data`, `tokenizer` or `batch_size` is of another type.
     """
-    if (epochs is None) == (num_steps is None):
-        raise ValueError(f"give either epochs or num_steps, got epochs={epochs} and num_steps={num_steps}")
-    tokenized = tokenize_pairs(dataset, renderer, cache_dir)
+    if not isinstance(batch_size, int):
+        raise TypeError(f"batch_size must be a whole number, got {type(batch_size).__name__}")
+    renderer = renderer_of(tokenizer, max_length)
+    dataset = PreferenceDataset(data).accepted_by(renderer)
+    tokenized = tokenize_pairs(dataset.pairs, renderer, cache_dir)
+    if dropped := tokenized.num_identical_dropped:
+        _log.warning("%d of %d pairs are left out: equal after truncation", dropped, len(dataset))
     batches = MacroBatches(
-        pair_collator(tokenized, dataset, renderer.pad_token_id, prefix_sharing=prefix_sharing),
+        pair_collator(tokenized, dataset.pairs, renderer.pad_token_id, prefix_sharing=prefix_sharing),
         batch_size=batch_size,
-        micro_token_budget=micro_token_budget,
+        micro_token_budget=micro_token_budget or 2 * batch_size * renderer.max_length,
         seed=seed,
-        rank=rank,
-        world_size=world_size,
-        order=order,
+        order=None if shuffle else PairOrder("as given", partial(_as_given, tokenized.pair_index)),
     )
-    if epochs is not None:
-        num_steps = math.ceil(round(epochs * batches.steps_per_epoch, 6))  # 0.1 x 30 is 3 steps, not 4
-    steps = range(start_step, num_steps or 0)
-    return MacroBatchLoader(batches, steps, num_workers=num_workers, fetch_timeout=fetch_timeout, pin_memory=pin_memory)
+    return PairLoader(dataset, renderer, batches, num_workers=num_workers, pin_memory=pin_memory)

@@ -7,6 +7,7 @@ import pickle
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,10 +29,11 @@ from rm_optimizer.core.tokens.batching import (
     PairBatch,
     PairCollator,
     evaluation_batches,
+    pair_collator,
 )
 from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.core.tokens.loader import create_dataloader
+from rm_optimizer.core.tokens.loader import MacroBatchLoader, create_dataloader
 from rm_optimizer.core.tokens.plan import length_batches, micro_batches, pad_sequences, rank_share
 from rm_optimizer.errors import DataError, DataStalled
 from tests.builders import byte_tokenizer
@@ -386,16 +388,21 @@ def test_evaluation_batches_are_complete_disjoint_long_first_and_alike_for_any_r
     assert all(isinstance(batch, PackedPairBatch) and batch.num_padded_tokens <= 500 for batch in packed)
 
 
-def loader_options(tmp_path: Path) -> dict[str, object]:
-    return {"batch_size": 4, "micro_token_budget": 300, "seed": 1, "cache_dir": tmp_path}
+def run_loader(folder: Path, pairs: list[PreferencePair], steps: range, **options: Any) -> MacroBatchLoader:
+    """The loader of a run's steps."""
+    tokenized = tokenize_pairs(pairs, renderer(), folder)
+    collator = pair_collator(tokenized, pairs, PAD, prefix_sharing=options.pop("prefix_sharing", False))
+    loading = {name: options.pop(name, default) for name, default in (("num_workers", 0), ("fetch_timeout", 60.0))}
+    batches = MacroBatches(collator, **{"batch_size": 4, "micro_token_budget": 300, "seed": 1, **options})
+    return MacroBatchLoader(batches, steps, **loading)
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_the_loader_yields_the_run_and_resumes_it_at_any_step(tmp_path: Path, num_workers: int):
-    pairs, options = some_pairs(10), loader_options(tmp_path)
-    whole = list(create_dataloader(pairs, renderer(), epochs=2, **options))
+    pairs = some_pairs(10)
+    whole = list(run_loader(tmp_path, pairs, range(6)))
     assert [macro.step for macro in whole] == [0, 1, 2, 3, 4, 5]
-    resumed = create_dataloader(pairs, renderer(), epochs=2, start_step=2, num_workers=num_workers, **options)
+    resumed = run_loader(tmp_path, pairs, range(2, 6), num_workers=num_workers)
     assert len(resumed) == 4
     for ours, theirs in zip(resumed, whole[2:], strict=True):
         assert ours.step == theirs.step
@@ -405,28 +412,12 @@ def test_the_loader_yields_the_run_and_resumes_it_at_any_step(tmp_path: Path, nu
 
 
 def test_the_loader_shares_prefixes_when_told_to(tmp_path: Path):
-    options = loader_options(tmp_path) | {"num_workers": 1, "epochs": 1}
-    plain = list(create_dataloader(some_pairs(6), renderer(), **options))
-    packed = list(create_dataloader(some_pairs(6), renderer(), prefix_sharing=True, **options))
+    plain = list(run_loader(tmp_path, some_pairs(6), range(2), num_workers=1))
+    packed = list(run_loader(tmp_path, some_pairs(6), range(2), num_workers=1, prefix_sharing=True))
     assert [sorted(indices(macro)) for macro in packed] == [sorted(indices(macro)) for macro in plain]
     assert all(isinstance(micro, PackedPairBatch) for macro in packed for micro in macro.micro)
-
-
-@pytest.mark.parametrize(("epochs", "steps"), [(1, 30), (0.1, 3), (0.5, 15), (0.51, 16), (2, 60)])
-def test_epochs_become_whole_steps(tmp_path: Path, epochs: float, steps: int):
-    loader = create_dataloader(some_pairs(118), renderer(), epochs=epochs, **loader_options(tmp_path))
-    assert len(loader) == steps
-
-
-def test_num_steps_may_end_within_an_epoch(tmp_path: Path):
-    loader = create_dataloader(some_pairs(10), renderer(), num_steps=4, **loader_options(tmp_path))
-    assert [macro.step for macro in loader] == [0, 1, 2, 3]
-
-
-@pytest.mark.parametrize("length", [{}, {"epochs": 1, "num_steps": 2}])
-def test_a_run_has_one_length(tmp_path: Path, length: dict[str, int]):
-    with pytest.raises(ValueError, match="give either epochs or num_steps"):
-        create_dataloader(some_pairs(3), renderer(), **length, **loader_options(tmp_path))
+    with pytest.raises(TypeError, match="needs batches without prefix_sharing"):
+        packed[0]["chosen_input_ids"]
 
 
 @pytest.mark.parametrize(
@@ -438,13 +429,13 @@ def test_a_run_has_one_length(tmp_path: Path, length: dict[str, int]):
 )
 def test_numbers_out_of_range_are_refused(tmp_path: Path, wrong: dict[str, int], sentence: str):
     with pytest.raises(ValueError, match=sentence):
-        create_dataloader(some_pairs(3), renderer(), epochs=1, **{**loader_options(tmp_path), **wrong})
+        run_loader(tmp_path, some_pairs(3), range(1), **wrong)
 
 
 def test_no_pair_left_is_one_sentence(tmp_path: Path):
     same = [PreferencePair("p", "x" * 200 + "a", "x" * 200 + "b")]
     with pytest.raises(DataError, match="no pair is left to train on"):
-        create_dataloader(same, renderer(), epochs=1, **loader_options(tmp_path))
+        create_dataloader(same, renderer(), cache_dir=tmp_path)
 
 
 @pytest.mark.slow
@@ -457,9 +448,7 @@ def test_a_stalled_worker_is_named_instead_of_waited_for(tmp_path: Path, monkeyp
         return get(self, step)
 
     monkeypatch.setattr(MacroBatches, "__getitem__", stall)
-    loader = create_dataloader(
-        some_pairs(40), renderer(), epochs=1, start_step=2, num_workers=2, fetch_timeout=1.0, **loader_options(tmp_path)
-    )
+    loader = run_loader(tmp_path, some_pairs(40), range(2, 10), num_workers=2, fetch_timeout=1.0)
     began = time.monotonic()
     batches = iter(loader)
     assert [next(batches).step for _ in range(3)] == [2, 3, 4]
@@ -473,7 +462,7 @@ def test_other_failures_in_a_worker_rise_as_they_are(tmp_path: Path, monkeypatch
         raise RuntimeError("the disk is on fire")
 
     monkeypatch.setattr(MacroBatches, "__getitem__", fail)
-    loader = create_dataloader(some_pairs(9), renderer(), epochs=1, num_workers=1, **loader_options(tmp_path))
+    loader = run_loader(tmp_path, some_pairs(9), range(3), num_workers=1)
     with pytest.raises(RuntimeError, match="the disk is on fire"):
         next(iter(loader))
 
