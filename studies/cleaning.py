@@ -21,7 +21,7 @@ from scipy.stats import mannwhitneyu
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
-from rm_optimizer.data_efficiency.wrong_labels import (
+from rm_optimizer.data_efficiency.margin_analysis import (
     held_out_chances,
     held_out_margins,
     scaled_features,

@@ -31,9 +31,9 @@ from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.overlap import conversation_groups
 from rm_optimizer.data_efficiency.feature_rules import RULES, acquisition_function
 from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward, fixed_differences
+from rm_optimizer.data_efficiency.margin_analysis import turned
 from rm_optimizer.data_efficiency.pool import Pool
 from rm_optimizer.data_efficiency.scaling import fit_power_laws
-from rm_optimizer.data_efficiency.wrong_labels import turned
 from rm_optimizer.errors import ConfigError, DataError, RMOptimizerError
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text

@@ -144,22 +144,6 @@ class RLReadinessReport(JsonRecord, indent=2, ensure_ascii=False):
         """Part of the curvature in a score of four numbers, in [0, 1]; NaN for a measured report."""
         return self.parts.get("landscape", math.nan)
 
-    def __repr__(self) -> str:
-        """Verdict, score and next steps, at most twelve lines."""
-        lines = [
-            f"RLReadinessReport: {self.verdict}",
-            f"  score: {self.score or 'none'}",
-            f"  basis: {self.basis[:90]}",
-            *(f"  {name}: {value}" for name, value in [*self.features.items()][:5]),
-            *(f"  next: {step[:92]}" for step in self.recommendations[:3]),
-        ]
-        return "\n".join(lines)
-
-    @property
-    def failed_gates(self) -> tuple[Check, ...]:
-        """Checks that failed."""
-        return tuple(check for check in self.gates if check.status is Status.fail)
-
 
 LEAST_SPREAD = 0.1
 """Share of the reward's variance within prompts below which an algorithm that does not rescale is slowed.

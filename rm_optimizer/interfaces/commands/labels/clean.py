@@ -34,7 +34,7 @@ def data_clean(
     from rm_optimizer.core.pairs.overlap import conversation_groups
     from rm_optimizer.core.tokens.dataset import PreferenceDataset
     from rm_optimizer.data_efficiency.linear_reward import fixed_differences
-    from rm_optimizer.data_efficiency.wrong_labels import held_out_chances, suspected_labels, turned
+    from rm_optimizer.data_efficiency.margin_analysis import held_out_chances, suspected_labels, turned
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.interfaces.saved_model import SavedModel
     from rm_optimizer.records.files import write_json_lines, write_text

@@ -11,12 +11,12 @@ from sklearn.metrics import roc_auc_score
 from typer.testing import CliRunner
 
 from rm_optimizer.core.metrics.calibration import flipped_labels
-from rm_optimizer.data_efficiency.votes import noise_ceiling
-from rm_optimizer.data_efficiency.wrong_labels import (
+from rm_optimizer.data_efficiency.margin_analysis import (
     Cartography,
     held_out_chances,
     suspected_labels,
 )
+from rm_optimizer.data_efficiency.votes import noise_ceiling
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.interfaces.cli import app
 
