@@ -144,6 +144,11 @@ class RLReadinessReport(JsonRecord, indent=2, ensure_ascii=False):
         """Part of the curvature in a score of four numbers, in [0, 1]; NaN for a measured report."""
         return self.parts.get("landscape", math.nan)
 
+    @property
+    def failed_gates(self) -> tuple[Check, ...]:
+        """Checks that failed."""
+        return tuple(check for check in self.gates if check.status is Status.fail)
+
 
 LEAST_SPREAD = 0.1
 """Share of the reward's variance within prompts below which an algorithm that does not rescale is slowed.
