@@ -270,29 +270,29 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
 
     from rm_optimizer.landscape.evolution import Evolution
     from rm_optimizer.landscape.spectrum import HessianSpectrum
+    from rm_optimizer.records.run_options import options_of
     from rm_optimizer.reporting.landscape.results import scalars_of
-    from rm_optimizer.training.loggers import build_loggers, close_loggers, log_histogram
+    from rm_optimizer.training.loggers import log_histogram, open_loggers
 
-    loggers = build_loggers(options.logger, folder)
-    if not loggers:
+    if not (options.logger.tensorboard or options.logger.wandb):
         return
     result, kind = finding.result, options.landscape.type
     step = (finding.subject.step if finding.subject else None) or 0
     is_along = isinstance(result, Evolution)
     by_step = dict(zip(result.steps, result.spectra, strict=True)) if is_along else {step: result}
     overlaps = dict(zip(result.steps, result.overlaps, strict=True)) if is_along else {}
-    for at, measured in by_step.items():
-        numbers = scalars_of(measured)
-        if (overlap := overlaps.get(at)) is not None:
-            numbers["subspace_overlap"] = overlap
+    with open_loggers(options.logger, folder, options_of(options)) as loggers:
+        for at, measured in by_step.items():
+            numbers = scalars_of(measured)
+            if (overlap := overlaps.get(at)) is not None:
+                numbers["subspace_overlap"] = overlap
+            for logger in loggers:
+                logger.log_metrics({f"{kind}/{name}": value for name, value in numbers.items()}, at)
+            if isinstance(measured, HessianSpectrum):
+                log_histogram(loggers, f"{kind}/eigenvalues", np.array(measured.eigenvalues), at)
+        _log_files(loggers, kind, files, max(by_step))
         for logger in loggers:
-            logger.log_metrics({f"{kind}/{name}": value for name, value in numbers.items()}, at)
-        if isinstance(measured, HessianSpectrum):
-            log_histogram(loggers, f"{kind}/eigenvalues", np.array(measured.eigenvalues), at)
-    _log_files(loggers, kind, files, max(by_step))
-    for logger in loggers:
-        logger.finalize("success")
-    close_loggers(loggers)
+            logger.finalize("success")
 
 
 def _log_files(loggers: Sequence[Logger], kind: str, files: Sequence[Path], step: int) -> None:

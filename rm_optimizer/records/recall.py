@@ -60,7 +60,7 @@ def _sources(run: RunFolder) -> dict[str, Any]:
             f"the run in {run.path} was trained on pairs in memory, which no file holds; name pairs with --data PAIRS "
             "(data.train=PAIRS)"
         )
-    for path in (path for source in identity.sources.values() for path in _paths(source)):
+    for path in (path for source in identity.sources.values() for path in paths_of(source)):
         if os.path.isabs(path) and not glob.has_magic(path) and not os.path.exists(path):
             raise ConfigError(
                 f"{path}, which the run in {run.path} was trained on, is no longer there; bring it back, or name pairs "
@@ -69,13 +69,13 @@ def _sources(run: RunFolder) -> dict[str, Any]:
     return dict(identity.sources)
 
 
-def _paths(source: Any) -> list[str]:
+def paths_of(source: Any) -> list[str]:
     """The paths and hub names in the value of `data.train` or `data.val`."""
     if isinstance(source, Mapping):
-        return _paths(source.get("path"))
+        return paths_of(source.get("path"))
     if isinstance(source, str):
         return [source]
-    return [path for item in source for path in _paths(item)] if isinstance(source, Sequence) else []
+    return [path for item in source for path in paths_of(item)] if isinstance(source, Sequence) else []
 
 
 def written(value: Any) -> str:

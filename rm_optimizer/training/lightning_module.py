@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.optim import build_optimizer, build_schedule, set_train_mode
 from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
+from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.divergence import diverged
 from rm_optimizer.training.folder.record import RUN_KEY, RunRecord
 from rm_optimizer.training.strategy import ShardedStrategy
@@ -205,36 +206,26 @@ class RunModule(RewardModelLightning):
 
     Args:
         model: the model to fit.
-        loss: training loss.
-        optimizer: options of the optimizer.
-        schedule: schedule of the learning rate over `num_steps`.
-        num_steps: optimizer steps of the run.
-        gradient_clip_norm: largest gradient norm; 0 does not clip.
-        pair_ids: function that names pairs by their index, for the message if a loss is not finite.
-        run_dir: the run folder, for the same message.
+        config: options of the run.
+        datamodule: its pairs.
     """
 
     model: BradleyTerryRM
     validation_step = None  # type: ignore[assignment]  # the run evaluates by a callback, and Lightning warns of others
 
-    def __init__(
-        self,
-        model: BradleyTerryRM,
-        *,
-        loss: LossConfig,
-        optimizer: OptimizerConfig,
-        schedule: ScheduleConfig,
-        num_steps: int,
-        gradient_clip_norm: float,
-        pair_ids: Callable[[np.ndarray], list[str]],
-        run_dir: Path,
-    ) -> None:
+    def __init__(self, model: BradleyTerryRM, config: TrainConfig, datamodule: PreferenceDataModule) -> None:
         require_bradley_terry(model)
-        super().__init__(model, loss=loss, optimizer=optimizer, schedule=schedule, num_steps=num_steps)
+        super().__init__(
+            model,
+            loss=config.loss,
+            optimizer=config.optimizer,
+            schedule=config.schedule,
+            num_steps=datamodule.num_steps,
+        )
         self.automatic_optimization = False
-        self.gradient_clip_norm = gradient_clip_norm
-        self.pair_ids = pair_ids
-        self.run_dir = run_dir
+        self.gradient_clip_norm = config.training.gradient_clip_norm
+        self.pair_ids = datamodule.pair_ids
+        self.run_dir = Path(config.output_dir)
         self.record: RunRecord | None = None
         self.last_checkpoint: Path | None = None
         self.pairs_seen = 0
@@ -287,7 +278,7 @@ class RunModule(RewardModelLightning):
             with contextlib.nullcontext() if synchronize else self._without_reduction():
                 losses, margins = self.pair_losses(micro)
                 share = (losses * micro.weight).sum() / batch.total_weight
-                self.manual_backward(share * world_size)
+                self.manual_backward(share * world_size)  # DDP and FSDP2 take the mean over ranks, we need the sum
             sums += torch.cat([share.detach().double()[None], _decided_sums(margins, micro)])
         if not batch.micro and not is_sharded(self.model):
             self._join_reduction()

@@ -22,45 +22,35 @@ from rm_optimizer.training.folder.record import RunResult
 
 
 @contextmanager
-def open_loggers(config: LoggerConfig, run_dir: Path, options: Mapping[str, Any]) -> Iterator[list[Logger]]:
-    """Loggers of a run, closed after the block; W&B shows the run's options as its config.
+def open_loggers(config: LoggerConfig, folder: Path, options: Mapping[str, Any]) -> Iterator[list[Logger]]:
+    """TensorBoard and W&B as configured, closed after the block; W&B shows the options as its config.
 
     Args:
         config: the loggers' options.
-        run_dir: the run folder.
-        options: options of the whole run, as `options.json` holds them.
-    """
-    loggers = build_loggers(config, run_dir)
-    try:
-        for logger in loggers:
-            if isinstance(logger, WandbLogger):
-                logger.log_hyperparams(dict(options))
-        yield loggers
-    finally:
-        close_loggers(loggers)
-
-
-def build_loggers(config: LoggerConfig, run_dir: Path) -> list[Logger]:
-    """TensorBoard and W&B as configured.
-
-    Args:
-        config: the loggers' options.
-        run_dir: folder of the run or analysis, in which they write.
+        folder: folder of the run or analysis, in which they write.
+        options: options of the whole run or analysis.
     """
     loggers: list[Logger] = []
     if config.tensorboard:
-        loggers.append(TensorBoardLogger(str(run_dir), name="", version="tensorboard"))
+        loggers.append(TensorBoardLogger(str(folder), name="", version="tensorboard"))
+    wandb = None
     if config.wandb:
         wandb = WandbLogger(
             project=config.project,
-            name=config.name or run_dir.name,
+            name=config.name or folder.name,
             group=config.group,
             tags=config.tags,
-            save_dir=str(run_dir),
+            save_dir=str(folder),
             mode=config.wandb_mode.value,
         )
         loggers.append(wandb)
-    return loggers
+    try:
+        if wandb is not None:
+            wandb.log_hyperparams(dict(options))
+        yield loggers
+    finally:
+        if wandb is not None:
+            wandb.experiment.finish()  # so that its files are complete; Lightning leaves it open
 
 
 def require_wandb_key(config: LoggerConfig) -> None:
@@ -78,13 +68,6 @@ def require_wandb_key(config: LoggerConfig) -> None:
             "logger.wandb_mode=online needs a W&B API key, and there is none on this machine; run wandb login, set "
             "WANDB_API_KEY, or write logger.wandb_mode=offline"
         )
-
-
-def close_loggers(loggers: list[Logger]) -> None:
-    """End the W&B run, so that its files are complete; Lightning leaves it open."""
-    for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.experiment.finish()
 
 
 def log_figure(loggers: Iterable[Logger], name: str, png: Path, step: int) -> None:

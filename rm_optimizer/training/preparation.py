@@ -27,7 +27,7 @@ from rm_optimizer.records.files import write_text
 from rm_optimizer.schema import ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.data import OWN_MARGINS, DataConfig
-from rm_optimizer.training.callbacks.evaluation_plan import PairMetric, plan_of, require_monitored
+from rm_optimizer.training.callbacks.evaluation_plan import PairMetric, require_monitored
 from rm_optimizer.training.callbacks.loop import Evaluation
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.data.run_data import data_module, load_data, order_of
@@ -174,25 +174,9 @@ def prepare(
     model = trainable_model(config, data.train)
     datamodule = data_module(data, config, model, order)
     record = recorded(start, data, order, datamodule.num_steps)
-    module = RunModule(
-        model,
-        loss=config.loss,
-        optimizer=config.optimizer,
-        schedule=config.schedule,
-        num_steps=datamodule.num_steps,
-        gradient_clip_norm=config.training.gradient_clip_norm,
-        pair_ids=datamodule.pair_ids,
-        run_dir=run_dir,
-    )
+    module = RunModule(model, config, datamodule)
     module.record = record
-    evaluation = Evaluation(
-        datamodule,
-        run_dir,
-        config.training,
-        plan=plan_of(config, datamodule),
-        beta=config.loss.beta,
-        own=metrics,
-    )
+    evaluation = Evaluation(config, datamodule, metrics)
     if config.hardware.compile:
         compile_backbone(model)
     run = Run(config, run_dir, started, module, datamodule, evaluation, record, notes)

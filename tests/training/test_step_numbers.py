@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Callable
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +46,8 @@ def optimizer_options(name: str) -> OptimizerConfig:
 def recorded_fit(run: Run, options: OptimizerConfig) -> tuple[list[Tensor], list[dict[str, Tensor]]]:
     """Weights after some steps under bf16-mixed, and the gradients of every call of the closure."""
     old = run.module
-    module = RunModule(
-        deepcopy(old.model),
-        loss=old.loss_config,
-        optimizer=options,
-        schedule=old.schedule_config,
-        num_steps=STEPS,
-        gradient_clip_norm=1.0,
-        pair_ids=old.pair_ids,
-        run_dir=run.run_dir,
-    )
+    module = RunModule(deepcopy(old.model), replace(run.config, optimizer=options), run.datamodule)
+    module.num_steps = STEPS
     gradients: list[dict[str, Tensor]] = []
     clip = module._clip
 

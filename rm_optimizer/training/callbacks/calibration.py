@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.records.files import writing
 from rm_optimizer.schema.config import CalibrationConfig
-from rm_optimizer.training.callbacks.loop import Evaluation
+from rm_optimizer.training.callbacks.loop import evaluation_of
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.loggers import log_figure
@@ -62,7 +62,7 @@ class CalibrationCallback(RunCallback):
         self._log_if_due(trainer, is_last=trainer.should_stop or trainer.global_step == pl_module.num_steps)
 
     def _log_if_due(self, trainer: pl.Trainer, *, is_last: bool) -> None:
-        evaluation = next(callback for callback in trainer.callbacks if isinstance(callback, Evaluation))  # type: ignore[attr-defined]
+        evaluation = evaluation_of(trainer)
         latest, step = evaluation.latest, trainer.global_step
         if latest is None or latest.step != step or not trainer.is_global_zero:
             return

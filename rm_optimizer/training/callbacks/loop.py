@@ -26,9 +26,9 @@ from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStop
 from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.records.files import writing
 from rm_optimizer.records.run_folder import RunFolder
-from rm_optimizer.schema import LossConfig, TrainingConfig
+from rm_optimizer.schema import LossConfig, TrainConfig
 from rm_optimizer.schema.monitors import monitored_group
-from rm_optimizer.training.callbacks.evaluation_plan import BestSoFar, EvaluationPlan, PairMetric
+from rm_optimizer.training.callbacks.evaluation_plan import BestSoFar, PairMetric, plan_of
 from rm_optimizer.training.callbacks.interrupt import StopSignal
 from rm_optimizer.training.callbacks.progress import ProgressLines
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
@@ -71,34 +71,27 @@ class Evaluation(pl.Callback):
     Evaluations have the precision of training.
 
     Args:
-        datamodule: the run's pairs.
-        run_dir: the run folder.
-        config: the loop's options.
-        plan: interval of the evaluations and number of pairs.
-        beta: inverse temperature of the preference probability.
+        config: options of the run.
+        datamodule: its pairs.
         own: further numbers of each evaluation, by name.
     """
 
     def __init__(
         self,
+        config: TrainConfig,
         datamodule: PreferenceDataModule,
-        run_dir: Path,
-        config: TrainingConfig,
-        *,
-        plan: EvaluationPlan,
-        beta: float,
         own: Mapping[str, PairMetric] = MappingProxyType({}),
     ) -> None:
         self.datamodule = datamodule
-        self.run_dir = run_dir
-        self.config = config
-        self.plan = plan
-        self.every = plan.every
-        self.beta = beta
+        self.run_dir = Path(config.output_dir)
+        self.config = config.training
+        self.plan = plan_of(config, datamodule)
+        self.every = self.plan.every
+        self.beta = config.loss.beta
         self.own = own
-        self._sample = plan.positions(datamodule.seed)
-        assert config.mode is not None, "resolved with the options"
-        self.best = BestSoFar(config.mode, config.early_stopping.min_delta)
+        self._sample = self.plan.positions(datamodule.seed)
+        assert self.config.mode is not None, "resolved with the options"
+        self.best = BestSoFar(self.config.mode, self.config.early_stopping.min_delta)
         self.latest: Evaluated | None = None
         self.stopped_early = False
         self.seconds = 0.0

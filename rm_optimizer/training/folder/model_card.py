@@ -17,6 +17,7 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import EXPORT_FILE
 from rm_optimizer.records.quoting import markdown_line, markdown_table
+from rm_optimizer.records.recall import paths_of
 from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
 from rm_optimizer.training.folder.record import TOY_WARNING, DataSummary, RunResult, is_toy
 
@@ -89,7 +90,7 @@ def card_sections(run_dir: Path, result: RunResult) -> str:
 
 def _metadata(title: str, result: RunResult) -> str:
     path = result.config["model"]["path"]
-    trained_on = [name for name in _paths(result.config["data"]["train"]) if _is_hub_name(name)]
+    trained_on = [name for name in paths_of(result.config["data"]["train"]) if _is_hub_name(name)]
     evaluated = [
         EvalResult(
             task_type="text-classification",
@@ -257,17 +258,8 @@ def _is_hub_name(source: Any) -> bool:
     return isinstance(source, str) and bool(_HUB_ID.fullmatch(source)) and not Path(source).exists()
 
 
-def _paths(sources: Any) -> list[str]:
-    """Paths and hub names of `data.train`."""
-    if isinstance(sources, str):
-        return [sources]
-    if isinstance(sources, dict):
-        return [str(sources.get("path"))]
-    return [path for source in sources or () for path in _paths(source)]
-
-
 def _data_names(sources: Any) -> list[str]:
-    return [_named(path) for path in _paths(sources)]
+    return [_named(path) for path in paths_of(sources)]
 
 
 def _named(path: str) -> str:
