@@ -23,7 +23,7 @@ from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.interfaces.cli import GROUPS as COMMANDS
 from rm_optimizer.schema.compose import PACKAGE, compose
 from rm_optimizer.schema.data import SyntheticConfig
-from rm_optimizer.schema.store import OPTIMIZERS
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
 from tests.test_architecture import FLOORS, INNER, MODULES
 from tools.describe import BEGIN, END, REFERENCES
 
@@ -418,7 +418,7 @@ def test_every_option_of_a_run_and_of_an_analysis_is_in_a_table_with_a_meaning()
     assert [option for option, meaning in rows if not meaning] == []
     expected = {"split", "max_length", "checkpoint", "landscape.top_k"}
     expected |= set(leaves(OmegaConf.to_container(compose(["output_dir=."]))))
-    expected |= {f"optimizer.{item.name}" for kind in OPTIMIZERS.values() for item in fields(kind)}
+    expected |= {f"optimizer.{item.name}" for kind in OPTIMIZER_OPTIONS.values() for item in fields(kind)}
     assert expected - {option for option, _ in rows} == set()
 
 

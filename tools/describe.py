@@ -25,8 +25,8 @@ from rm_optimizer.schema.coming_from import LIBRARIES, counterparts
 from rm_optimizer.schema.compose import config_root
 from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
-from rm_optimizer.schema.optimizers import OptimizerConfig
-from rm_optimizer.schema.store import GROUPS, OPTIMIZERS
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, OptimizerConfig
+from rm_optimizer.schema.store import GROUPS
 
 BEGIN = "<!-- made by tools/describe.py: begin -->"
 END = "<!-- end -->"
@@ -46,11 +46,11 @@ def option_reference() -> str:
 
 def optimizer_reference() -> str:
     """Tables of each registered optimizer's own options, with the values of its preset and the memory of its state."""
-    from rm_optimizer.optim import optimizer_info  # needs torch
+    from rm_optimizer.optim import OPTIMIZERS  # needs torch
 
     parts = []
-    for name, kind in OPTIMIZERS.items():
-        size = optimizer_info(name).state_bytes_per_param
+    for name, kind in OPTIMIZER_OPTIONS.items():
+        size = OPTIMIZERS[name].state_bytes_per_param
         amount = f"{size:g} bytes" if size else "Less than a byte"
         text = f"{kind.__doc__} {amount} of float32 state for each weight of a hidden matrix."
         parts.append(_table(f"`optimizer={name}`", _optimizer_rows(name, kind), " ".join(text.split())))

@@ -11,7 +11,6 @@ import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property, wraps
 from itertools import product
@@ -21,7 +20,6 @@ from typing import Any, Generic, NoReturn, cast, get_type_hints
 
 import hydra
 from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra._internal.callbacks import Callbacks
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_loader import ConfigLoader
@@ -30,18 +28,15 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import run_job
-from hydra.errors import HydraException
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError  # type: ignore[import-untyped]
 
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.interfaces.exits import one_exit
 from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.schema.coming_from import counterpart
-from rm_optimizer.schema.compose import ConfigT, completed, config_root, refuse_unread, typed
-from rm_optimizer.schema.diagnose import explain, require_switches, unknown_option, walk_options
+from rm_optimizer.schema.compose import ConfigT, check_overrides, completed, composing, config_root, typed
+from rm_optimizer.schema.diagnose import unknown_option, walk_options
 from rm_optimizer.schema.store import register
 
 
@@ -248,15 +243,14 @@ def composed(
         ConfigError: if anything is wrong; the text is one sentence.
     """
     try:
-        with _hydra(overrides, name):
+        with composing(overrides, name):
             loader = GlobalHydra.instance().config_loader()
             _check_group_values(overrides, loader)
             config = _composed(completed(overrides), name, config_dir)
             if not sweeps:
                 _require_no_sweep(config, overrides)
             built = _finished(config, kind, writable, job)
-            require_switches(config, overrides)
-            refuse_unread(overrides, config)
+            check_overrides(overrides, config)
             return Composed(built, config, loader)
     finally:
         HydraConfig.instance().cfg = None
@@ -270,17 +264,6 @@ def _require_no_sweep(config: DictConfig, overrides: Sequence[str]) -> None:
         raise ConfigError(f"{given} is a sweep over {swept}, which one run would not make; add --multirun")
     if config.hydra.mode == RunMode.MULTIRUN:
         raise ConfigError("hydra.mode=MULTIRUN is a sweep; leave it out, and add --multirun")
-
-
-@contextmanager
-def _hydra(overrides: Sequence[str], name: str) -> Iterator[None]:
-    """Context in which Hydra composes; its errors become one sentence about the overrides."""
-    register()
-    try:
-        with initialize_config_dir(config_root(), "train" if name == "config" else name, version_base="1.3"):
-            yield
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
-        raise ConfigError(explain(error, overrides)) from error
 
 
 def _composed(overrides: Sequence[str], name: str, config_dir: str | None) -> DictConfig:
@@ -304,7 +287,7 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
     Raises:
         ConfigError: if an override cannot be read or composed.
     """
-    with _hydra(overrides, name):
+    with composing(overrides, name):
         config = _composed([options[0] for options in _choices(overrides)], name, config_dir)
         of_presets = [f"{option}={values}" for option, values in (config.hydra.sweeper.get("params") or {}).items()]
         choices = _choices([*of_presets, *overrides])

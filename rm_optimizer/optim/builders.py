@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 from rm_optimizer.errors import ConfigError, MissingExtra
 from rm_optimizer.optim.algorithms import SAM, Lion, ScheduleFreeAdamW
 from rm_optimizer.optim.param_groups import ParamPartition, Role
+from rm_optimizer.optim.registry import AVERAGES, BFLOAT16, CLIPPED, FLAT, GLOBAL, POPT, WHOLE, built_in
 from rm_optimizer.schema.optimizers import (
     AdafactorConfig,
     AdamConfig,
+    AdamWConfig,
     AdEMAMixConfig,
     LionConfig,
     MARSConfig,
@@ -29,36 +31,43 @@ from rm_optimizer.schema.optimizers import (
 )
 
 
+@built_in(AdamConfig, "elementwise", 8, refuses=CLIPPED)
 def build_adam(params: ParamPartition, config: AdamConfig, num_steps: int | None) -> Optimizer:
     """`torch.optim.Adam`."""
     return torch.optim.Adam(params.groups(config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
+@built_in(AdamWConfig, "elementwise", 8, refuses=CLIPPED)
 def build_adamw(params: ParamPartition, config: AdamConfig, num_steps: int | None) -> Optimizer:
     """`torch.optim.AdamW`."""
     return torch.optim.AdamW(params.groups(config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
+@built_in(SGDConfig, "elementwise", 4, refuses=CLIPPED)
 def build_sgd(params: ParamPartition, config: SGDConfig, num_steps: int | None) -> Optimizer:
     """`torch.optim.SGD`."""
     return torch.optim.SGD(params.groups(config), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
 
 
+@built_in(AdafactorConfig, "factored", 0, refuses=FLAT | WHOLE)
 def build_adafactor(params: ParamPartition, config: AdafactorConfig, num_steps: int | None) -> Optimizer:
     """`torch.optim.Adafactor`."""
     return torch.optim.Adafactor(params.groups(config), lr=config.lr, beta2_decay=config.beta2_decay, d=config.clip)
 
 
+@built_in(LionConfig, "elementwise", 4, refuses=CLIPPED)
 def build_lion(params: ParamPartition, config: LionConfig, num_steps: int | None) -> Optimizer:
     """`Lion` of this package."""
     return Lion(params.groups(config), lr=config.lr, beta1=config.beta1, beta2=config.beta2)
 
 
+@built_in(SAMConfig, "two_pass", 8, refuses=GLOBAL, passes_per_step=2)
 def build_sam(params: ParamPartition, config: SAMConfig, num_steps: int | None) -> Optimizer:
     """`SAM` of this package, with `torch.optim.AdamW` as its base."""
     return SAM(build_adamw(params, config, num_steps), rho=config.rho, adaptive=config.adaptive)
 
 
+@built_in(ScheduleFreeConfig, "schedule_free", 8, refuses=AVERAGES | CLIPPED)
 def build_schedule_free(params: ParamPartition, config: ScheduleFreeConfig, num_steps: int | None) -> Optimizer:
     """`ScheduleFreeAdamW` of this package."""
     return ScheduleFreeAdamW(
@@ -74,6 +83,7 @@ def build_schedule_free(params: ParamPartition, config: ScheduleFreeConfig, num_
 SPECTRAL_ROLES = (Role.hidden, Role.lora, Role.new)
 
 
+@built_in(SOAPConfig, "matrix", 24, refuses=FLAT | WHOLE, extra=POPT)
 def build_soap(params: ParamPartition, config: SOAPConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.SOAP`; its first step only starts the preconditioner, as in the authors' code."""
     return _adam_like(
@@ -85,6 +95,7 @@ def build_soap(params: ParamPartition, config: SOAPConfig, num_steps: int | None
     )
 
 
+@built_in(AdEMAMixConfig, "elementwise", 12, refuses=CLIPPED, extra=POPT)
 def build_ademamix(params: ParamPartition, config: AdEMAMixConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.AdEMAMix`.
 
@@ -99,11 +110,13 @@ def build_ademamix(params: ParamPartition, config: AdEMAMixConfig, num_steps: in
     return _adam_like("AdEMAMix", params, config, **options)
 
 
+@built_in(ProdigyConfig, "lr_free", 16, refuses=GLOBAL | WHOLE, extra=POPT)
 def build_prodigy(params: ParamPartition, config: ProdigyConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.Prodigy` with bias correction, and with its safeguard of the estimate during a warm-up."""
     return _adam_like("Prodigy", params, config, d_coef=config.d_coef, bias_correction=True, safeguard_warmup=True)
 
 
+@built_in(MARSConfig, "elementwise", 12, refuses=FLAT | WHOLE, extra=POPT)
 def build_mars(params: ParamPartition, config: MARSConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.MARS` of type adamw; AdamW updates vectors at the same learning rate without weight decay.
 
@@ -113,6 +126,7 @@ def build_mars(params: ParamPartition, config: MARSConfig, num_steps: int | None
     return _adam_like("MARS", params, config, gamma=config.gamma, **vectors)
 
 
+@built_in(ScionConfig, "matrix", 4, refuses=FLAT | BFLOAT16, extra=POPT)
 def build_scion(params: ParamPartition, config: ScionConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.SCION` with a norm for each role: spectral for matrices, sign for tables, RMS for vectors.
 
@@ -137,6 +151,7 @@ def build_scion(params: ParamPartition, config: ScionConfig, num_steps: int | No
     return scion(groups, lr=config.lr, momentum=1 - config.momentum)
 
 
+@built_in(ShampooConfig, "matrix", 28, refuses=FLAT | WHOLE, extra=POPT)
 def build_shampoo(params: ParamPartition, config: ShampooConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.ScalableShampoo` with decoupled weight decay and averaged momentum.
 

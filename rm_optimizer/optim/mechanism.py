@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.optim.registry import optimizer_info
+from rm_optimizer.optim.registry import OPTIMIZERS
 
 TOLERANCE = 1e-3
 """Largest error of a closed form, relative to the largest entry of the step."""
@@ -102,7 +102,7 @@ def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, p
     Raises:
         ConfigError: if the number of passes or a group's step is wrong, or no parameter had a gradient.
     """
-    wanted = optimizer_info(name).passes_per_step
+    wanted = OPTIMIZERS[name].passes_per_step
     if passes != wanted:
         raise ConfigError(f"optimizer={name} must compute {wanted} passes in a step, got {passes}; leave this arm out")
     with_gradient = 0

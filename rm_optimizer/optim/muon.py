@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.optim.param_groups import ParamPartition, Role
+from rm_optimizer.optim.registry import FLAT, built_in
 from rm_optimizer.schema.optimizers import MuonConfig, MuonScaling
 
 
@@ -74,6 +75,7 @@ MUON_ROLES = (Role.hidden, Role.lora)
 ADAMW_ROLES = tuple(role for role in Role if role not in MUON_ROLES)
 
 
+@built_in(MuonConfig, "matrix", 4, refuses=FLAT)
 def build_muon(params: ParamPartition, config: MuonConfig, num_steps: int | None) -> Optimizer:
     """Muon (Jordan et al., 2024) on hidden matrices and LoRA factors, AdamW on everything else.
 

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.optim import builders
-from rm_optimizer.optim.muon import build_muon
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.optim.param_groups import partition
 from rm_optimizer.schema.config import HardwareConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig, ScheduleName
+from rm_optimizer.schema.registry import Registry
 
 Family = Literal["elementwise", "factored", "matrix", "two_pass", "schedule_free", "lr_free"]
 TrainingSetup = Literal["fsdp1", "fsdp2", "deepspeed", "decay"]
+Builder = Callable[..., Optimizer]
 
 
 @dataclass(frozen=True)
@@ -26,81 +26,56 @@ class OptimizerInfo:
     """One entry of the registry."""
 
     name: str
-    extra: str | None
-    """Extra of rm-optimizer that installs it; None for built-in ones."""
-    family: Family
-    state_bytes_per_param: float
-    """Bytes of complete optimizer state for each entry of a square float32 hidden matrix."""
-    build: Callable[..., Optimizer]
-    """Builder, called with a partition, the optimizer's configuration and the run's number of steps or None."""
-    refuses: Mapping[TrainingSetup, str]
+    options: type[OptimizerConfig]
+    """Dataclass of its options."""
+    build: Builder
+    """Builder, called with a partition, the optimizer's options and the run's number of steps or None."""
+    family: Family = "elementwise"
+    state_bytes_per_param: float = math.nan
+    """Bytes of complete optimizer state for each entry of a square float32 hidden matrix; NaN if unknown."""
+    refuses: Mapping[TrainingSetup, str] = field(default_factory=dict)
     """Setups in which it would be another algorithm than its name says, each with the reason."""
+    extra: str | None = None
+    """Extra of rm-optimizer that installs it; None for built-in ones."""
     passes_per_step: int = 1
     """Forward and backward passes over a macro-batch in one step."""
 
 
-FLAT: Mapping[TrainingSetup, str] = {
-    "fsdp1": "FSDP1 flattens every matrix to one dimension",
-    "deepspeed": "DeepSpeed flattens every matrix to one dimension",
-}
-GLOBAL: Mapping[TrainingSetup, str] = {
-    "fsdp1": "under FSDP1 each process would see the norm of its own shard only",
-    "deepspeed": "under DeepSpeed each process would see the norm of its own shard only",
-}
-CLIPPED: Mapping[TrainingSetup, str] = {
-    "fsdp1": "under FSDP1 each process would clip gradients by the norm of its own shard",
-    "deepspeed": "under DeepSpeed each process would clip gradients by the norm of its own shard",
-}
-WHOLE: Mapping[TrainingSetup, str] = {"fsdp2": "its package computes on whole tensors only, not on FSDP2's shards"}
-BFLOAT16: Mapping[TrainingSetup, str] = {
+def _without_shards(reason: str) -> dict[TrainingSetup, str]:
+    return {"fsdp1": reason.format("FSDP1"), "deepspeed": reason.format("DeepSpeed")}
+
+
+FLAT = _without_shards("{} flattens every matrix to one dimension")
+GLOBAL = _without_shards("under {} each process would see the norm of its own shard only")
+CLIPPED = _without_shards("under {} each process would clip gradients by the norm of its own shard")
+WHOLE: dict[TrainingSetup, str] = {"fsdp2": "its package computes on whole tensors only, not on FSDP2's shards"}
+BFLOAT16: dict[TrainingSetup, str] = {
     "fsdp2": "its package would sum products of bfloat16 shards, another step than one device takes"
 }
-AVERAGES: Mapping[TrainingSetup, str] = {
+AVERAGES: dict[TrainingSetup, str] = {
     "decay": "averaging replaces the decay, and a decaying schedule on top of it trains another algorithm"
 }
 POPT = "optimizers"
 """Extra that installs pytorch-optimizer."""
+OPTIMIZERS: Registry[OptimizerInfo] = Registry("optimizer")
 
 
-OPTIMIZERS: Mapping[str, OptimizerInfo] = MappingProxyType(
-    {
-        entry.name: entry
-        for entry in (
-            OptimizerInfo("adam", None, "elementwise", 8, builders.build_adam, CLIPPED),
-            OptimizerInfo("adamw", None, "elementwise", 8, builders.build_adamw, CLIPPED),
-            OptimizerInfo("sgd", None, "elementwise", 4, builders.build_sgd, CLIPPED),
-            OptimizerInfo("muon", None, "matrix", 4, build_muon, FLAT),
-            OptimizerInfo("lion", None, "elementwise", 4, builders.build_lion, CLIPPED),
-            OptimizerInfo("adafactor", None, "factored", 0, builders.build_adafactor, {**FLAT, **WHOLE}),
-            OptimizerInfo("sam", None, "two_pass", 8, builders.build_sam, GLOBAL, passes_per_step=2),
-            OptimizerInfo(
-                "schedulefree",
-                None,
-                "schedule_free",
-                8,
-                builders.build_schedule_free,
-                {**AVERAGES, **CLIPPED},
-            ),
-            OptimizerInfo("soap", POPT, "matrix", 24, builders.build_soap, {**FLAT, **WHOLE}),
-            OptimizerInfo("ademamix", POPT, "elementwise", 12, builders.build_ademamix, CLIPPED),
-            OptimizerInfo("prodigy", POPT, "lr_free", 16, builders.build_prodigy, {**GLOBAL, **WHOLE}),
-            OptimizerInfo("mars", POPT, "elementwise", 12, builders.build_mars, {**FLAT, **WHOLE}),
-            OptimizerInfo("scion", POPT, "matrix", 4, builders.build_scion, {**FLAT, **BFLOAT16}),
-            OptimizerInfo("shampoo", POPT, "matrix", 28, builders.build_shampoo, {**FLAT, **WHOLE}),
-        )
-    }
-)
+def built_in(options: type[OptimizerConfig], family: Family, state_bytes: float, **facts: Any) -> Callable[..., Any]:
+    """Decorator that registers a builder of this package under the name in its options; the tests check its contract.
 
-
-def optimizer_info(name: str) -> OptimizerInfo:
-    """The registry's entry for an optimizer.
-
-    Raises:
-        ConfigError: for an unknown name, with the nearest known one.
+    Args:
+        options: dataclass of its options.
+        family: kind of its update rule.
+        state_bytes: bytes of its state for each entry of a hidden matrix.
+        facts: further fields of `OptimizerInfo`.
     """
-    if name not in OPTIMIZERS:
-        raise ConfigError(did_you_mean("optimizer", name, OPTIMIZERS))
-    return OPTIMIZERS[name]
+
+    def register(build: Builder) -> Builder:
+        info = OptimizerInfo(options.name, options, build, family, state_bytes, **facts)
+        OPTIMIZERS.add(info.name, info, build)
+        return build
+
+    return register
 
 
 def build_optimizer(
@@ -121,10 +96,8 @@ def build_optimizer(
             does not work as its name says.
         MissingExtra: if the optimizer's package is not installed.
     """
-    info = optimizer_info(config.name)
     names = [head_names] if isinstance(head_names, str) else head_names
-    params = partition(model, head_names=names)
-    optimizer = info.build(params, config, num_steps)
+    optimizer = OPTIMIZERS[config.name].build(partition(model, head_names=names), config, num_steps)
     for group in optimizer.param_groups:
         group.setdefault("algorithm", config.name)
     return optimizer
@@ -148,7 +121,7 @@ def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule
     Raises:
         ConfigError: if the combination is refused, with the reason.
     """
-    refuses = optimizer_info(config.name).refuses
+    refuses = OPTIMIZERS[config.name].refuses
     for setup, option in _setups(hardware, schedule):
         if setup in refuses:
             raise ConfigError(f"optimizer={config.name} does not go with {option}: {refuses[setup]}; {HINTS[setup]}")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar, get_type_hints
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.schema.store import has_adapter, register
+from rm_optimizer.schema.checks import require
+from rm_optimizer.schema.store import read_rate, register
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 PACKAGE = Path(__file__).resolve().parent.parent
 ConfigT = TypeVar("ConfigT")
@@ -25,20 +30,26 @@ def completed(overrides: Sequence[str]) -> list[str]:
     Raises:
         hydra.errors.HydraException: if an override cannot be read.
     """
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-
-    given = {item.key_or_group: item for item in OverridesParser.create().parse_overrides(list(overrides))}
+    given = _given(overrides)
     path = given.get("model.path")
     if path is None or path.is_delete() or path.value() is None or "model" in given:
         return list(overrides)
     return [*overrides, "model=custom"]
 
 
-def refuse_unread(overrides: Sequence[str], config: DictConfig) -> None:
-    """Refuse options that nothing will read: those whose field names a condition that the configuration does not meet.
+def _given(overrides: Sequence[str]) -> dict[str, Override]:
+    """The overrides by option."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
 
-    Of the two learning rates of a model, an adapter reads one and full fine-tuning the other. Of an analysis only the
-    options of its landscape are checked, since its overrides also hold all that its run recorded.
+    return {item.key_or_group: item for item in OverridesParser.create().parse_overrides(list(overrides))}
+
+
+def check_overrides(overrides: Sequence[str], config: DictConfig) -> None:
+    """Refuse options that nothing will read, whose field names a condition that the configuration does not meet.
+
+    Of the two learning rates of a model, a run reads the one that `read_rate` names. Of an analysis only the options of
+    its landscape are checked, since its overrides also hold all that its run recorded. A number for an option that is
+    true or false is refused too, since OmegaConf would take it as true.
 
     Args:
         overrides: overrides that the user typed; values of presets may be unread.
@@ -47,17 +58,18 @@ def refuse_unread(overrides: Sequence[str], config: DictConfig) -> None:
     Raises:
         ConfigError: naming the option and the one that it needs.
     """
-    is_run = "training" in config
-    adapter = OmegaConf.select(config, "adapter.kind")
-    unread, read = ("adamw_lr", "lora_lr") if is_run and has_adapter(config) else ("lora_lr", "adamw_lr")
-    for line in overrides:
-        option = line.lstrip("+").partition("=")[0]
-        if not is_run and not option.startswith("landscape."):
+    read = f"model.{read_rate(config)}"
+    for option, item in _given(overrides).items():
+        group, _, leaf = option.rpartition(".")
+        kind, value = OmegaConf.get_type(OmegaConf.select(config, group) if group else config), item.value()
+        if isinstance(value, int | float) and not isinstance(value, bool) and is_dataclass(kind):
+            require(get_type_hints(kind).get(leaf) is not bool, option, "be true or false", f"'{value}'")
+        if "training" not in config and not option.startswith("landscape."):
             continue
-        if option == f"model.{unread}":
+        if option in ("model.adamw_lr", "model.lora_lr") and option != read:
             raise ConfigError(
-                f"model.{unread} is not read with adapter={getattr(adapter, 'value', adapter)}; set model.{read}, "
-                "which the optimizer presets scale, or optimizer.lr"
+                f"{option} is not read with adapter={config.adapter.kind.value}; set {read}, which the optimizer "
+                "presets scale, or optimizer.lr"
             )
         if not OmegaConf.select(config, option):
             continue  # set to nothing
@@ -113,21 +125,34 @@ def compose(overrides: str | Sequence[str] = (), name: str = "config") -> DictCo
         3
     """
     from hydra import compose as hydra_compose
+
+    with composing(overrides, name):
+        config = hydra_compose(config_name=name, overrides=completed(overrides))
+    check_overrides(overrides, config)
+    return config
+
+
+@contextmanager
+def composing(overrides: Sequence[str], name: str) -> Iterator[None]:
+    """Context in which Hydra composes; its errors become one sentence about the overrides.
+
+    Args:
+        overrides: overrides, in Hydra's grammar.
+        name: name of the main configuration file.
+    """
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
+    from yaml import YAMLError  # type: ignore[import-untyped]
 
-    from rm_optimizer.schema.diagnose import explain, require_switches
+    from rm_optimizer.schema.diagnose import explain
 
     register()
     overrides = [overrides] if isinstance(overrides, str) else overrides
     try:
-        with initialize_config_dir(config_root(), version_base="1.3"):
-            config = hydra_compose(config_name=name, overrides=completed(overrides))
-    except (HydraException, OmegaConfBaseException) as error:
+        with initialize_config_dir(config_root(), "train" if name == "config" else name, version_base="1.3"):
+            yield
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
         raise ConfigError(explain(error, overrides)) from error
-    refuse_unread(overrides, config)
-    require_switches(config, overrides)
-    return config
 
 
 def typed(config: DictConfig, kind: type[ConfigT]) -> ConfigT:

@@ -12,7 +12,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -202,18 +201,3 @@ def require_finite(config: DictConfig) -> None:
     for option, _, value in walk_options(config):
         if isinstance(value, float) and not math.isfinite(value):
             require(False, option, "be a finite number", value)
-
-
-def require_switches(config: DictConfig, overrides: Sequence[str]) -> None:
-    """Refuse a number for an option that is true or false, which OmegaConf would take as true.
-
-    Raises:
-        ConfigError: naming the option.
-    """
-    for item in OverridesParser.create().parse_overrides(list(overrides)):
-        value = item.value()
-        parent, _, leaf = item.key_or_group.rpartition(".")
-        owner = OmegaConf.get_type(OmegaConf.select(config, parent) if parent else config)
-        if isinstance(value, int | float) and not isinstance(value, bool) and is_dataclass(owner):
-            is_switch = get_type_hints(owner).get(leaf) is bool
-            require(not is_switch, item.key_or_group, "be true or false", f"'{value}'")

@@ -234,6 +234,14 @@ class ShampooConfig(OptimizerConfig):
     """Steps between computations of the inverse roots."""
 
 
+OPTIMIZER_OPTIONS: dict[str, type[OptimizerConfig]] = {
+    kind.name: kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, OptimizerConfig) and kind is not OptimizerConfig
+}
+"""Options of the optimizers of this package by name; `rm_optimizer.optim` registers the builders."""
+
+
 @dataclass(kw_only=True)
 class ScheduleConfig(Options, group="schedule"):
     """Learning-rate factor over the optimizer steps."""

@@ -18,24 +18,7 @@ from rm_optimizer.schema.config import (
 )
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
-from rm_optimizer.schema.optimizers import (
-    AdafactorConfig,
-    AdamConfig,
-    AdamWConfig,
-    AdEMAMixConfig,
-    LionConfig,
-    MARSConfig,
-    MuonConfig,
-    OptimizerConfig,
-    ProdigyConfig,
-    SAMConfig,
-    ScheduleConfig,
-    ScheduleFreeConfig,
-    ScionConfig,
-    SGDConfig,
-    ShampooConfig,
-    SOAPConfig,
-)
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, ScheduleConfig
 from rm_optimizer.schema.rlhf import RLHFConfig, RLHFRunConfig
 
 GROUPS = {
@@ -51,52 +34,22 @@ GROUPS = {
     "landscape": LandscapeConfig,
     "rlhf": RLHFConfig,
 }
-OPTIMIZERS: dict[str, type[OptimizerConfig]] = {
-    "adam": AdamConfig,
-    "adamw": AdamWConfig,
-    "sgd": SGDConfig,
-    "muon": MuonConfig,
-    "lion": LionConfig,
-    "adafactor": AdafactorConfig,
-    "sam": SAMConfig,
-    "schedulefree": ScheduleFreeConfig,
-    "soap": SOAPConfig,
-    "ademamix": AdEMAMixConfig,
-    "prodigy": ProdigyConfig,
-    "mars": MARSConfig,
-    "scion": ScionConfig,
-    "shampoo": ShampooConfig,
-}
 
 
-def has_adapter(config: DictConfig) -> bool:
-    """True if a composed configuration trains LoRA factors."""
+def read_rate(config: DictConfig) -> str:
+    """Name of the model's learning rate that a composed configuration reads: that of LoRA factors with an adapter."""
     kind = OmegaConf.select(config, "adapter.kind", default=AdapterKind.none)
-    return bool(kind != AdapterKind.none)
+    return "adamw_lr" if kind == AdapterKind.none else "lora_lr"
 
 
 def by_adapter(full: float, lora: float, *, _root_: DictConfig) -> float:
-    """The number of a preset that applies, of two.
-
-    Args:
-        full: value for training every weight.
-        lora: value for training LoRA factors.
-        _root_: the whole configuration, which OmegaConf passes.
-    """
-    return float(lora if has_adapter(_root_) else full)
+    """The number of a preset for training every weight, or the one for LoRA factors, as OmegaConf's root decides."""
+    return float(full if read_rate(_root_) == "adamw_lr" else lora)
 
 
 def peak_lr(full: float, lora: float, *, _root_: DictConfig) -> float:
-    """Peak learning rate: a multiple of the one that suits AdamW on the model, or on its LoRA factors.
-
-    Args:
-        full: factor on `model.adamw_lr`, where every weight trains.
-        lora: factor on `model.lora_lr`, where LoRA factors train.
-        _root_: the whole configuration, which OmegaConf passes.
-    """
-    if has_adapter(_root_):
-        return float(lora) * float(_root_.model.lora_lr)
-    return float(full) * float(_root_.model.adamw_lr)
+    """Peak learning rate: one of two multiples, as in `by_adapter`, of the model's rate that the run reads."""
+    return by_adapter(full, lora, _root_=_root_) * float(_root_.model[read_rate(_root_)])
 
 
 @cache
@@ -113,5 +66,5 @@ def register() -> None:
     store.store(group="schema", name="rlhf_run", node=RLHFRunConfig)
     for group, node in GROUPS.items():
         store.store(group=f"schema/{group}", name="base", node=node)
-    for name, node in OPTIMIZERS.items():
+    for name, node in OPTIMIZER_OPTIONS.items():
         store.store(group="schema/optimizer", name=name, node=node)

@@ -19,7 +19,7 @@ from rm_optimizer.experiments.trial import InlineExecutor, ProcessExecutor, RayE
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.records.run_options import options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.schema.store import OPTIMIZERS
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
 from tests.builders import beside_world
 from tests.logged import wandb_records
 from tests.training.conftest import SMALL
@@ -197,7 +197,7 @@ def test_random_kills_lose_no_trial_and_repeat_none(capsys):
     assert (lines["trials_lost"], lines["trials_repeated"], lines["results_equal"]) == ("0", "0", "True")
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZER_OPTIONS)
 def test_options_survive_their_plan(optimizer):
     config = typed(
         compose([f"optimizer={optimizer}", "experiment=lora_r16", "model=qwen", "output_dir=."]), TrainConfig

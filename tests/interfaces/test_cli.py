@@ -13,7 +13,7 @@ from rm_optimizer.errors import DataError, TrainingDiverged
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.commands import look_up
 from rm_optimizer.records.ledger import progress
-from rm_optimizer.schema.store import OPTIMIZERS
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
 
 
 def rm_opt(*arguments: str):
@@ -89,7 +89,7 @@ def test_a_bug_keeps_its_traceback(monkeypatch):
 def test_info_names_versions_devices_presets_and_optimizers():
     result = rm_opt("info")
     assert result.exit_code == 0
-    for part in ("python", "torch", "transformers", "accelerator", "presets in", "hardware", *OPTIMIZERS):
+    for part in ("python", "torch", "transformers", "accelerator", "presets in", "hardware", *OPTIMIZER_OPTIONS):
         assert part in result.stdout
 
 

@@ -13,8 +13,7 @@ from torch import nn
 from rm_optimizer.errors import ConfigError, MissingExtra
 from rm_optimizer.optim import OPTIMIZERS, build_optimizer, build_schedule, check_compatible, set_train_mode
 from rm_optimizer.schema.config import HardwareConfig
-from rm_optimizer.schema.optimizers import ScheduleConfig, ScheduleName
-from rm_optimizer.schema.store import OPTIMIZERS as SCHEMAS
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, ScheduleConfig, ScheduleName
 
 CONSTANT = ScheduleConfig(name=ScheduleName.constant)
 LINEAR = ScheduleConfig(name=ScheduleName.linear, warmup_ratio=0.1)
@@ -71,7 +70,7 @@ def bytes_in(value):
 
 
 def test_registry_schemas_and_presets_have_the_same_names(preset):
-    assert set(OPTIMIZERS) == set(SCHEMAS)
+    assert set(OPTIMIZERS) == set(OPTIMIZER_OPTIONS)
     assert all(preset(name).name == name for name in OPTIMIZERS)
 
 

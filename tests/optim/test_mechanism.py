@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.optim import build_optimizer, optimizer_info, set_train_mode
+from rm_optimizer.optim import OPTIMIZERS, build_optimizer, set_train_mode
 from rm_optimizer.optim.mechanism import RULES, check_mechanism, mechanism_state
 
 BUILT_IN = sorted(RULES)
@@ -33,7 +33,7 @@ def first_step(toy, preset, head, name, **options):
 @pytest.mark.parametrize("weight_decay", [0.0, 0.1])
 def test_the_first_step_of_each_optimizer_is_its_own(toy, preset, head, name, weight_decay):
     optimizer, before = first_step(toy, preset, head, name, weight_decay=weight_decay)
-    check_mechanism(optimizer, name, before, passes=optimizer_info(name).passes_per_step)
+    check_mechanism(optimizer, name, before, passes=OPTIMIZERS[name].passes_per_step)
 
 
 @pytest.mark.parametrize("scaling", ["original", "match_rms_adamw"])

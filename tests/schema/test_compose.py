@@ -9,7 +9,7 @@ import pytest
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import checked, planned_sweep
 from rm_optimizer.schema import TrainConfig, compose, config_root, typed
-from rm_optimizer.schema.store import OPTIMIZERS
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
 
 ROOT = Path(config_root())
 FILES = [file.relative_to(ROOT) for file in ROOT.glob("*/**/*.yaml")]
@@ -29,7 +29,7 @@ def test_every_preset_composes_and_types(group, name):
 
 
 def test_every_registered_optimizer_has_a_preset_of_its_name():
-    assert set(OPTIMIZERS) <= {name for group, name in PRESETS if group == "optimizer"}
+    assert set(OPTIMIZER_OPTIONS) <= {name for group, name in PRESETS if group == "optimizer"}
 
 
 @pytest.mark.parametrize("group", ["hardware", "model", "optimizer", "logger", "experiment"])

@@ -13,8 +13,7 @@ from rm_optimizer.optim.schedules import lr_factor
 from rm_optimizer.schema.checks import require_in
 from rm_optimizer.schema.compose import compose, typed
 from rm_optimizer.schema.config import TrainConfig
-from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig, ScheduleName
-from rm_optimizer.schema.store import OPTIMIZERS
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, OptimizerConfig, ScheduleConfig, ScheduleName
 
 NEUTRAL = {"name", "head_lr_factor", "layer_lr_decay", "nesterov", "scaling", "adaptive"}
 
@@ -23,18 +22,18 @@ def optimizer_with(*overrides):
     return typed(compose([*overrides, "output_dir=unused"]), TrainConfig).optimizer
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZER_OPTIONS)
 def test_every_preset_composes_to_its_dataclass(name):
-    assert type(optimizer_with(f"optimizer={name}")) is OPTIMIZERS[name]
+    assert type(optimizer_with(f"optimizer={name}")) is OPTIMIZER_OPTIONS[name]
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", OPTIMIZER_OPTIONS)
 def test_no_dataclass_holds_a_tuned_number(name):
-    tuned = {f.name for f in fields(OPTIMIZERS[name]) if f.default not in (MISSING, NO_DEFAULT)}
+    tuned = {f.name for f in fields(OPTIMIZER_OPTIONS[name]) if f.default not in (MISSING, NO_DEFAULT)}
     assert tuned <= NEUTRAL
 
 
-@pytest.mark.parametrize("name", sorted(set(OPTIMIZERS) - {"prodigy"}))
+@pytest.mark.parametrize("name", sorted(set(OPTIMIZER_OPTIONS) - {"prodigy"}))
 def test_the_learning_rate_follows_the_model(name):
     one, other = (optimizer_with(f"optimizer={name}", f"model.adamw_lr={lr}").lr for lr in (1e-4, 2e-4))
     assert other == pytest.approx(2 * one)

@@ -13,8 +13,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.schema import TrainConfig, config_root
 from rm_optimizer.schema.compose import compose, typed
-from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleName
-from rm_optimizer.schema.store import OPTIMIZERS
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, OptimizerConfig, ScheduleName
 
 MODELS = sorted(file.stem for file in Path(config_root(), "model").glob("*.yaml"))
 ADAPTERS = ["none", "lora"]
@@ -43,7 +42,7 @@ def combined(optimizer: str, adapter: str, model: str) -> Any:
     return OmegaConf.to_object(OmegaConf.create(parts))
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("optimizer", OPTIMIZER_OPTIONS)
 def test_each_optimizer_takes_the_rate_of_each_model_and_adapter(optimizer: str):
     for model in MODELS:
         ratios = []

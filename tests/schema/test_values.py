@@ -13,7 +13,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.diagnose import option_names
 from rm_optimizer.schema.landscape import AnalyzeConfig
-from rm_optimizer.schema.store import OPTIMIZERS
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
 
 MAY_BE_NEGATIVE = frozenset({"optimizer.beta2_decay"})
 """Options for which -1 means something: an exponent."""
@@ -47,7 +47,7 @@ def refuses(config: DictConfig, kind: type, option: str, value: object) -> bool:
     return False
 
 
-@pytest.mark.parametrize("name", ["analyze", *OPTIMIZERS])
+@pytest.mark.parametrize("name", ["analyze", *OPTIMIZER_OPTIONS])
 def test_a_number_that_means_nothing_is_refused(name):
     config, kind = composed(name)
     numbers = {option: taken for option, taken in kinds(config) if taken & {int, float}}

@@ -10,7 +10,7 @@ from typer import Argument, Option
 from rm_optimizer.interfaces.launch import names_model, quoted
 from rm_optimizer.records.provenance import commit, machine, versions
 from rm_optimizer.schema import config_root
-from rm_optimizer.schema.store import OPTIMIZERS
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
 
 if TYPE_CHECKING:
     from rm_optimizer.optim.param_groups import GroupRow
@@ -23,7 +23,7 @@ def info() -> None:
     print(f"presets in {config_root()}")
     for group, names in presets().items():
         print(f"  {group:<14}{', '.join(names)}")
-    print(f"optimizers\n  {', '.join(sorted(OPTIMIZERS))}")
+    print(f"optimizers\n  {', '.join(sorted(OPTIMIZER_OPTIONS))}")
 
 
 def devices() -> dict[str, str]:

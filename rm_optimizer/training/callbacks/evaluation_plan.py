@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from rm_optimizer.core.pairs.orders import epoch_order
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.optim import optimizer_info
+from rm_optimizer.optim import OPTIMIZERS
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.monitors import Mode, monitored_group
@@ -164,7 +164,7 @@ def plan_of(config: TrainConfig, datamodule: PreferenceDataModule) -> Evaluation
     training, mixed = config.training, config.hardware.precision != "32-true"
     on_gpu = torch.cuda.is_available() and config.hardware.accelerator != "cpu"
     passes = BACKWARD_OF_ADAPTER if config.adapter.kind != AdapterKind.none else FORWARD_AND_BACKWARD
-    passes *= optimizer_info(config.optimizer.name).passes_per_step
+    passes *= OPTIMIZERS[config.optimizer.name].passes_per_step
     evaluation = float(datamodule.val_tokens.lengths.sum())
     plan = plan_evaluations(
         Work(
