@@ -20,7 +20,7 @@ from pytorch_lightning.callbacks import Callback
 
 from rm_optimizer.core.model.losses import LOSSES, PairLoss, register_loss
 from rm_optimizer.core.pairs.orders import PairOrder
-from rm_optimizer.core.tokens.dataset import TrainVal
+from rm_optimizer.core.tokens.dataset import TrainVal, names_files
 from rm_optimizer.errors import ConfigError, Interrupted, TrainingDiverged, did_you_mean
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.records.files import write_text
@@ -32,7 +32,7 @@ from rm_optimizer.schema.compose import model_overrides
 from rm_optimizer.training.callbacks.evaluation_plan import PairMetric
 from rm_optimizer.training.callbacks.interrupt import StopNow, StopSignal, stopped_at_once
 from rm_optimizer.training.callbacks.run_callback import require_callbacks
-from rm_optimizer.training.data.run_data import names_files, pairs_in_memory
+from rm_optimizer.training.data.run_data import pairs_in_memory
 from rm_optimizer.training.finishing import finish
 from rm_optimizer.training.fitting import fit
 from rm_optimizer.training.folder.lock import run_lock

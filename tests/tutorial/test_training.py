@@ -16,7 +16,7 @@ from pytorch_lightning.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from pytorch_lightning.loggers import CSVLogger
 from torch import Tensor
 
-from rm_optimizer import BaseRewardModel, BradleyTerryRM, evaluate_checkpoint, evaluate_model
+from rm_optimizer import BaseRewardModel, BradleyTerryRM, create_dataloader, evaluate_checkpoint, evaluate_model
 from rm_optimizer.core.model.losses import LOSSES, register_loss
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.errors import ConfigError, DataError
@@ -209,6 +209,21 @@ def test_a_plain_trainer_takes_the_steps_of_a_run(optimizer: str, rounding: floa
     trainer.fit(run.module, datamodule=run.datamodule)
     for ours, runs in zip(mine.parameters(), run.module.model.parameters(), strict=True):
         torch.testing.assert_close(ours, runs, rtol=0, atol=rounding)
+
+
+@pytest.mark.parametrize("budget", [None, 200])
+def test_loaders_of_the_package_train_as_plain_ones(budget: int | None, trained: RunResult):
+    path, weights = Path(trained.run_dir).parent / "preferences.parquet", []
+    for form in ("loader", "plain"):
+        model = BradleyTerryRM.from_pretrained(trained)
+        loader: Any = create_dataloader(path, model.tokenizer, 16, shuffle=False, micro_token_budget=budget)
+        if form == "plain":
+            data = PreferenceDataset(path, model.tokenizer, 64)
+            loader = torch.utils.data.DataLoader(data, batch_size=16)
+        trainer = plain_trainer(max_epochs=1, gradient_clip_val=1.0)
+        trainer.fit(RewardModelLightning(model, 1e-3), loader, loader)
+        weights.append([parameter.detach() for parameter in model.parameters()])
+    torch.testing.assert_close(*weights, rtol=0, atol=2e-6)
 
 
 def test_lightnings_callbacks_follow_the_validation(trained: RunResult, tmp_path: Path):

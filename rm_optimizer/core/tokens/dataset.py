@@ -258,8 +258,7 @@ def _read(data: Any, options: DataConfig) -> SourcePairs:
     """Pairs of files that `data` names, or of its rows."""
     if isinstance(data, Iterator):
         data = list(data)
-    first = data[0] if isinstance(data, list | tuple) and data else data
-    if isinstance(first, str | os.PathLike) or _is_source(first):
+    if names_files(data):
         return read_pairs(parse_sources(data, options), options)
     rows = table_rows("data", data)
     kind = PreferencePair if rows and isinstance(rows[0], PreferencePair) else Mapping
@@ -275,9 +274,11 @@ def _read(data: Any, options: DataConfig) -> SourcePairs:
     return replace(read_pairs([replace(source, rows=rows)], options), sources=())
 
 
-def _is_source(item: object) -> bool:
-    """True for a mapping that names a file, and not a row that has a column of that name."""
-    return isinstance(item, Mapping) and "path" in item and not item.keys() & (READ_COLUMNS - {*SOURCE_OPTIONS})
+def names_files(data: object) -> bool:
+    """True for a path or name, a mapping with one that is no row with such a column, and a list that begins so."""
+    first = data[0] if isinstance(data, list | tuple) and data else data
+    is_row = isinstance(first, Mapping) and ("path" not in first or first.keys() & (READ_COLUMNS - {*SOURCE_OPTIONS}))
+    return isinstance(first, str | os.PathLike | Mapping) and not is_row
 
 
 def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -> None:
@@ -396,6 +397,11 @@ def _train_val(config: DataConfig) -> TrainVal:
     if world is not None:
         val = PreferenceDataset(world.val)
         return TrainVal(train, val, "the synthetic world's held-out prompts", world.ceiling)
+    return split_off(train, config)
+
+
+def split_off(train: PreferenceDataset, config: DataConfig) -> TrainVal:
+    """Training pairs, and a share of their prompts held out for validation."""
     kept, val = train.split_by_prompt(config.val_fraction, config.split_seed)
     origin = f"{config.val_fraction:.0%} of the training prompts, held out with split_seed={config.split_seed}"
     return TrainVal(kept, val, origin)

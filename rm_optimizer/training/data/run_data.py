@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -22,6 +21,7 @@ from rm_optimizer.core.tokens.dataset import (
     load_pairs,
     load_training_data,
     require_disjoint_prompts,
+    split_off,
 )
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import DataConfig, TrainConfig
@@ -138,18 +138,6 @@ def _model_margins(pairs: PreferenceDataset, source: str) -> Float[np.ndarray, "
     return np.maximum([_for_label(pair, margin) for pair, margin in zip(pairs, margins, strict=True)], 0.0)
 
 
-_OF_A_SOURCE = {"path", "weight", "format", "columns", "winner", "label"}
-
-
-def names_files(data: object) -> bool:
-    """True for what `data.train` takes: a path or name, a mapping with one and a source's options, a list of these."""
-    if isinstance(data, Mapping):
-        return isinstance(data.get("path"), str | os.PathLike) and data.keys() <= _OF_A_SOURCE
-    if isinstance(data, list | tuple):
-        return bool(data) and all(map(names_files, data))
-    return isinstance(data, str | os.PathLike)
-
-
 def pairs_in_memory(train: object, val: object, config: DataConfig) -> TrainVal:
     """Pairs of a run of which some are in memory; without `val` a share of the training prompts is held out.
 
@@ -163,9 +151,7 @@ def pairs_in_memory(train: object, val: object, config: DataConfig) -> TrainVal:
         return train
     if val is not None:
         return TrainVal(load_pairs(train, config), load_pairs(val, config))
-    kept, held_out = load_pairs(train, config).split_by_prompt(config.val_fraction, config.split_seed)
-    origin = f"{config.val_fraction:.0%} of the training prompts, held out with split_seed={config.split_seed}"
-    return TrainVal(kept, held_out, origin)
+    return split_off(load_pairs(train, config), config)
 
 
 def load_data(config: TrainConfig, given: TrainVal | None = None) -> TrainVal:
