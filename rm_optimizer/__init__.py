@@ -24,8 +24,10 @@ if TYPE_CHECKING:
     from rm_optimizer.data_efficiency import ActiveLearner as ActiveLearner
     from rm_optimizer.data_efficiency import CurriculumSampler as CurriculumSampler
     from rm_optimizer.data_efficiency import UncertaintySampling as UncertaintySampling
+    from rm_optimizer.doctor.diagnosis import Check as Check
     from rm_optimizer.doctor.diagnosis import Diagnosis as Diagnosis
     from rm_optimizer.doctor.doctor import diagnose as diagnose
+    from rm_optimizer.doctor.doctor import register_check as register_check
     from rm_optimizer.errors import CheckpointError as CheckpointError
     from rm_optimizer.errors import ConfigError as ConfigError
     from rm_optimizer.errors import ConversationRefused as ConversationRefused

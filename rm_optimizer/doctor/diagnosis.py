@@ -53,6 +53,7 @@ class Check:
     details: Mapping[str, MeasuredValue] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "status", Status(self.status))
         object.__setattr__(self, "measured", _finite(self.measured))
         object.__setattr__(self, "details", {name: _finite(value) for name, value in self.details.items()})
 

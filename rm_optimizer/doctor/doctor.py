@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from inspect import signature
-from typing import Literal, get_args
+from typing import Literal, TypeVar, get_args
 
 import numpy as np
 
@@ -23,7 +23,8 @@ from rm_optimizer.doctor import text as doctor_text
 from rm_optimizer.doctor.diagnosis import Check, Diagnosis, Status, skipped
 from rm_optimizer.doctor.label_signal import label_checks
 from rm_optimizer.doctor.probe_conversations import padded_rewards, probe_ids, running
-from rm_optimizer.errors import DataError
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.schema.registry import Registry
 
 Needs = Literal["files", "model", "pairs", "rewards", "trained rewards"]
 """Needs of a check: the model's files, finite weights, pairs, finite rewards of pairs, or rewards of a trained head."""
@@ -46,14 +47,48 @@ _BUILT_IN: dict[Needs, tuple[Callable[..., Check], ...]] = {
         *(doctor_rewards.beats_length, doctor_rewards.reward_length),
     ),
 }
-CHECKS: dict[str, tuple[Needs, Callable[..., Check]]] = {
+CheckT = TypeVar("CheckT", bound=Callable[..., Check])
+_ENTRIES: dict[str, tuple[Needs, Callable[..., Check]]] = {
     "finite_weights": ("files", lambda finite: finite),
     **{check.__name__: (needs, check) for needs, checks in _BUILT_IN.items() for check in checks},
     **{name: ("pairs", check) for name, check in doctor_data.AUDITED.items()},
     "label_signal": ("rewards", lambda label_checks: label_checks[0]),
     "label_shuffle": ("rewards", lambda label_checks: label_checks[1]),
 }
+CHECKS = Registry("check", _ENTRIES)
 """Needs and function of each check. A function's parameters are named like the attributes of `Examination`."""
+
+
+def register_check(name: str, needs: Needs = "model") -> Callable[[CheckT], CheckT]:
+    """Decorator that adds a function to the checks of `diagnose` and `rm-opt doctor`.
+
+    The function returns a `Check`. Its parameters are named like the attributes of `Examination` that it reads, such as
+    `model`, `probe`, `data`, `audit`, `scored`, `rewards` and `seed`; `name` is the name of the check.
+
+    Args:
+        name: name of the check, as it is reported.
+        needs: what it needs: `files`, `model`, `pairs`, `rewards` or `trained rewards`; without that it is skipped.
+
+    Raises:
+        ConfigError: if the name is taken, or if needs or a parameter are unknown.
+    """
+    if needs not in get_args(Needs):
+        raise ConfigError(did_you_mean("needs", needs, get_args(Needs)))
+
+    def registered(check: CheckT) -> CheckT:
+        known = ["name", *Examination.__dataclass_fields__, *(key for key in vars(Examination) if key[0] != "_")]
+        for parameter in _wanted(check):
+            if parameter not in known:
+                raise ConfigError(did_you_mean(f"parameter of the check '{name}'", parameter, known))
+        CHECKS.add(name, (needs, check), made_by=check)
+        return check
+
+    return registered
+
+
+def _wanted(check: Callable[..., Check]) -> list[str]:
+    """Names of the parameters without a default."""
+    return [item.name for item in signature(check).parameters.values() if item.default is item.empty]
 
 
 def diagnose(
@@ -93,6 +128,7 @@ def diagnose(
     for name, dataset in data.items():
         if not len(dataset):
             raise DataError(f"{name}: has no pairs to check")
+    CHECKS.load_plugins()
     examined = Examination(model, data, seed, trained, max_pairs, max_audited_pairs, token_budget)
     checks = []
     for done, name in enumerate(order := sorted(CHECKS, key=lambda name: get_args(Needs).index(CHECKS[name][0]))):
@@ -186,8 +222,10 @@ class Examination:
         needs, function = CHECKS[name]
         if (obstacle := self._obstacle(needs)) is not None:
             return skipped(name, "", obstacle)
-        wanted = (item.name for item in signature(function).parameters.values() if item.default is item.empty)
-        return function(**{each: name if each == "name" else getattr(self, each) for each in wanted})
+        found = function(**{each: name if each == "name" else getattr(self, each) for each in _wanted(function)})
+        if not isinstance(found, Check):
+            raise TypeError(f"the check '{name}' must return a Check, got {type(found).__name__}")
+        return found
 
     def _obstacle(self, needs: Needs) -> str | None:
         """Sentence about what is missing of the needs."""

@@ -57,11 +57,16 @@ class Registry(Mapping[str, EntryT]):
             raise ConfigError(f"the {self.kind} '{name}' is registered already; choose another name")
         self._entries[name], self._origins[name] = entry, origin
 
-    def __getitem__(self, name: str) -> EntryT:
-        if name not in self._entries and not self._plugins_loaded:
+    def load_plugins(self) -> None:
+        """Load the installed plug-ins of this kind, once."""
+        if not self._plugins_loaded:
             self._plugins_loaded = True
             for plugin in entry_points(group=f"rm_optimizer.{self.kind.replace(' ', '_')}"):
                 plugin.load()
+
+    def __getitem__(self, name: str) -> EntryT:
+        if name not in self._entries:
+            self.load_plugins()
         if name not in self._entries:
             raise UnknownName(did_you_mean(self.kind, name, self._entries))
         return self._entries[name]

@@ -11,6 +11,7 @@ from rm_optimizer.interfaces.outputs import printed_beside, write_json
 from rm_optimizer.interfaces.pairs import PairOptions
 from rm_optimizer.interfaces.saved_model import SavedModel, length_note
 from rm_optimizer.records.files import write_text
+from rm_optimizer.schema.registry import import_plugins
 
 
 def doctor(
@@ -24,6 +25,7 @@ def doctor(
         int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
     ] = 8192,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of samples and random labels.")] = 0,
+    plugins: Annotated[list[str], Option("--plugin", help="Module that registers checks; may be repeated.")] = [],  # noqa: B006
 ) -> None:
     """Check a model and its pairs for common defects.
 
@@ -38,6 +40,7 @@ def doctor(
     from rm_optimizer.training.folder.model_card import write_card
     from rm_optimizer.training.folder.record import RunResult
 
+    import_plugins(plugins)
     data = pair_options.load_splits(sources, "--data")
     model = saved.load(seed)
     data = {name: dataset.accepted_by(model.renderer) for name, dataset in data.items()}
