@@ -15,11 +15,8 @@ from rm_optimizer import (
     BradleyTerryRM,
     PreferenceDataset,
     PreferenceWorld,
-    TrainConfig,
     TrainVal,
-    compose,
     train_reward_model,
-    typed,
 )
 from rm_optimizer.rl_coupling import WorldGold, optimize_policy, save_world_policy
 from rm_optimizer.schema import RLHFConfig
@@ -32,8 +29,7 @@ def main(steps: int = 40) -> None:
     world = PreferenceWorld(0, concave=True)
     pairs = world.pairs(num_train=max(64, 100 * steps), num_val=200)
     data = TrainVal(PreferenceDataset(pairs.train), PreferenceDataset(pairs.val))
-    options = ["model=tiny", "resume=auto", f"output_dir={FOLDER}/reward"]
-    trained = train_reward_model(typed(compose(options), TrainConfig), data=data)
+    trained = train_reward_model("tiny", data_path=data, output_dir=FOLDER / "reward", options={"resume": "auto"})
     print(f"reward model: accuracy {trained.metrics.accuracy}, at most {pairs.ceiling:.3f}")
 
     start = save_world_policy(world, FOLDER / "start", num_responses=max(64, 160 * steps))
@@ -41,7 +37,7 @@ def main(steps: int = 40) -> None:
     config = RLHFConfig(steps=steps, learning_rate=3e-4, max_new_tokens=80, measure_every=max(1, steps // 8))
     result = optimize_policy(
         start,
-        BradleyTerryRM.from_pretrained(trained.export),
+        BradleyTerryRM.from_pretrained(trained),
         prompts[100:],
         prompts[:100],  # validation prompts, which the reward model has not seen
         FOLDER,

@@ -5,9 +5,9 @@ The options are those of `rm-opt train`. The model is in `best` of the run folde
 
 import sys
 
-from rm_optimizer import PreferenceDataset, PreferencePair, TrainConfig, TrainVal, compose, train_reward_model, typed
+from rm_optimizer import train_reward_model
 
-# A pandas data frame gives such rows with frame.to_dict("records").
+# A pandas data frame, a datasets.Dataset or a path is taken as well.
 ROWS = [
     {"prompt": f"What is {a} + {b}?", "chosen": f"It is {a + b}.", "rejected": f"It is {a + b + 1 + a % 3}."}
     for a in range(20)
@@ -17,13 +17,10 @@ ROWS = [
 
 def main() -> None:
     """Train on nine tenths of the prompts, validate on the others, and print where the model is."""
-    pairs = PreferenceDataset(PreferencePair(row["prompt"], row["chosen"], row["rejected"]) for row in ROWS)
-    data = TrainVal(*pairs.split_by_prompt(0.1, seed=0))
-    options = ["model=tiny", "training.epochs=1", "output_dir=outputs/from_table"]
-    given = {option.partition("=")[0] for option in sys.argv[1:]}
-    options = [option for option in options if option.partition("=")[0] not in given]
-    result = train_reward_model(typed(compose([*options, *sys.argv[1:]]), TrainConfig), data=data)
-    print(f"accuracy {result.metrics.accuracy.value:.3f} on {len(data.val)} pairs; model: {result.export}")
+    options = dict(option.split("=", 1) for option in sys.argv[1:])
+    folder = options.pop("output_dir", "outputs/from_table")
+    result = train_reward_model(model_name="tiny", data_path=ROWS, epochs=1, output_dir=folder, options=options)
+    print(f"accuracy {result.metrics.accuracy.value:.3f} on {result.data.val_pairs} pairs; model: {result}")
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ def train_reward_model(
 
     Args:
         model_name: preset, hub id or path of the base model; or the composed options of the whole run, for which only
-            `order`, `callbacks` and `metrics` are read besides.
+            pairs, `order`, `callbacks` and `metrics` are read besides.
         optimizer: name of the optimizer.
         data_path: training pairs: a path or hub name as `data.train` takes it, or whatever `PreferenceDataset` takes in
             memory, such as a data frame or a list of rows; None is the synthetic world.
@@ -112,12 +112,17 @@ def train_reward_model(
         DiskError: if a file cannot be written.
         TypeError: if an argument is unknown.
     """
-    if isinstance(model_name, TrainConfig | DictConfig):
-        return run_training(model_name, order=order, callbacks=callbacks, metrics=metrics)
     if unknown:
         known = [name for name in signature(train_reward_model).parameters if name not in ("model_name", "unknown")]
         found = did_you_mean("argument of train_reward_model", next(iter(unknown)), ["model_name", *known])
         raise TypeError(f"{found}; any option of the command line fits into options={{...}}")
+    if isinstance(model_name, TrainConfig | DictConfig):
+        rest = (batch_size, learning_rate, max_length, adapter, output_dir, precision, loss)
+        if (optimizer, epochs, seed, options or None, *rest) != ("adamw", 1.0, 0, None, *[None] * len(rest)):
+            raise TypeError("the composed options hold every option of the run; set them there, not as arguments")
+        config = model_name if isinstance(model_name, TrainConfig) else typed(model_name, TrainConfig)
+        data = None if data_path is None and val is None else pairs_in_memory(data_path, val, config.data)
+        return run_training(config, data=data, order=order, callbacks=callbacks, metrics=metrics)
     if not isinstance(model_name, str | os.PathLike):
         raise TypeError(f"model_name must be a preset, a hub id or a path, got {type(model_name).__name__}")
     if callable(loss):

@@ -103,6 +103,12 @@ def test_composed_options_train_the_same(trained: RunResult, tmp_path: Path):
     lines += ["optimizer=muon", "training.epochs=2", "batching.batch_size=16", f"output_dir={tmp_path}"]
     config = typed(compose([*lines, f"data.train={given['data']['train']}"]), TrainConfig)
     assert train_reward_model(config).metrics == trained.metrics
+    with pytest.raises(TypeError, match="the composed options hold every option"):
+        train_reward_model(config, epochs=3)
+    with pytest.raises(TypeError, match="unknown argument of train_reward_model 'data'; did you mean 'data_path'"):
+        train_reward_model(config, data=ROWS)
+    config.data.train, config.output_dir = None, str(tmp_path / "memory")
+    assert train_reward_model(config, data_path=ROWS).metrics == trained.metrics
 
 
 def test_validation_pairs_are_given_in_any_form(tmp_path: Path):
