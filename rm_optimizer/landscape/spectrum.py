@@ -25,8 +25,6 @@ _SEMIDEFINITE = ("gauss_newton", "fisher")
 _NEEDS_ALL = (
     "needs all eigenvalues or a density: use method=full, method=gauss_newton_exact, or --type density (with_density)"
 )
-_WIDTH = 100
-"""Most characters of a line of the text form."""
 _NO_TOP = "the largest eigenvalue was not computed; use which=both or largest"
 
 
@@ -39,7 +37,7 @@ class SpectrumStatus(StrEnum):
     """Stopped by the user, with the values found until then."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True)
 class HessianSpectrum(LandscapeRecord, indent=2):
     """Eigenvalues of the Hessian, Gauss-Newton or Fisher matrix of a loss over pairs.
 
@@ -167,9 +165,12 @@ class HessianSpectrum(LandscapeRecord, indent=2):
         """`1 / lambda_max`."""
         return _value_or_nan(flatness(self))
 
-    def __repr__(self) -> str:
+    def summary(self) -> dict[str, str]:
+        """What was computed, and the derived numbers with their errors or the reason why there is none."""
         found = self.quantities
-        shown = {
+        return {
+            "matrix": f"{self.matrix} by {self.method}, {self.status}",
+            "eigenvalues": f"{len(self.eigenvalues):,} of {self.num_parameters:,}; {self.num_pairs:,} pairs",
             "top_eigenvalue": f"{self.top_eigenvalue:.5g}",
             "trace_estimate": quantity_text(Quantity(self.trace, "not estimated")),
             "condition_number": quantity_text(found["condition_number"]),
@@ -177,10 +178,6 @@ class HessianSpectrum(LandscapeRecord, indent=2):
             "sharpness_score": quantity_text(found["sharpness_score"]),
             "flatness_index": quantity_text(found["flatness"]),
         }
-        lines = [f"  {name}={text}"[:_WIDTH] for name, text in shown.items()]
-        count = f"{len(self.eigenvalues):,} of {self.num_parameters:,} eigenvalues"
-        where = f"  {self.matrix}, {self.method}: {count}, {self.num_pairs:,} pairs, {self.status}"
-        return "\n".join([f"{type(self).__name__}(", where[:_WIDTH], *lines, ")"])
 
 
 def _value_or_nan(quantity: Quantity) -> float:

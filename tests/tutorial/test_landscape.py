@@ -137,16 +137,17 @@ def test_the_effective_rank_is_that_of_the_gauss_newton_matrix(model, spectrum):
 
 def test_a_spectrum_prints_its_numbers_in_few_lines(spectrum):
     lines = repr(spectrum).splitlines()
-    assert lines[0] == "HessianSpectrum("
+    assert lines[0] == "HessianSpectrum"
     assert len(lines) <= 12
     assert max(map(len, lines)) <= 100
     for name in ("top_eigenvalue", "trace_estimate", "condition_number", "effective_rank", "flatness_index"):
-        assert any(line.strip().startswith(f"{name}=") for line in lines), name
-    assert f"top_eigenvalue={spectrum.eigenvalues[0]:.5g}" in str(spectrum)
+        assert any(line.strip().startswith(f"{name}: ") for line in lines), name
+    assert f"top_eigenvalue: {spectrum.eigenvalues[0]:.5g}" in str(spectrum)
 
 
 def test_a_spectrum_draws_itself_and_gives_a_frame(spectrum):
     assert isinstance(spectrum.plot(), Figure)
+    assert "<th>effective_rank</th>" in spectrum._repr_html_()
     frame = spectrum.to_pandas()
     assert list(frame["eigenvalue"]) == list(spectrum.eigenvalues)
     assert frame["end"].tolist() == ["largest"] * 3 + ["smallest"] * 3
