@@ -22,6 +22,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch, PairBatch
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
+from rm_optimizer.core.tokens.loader import PairLoader
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.draws import FEWEST, PairSample, Prompts, draw_pairs, require_enough
 from rm_optimizer.landscape.computation import SpectrumComputation, known_ends
@@ -56,9 +57,8 @@ def fixed_batches(
 ) -> tuple[Sequence[AnyPairBatch], Prompts | None]:
     """All pairs of the source or a draw of them, in micro-batches, with their prompts if the source has them.
 
-    The pairs of a loader are read once. If it is one of `create_dataloader` that gives each pair once, the pairs are
-    put into micro-batches anew, so that the loader and its pairs give equal numbers. The batches of another loader are
-    used unchanged.
+    A loader of `create_dataloader` gives each of its pairs once. They are put into micro-batches anew, so that the
+    loader and its pairs give equal numbers. The batches of another loader are read once and used unchanged.
 
     Args:
         model: model that tokenizes the pairs.
@@ -75,14 +75,7 @@ def fixed_batches(
     """
     if isinstance(source, PairSample):
         return source.batches, source.prompts
-    pairs, batches = _pairs_of(source), list[AnyPairBatch]()
-    if pairs is None:
-        batches = list(_batches_of(source))
-        indices = [index for batch in batches for index in batch.pair_index.tolist()]
-        known = getattr(source, "pairs", None)
-        if known is not None and len(set(indices)) == len(indices):
-            _require_tokens_of(model, source)
-            pairs = [known[index] for index in sorted(indices)]
+    pairs = _pairs_of(model, source)
     if pairs is not None:
         drawn = draw_pairs(model, pairs, num_pairs, seed, token_budget=token_budget, fewest=fewest)
         return drawn.batches, drawn.prompts
@@ -90,18 +83,28 @@ def fixed_batches(
         raise ConfigError(
             "num_pairs draws from pairs, and a loader of batches was given; give pairs or a shorter loader"
         )
+    batches = list(_batches_of(source))
     require_enough(sum(batch.num_pairs for batch in batches), fewest)
     return batches, None
 
 
-def _pairs_of(source: Any) -> Sequence[PreferencePair] | None:
-    """The pairs of a data set, a file, a table or rows; None for a loader.
+def _pairs_of(model: BradleyTerryRM, source: Any) -> Sequence[PreferencePair] | None:
+    """The pairs of a data set, a file, a table, rows or `create_dataloader`; None for another loader.
 
     Raises:
+        ConfigError: if the loader has the tokens of another template or length.
         TypeError: if the source is none of these.
     """
     if isinstance(source, str | os.PathLike):
         return PreferenceDataset(os.fspath(source)).pairs
+    if isinstance(source, PairLoader):
+        own, given = model.renderer.identity(), source.renderer.identity()
+        if differing := [name for name in own if own[name] != given[name]]:
+            raise ConfigError(
+                f"a loader of pairs must read text as the model does, and its {', '.join(differing)} differ; "
+                "make it with create_dataloader(data, model)"
+            )
+        return source.pairs
     is_table = isinstance(source, Mapping) or hasattr(source, "columns") or hasattr(source, "column_names")
     if not is_table and not isinstance(source, Iterable):
         raise TypeError(f"pairs must be pairs, a data set, a file or a loader of pairs, got {type(source).__name__}")
@@ -126,20 +129,6 @@ def _batches_of(loader: Any) -> Iterator[AnyPairBatch]:
             num_pairs += len(item["chosen_input_ids"])
         else:
             raise DataError(f"a loader of pairs must give batches of pairs, got {type(item).__name__}")
-
-
-def _require_tokens_of(model: BradleyTerryRM, loader: Any) -> None:
-    """Refuse a loader whose tokens are those of another template or length.
-
-    Raises:
-        ConfigError: naming what differs.
-    """
-    own, given = model.renderer.identity(), loader.renderer.identity()
-    if differing := [name for name in own if own[name] != given.get(name)]:
-        raise ConfigError(
-            f"a loader of pairs must read text as the model does, and its {', '.join(differing)} differ; "
-            "make it with create_dataloader(data, model)"
-        )
 
 
 @dataclass(eq=False, repr=False)

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 import math
 from importlib import import_module
-from types import SimpleNamespace
 
 import numpy as np
 import pyarrow as pa
 import pytest
-import torch
 from matplotlib.figure import Figure
 from torch.utils.data import DataLoader
 
+from rm_optimizer.core.data_loader import create_dataloader
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.tokens.batching import MacroBatches, PairCollator
-from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape import HessianAnalyzer, HessianSpectrum, SpectrumOptions
@@ -39,31 +36,26 @@ def spectrum(model) -> HessianSpectrum:
     return HessianAnalyzer(model, params="head").compute_spectrum(PAIRS, top_k=3)
 
 
-class Loader:
-    """Shuffled macro-batches of all pairs, with their pairs and renderer, as `create_dataloader` has them."""
-
-    def __init__(self, model, *, batch_size: int = 5, seed: int = 0):
-        self.pairs, self.renderer = PreferenceDataset(PAIRS), model.renderer
-        collator = PairCollator(tokenize_pairs(PAIRS, model.renderer, None), PAIRS, model.renderer.pad_token_id)
-        self.batches = MacroBatches(collator, batch_size=batch_size, micro_token_budget=60, seed=seed)
-
-    def __iter__(self):
-        return (self.batches[step] for step in range(self.batches.steps_per_epoch))
-
-
 def values(spectrum: HessianSpectrum) -> dict[str, object]:
     """Everything that is stored, without the costs."""
     costs = ("wall_seconds", "product_reason", "gradients_per_product")
     return {name: value for name, value in json.loads(spectrum.to_json()).items() if name not in costs}
 
 
-def test_a_loader_gives_the_spectrum_of_its_pairs_to_the_bit(model):
+def test_a_loader_gives_the_spectrum_of_its_pairs_to_the_bit(model, tmp_path):
     analyzer, options = HessianAnalyzer(model, params="head"), SpectrumOptions(num_sampled=2, product="reverse")
     expected = values(analyzer.compute_spectrum(PAIRS, top_k=3, options=options))
-    for loader in (Loader(model), Loader(model, batch_size=3, seed=7)):
+    path = tmp_path / "preferences.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in ROWS))
+    loaders = (
+        create_dataloader(path, model.tokenizer, batch_size=5),
+        create_dataloader(PAIRS, model, batch_size=3, seed=7),
+        create_dataloader(ROWS, model, shuffle=False, micro_token_budget=60),
+    )
+    for loader in loaders:
         assert values(analyzer.compute_spectrum(loader, top_k=3, options=options)) == expected
-    some = {"top_k": 2, "num_pairs": 6, "options": options}
-    assert values(analyzer.compute_spectrum(Loader(model), **some)) == values(analyzer.compute_spectrum(PAIRS, **some))
+        some = {"top_k": 2, "num_pairs": 6, "options": options}
+        assert values(analyzer.compute_spectrum(loader, **some)) == values(analyzer.compute_spectrum(PAIRS, **some))
 
 
 def test_tables_rows_and_files_give_the_spectrum_of_their_pairs(model, tmp_path):
@@ -80,31 +72,17 @@ def test_tables_rows_and_files_give_the_spectrum_of_their_pairs(model, tmp_path)
 
 
 def test_a_plain_loader_of_tensors_is_used_as_it_is(model):
-    def encoded(text: str, prompt: str) -> dict[str, torch.Tensor]:
-        ids = torch.tensor(model.renderer.encode(prompt, text).ids)
-        padded = torch.zeros(48, dtype=torch.long)
-        padded[: len(ids)] = ids
-        return {"input_ids": padded, "attention_mask": (torch.arange(48) < len(ids)).long()}
-
-    items = [
-        {
-            f"{side}_{name}": tensor
-            for side in ("chosen", "rejected")
-            for name, tensor in encoded(row[side], row["prompt"]).items()
-        }
-        for row in ROWS
-    ]
+    data = PreferenceDataset(PAIRS, model)
     analyzer, options = HessianAnalyzer(model, params="head"), SpectrumOptions(product="reverse", tolerance=1e-5)
     expected = analyzer.compute_spectrum(PAIRS, top_k=2, options=options)
-    found = analyzer.compute_spectrum(DataLoader(items, batch_size=4), top_k=2, options=options)
+    found = analyzer.compute_spectrum(DataLoader(data, batch_size=4), top_k=2, options=options)
     assert found.eigenvalues == pytest.approx(expected.eigenvalues, rel=1e-4, abs=1e-6)
     with pytest.raises(ConfigError, match="num_pairs draws from pairs"):
-        analyzer.compute_spectrum(DataLoader(items, batch_size=4), num_pairs=4)
+        analyzer.compute_spectrum(DataLoader(data, batch_size=4), num_pairs=4)
 
 
 def test_a_loader_that_reads_text_otherwise_is_refused(model):
-    loader = Loader(model)
-    loader.renderer = SimpleNamespace(identity=lambda: {**model.renderer.identity(), "max_length": 1024})
+    loader = create_dataloader(PAIRS, model, max_length=24)
     with pytest.raises(ConfigError, match="and its max_length differ; make it with create_dataloader"):
         HessianAnalyzer(model, params="head").compute_spectrum(loader)
 
@@ -126,8 +104,8 @@ def test_the_effective_rank_is_that_of_the_gauss_newton_matrix(model, spectrum):
     expected = np.exp(-(shares[shares > 0] * np.log(shares[shares > 0])).sum())
     assert spectrum.effective_rank == pytest.approx(expected, rel=1e-5)
     assert whole.effective_rank == pytest.approx(expected, rel=1e-5)
-    little = SpectrumOptions(effective_rank=True, memory_gib=3000 / 2**30)
-    bounded = HessianAnalyzer(model).compute_spectrum(PAIRS, "full", options=little)
+    little = SpectrumOptions(effective_rank=True, memory_gib=200 / 2**30)
+    bounded = HessianAnalyzer(model, params="head").compute_spectrum(PAIRS, "full", options=little)
     assert math.isnan(bounded.effective_rank)
     assert "raise memory_gib" in (bounded.quantities["effective_rank"].reason or "")
     plain = HessianAnalyzer(model, params="head").compute_spectrum(PAIRS, top_k=1, options=SpectrumOptions())
