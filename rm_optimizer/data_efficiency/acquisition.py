@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar, TypeAlias
 
@@ -12,8 +11,10 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from scipy.special import expit, xlogy
 
+from rm_optimizer.core.metrics.estimate import finite_array
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.data_efficiency.pool import Pool, read_pool, unlabeled_pairs
+from rm_optimizer.data_efficiency.questions import Question
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
@@ -21,11 +22,14 @@ Gains: TypeAlias = Callable[[], Float[np.ndarray, " pairs"]]
 _log = logging.getLogger("rm_optimizer")
 
 
-class AcquisitionFunction(ABC):
+class AcquisitionFunction:
     """A rule that ranks unlabeled pairs by the value of their labels.
 
+    A subclass defines `score(pairs, model_or_ensemble)` for pairs with `prompt`, `response_a` and `response_b`, or
+    `scores(pool)`, which reads margins and features that are computed once.
+
     Attributes:
-        name: name of the rule on the command line.
+        name: name of the rule on the command line; that of the class if it is not given.
     """
 
     name: ClassVar[str]
@@ -34,8 +38,13 @@ class AcquisitionFunction(ABC):
     reads_model: ClassVar[bool] = True
     """False if the rule chooses without a model."""
 
+    def __init_subclass__(cls) -> None:
+        if cls.score is AcquisitionFunction.score and cls.scores is AcquisitionFunction.scores:
+            raise TypeError(f"{cls.__name__} must define score(pairs, model_or_ensemble) or scores(pool)")
+        cls.name = vars(cls).get("name", cls.__name__)
+
     def score(
-        self, pairs: object, model_or_ensemble: BradleyTerryRM | RewardModelEnsemble
+        self, pairs: object, model_or_ensemble: BradleyTerryRM | RewardModelEnsemble | None
     ) -> Float[np.ndarray, " pairs"]:
         """Value of each pair's label alone, in the rule's own unit.
 
@@ -47,9 +56,10 @@ class AcquisitionFunction(ABC):
         """
         return self.scores(read_pool(unlabeled_pairs(pairs), model_or_ensemble))
 
-    @abstractmethod
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:
         """Value of each pair's label alone, given the pool's labeled pairs."""
+        asked = [Question(pair.pair_id, pair.prompt, pair.chosen, pair.rejected, 0) for pair in pool.pairs]
+        return finite_array(self.score(asked, pool.model), f"scores of {self.name}", ["pair"])
 
     def select(self, pool: Pool, k: int, *, seed: int = 0) -> NDArray[np.int64]:
         """Positions of `k` unlabeled pairs to label together, best first.

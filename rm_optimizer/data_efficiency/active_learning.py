@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,7 +31,7 @@ from rm_optimizer.data_efficiency.questions import (
 )
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import writing
-from rm_optimizer.records.ledger import open_ledger
+from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.schema.config import Resume, TrainConfig
 from rm_optimizer.training.folder.lock import run_lock
@@ -62,26 +62,28 @@ class LearningRound:
     result: RunResult | None
 
 
-@dataclass
 class _State:
     """Questions and answers so far.
 
     Args:
-        batches: pair ids of each `ask`, in the order of the questions.
-        answers: probabilities of response A by pair id, None for a skip.
+        entries: pair ids of each `ask` in the order of the questions, and answers of each `tell`.
     """
 
-    batches: list[list[str]] = field(default_factory=list)
-    answers: dict[str, list[float | None]] = field(default_factory=dict)
+    def __init__(self, entries: Iterable[Any]) -> None:
+        self.batches: list[list[str]] = []
+        self.answers: dict[str, list[float | None]] = {}
+        for entry in entries:
+            self.add(entry)
 
     @property
     def open(self) -> list[str]:
         """Pair ids without an answer, in the order of asking."""
         return [key for batch in self.batches for key in batch if key not in self.answers]
 
-    def keep(self, chances: Mapping[str, float | None]) -> None:
-        """Add answers."""
-        for key, chance in chances.items():
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Add an entry; an answer is the probability of response A, or None for a skip."""
+        self.batches += [entry["asked"]] if "asked" in entry else []
+        for key, chance in entry.get("told", {}).items():
             self.answers.setdefault(key, []).append(chance)
 
 
@@ -123,7 +125,7 @@ class ActiveLearner:
         self.model, self.labeled_data = model_or_ensemble, list[PreferencePair]()
         self.acquisition = acquisition_function(rule) if isinstance(rule, str) else rule
         self._folder, self._seed = None if folder is None else Path(folder), seed
-        self._kept = _State()
+        self._kept: list[Any] = []
         asked = {} if pool is None else asked_once(unlabeled_pairs(pool))
         if pool is not None and not asked:
             raise DataError("a pool needs at least one pair, got none")
@@ -167,7 +169,6 @@ class ActiveLearner:
         with self._state() as (state, save):
             if not state.open and (chosen := self._chosen(state, k, model or self.model)):
                 save({"asked": chosen})
-                state.batches.append(chosen)
             return self._open(state)
 
     def _rule(self, model: object) -> AcquisitionFunction:
@@ -192,7 +193,6 @@ class ActiveLearner:
                 raise DataError(f"'{unknown[0]}' is no question that was asked; tell answers by Question.pair_id")
             chances = {key: answered_chance(answer, f"question {key}") for key, answer in labels.items()}
             save({"told": chances})
-            state.keep(chances)
             return self._answers(state)
 
     def answers(self, num_batches: int | None = None) -> Answers:
@@ -210,22 +210,21 @@ class ActiveLearner:
             return [len(batch) for batch in state.batches]
 
     @contextmanager
-    def _state(self) -> Iterator[tuple[_State, Callable[[object], None]]]:
+    def _state(self) -> Iterator[tuple[_State, Callable[[dict[str, Any]], None]]]:
         """Questions and answers so far, and a function that saves an entry."""
-        if self._folder is None:
-            yield self._kept, lambda entry: None
-            return
-        other = "questions about another pool, or by another rule or seed"
-        with open_ledger(
-            self._folder / LEDGER_FILE, self._identity, other=other, remedy="name another folder"
-        ) as ledger:
-            state = _State()
-            for entry in ledger.values():
-                if "asked" in entry:
-                    state.batches.append(entry["asked"])
-                else:
-                    state.keep(entry["told"])
-            yield state, ledger.append
+        other, remedy = "questions about another pool, or by another rule or seed", "name another folder"
+        with ExitStack() as stack:
+            log: Ledger | list[Any] = self._kept
+            if self._folder is not None:
+                path = self._folder / LEDGER_FILE
+                log = stack.enter_context(open_ledger(path, self._identity, other=other, remedy=remedy))
+            state = _State(log if isinstance(log, list) else log.values())
+
+            def save(entry: dict[str, Any]) -> None:
+                log.append(entry)
+                state.add(entry)
+
+            yield state, save
 
     def _chosen(self, state: _State, k: int, model: BradleyTerryRM | RewardModelEnsemble | None) -> list[str]:
         is_known = np.zeros(len(self._pool), dtype=bool)

@@ -41,6 +41,8 @@ class Pool:
         lengths: characters of the first response less those of the second.
         is_labeled: True for pairs whose label is known; they are not chosen, but count as information.
         differences: features (by `features`) of the first response less those of the second; None without features.
+        pairs: the pairs, for rules that read their texts.
+        model: the model that scored them.
 
     Raises:
         ValueError: if the arrays have different numbers of pairs.
@@ -51,6 +53,8 @@ class Pool:
     lengths: Float[np.ndarray, " pairs"]
     is_labeled: Bool[np.ndarray, " pairs"]
     differences: Float[np.ndarray, "pairs hidden"] | None = None
+    pairs: Sequence[PreferencePair] = ()
+    model: BradleyTerryRM | RewardModelEnsemble | None = None
 
     def __post_init__(self) -> None:
         counts = {self.margins.shape[1], len(self.lengths), len(self.is_labeled)}
@@ -155,12 +159,12 @@ def read_pool(
     lengths = np.array([len(pair.chosen) - len(pair.rejected) for pair in pairs], dtype=float)
     known = np.zeros(len(pairs), dtype=bool) if is_labeled is None else is_labeled
     if model is None:
-        return Pool(np.zeros((1, len(pairs))), lengths, known)
+        return Pool(np.zeros((1, len(pairs))), lengths, known, pairs=pairs)
     if isinstance(model, RewardModelEnsemble):
         predictions = model.predict_margins(*_sides(pairs))
         margins = np.array([found.individual_margins for found in predictions]).T
         on_progress(len(pairs))
-        return Pool(margins, lengths, known)
+        return Pool(margins, lengths, known, None, pairs, model)
     require_bradley_terry(model)
     shape = (len(pairs), model.reward_head.in_features)
 
@@ -180,7 +184,7 @@ def read_pool(
 
     if folder is None:
         kept = np.zeros(shape, dtype=np.float32)
-        return Pool(np.concatenate([*computed(kept, 0)])[None], lengths, known, kept)
+        return Pool(np.concatenate([*computed(kept, 0)])[None], lengths, known, kept, pairs, model)
     folder.mkdir(parents=True, exist_ok=True)
     identity = digest([scorer_digest(model), [pair.pair_id for pair in pairs]])
     other, remedy = "features of other pairs or another model", f"name another folder, or remove {folder}"
@@ -192,7 +196,7 @@ def read_pool(
             mapped.flush()
             ledger.append(block.tolist())
             done.extend(block.tolist())
-    return Pool(np.array(done)[None], lengths, known, np.load(path, mmap_mode="r"))
+    return Pool(np.array(done)[None], lengths, known, np.load(path, mmap_mode="r"), pairs, model)
 
 
 def _sides(pairs: Sequence[PreferencePair]) -> tuple[list[Prompt], list[str], list[str]]:

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.data_efficiency.acquisition import UncertaintySampling
+from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction, UncertaintySampling
 from rm_optimizer.data_efficiency.active_learning import ActiveLearner
 from rm_optimizer.data_efficiency.margin_analysis import CurriculumSampler
 from rm_optimizer.errors import ConfigError, DataError
@@ -93,3 +93,20 @@ def test_a_sample_of_one_kind_and_an_empty_one():
     assert len(CurriculumSampler([0.9, 0.8]).sample(5)) == 5
     with pytest.raises(ConfigError, match="n and total_epochs must be positive"):
         CurriculumSampler(MARGINS).sample(0)
+
+
+def test_a_rule_of_ones_own_scores_pairs_with_the_model(ensemble):
+    class Longest(AcquisitionFunction):
+        """Pairs of long responses first."""
+
+        def score(self, pairs, model_or_ensemble):
+            assert model_or_ensemble is ensemble
+            return np.array([len(pair.response_a) + len(pair.response_b) for pair in pairs])
+
+    order = np.argsort([-len(pair.chosen) - len(pair.rejected) for pair in POOL], kind="stable")
+    found = ActiveLearner(ensemble, Longest()).select(POOL, 2)
+    assert {pair.prompt for pair in found} == {POOL[place].prompt for place in order[:2]}
+    learner = ActiveLearner(ensemble, Longest(), pool=POOL)
+    assert {question.prompt for question in learner.ask(2)} == {pair.prompt for pair in found}
+    with pytest.raises(TypeError, match="Empty must define score"):
+        type("Empty", (AcquisitionFunction,), {})
