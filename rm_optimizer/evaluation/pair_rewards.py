@@ -187,6 +187,7 @@ def metrics_of(
     by: Sequence[str] = (),
     most_groups: int | None = None,
     kept_group: str | None = None,
+    thresholds: Iterable[float] = (),
 ) -> PairwiseMetrics:
     """Pairwise metrics of rewards on their data set, with intervals from resamples of prompts.
 
@@ -199,6 +200,7 @@ def metrics_of(
         by: columns of the metadata to group by, in addition to source and subset.
         most_groups: number of groups of one column; all smaller ones together become `(other)`. None sets no limit.
         kept_group: group that never becomes `(other)`.
+        thresholds: rewards at which to report the rates of true and false positives.
     """
     pairs = [dataset[int(index)] for index in rewards.pair_index]
     groups = _groups([pair.metadata for pair in pairs], by)
@@ -213,6 +215,7 @@ def metrics_of(
         length_gap=np.array([float(len(pair.chosen) - len(pair.rejected)) for pair in pairs]),
         prompt_ids=[pair.prompt_id for pair in pairs],
         groups=groups,
+        thresholds=thresholds,
         num_bootstrap=num_bootstrap,
         seed=seed,
     )

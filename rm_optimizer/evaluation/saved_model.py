@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,6 +171,7 @@ def evaluate_checkpoint(
     num_bootstrap: int = 1000,
     seed: int = 0,
     by: Texts = (),
+    thresholds: Iterable[float] = (),
 ) -> Evaluation:
     """`evaluate_model` of a saved model, on this machine's accelerator.
 
@@ -183,6 +184,7 @@ def evaluate_checkpoint(
         num_bootstrap: number of resamples of prompts for the intervals.
         seed: seed of the resamples.
         by: columns of the pairs' metadata whose values are reported separately, in addition to source and subset.
+        thresholds: rewards at which to report the rates of true and false positives.
 
     Raises:
         CheckpointError: if the model cannot be loaded, differs from its own record, or gives rewards that are not
@@ -201,6 +203,7 @@ def evaluate_checkpoint(
         num_bootstrap=num_bootstrap,
         seed=seed,
         by=by,
+        thresholds=thresholds,
     )
 
 
@@ -214,6 +217,7 @@ def evaluate_model(
     num_bootstrap: int = 1000,
     seed: int = 0,
     by: Texts = (),
+    thresholds: Iterable[float] = (),
     partial_dir: str | os.PathLike[str] | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
@@ -228,6 +232,7 @@ def evaluate_model(
         num_bootstrap: number of resamples of prompts for the intervals.
         seed: seed of the resamples.
         by: columns of the pairs' metadata whose values are reported separately, in addition to source and subset.
+        thresholds: rewards at which to report the rates of true and false positives.
         partial_dir: folder of the rewards so far, from which a repeated call continues; None means `output_dir`.
         on_progress: function called with the number of responses done and the number of all.
 
@@ -256,7 +261,15 @@ def evaluate_model(
         )
         chosen, rejected = rewards.chosen, rewards.rejected
         evaluation = Evaluation(
-            metrics_of(rewards, pairs, beta=model.beta, num_bootstrap=num_bootstrap, seed=seed, by=by),
+            metrics_of(
+                rewards,
+                pairs,
+                beta=model.beta,
+                num_bootstrap=num_bootstrap,
+                seed=seed,
+                by=by,
+                thresholds=thresholds,
+            ),
             truncation,
             has_default_length=model.has_default_length,
             trained_on=None if trained is None else trained.count(pairs.pairs),

@@ -73,7 +73,7 @@ def metrics_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
 
 def evaluation_rows(evaluation: Evaluation) -> dict[str, Cell]:
     """Rows for `summary_table`: the metrics of an evaluation, and notes on how to read them."""
-    rows = metrics_rows(evaluation.metrics)
+    rows = metrics_rows(evaluation.metrics) | _roc_rows(evaluation.metrics)
     lists = {} if evaluation.best_of_n is None else {"": evaluation.best_of_n, **evaluation.best_of_n.by_subset}
     for name, best in lists.items():
         of = f"{name}: " if name else ""
@@ -85,6 +85,15 @@ def evaluation_rows(evaluation: Evaluation) -> dict[str, Cell]:
         rows["equal responses"] = f"{equal:,} pairs have one sequence of tokens on both sides and count as ties"
     rows["trained on"] = _trained_on(evaluation)
     return rows
+
+
+def _roc_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
+    """The area under the ROC curve, and the rates at the thresholds asked for."""
+    rows: dict[str, Cell] = {} if metrics.collapse.collapsed else {"ROC-AUC (all prompts)": metrics.roc_auc}
+    return rows | {
+        f"reward ≥ {rates.threshold:g}": f"TPR {rates.tpr:.3f}, FPR {rates.fpr:.3f}, FNR {rates.fnr:.3f}"
+        for rates in metrics.threshold_rates
+    }
 
 
 def _cut(evaluation: Evaluation) -> str:

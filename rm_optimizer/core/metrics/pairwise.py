@@ -7,7 +7,7 @@ result depends on the pairs alone, to the last bit.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from rm_optimizer.core.metrics.intervals import (
     with_honest_width,
     with_student_interval,
 )
+from rm_optimizer.core.metrics.roc import ThresholdRates, roc_auc, threshold_rates
 from rm_optimizer.records.codec import JsonRecord, json_values
 
 
@@ -172,6 +173,8 @@ class PairwiseMetrics(JsonRecord):
         num_effective_prompts: `(sum w)^2 / sum w^2` over the prompts' total weights w (Kish, 1965): number of equally
             weighted prompts with the same error.
         num_prompts_of_half: fewest prompts that together carry half of the weight.
+        roc_auc: area under the ROC curve of better against worse responses of all prompts; NaN in older files.
+        threshold_rates: rates of true and false positives at each threshold asked for.
     """
 
     num_pairs: int
@@ -199,6 +202,8 @@ class PairwiseMetrics(JsonRecord):
     over_length: Estimate = _UNKNOWN
     num_effective_prompts: float = math.nan
     num_prompts_of_half: int = 0
+    roc_auc: Estimate = _UNKNOWN
+    threshold_rates: tuple[ThresholdRates, ...] = ()
 
     @property
     def macro_accuracy(self) -> Estimate | None:
@@ -251,6 +256,7 @@ def evaluate_pairs(
     weight: Float[np.ndarray, " pairs"] | None = None,
     length_gap: Float[np.ndarray, " pairs"] | None = None,
     groups: Mapping[str, Sequence[str]] | None = None,
+    thresholds: Iterable[float] = (),
     num_bootstrap: int,
     seed: int,
 ) -> PairwiseMetrics:
@@ -265,6 +271,7 @@ def evaluate_pairs(
         weight: number of pairs that each counts for, positive; none is 1.
         length_gap: length of the preferred response less that of the other, for the length baseline.
         groups: columns to report separately, each with a value for every pair (`{"source": […]}`).
+        thresholds: rewards at which to report the rates of true and false positives, over all pairs.
         num_bootstrap: resamples; 0 gives standard errors only, for quick evaluations.
         seed: seed of the bootstrap and the noise floor.
 
@@ -291,7 +298,8 @@ def evaluate_pairs(
             name: _metrics(pairs.select(np.flatnonzero(names == name)), beta, num_bootstrap, seed, knows_length, {})
             for name in sorted(set(names))
         }
-    return _metrics(pairs, beta, num_bootstrap, seed, knows_length, by_group)
+    rates = threshold_rates(*_sides(pairs), thresholds)
+    return replace(_metrics(pairs, beta, num_bootstrap, seed, knows_length, by_group), threshold_rates=rates)
 
 
 def _metrics(
@@ -334,7 +342,15 @@ def _metrics(
         groups=groups,
         num_effective_prompts=float(prompt_weight.sum() ** 2 / (prompt_weight**2).sum()),
         num_prompts_of_half=_fewest_of_half(prompt_weight),
+        roc_auc=roc_auc(*_sides(pairs), pairs.cluster[decided], with_interval=num_bootstrap > 0),
     )
+
+
+def _sides(pairs: PairColumns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rewards of the better and of the other response, and the weight, of each pair that has a better one."""
+    decided, swapped = pairs.label != 0.5, pairs.label < 0.5
+    better, worse = np.where(swapped, (pairs.rejected, pairs.chosen), (pairs.chosen, pairs.rejected))
+    return better[decided], worse[decided], pairs.weight[decided]
 
 
 def _fewest_of_half(prompt_weight: np.ndarray) -> int:

@@ -32,6 +32,10 @@ def evaluate(
     by: Annotated[
         list[str], Option("--by", metavar="COLUMN", help="Also report metrics by this column; may be repeated.")
     ] = [],  # noqa: B006
+    thresholds: Annotated[
+        list[float],
+        Option("--threshold", metavar="REWARD", help="Also report TPR and FPR at this reward; may be repeated."),
+    ] = [],  # noqa: B006
     token_budget: Annotated[
         int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
     ] = 16384,
@@ -67,6 +71,7 @@ def evaluate(
                     num_bootstrap=bootstrap,
                     seed=seed,
                     by=by,
+                    thresholds=thresholds,
                     on_progress=show,
                 )
         draw_evaluation(folder, evaluation.metrics)

@@ -1,0 +1,106 @@
+"""Separation of better from worse responses over all prompts: area under the ROC curve, and rates at thresholds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+from jaxtyping import Float, Int
+
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import cluster_totals, with_honest_width, with_student_interval
+
+
+@dataclass(frozen=True)
+class ThresholdRates:
+    """Rates of a rule that accepts every response with a reward of at least the threshold.
+
+    Args:
+        threshold: least reward that is accepted.
+        tpr: share of the better responses that are accepted.
+        fpr: share of the other responses that are accepted.
+        fnr: share of the better responses that are not, `1 - tpr`.
+    """
+
+    threshold: float
+    tpr: float
+    fpr: float
+    fnr: float
+
+
+def threshold_rates(
+    better: Float[np.ndarray, " pairs"],
+    worse: Float[np.ndarray, " pairs"],
+    weight: Float[np.ndarray, " pairs"],
+    thresholds: Iterable[float],
+) -> tuple[ThresholdRates, ...]:
+    """Rates at each threshold, in the order given; NaN without pairs.
+
+    Raises:
+        ValueError: if a threshold is not finite.
+
+    Example:
+        >>> threshold_rates(np.array([2.0, 0.5]), np.array([1.0, 0.0]), np.ones(2), [1.0])
+        (ThresholdRates(threshold=1.0, tpr=0.5, fpr=0.5, fnr=0.5),)
+    """
+    found = []
+    for threshold in map(float, thresholds):
+        if not math.isfinite(threshold):
+            raise ValueError(f"a threshold must be finite, got {threshold}")
+        tpr, fpr = (
+            float(np.average(side >= threshold, weights=weight)) if side.size else math.nan for side in (better, worse)
+        )
+        found.append(ThresholdRates(threshold, tpr, fpr, 1 - tpr))
+    return tuple(found)
+
+
+def roc_auc(
+    better: Float[np.ndarray, " pairs"],
+    worse: Float[np.ndarray, " pairs"],
+    weight: Float[np.ndarray, " pairs"],
+    cluster: Int[np.ndarray, " pairs"],
+    *,
+    with_interval: bool,
+) -> Estimate:
+    """Area under the ROC curve of better against worse responses of all prompts, ties one half.
+
+    It is the probability that a random better response has a higher reward than a random worse one of any prompt, so it
+    is below the accuracy where prompts differ in their level of reward. The variance is that of the placements, summed
+    over each prompt (DeLong et al., 1988, doi:10.2307/2531595; Obuchowski, 1997, for clusters), with Student's interval
+    over the prompts.
+
+    Args:
+        better: rewards of the better responses.
+        worse: rewards of the other response of each pair.
+        weight: number of pairs that each counts for.
+        cluster: prompt of each pair.
+        with_interval: True for a 95 % interval beside the standard error.
+
+    Example:
+        >>> rewards = np.array([2.0, 1.0]), np.array([1.5, 0.0])
+        >>> roc_auc(*rewards, np.ones(2), np.arange(2), with_interval=False).value
+        0.75
+    """
+    if not better.size:
+        return Estimate(math.nan, None, 0)
+    above = _share_below(worse, weight, better)
+    value = float(np.average(above, weights=weight))
+    influence = weight * (above + 1 - _share_below(better, weight, worse) - 2 * value)
+    totals = cluster_totals(np.stack([influence, weight], axis=1), cluster.tolist())
+    count = len(totals)
+    if count < 2:
+        return Estimate(value, None, count)
+    error = math.sqrt(count / (count - 1) * float((totals[:, 0] ** 2).sum())) / float(weight.sum())
+    estimate = Estimate(value, error, count)
+    shown = with_student_interval(estimate) if with_interval else estimate
+    return with_honest_width(shown, totals[:, 1], bounds=(0.0, 1.0))
+
+
+def _share_below(values: np.ndarray, weight: np.ndarray, of: np.ndarray) -> np.ndarray:
+    """Share of the values, by weight, below each number of `of`; equal ones count one half."""
+    order = np.argsort(values)
+    running, ordered = np.concatenate([[0.0], np.cumsum(weight[order])]), values[order]
+    sides = [running[np.searchsorted(ordered, of, side)] for side in ("left", "right")]
+    return np.asarray((sides[0] + sides[1]) / (2 * running[-1]))
