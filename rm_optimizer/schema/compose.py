@@ -126,6 +126,7 @@ def compose(overrides: str | Sequence[str] = (), name: str = "config") -> DictCo
     """
     from hydra import compose as hydra_compose
 
+    overrides = [overrides] if isinstance(overrides, str) else overrides
     with composing(overrides, name):
         config = hydra_compose(config_name=name, overrides=completed(overrides))
     check_overrides(overrides, config)
@@ -147,7 +148,6 @@ def composing(overrides: Sequence[str], name: str) -> Iterator[None]:
     from rm_optimizer.schema.diagnose import explain
 
     register()
-    overrides = [overrides] if isinstance(overrides, str) else overrides
     try:
         with initialize_config_dir(config_root(), "train" if name == "config" else name, version_base="1.3"):
             yield
