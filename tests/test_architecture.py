@@ -38,7 +38,7 @@ INNER = {
         {"streaming", "classifier"},
         {"storage"},
         {"model"},
-        {"data_loader"},
+        {"base", "data_loader", "reward_model"},
     ),
     "landscape": (
         {"operators", "optimizer_comparison", "visualization"},
