@@ -170,7 +170,9 @@ def tiny_reward_model(
 ) -> BradleyTerryRM:
     """A reward model around `tiny_model`."""
     tokenizer = tokenizer or tiny_tokenizer(family)
-    return BradleyTerryRM(tiny_model(family, tokenizer, seed=seed, **fields), tokenizer, max_length=max_length)
+    return BradleyTerryRM(
+        tiny_model(family, tokenizer, seed=seed, **fields), tokenizer=tokenizer, max_length=max_length
+    )
 
 
 def fresh_reward_model(

@@ -339,13 +339,14 @@ class RewardModelEnsemble(Scorer):
         found = detection(rewards.std(axis=0, ddof=1), self.threshold, rate)
         return found.is_ood[0] if isinstance(responses, str) else found
 
-    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
-        """Combined rewards of the responses, float32 on the CPU, in the order given.
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, "*sequences"]:
+        """Combined rewards of the responses, float32 on the CPU, in the order given; one number for a text.
 
         Raises:
             ConfigError: if the aggregation compares members and `fit_reference` was not called.
         """
-        return torch.tensor(self.score_counted(prompts, responses).rewards, dtype=torch.float32)
+        rewards = torch.tensor(self.score_counted(prompts, responses).rewards, dtype=torch.float32)
+        return rewards[0] if isinstance(responses, str) else rewards
 
     def score_counted(self, prompts: Prompts, responses: Texts) -> CountedRewards:
         """The rewards of `score`, and counts of prompts and responses that a member in this process has cut.

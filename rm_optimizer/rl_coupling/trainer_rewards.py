@@ -51,8 +51,8 @@ class ScaledScorer(Scorer):
         self.scorer = scorer
         self.shift, self.factor = _numbers(RewardScale(scale), read_record(Path(export)), export)
 
-    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
-        """Scaled rewards of the responses, in the order given."""
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, "*sequences"]:
+        """Scaled rewards of the responses, in the order given; one number for a text."""
         return (self.scorer.score(prompts, responses) - self.shift) * self.factor
 
 

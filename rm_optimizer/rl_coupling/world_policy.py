@@ -63,8 +63,8 @@ class WorldGold(Scorer):
     def __init__(self, world: PreferenceWorld) -> None:
         self._world = world
 
-    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
-        """Gold rewards of the responses.
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, "*sequences"]:
+        """Gold rewards of the responses; one number for a text.
 
         Raises:
             DataError: if a prompt is none of a synthetic world.
@@ -74,7 +74,7 @@ class WorldGold(Scorer):
             rewards = [self._world.gold(_text(prompt), text) for prompt, text in rows]
         except ValueError as error:
             raise DataError(str(error)) from error
-        return torch.tensor(rewards, dtype=torch.float32)
+        return torch.tensor(rewards[0] if isinstance(responses, str) else rewards, dtype=torch.float32)
 
 
 def _text(prompt: Prompt) -> str:

@@ -185,7 +185,7 @@ class RewardModelLightning(pl.LightningModule):
         if (batch.label != 1).any() or (batch.weight != 1).any():
             raise DataError(f"{type(self.model).__name__}.compute_loss reads no labels and no weights; leave them out")
         sides = [(batch.input_ids[side::2], batch.attention_mask[side::2]) for side in (0, 1)]
-        loss = self.model.compute_loss(*sides[0], *sides[1])  # type: ignore[operator]
+        loss = self.model.compute_loss(*sides[0], *sides[1])
         with torch.no_grad():
             margins = self.model(*sides[0]) - self.model(*sides[1])
         return loss.expand(batch.num_pairs), margins

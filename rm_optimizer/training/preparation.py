@@ -13,6 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from rm_optimizer.core.classifier.adapters import add_adapter
+from rm_optimizer.core.classifier.building import compile_backbone
 from rm_optimizer.core.classifier.head import require_trainable_head
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.orders import PairOrder
@@ -35,7 +36,6 @@ from rm_optimizer.training.folder.metrics_csv import COLUMNS
 from rm_optimizer.training.folder.record import TOY_WARNING, RunRecord, Start, is_toy, recorded
 from rm_optimizer.training.folder.start import require_same_order, require_same_pairs
 from rm_optimizer.training.lightning_module import RunModule
-from rm_optimizer.training.strategy import compile_backbone
 
 log = logging.getLogger("rm_optimizer")
 
@@ -178,7 +178,7 @@ def prepare(
     module.record = record
     evaluation = Evaluation(config, datamodule, metrics)
     if config.hardware.compile:
-        compile_backbone(model)
+        compile_backbone(model.model)
     run = Run(config, run_dir, started, module, datamodule, evaluation, record, notes)
     run.keep_trained_pairs()
     list_skipped([*datamodule.data.train.skipped, *datamodule.data.val.skipped], run_dir)

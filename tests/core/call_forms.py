@@ -93,7 +93,7 @@ def calls(model: BaseRewardModel) -> Iterator[tuple[str, Callable[[], Any], Any]
             twice = [prompt] * 2
             yield f"prompt of several, {name}", lambda twice=twice: model.score(twice, [RESPONSE] * 2), [reward] * 2
         yield f"prompt of all, {name}", lambda prompt=prompt: model.score(prompt, [RESPONSE, RESPONSE]), [reward] * 2
-        yield f"prompt of one, {name}", lambda prompt=prompt: model.score(prompt, RESPONSE), [reward]
+        yield f"prompt of one, {name}", lambda prompt=prompt: [model.score(prompt, RESPONSE)], [reward]
         yield (
             f"pair, prompt {name}",
             lambda prompt=prompt: PreferencePair(prompt, RESPONSE, OTHER).pair_id,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,11 @@ class Length(BaseRewardModel):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         return attention_mask.sum(-1).float()
 
-    def score(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Tensor:
-        return torch.tensor([float(len(response)) for response in responses])
+    def compute_loss(self, chosen_ids: Tensor, chosen_mask: Tensor, rejected_ids: Tensor, rejected_mask: Tensor) -> Any:
+        return (self(rejected_ids, rejected_mask) - self(chosen_ids, chosen_mask)).mean()
+
+    def tokenize(self, prompt: Prompt, response: str) -> dict[str, Tensor]:
+        return dict.fromkeys(("input_ids", "attention_mask"), torch.ones(1, len(response), dtype=torch.int64))
 
 
 def callables() -> Iterator[tuple[str, Callable[..., Any]]]:

@@ -16,15 +16,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 
+from rm_optimizer.core.classifier.building import COMPILERS, compile_backbone
 from rm_optimizer.core.classifier.pooling import packed_logits
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.loading import describe_model
 from rm_optimizer.core.tokens.prefix_trees import pack_trees, prefix_tree
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import strategy, train_reward_model
+from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks import loop as callbacks
-from rm_optimizer.training.strategy import compile_backbone
 from tests.builders import tiny_reward_model
 
 Build = Callable[..., TrainConfig]
@@ -94,19 +94,19 @@ def test_many_sizes_share_two_compilations(family: str, passes: Callable[..., Te
         graphs.append(graph)
         return graph.forward
 
-    compile_backbone(compiled, backend=backend)
+    compile_backbone(compiled.model, backend=backend)
     for seed in range(8):
         assert_alike(plain, compiled, passes, seed)
     assert 1 <= len(graphs) <= 2
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, strategy.COMPILERS)), reason="inductor needs a C++ compiler")
+@pytest.mark.skipif(not any(map(shutil.which, COMPILERS)), reason="inductor needs a C++ compiler")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")
 def test_the_kernels_of_inductor_agree():
     plain = reward_model("llama", num_hidden_layers=1).train()
     compiled = copy.deepcopy(plain)
-    compile_backbone(compiled)
+    compile_backbone(compiled.model)
     for seed in range(4):
         assert_alike(plain, compiled, padded, seed)
 
@@ -114,7 +114,7 @@ def test_the_kernels_of_inductor_agree():
 def test_weights_keep_their_names_in_checkpoints_and_exports(tmp_path: Path):
     model = reward_model("llama", num_hidden_layers=1)
     names, description = list(model.state_dict()), describe_model(model.model, model.tokenizer, model.identity())
-    compile_backbone(model, backend="eager")
+    compile_backbone(model.model, backend="eager")
     assert list(model.state_dict()) == names
     assert describe_model(model.model, model.tokenizer, model.identity()) == description
     assert model.save_pretrained(tmp_path / "export").is_passed
@@ -125,7 +125,7 @@ def test_weights_keep_their_names_in_checkpoints_and_exports(tmp_path: Path):
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
     with pytest.raises(ConfigError, match=r"hardware\.compile=true needs a C\+\+ compiler.*hardware\.compile=false"):
-        compile_backbone(reward_model("llama"))
+        compile_backbone(reward_model("llama").model)
 
 
 def losses(run_dir: Path) -> list[float]:

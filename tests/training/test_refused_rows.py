@@ -69,7 +69,7 @@ def test_a_run_names_or_drops_it(checkpoint: str, small_config: Callable[..., Tr
 def test_a_token_without_a_row_in_the_embedding_names_its_pair(tmp_path: Path):
     model = narrow_reward_model(TEXTS, max_length=128)
     model.tokenizer.add_tokens(["<tool>"])  # as a base model whose embedding nobody resized
-    model = BradleyTerryRM(model.model, model.tokenizer, max_length=128)
+    model = BradleyTerryRM(model.model, tokenizer=model.tokenizer, max_length=128)
     table = [{"prompt": f"Question {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(20)]
     table[6]["rejected"] = "No <tool>."
     path = tmp_path / "pairs.jsonl"

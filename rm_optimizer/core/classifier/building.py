@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +28,9 @@ from rm_optimizer.core.classifier.modalities import freeze_beside_text
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 from rm_optimizer.records.randomness import keeping_random_state
 
+COMPILERS = ("c++", "g++", "clang++", "cl")
+"""C++ compilers that inductor looks for, for its CPU kernels and the launchers of its CUDA kernels."""
+_log = logging.getLogger("rm_optimizer")
 _WORDS = ("dropout", "pdrop", "layerdrop")
 _MODULES = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
@@ -171,3 +177,29 @@ def reason_of(error: Exception) -> str:
     """Line of an exception's text with its cause."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
     return lines[-1] if isinstance(error, StrictDataclassError) else lines[0]
+
+
+def compile_backbone(model: PreTrainedModel, *, backend: str = "inductor") -> None:
+    """Compile the backbone in place, for all sizes; names of parameters and exports do not change.
+
+    The layers between embedding and head become fused kernels at the first pass of each kind (training or evaluation,
+    shared prompts or padding, one row or several). A new size needs no new kernel, since numbers of rows and tokens are
+    symbolic. Rewards and gradients change by rounding, since fused kernels round in another order. The head and the
+    pooling are not compiled. Reference: Ansel et al., 2024, https://doi.org/10.1145/3620665.3640366.
+
+    Args:
+        model: the model, after its adapter was added.
+        backend: `torch.compile`'s backend.
+
+    Raises:
+        ConfigError: if inductor has no C++ compiler to build its kernels with.
+    """
+    if backend == "inductor" and not any(map(shutil.which, (os.environ.get("CXX", COMPILERS[0]), *COMPILERS))):
+        raise ConfigError(
+            f"hardware.compile=true needs a C++ compiler, found none of {', '.join(COMPILERS)} on the PATH; "
+            "install one, or set hardware.compile=false (from Python, compile_model=False)"
+        )
+    # DDP's splitting of graphs at its buckets refuses higher-order operators: checkpointed layers, FlexAttention.
+    torch._dynamo.config.optimize_ddp = False
+    model.base_model.compile(backend=backend, dynamic=True)
+    _log.info("the backbone is compiled at its first passes, which take longer")

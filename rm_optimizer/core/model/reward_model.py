@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import numpy as np
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.classifier.attention import sharing_obstacle
-from rm_optimizer.core.classifier.building import LoadOptions, build_model
+from rm_optimizer.core.classifier.building import LoadOptions, build_model, compile_backbone
 from rm_optimizer.core.classifier.head import RewardHead, head_name, initialize_head, install_reward_head
 from rm_optimizer.core.classifier.limits import check_window, default_max_length, refuse_measured
 from rm_optimizer.core.classifier.pooling import last_token_logits, own_logits, packed_logits, pools_last_token
@@ -37,6 +38,24 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.codec import from_values, json_values
 
 
+class SourceOptions(TypedDict, total=False):
+    """Options of `BradleyTerryRM` for a model that is loaded, as keywords."""
+
+    device: str | torch.device | None
+    max_length: int | None
+    compile_model: bool
+    render_fn: RenderFn | None
+    attn_implementation: str
+    dropout: bool
+    seed: int
+    revision: str | None
+    trust_remote_code: bool
+    dtype: str | torch.dtype | None
+    gradient_checkpointing: bool
+    quantize: bool
+    input_form: str | None
+
+
 class BradleyTerryRM(BaseRewardModel):
     """A reward for a prompt and a response, with `P(a > b) = sigmoid(reward(a) - reward(b))` (Bradley & Terry, 1952).
 
@@ -44,11 +63,28 @@ class BradleyTerryRM(BaseRewardModel):
     attended token, an encoder's comes from its own forward pass. The final layer computes in float32 outside autocast.
 
     Args:
-        model: the classifier; its final layer becomes a `RewardHead`, and its configuration is set to one raw reward.
-        tokenizer: its tokenizer; it gets a pad token that never ends a sequence, and right padding.
-        max_length: most tokens of a sequence, at most the model's positions.
-        render_fn: a rendering of conversations that replaces the tokenizer's chat template.
-        fresh_head_seed: seed of a new random head; None keeps the head's weights.
+        model_name: hub id, model folder, run or its result, Lightning `.ckpt`; or a classifier, whose final layer
+            becomes a `RewardHead` and whose configuration is set to one raw reward.
+        device: device to move to; None leaves the model where it is loaded.
+        max_length: most tokens of a sequence, at most the model's positions; None takes the stored one, else at most
+            1024 that fit the model.
+        compile_model: compile the backbone at its first passes.
+        tokenizer: tokenizer of a classifier; it gets a pad token that never ends a sequence, and right padding.
+        render_fn: a rendering of conversations that replaces the tokenizer's chat template, required for a model that
+            was trained with one.
+        fresh_head_seed: seed of a new random head of a classifier; None keeps the head's weights.
+        new_head: False refuses a base without a trained reward head, whose rewards would be random; None draws one
+            there; True renders any source as for training.
+        attn_implementation: `auto` or a kernel's name; an unavailable one falls back with one warning.
+        dropout: keep the backbone's dropout in training mode.
+        seed: seed of the layers that the checkpoint lacks.
+        revision: hub revision.
+        trust_remote_code: run modeling code that the checkpoint brings.
+        dtype: type of the backbone's weights; None is float32.
+        gradient_checkpointing: recompute activations in the backward pass.
+        quantize: store the backbone's matrices in four bits, to train a QLoRA adapter with them; needs CUDA.
+        input_form: input of a reward model of other software without a chat template: `plain`, or `pair` for its
+            tokenizer's encoding of (prompt, response); None takes `plain`, with a warning.
 
     Attributes:
         beta: inverse temperature that the rewards were trained with, `P(a > b) = sigmoid(beta (r(a) - r(b)))`; stored
@@ -56,20 +92,80 @@ class BradleyTerryRM(BaseRewardModel):
         has_default_length: True if `max_length` is neither the caller's nor recorded with the model.
 
     Raises:
-        CheckpointError: if the model has no single scalar head, or the tokenizer does not belong to it.
-        ConfigError: if `max_length` exceeds the model's positions.
+        CheckpointError: if the source is missing, damaged, no trained reward model, or recorded another rendering; or
+            the model has no single scalar head, or the tokenizer does not belong to it.
+        ConfigError: if an option is unknown or out of range, or is not for this model.
+        TypeError: if `model_name` is neither a source nor a classifier with its tokenizer.
     """
 
     def __init__(
         self,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
+        model_name: str | os.PathLike[str] | PreTrainedModel | LoadedModel,
+        device: str | torch.device | None = None,
+        max_length: int | None = None,
+        compile_model: bool = False,
         *,
-        max_length: int,
+        tokenizer: PreTrainedTokenizerBase | None = None,
         render_fn: RenderFn | None = None,
         fresh_head_seed: int | None = None,
+        new_head: bool | None = None,
+        attn_implementation: str = "auto",
+        dropout: bool = False,
+        seed: int = 0,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        dtype: str | torch.dtype | None = None,
+        gradient_checkpointing: bool = False,
+        quantize: bool = False,
+        input_form: str | None = None,
     ) -> None:
-        super().__init__()
+        if isinstance(model_name, PreTrainedModel) and tokenizer is not None:
+            name = str(model_name.config.name_or_path)
+            loaded = LoadedModel(model_name, tokenizer, is_head_fresh=fresh_head_seed is not None)
+        elif isinstance(model_name, LoadedModel):
+            name, loaded, fresh_head_seed = "", model_name, seed if model_name.is_head_fresh else None
+        elif isinstance(model_name, str | os.PathLike):
+            name, kind = os.fspath(model_name), parse_dtype(dtype)
+            loaded = load_model(
+                name,
+                LoadOptions(
+                    attn_implementation,
+                    dropout,
+                    seed,
+                    revision,
+                    trust_remote_code,
+                    kind,
+                    quantize,
+                    new_head is not False,
+                ),
+            )
+            is_trained = not new_head and not loaded.is_head_fresh
+            settle_input(loaded, name, input_form, has_render_fn=render_fn is not None, is_trained=is_trained)
+            fresh_head_seed = seed if loaded.is_head_fresh else None
+        else:
+            raise TypeError(
+                "model_name must be a hub id, a folder, a checkpoint, or a transformers classifier with its tokenizer, "
+                f"got {type(model_name).__name__}"
+            )
+        super().__init__(name, device)
+        recorded = loaded.identity.get("template", {}).get("max_length")
+        self.has_default_length = max_length is None and recorded is None
+        self._wrap(loaded, recorded if max_length is None else max_length, render_fn, fresh_head_seed)
+        if not isinstance(model_name, PreTrainedModel):
+            self._prepare(loaded, gradient_checkpointing=gradient_checkpointing)
+        if compile_model:
+            compile_backbone(self.model)
+        if device is not None:
+            self.to(device)
+        if loaded.certificate is not None:
+            self.require_certified(loaded.certificate, name)
+
+    def _wrap(
+        self, loaded: LoadedModel, max_length: int | None, render_fn: RenderFn | None, fresh_head_seed: int | None
+    ) -> None:
+        """Give the classifier its head, and its tokenizer a pad token and the rendering."""
+        model, tokenizer = loaded.model, loaded.tokenizer
+        max_length = default_max_length(model.config, tokenizer) if max_length is None else max_length
         check_window(model.config, max_length)
         self.model = model
         self.tokenizer = tokenizer
@@ -88,64 +184,47 @@ class BradleyTerryRM(BaseRewardModel):
         self._reads_last_token = pools_last_token(model)
         head = install_reward_head(model)
         self.beta = 1.0
-        self.has_default_length = False
         self.head_init = "from the checkpoint" if fresh_head_seed is None else initialize_head(head, fresh_head_seed)
+
+    def _prepare(self, loaded: LoadedModel, *, gradient_checkpointing: bool) -> None:
+        """Set what the source recorded, and refuse a model whose rewards depend on their batch."""
+        model = loaded.model
+        if gradient_checkpointing and not model.supports_gradient_checkpointing:
+            raise ConfigError(
+                f"expected a model that can recompute activations, got {type(model).__name__}, for which "
+                "transformers has no gradient checkpointing; set model.gradient_checkpointing=false"
+            )
+        if gradient_checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        self.eval()
+        if loaded.identity:
+            self._recall(loaded.identity)
+        refuse_measured(
+            type(model).__name__,
+            self,
+            self.reward_head,
+            num_tokens=loaded.tokenizer.vocab_size,
+            pad_token_id=self.pad_choice.token_id,
+            dtype=computing_dtype(model),
+        )
 
     @classmethod
     def from_pretrained(
-        cls,
-        source: str | Path,
-        *,
-        max_length: int | None = None,
-        attn_implementation: str = "auto",
-        dropout: bool = False,
-        seed: int = 0,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        dtype: str | torch.dtype | None = None,
-        render_fn: RenderFn | None = None,
-        gradient_checkpointing: bool = False,
-        quantize: bool = False,
-        new_head: bool = False,
-        input_form: str | None = None,
+        cls, source: str | os.PathLike[str], *, new_head: bool = False, **options: Unpack[SourceOptions]
     ) -> BradleyTerryRM:
         """Load a trained reward model, or make one from a base model for training.
 
         Args:
-            source: hub id, model folder, run folder (its `best/`) or Lightning `.ckpt`.
-            max_length: most tokens of a sequence; None takes the stored one, else at most 1024 that fit the model.
-            attn_implementation: `auto` or a kernel's name; an unavailable one falls back with one warning.
-            dropout: keep the backbone's dropout in training mode.
-            seed: seed of the layers that the checkpoint lacks.
-            revision: hub revision.
-            trust_remote_code: run modeling code that the checkpoint brings.
-            dtype: type of the backbone's weights; None is float32.
-            render_fn: rendering of conversations, required for a model that was trained with one.
-            gradient_checkpointing: recompute activations in the backward pass.
-            quantize: store the backbone's matrices in four bits, to train a QLoRA adapter beside them; needs CUDA.
-            new_head: accept a base without a trained reward head and draw a new one, to train it; without this, such a
-                source is refused, since its rewards would be random.
-            input_form: input of a reward model of other software without a chat template: `plain`, or `pair` for its
-                tokenizer's encoding of (prompt, response); None takes `plain`, with a warning.
+            source: hub id, model folder, run folder (its `best/`) or a run's result, or Lightning `.ckpt`.
+            new_head: accept a base without a trained reward head and draw a new one, to train it.
+            options: the other options of a source, as the class takes them.
 
         Raises:
             CheckpointError: if the source is missing, damaged, no trained reward model, or recorded another rendering.
             ConfigError: if an option is unknown or out of range, or `input_form` is given for another model.
+            TypeError: if it is no source.
         """
-        options = LoadOptions(
-            attn_implementation, dropout, seed, revision, trust_remote_code, parse_dtype(dtype), quantize, new_head
-        )
-        loaded = load_model(source, options)
-        settle_input(loaded, source, input_form, has_render_fn=render_fn is not None, is_trained=not new_head)
-        recorded = loaded.identity.get("template", {}).get("max_length")
-        is_default = max_length is None and recorded is None
-        if max_length is None:
-            max_length = recorded or default_max_length(loaded.model.config, loaded.tokenizer)
-        reward_model = cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
-        reward_model.has_default_length = is_default
-        if loaded.certificate is not None:
-            reward_model.require_certified(loaded.certificate, source)
-        return reward_model
+        return cls(source, new_head=new_head, **options)
 
     @classmethod
     def from_config(
@@ -179,33 +258,13 @@ class BradleyTerryRM(BaseRewardModel):
         if render_fn is None:
             TemplateWriter(tokenizer).write_for_training()
         loaded = LoadedModel(model, tokenizer, is_head_fresh=True)
-        return cls._wrapped(loaded, max_length, seed, render_fn, gradient_checkpointing)
-
-    @classmethod
-    def _wrapped(
-        cls, loaded: LoadedModel, max_length: int, seed: int, render_fn: RenderFn | None, gradient_checkpointing: bool
-    ) -> BradleyTerryRM:
-        if gradient_checkpointing and not loaded.model.supports_gradient_checkpointing:
-            raise ConfigError(
-                f"expected a model that can recompute activations, got {type(loaded.model).__name__}, for which "
-                "transformers has no gradient checkpointing; set model.gradient_checkpointing=false"
-            )
-        if gradient_checkpointing:
-            loaded.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        head_seed = seed if loaded.is_head_fresh else None
-        model, tokenizer = loaded.model, loaded.tokenizer
-        built = cls(model, tokenizer, max_length=max_length, render_fn=render_fn, fresh_head_seed=head_seed).eval()
-        if loaded.identity:
-            built._recall(loaded.identity)
-        refuse_measured(
-            type(model).__name__,
-            built,
-            built.reward_head,
-            num_tokens=tokenizer.vocab_size,
-            pad_token_id=built.pad_choice.token_id,
-            dtype=computing_dtype(model),
+        return cls(
+            loaded,
+            max_length=max_length,
+            render_fn=render_fn,
+            seed=seed,
+            gradient_checkpointing=gradient_checkpointing,
         )
-        return built
 
     @property
     def max_length(self) -> int:
@@ -222,11 +281,6 @@ class BradleyTerryRM(BaseRewardModel):
         """Names of the final layer's parameters, as `named_parameters` of this module gives them."""
         name = head_name(self.model)
         return [f"model.{name}.{key}" for key, _ in self.reward_head.named_parameters()]
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        return self.reward_head.weight.device
 
     def forward(
         self, input_ids: Int[Tensor, "sequences tokens"], attention_mask: Int[Tensor, "sequences tokens"]
@@ -267,23 +321,24 @@ class BradleyTerryRM(BaseRewardModel):
         return bradley_terry_loss(chosen, rejected, **loss_options)
 
     def tokenize(self, prompts: Prompts, responses: Texts) -> dict[str, Int[Tensor, "sequences tokens"]]:
-        """`input_ids` and `attention_mask` of the conversations, padded on the right.
+        """`input_ids` and `attention_mask` of the conversations on the model's device, padded on the right.
 
         Raises:
             ValueError: if there are not as many prompts as responses.
         """
         ids = [encoding.ids for encoding in self.encode(prompts, responses)]
         input_ids, attention_mask = pad_sequences(ids, self.pad_choice.token_id)
-        return {"input_ids": input_ids, "attention_mask": attention_mask}
+        return {"input_ids": input_ids.to(self.device), "attention_mask": attention_mask.to(self.device)}
 
-    def score(self, prompts: Prompts, responses: Texts, *, token_budget: int = 16384) -> Float[Tensor, " sequences"]:
-        """Rewards of the responses on the CPU, in the order given. A reward does not depend on the other responses.
+    def score(self, prompts: Prompts, responses: Texts, *, token_budget: int = 16384) -> Float[Tensor, "*sequences"]:
+        """Rewards of the responses on the CPU, in the order given; one number for a text.
 
-        If the model allows it, a prompt with several responses is computed once.
+        A reward does not depend on the other responses. If the model allows it, a prompt with several responses is
+        computed once.
 
         Args:
             prompts: text or messages, one for each response; a single one is that of every response.
-            responses: the responses; a text is a single one.
+            responses: the responses, or the text of a single one.
             token_budget: tokens, padding included, of one forward pass.
 
         Raises:
@@ -292,7 +347,7 @@ class BradleyTerryRM(BaseRewardModel):
         """
         rewards = self.score_encoded(self.encode(prompts, responses), token_budget=token_budget)
         require_finite(rewards.tolist(), lambda index: f"response {index + 1}")
-        return rewards
+        return rewards[0] if isinstance(responses, str) else rewards
 
     def encode(self, prompts: Prompts, responses: Texts) -> list[Encoding]:
         """Token ids of the conversations, with the numbers of cut tokens.

@@ -20,7 +20,7 @@ from rm_optimizer.core.rows.messages import Message as Message
 from rm_optimizer.core.rows.messages import Prompt as Prompt
 from rm_optimizer.core.rows.messages import as_messages as as_messages
 from rm_optimizer.core.rows.messages import read_messages, require_characters, require_response
-from rm_optimizer.core.rows.natural import Prompts, Texts, flat_groups
+from rm_optimizer.core.rows.natural import Prompts, Texts, flat_groups, paired
 from rm_optimizer.errors import CheckpointError
 
 
@@ -134,8 +134,8 @@ def _check_numbers(margin: float | None, label: float, weight: float) -> None:
 class Scorer(Protocol):
     """Anything that turns prompts and responses into rewards: a local model, an ensemble, a server's client."""
 
-    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
-        """Rewards of the responses, float32 on the CPU, in the order given."""
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, "*sequences"]:
+        """Rewards of the responses, float32 on the CPU, in the order given; one number for a text."""
         ...
 
     def score_groups(self, prompts: Prompts, responses_of_each: Iterable[Texts]) -> list[Float[Tensor, " responses"]]:
@@ -172,7 +172,25 @@ def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None
 
 
 class BaseRewardModel(nn.Module, Scorer):
-    """A module that gives one real reward to a tokenized sequence and can score text."""
+    """A module that gives one real reward to a tokenized sequence and can score text.
+
+    A subclass gives `forward`, `compute_loss` and `tokenize`; `RewardModelLightning` trains it by its own loss.
+
+    Args:
+        model_name: name of the model, for the reader.
+        device: device to move to, where the subclass does so; None is that of the parameters.
+    """
+
+    def __init__(self, model_name: str = "", device: str | torch.device | None = None) -> None:
+        super().__init__()
+        self.model_name = model_name
+        self._asked_device = device
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters; the one asked for if there are none."""
+        parameter = next(self.parameters(), None)
+        return torch.device(self._asked_device or "cpu") if parameter is None else parameter.device
 
     @abstractmethod
     def forward(
@@ -181,8 +199,27 @@ class BaseRewardModel(nn.Module, Scorer):
         """Rewards in float32."""
 
     @abstractmethod
-    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
-        """Rewards of the responses, float32 on the CPU, in the order given."""
+    def compute_loss(
+        self,
+        chosen_ids: Int[Tensor, "pairs chosen_tokens"],
+        chosen_mask: Int[Tensor, "pairs chosen_tokens"],
+        rejected_ids: Int[Tensor, "pairs rejected_tokens"],
+        rejected_mask: Int[Tensor, "pairs rejected_tokens"],
+    ) -> Float[Tensor, ""]:
+        """Mean loss of the pairs."""
+
+    @abstractmethod
+    def tokenize(self, prompt: Any, response: Any) -> Mapping[str, Tensor]:
+        """`input_ids` and `attention_mask` of a prompt and a response, shape (1, tokens)."""
+
+    def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, "*sequences"]:
+        """Rewards of the responses, float32 on the CPU, in the order given; one number for a text."""
+        rewards = []
+        with torch.no_grad():
+            for prompt, response in zip(*paired(prompts, responses), strict=True):
+                tokens = {name: tensor.to(self.device) for name, tensor in self.tokenize(prompt, response).items()}
+                rewards.append(self(tokens["input_ids"], tokens["attention_mask"]).float().cpu().reshape(()))
+        return rewards[0] if isinstance(responses, str) else torch.stack(rewards) if rewards else torch.zeros(0)
 
     def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
         """Margin: reward of `response_a` less that of `response_b`."""

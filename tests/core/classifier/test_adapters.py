@@ -580,7 +580,7 @@ def test_a_base_in_four_bits_trains_saves_merges_and_reloads(family: str, tmp_pa
     tiny_model(family, tokenizer, hidden_size=64).base_model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
     loaded = load_model(tmp_path / "base", LoadOptions(quantize=True))
-    model = BradleyTerryRM(loaded.model, loaded.tokenizer, max_length=64, fresh_head_seed=0)
+    model = BradleyTerryRM(loaded.model, tokenizer=loaded.tokenizer, max_length=64, fresh_head_seed=0)
     qlora = AdapterConfig(kind=AdapterKind.qlora, rank=4, alpha=8.0, dropout=0.0)
     count = add_adapter(model.model, qlora, seed=0)
     assert count is not None

@@ -87,7 +87,7 @@ def test_a_model_without_an_embedding_of_ids_is_refused_in_one_sentence():
     config = PerceiverConfig(num_latents=4, d_latents=8, d_model=16, num_blocks=1, num_self_attends_per_block=1)
     model = AutoModelForSequenceClassification.from_config(config)
     with pytest.raises(CheckpointError, match="no embedding of token ids"):
-        BradleyTerryRM(model, encoder_tokenizer(), max_length=16)
+        BradleyTerryRM(model, tokenizer=encoder_tokenizer(), max_length=16)
 
 
 @pytest.mark.parametrize(

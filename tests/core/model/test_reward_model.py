@@ -108,7 +108,7 @@ def pair_batches(model: BradleyTerryRM, folder: Path) -> tuple[PairBatch, Packed
 @pytest.mark.parametrize("pad", ["<pad>", "</s>", None])
 def test_rewards_of_both_kinds_of_batch_agree_whatever_the_pad_token(pad: str | None, tmp_path: Path):
     tokenizer = decoder_tokenizer(pad)
-    model = BradleyTerryRM(tiny_model("llama"), tokenizer, max_length=96)
+    model = BradleyTerryRM(tiny_model("llama"), tokenizer=tokenizer, max_length=96)
     plain, packed = pair_batches(model, tmp_path)
     rewards = model.rewards_of(packed)
     assert rewards.dtype is torch.float32
@@ -304,11 +304,10 @@ def test_an_unknown_attention_is_refused():
 
 def test_a_text_is_one_response_and_never_its_letters():
     model = tiny_reward_model("llama")
-    expected = model.score(["hello"], ["world"])
-    assert torch.equal(model.score("hello", "world"), expected)
+    assert torch.equal(model.score("hello", "world"), model.score(["hello"], ["world"])[0])
     assert torch.equal(model.score("hello", ["world", "no"]), model.score(["hello", "hello"], ["world", "no"]))
     turns = (Message("user", "hello"),)
-    assert torch.equal(model.score(turns, "world"), model.score([turns], ["world"]))  # type: ignore[arg-type]
+    assert torch.equal(model.score(turns, "world"), model.score([turns], ["world"])[0])  # type: ignore[arg-type]
     assert model.tokenize("hello", "world")["input_ids"].shape[0] == 1
     with pytest.raises(ValueError, match="expected a list of responses beside a list of prompts, got the text 'xy'"):
         model.score(["a", "b"], "xy")

@@ -32,7 +32,7 @@ PROMPTS, RESPONSES = ["Hi", "What is 2 + 2?"], ["Hello, 日本.", "4"]
 
 
 def reward_model(family: str, **options: object) -> BradleyTerryRM:
-    return BradleyTerryRM(tiny_model(family), tiny_tokenizer(family), max_length=77, **options)
+    return BradleyTerryRM(tiny_model(family), tokenizer=tiny_tokenizer(family), max_length=77, **options)
 
 
 def lightning_checkpoint(model: BradleyTerryRM, path: Path, **changes: object) -> Path:

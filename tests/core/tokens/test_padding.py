@@ -101,7 +101,7 @@ def test_eos_embedding_is_trained_when_the_model_was_built_with_pad_equal_to_eos
     tokenizer = decoder_tokenizer(pad="</s>")
     plain = tiny_model("llama", tokenizer)
     assert plain.get_input_embeddings().padding_idx == tokenizer.eos_token_id
-    model = BradleyTerryRM(plain, tokenizer, max_length=64)
+    model = BradleyTerryRM(plain, tokenizer=tokenizer, max_length=64)
     model(**model.tokenize(["Hi", "a longer prompt"], ["Hello.", "b"])).sum().backward()
     gradient = model.model.get_input_embeddings().weight.grad
     assert gradient[tokenizer.eos_token_id].abs().sum() > 0
