@@ -225,6 +225,7 @@ class RunModule(RewardModelLightning):
         self.automatic_optimization = False
         self.gradient_clip_norm = config.training.gradient_clip_norm
         self.pair_ids = datamodule.pair_ids
+        self.steps_per_epoch = datamodule.steps_per_epoch
         self.run_dir = Path(config.output_dir)
         self.record: RunRecord | None = None
         self.last_checkpoint: Path | None = None
@@ -263,11 +264,14 @@ class RunModule(RewardModelLightning):
         self._count(passes, learning_rate, len(batch.pair_index))
 
     def _count(self, passes: Sequence[Mapping[str, float]], learning_rate: float, num_pairs: int) -> None:
-        """Store the metrics of a step, and count its pairs and passes."""
+        """Store and log the metrics of a step, and count its pairs and passes."""
         metrics = {**passes[0], "lr": learning_rate, "num_pairs": num_pairs}
         self.step_metrics = {f"train/{name}": value for name, value in metrics.items()}
         self.pairs_seen += num_pairs
         self.passes_made += len(passes)
+        epoch = {"epoch": self.global_step / self.steps_per_epoch}
+        for logger in self.trainer.loggers:
+            logger.log_metrics({**epoch, **self.step_metrics}, step=self.global_step)
 
     def _accumulate(self, batch: MacroBatch) -> dict[str, float]:
         world_size = self.trainer.world_size

@@ -1,4 +1,4 @@
-"""Actions between optimizer steps: logging, evaluation, checkpoints, early and requested stops."""
+"""Actions between optimizer steps: evaluation, checkpoints, early and requested stops."""
 
 from __future__ import annotations
 
@@ -118,12 +118,9 @@ class Evaluation(pl.Callback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the step; evaluate when it is due."""
+        """Evaluate when it is due."""
         assert isinstance(pl_module, RunModule)
         step = trainer.global_step
-        epoch = {"epoch": step / self.datamodule.steps_per_epoch}
-        for logger in trainer.loggers:
-            logger.log_metrics({**epoch, **pl_module.step_metrics}, step=step)
         if step % self.every == 0 or step == pl_module.num_steps:
             self._evaluate(trainer, pl_module)
 
