@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rm_optimizer.core.pairs.pair import Message as Message
     from rm_optimizer.core.pairs.pair import PreferencePair as PreferencePair
     from rm_optimizer.core.pairs.pair import Scorer as Scorer
+    from rm_optimizer.core.pairs.source_pairs import register_layout as register_layout
     from rm_optimizer.data_efficiency import AcquisitionFunction as AcquisitionFunction
     from rm_optimizer.data_efficiency import ActiveLearner as ActiveLearner
     from rm_optimizer.data_efficiency import CurriculumSampler as CurriculumSampler

@@ -12,7 +12,9 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
-from rm_optimizer import PreferenceDataset, PreferencePair, RayPreferenceDataset
+from rm_optimizer import PreferenceDataset, PreferencePair, RayPreferenceDataset, register_layout
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.interfaces.pairs import PairOptions
 from tests.builders import fresh_reward_model
 
 KEYS = {"chosen_input_ids", "chosen_attention_mask", "rejected_input_ids", "rejected_attention_mask"}
@@ -86,6 +88,45 @@ def test_wrong_arguments_are_one_sentence(given, kind, said):
         PreferenceDataset(*given)
     with pytest.raises(TypeError, match=r"unknown argument of PreferenceDataset 'colums'.*columns"):
         PreferenceDataset(ROWS, colums={"prompt": "q"})
+
+
+VOTES = {
+    "columns": {"prompt": "question", "response_a": "left", "response_b": "right", "winner": "vote"},
+    "winner": "l,r,both",
+    "label": 0.9,
+}
+VOTED = [{"question": "2 + 2?", "left": "4", "right": "5", "vote": side} for side in ("l", "both")]
+VOTED_PAIRS = [PreferencePair("2 + 2?", "4", "5"), PreferencePair("2 + 2?", "4", "5", label=0.5)]
+
+
+def test_a_registered_layout_reads_a_table_in_python_and_on_the_command_line(tmp_path):
+    for _ in range(2):  # a cell of a notebook runs again
+        register_layout("tutorial_votes", VOTES, rows=VOTED, pairs=VOTED_PAIRS)
+    pd.DataFrame(VOTED).to_parquet(path := tmp_path / "votes.parquet")
+    for data in (
+        PreferenceDataset(VOTED, format="tutorial_votes"),
+        PreferenceDataset({"path": path, "format": "tutorial_votes"}),
+        PairOptions(format="tutorial_votes").load(str(path)),
+    ):
+        assert [(pair.chosen, pair.label) for pair in data] == [("4", 1.0), ("4", 0.5)]
+    other = [{**row, "q": row.pop("question")} for row in map(dict, VOTED)]
+    assert len(PreferenceDataset(other, format="tutorial_votes", columns={"prompt": "q"})) == 2
+    with pytest.raises(ConfigError, match=r"unknown data\.format 'tutorial_vote'; did you mean 'tutorial_votes'"):
+        PreferenceDataset(VOTED, format="tutorial_vote")
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "pairs", "said"),
+    [
+        ("auto", {}, VOTED_PAIRS, "the layout 'auto' is registered already"),
+        ("mine", {"column": {}}, VOTED_PAIRS, "unknown option of a layout 'column'; did you mean 'columns'"),
+        ("mine", {}, VOTED_PAIRS[:1], "layout 'mine' must read its rows as the given pairs, but pair 2 is .*not None"),
+        ("mine", {"winner": "r,l,both"}, VOTED_PAIRS, "but pair 1 is .*'chosen': '5'.*not .*'chosen': '4'"),
+    ],
+)
+def test_a_layout_must_read_its_example(name, change, pairs, said):
+    with pytest.raises(ConfigError, match=said):
+        register_layout(name, VOTES | change, rows=VOTED, pairs=pairs)
 
 
 @pytest.mark.slow

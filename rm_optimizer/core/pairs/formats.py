@@ -30,6 +30,7 @@ from rm_optimizer.core.rows.messages import (
 from rm_optimizer.core.rows.readers import Report, Row
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.data import KwiseRule
+from rm_optimizer.schema.registry import Registry
 
 OPTIONAL_COLUMNS = ("margin", "label", "weight")
 """Columns of numbers that a pair of any format may have."""
@@ -88,7 +89,7 @@ def row_format(name: str) -> RowFormat:
         ConfigError: if there is none.
     """
     if name not in FORMATS:
-        raise ConfigError(did_you_mean("data.format", name, ["auto", *FORMATS]))
+        raise ConfigError(did_you_mean("data.format", name, ["auto", *FORMATS, *LAYOUTS]))
     return FORMATS[name]
 
 
@@ -413,3 +414,5 @@ READ_COLUMNS = frozenset({name for form in FORMATS.values() for name in form.col
     *("response", "score"),
 }
 """Columns that any format reads, those of a table with one response a row included."""
+LAYOUTS: Registry[Mapping[str, Any]] = Registry("layout")
+"""Options of a source by the name that `register_layout` gave them, which `data.format` takes like a row format's."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,7 +15,15 @@ from rm_optimizer.core.pairs.column_hints import (
     unread_note,
     winner_untold,
 )
-from rm_optimizer.core.pairs.formats import OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, detect_format, gather_responses
+from rm_optimizer.core.pairs.formats import (
+    FORMATS,
+    LAYOUTS,
+    OPTIONAL_COLUMNS,
+    READ_COLUMNS,
+    RowFormat,
+    detect_format,
+    gather_responses,
+)
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
@@ -30,7 +38,7 @@ from rm_optimizer.core.rows.columns import (
 )
 from rm_optimizer.core.rows.messages import is_empty
 from rm_optimizer.core.rows.readers import Row, read_rows, source_name
-from rm_optimizer.errors import DataError
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.schema.data import DataConfig, KwiseRule, Spelling
 
 FIRST_ROWS = 50
@@ -318,3 +326,42 @@ def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> Source
             pairs = (replace(pair, metadata={**pair.metadata, "copy": copy}) for pair in part.pairs)
             parts.append(replace(part, pairs=tuple(pairs)) if copy else part)
     return SourcePairs.joined(parts)
+
+
+def register_layout(
+    name: str, layout: Mapping[str, Any], *, rows: Iterable[Mapping[str, Any]], pairs: Sequence[PreferencePair]
+) -> None:
+    """Give the layout of a table a name, which `data.format=NAME` and `--format NAME` take like a row format's.
+
+    Args:
+        name: name of the layout, letters, digits and underscores.
+        layout: `format`, `columns`, `winner` and `label`, as a source in `data.train` has them; none must be given.
+        rows: example rows of the table.
+        pairs: the pairs of these rows, of which prompt, responses, margin, label and weight are compared.
+
+    Raises:
+        ConfigError: if the layout has an unknown option, the name is taken, or the rows give other pairs.
+        DataError: if the rows cannot be read so.
+
+    Example:
+        >>> row = {"question": "2 + 2?", "a": "4", "b": "5", "vote": "left"}
+        >>> columns = {"prompt": "question", "response_a": "a", "response_b": "b", "winner": "vote"}
+        >>> layout = {"columns": columns, "winner": "left,right"}
+        >>> register_layout("votes", layout, rows=[row], pairs=[PreferencePair("2 + 2?", "4", "5")])
+    """
+    for option in layout:
+        if option not in (known := ("format", "columns", "winner", "label")):
+            raise ConfigError(did_you_mean("option of a layout", option, known))
+    if name in ("auto", *FORMATS):
+        raise ConfigError(f"the layout '{name}' is registered already; choose another name")
+    with Spelling.python.used():
+        found = load_source(DataSource("rows", **layout, rows=[dict(row) for row in rows]), DataConfig())
+    got, expected = ([{**pair.to_dict(), "metadata": {}} for pair in each] for each in (found.pairs, pairs))
+    if got != expected:
+        both = itertools.zip_longest(expected, got)
+        place, (wanted, read) = next((i, each) for i, each in enumerate(both, 1) if each[0] != each[1])
+        raise ConfigError(
+            f"layout '{name}' must read its rows as the given pairs, but pair {place} is {read}, not {wanted}"
+        )
+    if dict(LAYOUTS).get(name) != layout:  # a cell of a notebook may run again
+        LAYOUTS.add(name, {**layout})

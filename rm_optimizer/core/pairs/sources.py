@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rm_optimizer.core.pairs.formats import OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
+from rm_optimizer.core.pairs.formats import FORMATS, LAYOUTS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
 from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, Columns, read_number
 from rm_optimizer.core.rows.readers import NamedFiles, Row, source_files, source_name
 from rm_optimizer.errors import ConfigError, did_you_mean
@@ -81,6 +81,10 @@ def _key(value: object) -> str:
         return text
 
 
+_UNSET = (("winner", None), ("label", 1.0))
+"""Options of a source that its layout gives, with the value that they have where nobody sets them."""
+
+
 @dataclass(frozen=True)
 class DataSource:
     """One file or data set and how to read it.
@@ -88,7 +92,7 @@ class DataSource:
     Args:
         path: a file, a saved `datasets` folder or a hub name.
         weight: its share in a mixture: each pair counts `weight` times; a fraction takes a random part.
-        format: a row format's name, or "auto".
+        format: name of a row format or of a registered layout, whose options hold where the source has none; or "auto".
         columns: column mapping, our name to the file's or to a path such as `answer.text`; None leaves the column out.
         winner: values of the `winner` column that name the better response, as `parse_winner` reads them.
         label: the preference probability of rows that carry none, 0.5 for a file of ties.
@@ -115,6 +119,12 @@ class DataSource:
             raise ConfigError(f"the weight of source {self.path} must be positive, got {self.weight}")
         if not 0 <= self.label <= 1:
             raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {self.label}")
+        if self.format not in ("auto", *FORMATS) and self.format in LAYOUTS:
+            layout = LAYOUTS[self.format]
+            own = {"columns": {**layout.get("columns", {}), **self.columns}, "format": layout.get("format", "auto")}
+            own |= {name: layout[name] for name, unset in _UNSET if getattr(self, name) == unset and name in layout}
+            for name, value in own.items():
+                object.__setattr__(self, name, value)
         _ = self.named_format, self.winner_values
         object.__setattr__(self, "name", self.name or source_name(self.path))
         ours = {*READ_COLUMNS, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
