@@ -83,7 +83,7 @@ if TYPE_CHECKING:
     from rm_optimizer.training import RunResult as RunResult
     from rm_optimizer.training import train_reward_model as train_reward_model
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 PUBLIC_MODULES = (
     "rm_optimizer",
     "rm_optimizer.core",

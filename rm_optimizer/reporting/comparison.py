@@ -256,7 +256,7 @@ def plot_differences(comparison: RunComparison) -> Figure:
     """
     arms = [arm.name for arm in comparison.arms[1:]]
     caption = (
-        f"each arm less {comparison.baseline}, 95 % intervals; n = {comparison.num_pairs:,} common validation pairs of "
+        f"each arm − {comparison.baseline}, 95 % intervals; n = {comparison.num_pairs:,} common validation pairs of "
         f"{comparison.num_prompts:,} prompts"
     )
     items = {(item.arm, item.score): (item.estimate, item.verdict) for item in comparison.differences}

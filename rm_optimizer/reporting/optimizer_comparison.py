@@ -184,7 +184,7 @@ def _verdict_table(found: ComparisonFindings) -> TextTable:
             judged = ["reference", "", "", ""]
         rate = "none" if arm.chosen.rate is None else f"{arm.chosen.rate:g}" + (" (edge)" if arm.chosen.at_edge else "")
         rows.append((arm.name, rate, str(len(arm.seeds)), *scores, *judged))
-    header = ("arm", "lr", "seeds", "accuracy", "NLL", "Brier", "ECE", "NLL less reference", "Holm p", "verdict")
+    header = ("arm", "lr", "seeds", "accuracy", "NLL", "Brier", "ECE", "NLL − reference", "Holm p", "verdict")
     return TextTable(title, (*header, "detectable"), tuple(rows))
 
 
@@ -280,7 +280,7 @@ def plot_arm_differences(found: ComparisonFindings) -> Figure:
     fewest, most = (choose(len(arm.seeds) for arm in found.arms) for choose in (min, max))
     num_seeds = str(most) if fewest == most else f"{fewest} to {most}"
     caption = (
-        f"each optimizer less {frozen.options.reference}, 95 % intervals over seeds and prompts; "
+        f"each optimizer − {frozen.options.reference}, 95 % intervals over seeds and prompts; "
         f"{num_seeds} seeds; n = {frozen.sizes['test']:,} test pairs of {frozen.prompts['test']:,} prompts"
     )
     items = {(item.arm, str(item.score)): item for item in found.verdicts}

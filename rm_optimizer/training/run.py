@@ -28,6 +28,7 @@ from rm_optimizer.records.recall import written
 from rm_optimizer.records.run_folder import DIVERGED_FILE, require_usable
 from rm_optimizer.records.run_options import RunRequest
 from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.schema.coming_from import counterpart
 from rm_optimizer.schema.compose import model_overrides
 from rm_optimizer.training.callbacks.evaluation_plan import PairMetric
 from rm_optimizer.training.callbacks.interrupt import StopNow, StopSignal, stopped_at_once
@@ -114,7 +115,10 @@ def train_reward_model(
     """
     if unknown:
         known = [name for name in signature(train_reward_model).parameters if name not in ("model_name", "unknown")]
-        found = did_you_mean("argument of train_reward_model", next(iter(unknown)), ["model_name", *known])
+        name = next(iter(unknown))
+        found = did_you_mean("argument of train_reward_model", name, ["model_name", *known])
+        if (other := counterpart(name)) is not None:
+            found = f"unknown argument of train_reward_model '{name}'; {other}"
         raise TypeError(f"{found}; any option of the command line fits into options={{...}}")
     if isinstance(model_name, TrainConfig | DictConfig):
         rest = (batch_size, learning_rate, max_length, adapter, output_dir, precision, loss)

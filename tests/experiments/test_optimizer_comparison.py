@@ -135,7 +135,7 @@ def test_the_report_has_tables_pictures_and_methods(finished, capsys, monkeypatc
     assert {"rates.png", "curves.png", "reliability.png"} <= set(shown) <= names
     assert found.frozen.digest in text.read_text()
     printed = capsys.readouterr().out
-    assert "NLL less reference" in printed
+    assert "NLL − reference" in printed
     assert "note: fewer than 5 seeds" in printed
 
 

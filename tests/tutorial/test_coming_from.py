@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from trl import ModelConfig, RewardConfig, ScriptArguments
 
+from rm_optimizer import train_reward_model
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import CommandLine, checked
 from rm_optimizer.schema import TrainConfig
@@ -50,6 +51,12 @@ def test_an_option_of_theirs_is_answered_with_ours(theirs, ours):
 def test_a_flag_of_theirs_is_answered_with_our_option():
     with pytest.raises(ConfigError, match=r"unknown flag '--num_train_epochs'; .* set training.epochs .* dashes"):
         CommandLine.parse(["--num_train_epochs", "3"], TrainConfig)
+
+
+def test_an_argument_of_theirs_is_answered_with_our_option():
+    said = "unknown argument of train_reward_model 'num_train_epochs'; for .* set training.epochs .*; any option"
+    with pytest.raises(TypeError, match=said):
+        train_reward_model("tiny", num_train_epochs=3)  # type: ignore[arg-type]
 
 
 def test_an_unknown_name_has_no_counterpart():
