@@ -166,7 +166,7 @@ class HessianSpectrum(LandscapeRecord, indent=2):
         return _value_or_nan(flatness(self))
 
     def summary(self) -> dict[str, str]:
-        """The result of a spectrum's computation, and the derived numbers with their errors or the reason why there is none."""
+        """Size of the computation, and derived numbers with errors or the reason for their absence."""
         found = self.quantities
         return {
             "matrix": f"{self.matrix} by {self.method}, {self.status}",

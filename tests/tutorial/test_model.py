@@ -77,7 +77,9 @@ def test_texts_and_lists_have_one_rule(saved):
     assert model.score(PROMPT, RESPONSES[0]).shape == ()
     assert model.score(PROMPT, RESPONSES[0]) == both[0]
     assert model.score_pair(PROMPT, *RESPONSES) == pytest.approx(float(both[0] - both[1]), abs=1e-5)
-    assert model.score_pair(PROMPT, RESPONSES[0], "") == pytest.approx(float(both[0] - model.score(PROMPT, "")), abs=1e-5)
+    assert model.score_pair(PROMPT, RESPONSES[0], "") == pytest.approx(
+        float(both[0] - model.score(PROMPT, "")), abs=1e-5
+    )
     tokens = model.tokenize(PROMPT, RESPONSES[0])
     torch.testing.assert_close(model(**tokens)[0].detach(), both[0])
     assert tokens["input_ids"].device == model.device
