@@ -2,26 +2,44 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from functools import cached_property
+from inspect import signature
 from pathlib import Path
+from types import MappingProxyType
+from typing import TypedDict, Unpack
 
 from rm_optimizer.core.rows.natural import Texts, texts
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.experiments.cost import StudyCost, study_cost
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import TUNE, arm_trial
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
-from rm_optimizer.experiments.optimizer_comparison.setting import ComparisonOptions, Frozen, freeze
-from rm_optimizer.experiments.optimizer_comparison.stages import FIRST_TUNING_SEED, Stages
+from rm_optimizer.experiments.optimizer_comparison.setting import FIRST_TUNING_SEED, ComparisonOptions, Frozen, freeze
+from rm_optimizer.experiments.optimizer_comparison.stages import Stages
 from rm_optimizer.experiments.study import Study, TrialLines
 from rm_optimizer.experiments.training_trials import config_of
 from rm_optimizer.experiments.trial import executor_named
 from rm_optimizer.records.files import write_rows, write_text
+from rm_optimizer.records.recall import written
 from rm_optimizer.reporting.optimizer_comparison import findings_document, print_findings
 from rm_optimizer.reporting.pages.folder_page import REPORT_FOLDER
 from rm_optimizer.schema.compose import model_overrides
 
 DEFAULT_OPTIMIZERS = ("adam", "adamw", "sgd", "muon", "lion")
 FOLDER = Path("outputs", "optimizer_comparison")
+
+
+class Sizes(TypedDict, total=False):
+    """Numbers of a comparison that replace those of its budget, as in `ComparisonOptions`."""
+
+    rates: int | None
+    tuning_seeds: int | None
+    pairs: int | None
+    val_pairs: int | None
+    test_pairs: int | None
+    pairs_per_prompt: int | None
+    curvature_pairs: int | None
 
 
 class OptimizerComparison:
@@ -35,17 +53,21 @@ class OptimizerComparison:
         data_path: source of the training pairs.
         optimizers: names of at least two optimizers.
         num_seeds: final seeds for each optimizer; None takes the number of the budget.
+        epochs: passes over the training pairs of every run; None is the default of a run, 1.
+        batch_size: pairs of an optimizer step; None is the model's preset.
         val_path: source of the validation pairs; None takes the pairs of some training prompts.
         test_path: source of the test pairs; None takes the pairs of some validation prompts.
         budget: `smoke` (3 rates, 2 seeds, few pairs), `standard` (5 rates, 5 seeds) or `paper` (7 rates, 10 seeds).
         reference: optimizer to compare the others with; None is adamw, or the first one if adamw is not among them.
         output_dir: folder of the results.
-        overrides: further options of every run, such as `["training.epochs=2", "batching.batch_size=32"]`.
+        options: further options of every run, such as `{"model.max_length": 512}`.
+        overrides: the same as words of the command line, such as `["model.max_length=512"]`.
         executor: `process` (a new interpreter for each run), `inline` (this process) or `ray`.
         workers: runs at a time; None is one per GPU, or one without GPUs.
-        sizes: further fields of `ComparisonOptions`, such as `rates`, `pairs` or `test_pairs`.
+        sizes: fields of `Sizes`, such as `rates`, `pairs` or `test_pairs`.
 
     Raises:
+        TypeError: if an argument is unknown or of the wrong type.
         ConfigError: if an option is unknown, out of its range, or would make runs differ in more than the optimizer.
     """
 
@@ -56,16 +78,29 @@ class OptimizerComparison:
         optimizers: Texts = DEFAULT_OPTIMIZERS,
         num_seeds: int | None = None,
         *,
+        epochs: float | None = None,
+        batch_size: int | None = None,
         val_path: str | Path | None = None,
         test_path: str | Path | None = None,
         budget: str = "standard",
         reference: str | None = None,
         output_dir: str | Path = FOLDER,
+        options: Mapping[str, object] = MappingProxyType({}),
         overrides: Texts = (),
         executor: str = "process",
         workers: int | None = None,
-        **sizes: int | None,
+        **sizes: Unpack[Sizes],
     ) -> None:
+        if unknown := sizes.keys() - Sizes.__annotations__.keys():
+            known = [name for name in signature(OptimizerComparison).parameters if name != "sizes"]
+            found = did_you_mean("argument of OptimizerComparison", min(unknown), [*known, *Sizes.__annotations__])
+            raise TypeError(f"{found}; any option of a run fits into options={{...}}")
+        for name, path in {"data_path": data_path, "val_path": val_path, "test_path": test_path}.items():
+            if not isinstance(path, str | os.PathLike | None):
+                got = f"must be a file, folder or hub name, got {type(path).__name__}"
+                raise TypeError(f"{name} {got}; write the pairs to a file, such as pairs.parquet")
+        given = {"training.epochs": epochs, "batching.batch_size": batch_size}
+        chosen = {name: value for name, value in given.items() if value is not None} | dict(options)
         self.folder = Path(output_dir)
         self.executor = executor
         self.workers = workers
@@ -77,7 +112,11 @@ class OptimizerComparison:
             val=None if val_path is None else str(val_path),
             test=None if test_path is None else str(test_path),
             seeds=num_seeds,
-            overrides=(*model_overrides(model_name), *texts("overrides", overrides)),
+            overrides=(
+                *model_overrides(model_name),
+                *(f"{name}={written(value)}" for name, value in chosen.items()),
+                *texts("overrides", overrides),
+            ),
             **sizes,
         )
 

@@ -24,7 +24,7 @@ from rm_optimizer.doctor.diagnosis import Check, Diagnosis, Status, skipped
 from rm_optimizer.doctor.label_signal import label_checks
 from rm_optimizer.doctor.probe_conversations import padded_rewards, probe_ids, running
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
-from rm_optimizer.schema.registry import Registry
+from rm_optimizer.schema.registry import Registry, load_entry_points
 
 Needs = Literal["files", "model", "pairs", "rewards", "trained rewards"]
 """Needs of a check: the model's files, finite weights, pairs, finite rewards of pairs, or rewards of a trained head."""
@@ -128,7 +128,7 @@ def diagnose(
     for name, dataset in data.items():
         if not len(dataset):
             raise DataError(f"{name}: has no pairs to check")
-    CHECKS.load_plugins()
+    load_entry_points(CHECKS.kind)
     examined = Examination(model, data, seed, trained, max_pairs, max_audited_pairs, token_budget)
     checks = []
     for done, name in enumerate(order := sorted(CHECKS, key=lambda name: get_args(Needs).index(CHECKS[name][0]))):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rm_optimizer.optim import builders, muon  # noqa: F401  # they register the optimizers of this package
 from rm_optimizer.optim.algorithms import evaluation_weights, set_train_mode
 from rm_optimizer.optim.param_groups import GroupRow, describe_groups
-from rm_optimizer.optim.registry import OPTIMIZERS, OptimizerInfo, build_optimizer, check_compatible
+from rm_optimizer.optim.registry import OPTIMIZERS, OptimizerInfo, build_optimizer, check_compatible, register_optimizer
 from rm_optimizer.optim.schedules import build_schedule
 
 __all__ = [
@@ -17,5 +17,6 @@ __all__ = [
     "check_compatible",
     "describe_groups",
     "evaluation_weights",
+    "register_optimizer",
     "set_train_mode",
 ]

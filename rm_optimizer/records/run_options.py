@@ -13,7 +13,7 @@ from rm_optimizer.schema.checks import Options
 from rm_optimizer.schema.config import Resume, TrainConfig
 
 FREE = (
-    *("resume", "output_dir", "profile_memory", "publish", "logger"),
+    *("resume", "output_dir", "plugins", "profile_memory", "publish", "logger"),
     *("training.progress", "training.calibration", "training.hessian", "training.num_bootstrap"),
     *("training.checkpoint_every", "training.keep_checkpoints"),
     *("hardware.num_threads", "hardware.num_workers", "hardware.pin_memory", "hardware.compile"),

@@ -13,6 +13,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.checks import require
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
+from rm_optimizer.schema.registry import import_plugins, load_entry_points
 from rm_optimizer.schema.store import read_rate, register
 
 if TYPE_CHECKING:
@@ -135,7 +137,7 @@ def compose(overrides: str | Sequence[str] = (), name: str = "config") -> DictCo
 
 @contextmanager
 def composing(overrides: Sequence[str], name: str) -> Iterator[None]:
-    """Context in which Hydra composes; its errors become one sentence about the overrides.
+    """Context in which Hydra composes, with the plug-ins that the overrides name; its errors become one sentence.
 
     Args:
         overrides: overrides, in Hydra's grammar.
@@ -149,6 +151,12 @@ def composing(overrides: Sequence[str], name: str) -> Iterator[None]:
 
     register()
     try:
+        given = _given(overrides)
+        if "plugins" in given:
+            named = given["plugins"].value()
+            import_plugins(named if isinstance(named, list) else [str(named)])
+        if "optimizer" in given and str(given["optimizer"].value()) not in OPTIMIZER_OPTIONS:
+            load_entry_points("optimizer")
         with initialize_config_dir(config_root(), "train" if name == "config" else name, version_base="1.3"):
             yield
     except (HydraException, OmegaConfBaseException, YAMLError) as error:

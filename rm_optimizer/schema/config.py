@@ -283,6 +283,8 @@ class TrainConfig(Options):
     """Treatment of an earlier run in the run folder: `none` refuses it, `auto` continues it, `restart` removes it."""
     output_dir: str = MISSING
     """The run folder."""
+    plugins: list[str] = field(default_factory=list)
+    """Modules to import first, which register optimizers, losses and other entries: [my_package.optimizers]."""
     profile_memory: bool = False
     """Log memory, token rates, padding and MFU of every step, and write their medians to `profile.json`."""
     publish: PublishConfig = field(default_factory=PublishConfig)

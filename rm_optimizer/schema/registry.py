@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TypeVar
@@ -37,7 +38,6 @@ class Registry(Mapping[str, EntryT]):
 
     def __init__(self, kind: str, entries: Mapping[str, EntryT] | None = None) -> None:
         self.kind, self._entries, self._origins = kind, dict(entries or {}), dict[str, str]()
-        self._plugins_loaded = False
 
     def add(self, name: str, entry: EntryT, made_by: object = None) -> None:
         """Add an entry under a new name.
@@ -57,16 +57,9 @@ class Registry(Mapping[str, EntryT]):
             raise ConfigError(f"the {self.kind} '{name}' is registered already; choose another name")
         self._entries[name], self._origins[name] = entry, origin
 
-    def load_plugins(self) -> None:
-        """Load the installed plug-ins of this kind, once."""
-        if not self._plugins_loaded:
-            self._plugins_loaded = True
-            for plugin in entry_points(group=f"rm_optimizer.{self.kind.replace(' ', '_')}"):
-                plugin.load()
-
     def __getitem__(self, name: str) -> EntryT:
         if name not in self._entries:
-            self.load_plugins()
+            load_entry_points(self.kind)
         if name not in self._entries:
             raise UnknownName(did_you_mean(self.kind, name, self._entries))
         return self._entries[name]
@@ -76,6 +69,13 @@ class Registry(Mapping[str, EntryT]):
 
     def __len__(self) -> int:
         return len(self._entries)
+
+
+@cache
+def load_entry_points(kind: str) -> None:
+    """Load the installed plug-ins of a kind, once in a process; their import registers the entries."""
+    for plugin in entry_points(group=f"rm_optimizer.{kind.replace(' ', '_')}"):
+        plugin.load()
 
 
 def import_plugins(modules: Iterable[str]) -> None:

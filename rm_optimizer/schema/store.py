@@ -18,7 +18,7 @@ from rm_optimizer.schema.config import (
 )
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
-from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, ScheduleConfig
+from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, OptimizerConfig, ScheduleConfig
 from rm_optimizer.schema.rlhf import RLHFConfig, RLHFRunConfig
 
 GROUPS = {
@@ -50,6 +50,18 @@ def by_adapter(full: float, lora: float, *, _root_: DictConfig) -> float:
 def peak_lr(full: float, lora: float, *, _root_: DictConfig) -> float:
     """Peak learning rate: one of two multiples, as in `by_adapter`, of the model's rate that the run reads."""
     return by_adapter(full, lora, _root_=_root_) * float(_root_.model[read_rate(_root_)])
+
+
+def store_optimizer(name: str, options: type[OptimizerConfig]) -> None:
+    """Let Hydra compose `optimizer=NAME` from the defaults of its options; a missing rate or decay is AdamW's."""
+    from hydra.core.config_store import ConfigStore
+
+    node = OmegaConf.structured(options)
+    node.name = name
+    for option, value in {"lr": "${peak_lr:1.0,1.0}", "weight_decay": "${by_adapter:0.01,0.0}"}.items():
+        if OmegaConf.is_missing(node, option):
+            node[option] = value
+    ConfigStore.instance().store(group="optimizer", name=name, node=node)
 
 
 @cache

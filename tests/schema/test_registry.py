@@ -53,6 +53,7 @@ def test_an_unknown_name_loads_entry_points_once(monkeypatch):
 
     assert metadata.entry_points(group="rm_optimizer.odd_shape") == ()
     monkeypatch.setattr(registry, "entry_points", found)
+    registry.load_entry_points.cache_clear()
     assert shapes["circle"] == 0
     assert loaded == []
     assert shapes["star"] == 5

@@ -64,6 +64,8 @@ SHARED = ("schedule.warmup_ratio", "schedule.min_lr_ratio")
 """Options of these groups that may be set, with the same value for all optimizers."""
 KEPT = ("id", "source", "subset")
 """Metadata that the written pairs keep."""
+FIRST_TUNING_SEED = 1000
+"""First tuning seed; final seeds start at 0 and end before it, so that no rate is judged on a seed that chose it."""
 HELD_OUT = 0.2
 """Share of the prompts that is held out if no validation pairs are given; it is divided into validation and test."""
 _OF_AN_ARM = ("optimizer", "schedule", "seed", "output_dir", "data", "model.adamw_lr", "model.lora_lr", "logger")
@@ -155,6 +157,10 @@ class ComparisonOptions(JsonRecord, indent=1):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ConfigError(f"--{name.replace('_', '-')} must be at least {least}, got {value}")
+        if self.seeds > FIRST_TUNING_SEED:
+            raise ConfigError(
+                f"--seeds must be at most {FIRST_TUNING_SEED}, where the tuning seeds begin, got {self.seeds}"
+            )
         if self.rates % 2 == 0 or self.rates < 3:
             raise ConfigError(
                 f"--rates must be odd and at least 3, so that each preset's rate is in the middle and an optimum "

@@ -16,7 +16,7 @@ from statistics import fmean
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import FINAL, TASK, TUNE, arm_trial
-from rm_optimizer.experiments.optimizer_comparison.setting import Frozen
+from rm_optimizer.experiments.optimizer_comparison.setting import FIRST_TUNING_SEED, Frozen
 from rm_optimizer.experiments.study import (
     FROZEN_FILE,
     PLAN_FILE,
@@ -31,8 +31,6 @@ from rm_optimizer.experiments.trial import Executor, Trial, TrialResult
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.records.codec import JsonRecord
 
-FIRST_TUNING_SEED = 1000
-"""First tuning seed; final seeds start at 0."""
 ADAMW = "adamw"
 HALF_DECADE = math.sqrt(10.0)
 """Factor from one learning rate to the next."""
