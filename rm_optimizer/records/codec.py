@@ -68,7 +68,7 @@ class JsonRecord:
             whole = f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in values.items())})"
             if len(whole) <= REPR_WIDTH and "\n" not in whole:
                 return whole
-        lines = [f"  {name}: {text}" for name, text in self.summary().items()]
+        lines = [f"  {name}: {' '.join(text.split())}" for name, text in self.summary().items()]
         if (rest := len(lines) - (REPR_LINES - 1)) > 0:
             lines[REPR_LINES - 2 :] = [f"  … {rest + 1} more; to_json() has all"]
         cut = (line if len(line) <= REPR_WIDTH else f"{line[: REPR_WIDTH - 1]}…" for line in lines)

@@ -19,7 +19,7 @@ from torch import Tensor
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id, require_finite
-from rm_optimizer.core.rows.natural import Prompts, Texts, paired, texts
+from rm_optimizer.core.rows.natural import Prompts, Texts, listed, paired, texts
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.score_file import CountedRewards
 from rm_optimizer.records.codec import JsonRecord, json_values
@@ -126,6 +126,7 @@ class RewardModelEnsemble(Scorer):
         load: Callable[[str], BradleyTerryRM] = BradleyTerryRM.from_pretrained,
         token_budget: int = 16384,
     ) -> None:
+        models = listed("models", models)
         if len(models) < 2:
             raise ConfigError(f"an ensemble needs at least 2 models, got {len(models)}")
         if uncertainty_threshold is not None and not uncertainty_threshold >= 0:
@@ -142,7 +143,7 @@ class RewardModelEnsemble(Scorer):
         self.aggregation = Aggregation(aggregation)
         self.penalty = penalty
         self.reference = reference
-        self.models = list(models)
+        self.models = models
         self._saved = SavedMembers(load, memory_bytes)
         self._lock = threading.RLock()
         self._token_budget = token_budget

@@ -6,6 +6,7 @@ import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_messages
+from rm_optimizer.core.pairs.source_pairs import SourcePairs
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.tokens.audit import QUANTILES, DataAudit, PromptOverlap, audit_pairs, length_baseline
 
@@ -120,7 +121,8 @@ def test_repeating_every_pair_of_a_prompt_does_not_shrink_the_error():
 
 def test_an_audit_survives_json():
     margin = PreferencePair("p", "aa", "b", margin=1.0, metadata={"source": "s"})
-    data = PreferenceDataset((margin, PreferencePair("q", "a", "b", label=0.5)), (SkippedRow("a.csv", 3, "bad"),))
+    tie = PreferencePair("q", "a", "b", label=0.5)
+    data = PreferenceDataset(SourcePairs((margin, tie), (SkippedRow("a.csv", 3, "bad"),)))
     audit = audit_pairs({"train": data, "val": data}, CharacterRenderer(9))
     split = audit.splits["train"]
     assert (split.num_margins, split.num_soft_labels, split.num_skipped) == (1, 1, 1)
