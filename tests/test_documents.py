@@ -195,7 +195,7 @@ WAYS: dict[str, Run] = {
     "rm-opt compare --optimizers adam,adamw,sgd,muon,lion --seeds 3 --data pairs.jsonl": Run(
         "COLUMNS=200 rm-opt compare --optimizers adamw,sgd --seeds 2 --data pairs.jsonl --budget smoke "
         "--executor inline --pairs 16 --val-pairs 8 --test-pairs 8 --curvature-pairs 0 --output outputs/compared",
-        prints="NLL less reference",
+        prints="NLL − reference",
         slow=True,
     ),
     "rm-opt compare outputs/sweep": Run(prints="paired by prompt and seed", slow=True),
