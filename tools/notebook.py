@@ -39,9 +39,8 @@ def main() -> None:
     for cell in notebook.cells:
         cell.metadata.clear()
         if cell.cell_type == "code":
-            cell.outputs = [
-                output for output in cell.outputs if output.output_type != "stream" or output.name == "stdout"
-            ]
+            # Bars of progress hold paths of this machine.
+            cell.outputs = [output for output in cell.outputs if output.get("name") == "stdout"]
     notebook.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     nbformat.write(notebook, NOTEBOOK)
 
