@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -34,26 +35,31 @@ from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, num_em
 from rm_optimizer.core.tokens.plan import pad_sequences, stacked
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree
 from rm_optimizer.core.tokens.written_template import TemplateWriter
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.records.codec import from_values, json_values
 
 
-class SourceOptions(TypedDict, total=False):
-    """Options of `BradleyTerryRM` for a model that is loaded, as keywords."""
+class LoadingOptions(TypedDict, total=False):
+    """Options of `BradleyTerryRM` that only loading reads, as keywords."""
 
-    device: str | torch.device | None
-    max_length: int | None
-    compile_model: bool
-    render_fn: RenderFn | None
     attn_implementation: str
     dropout: bool
     seed: int
     revision: str | None
     trust_remote_code: bool
     dtype: str | torch.dtype | None
-    gradient_checkpointing: bool
     quantize: bool
     input_form: str | None
+
+
+class SourceOptions(LoadingOptions, total=False):
+    """Options of `BradleyTerryRM` for a model that is loaded, as keywords."""
+
+    device: str | torch.device | None
+    max_length: int | None
+    compile_model: bool
+    render_fn: RenderFn | None
+    gradient_checkpointing: bool
 
 
 class BradleyTerryRM(BaseRewardModel):
@@ -109,39 +115,23 @@ class BradleyTerryRM(BaseRewardModel):
         render_fn: RenderFn | None = None,
         fresh_head_seed: int | None = None,
         new_head: bool | None = None,
-        attn_implementation: str = "auto",
-        dropout: bool = False,
-        seed: int = 0,
-        revision: str | None = None,
-        trust_remote_code: bool = False,
-        dtype: str | torch.dtype | None = None,
         gradient_checkpointing: bool = False,
-        quantize: bool = False,
-        input_form: str | None = None,
+        **loading: Unpack[LoadingOptions],
     ) -> None:
+        for option in loading.keys() - LoadingOptions.__annotations__.keys():
+            known = [name for name in signature(BradleyTerryRM).parameters if name != "loading"]
+            raise TypeError(
+                did_you_mean("argument of BradleyTerryRM", option, [*known, *LoadingOptions.__annotations__])
+            )
         if isinstance(model_name, PreTrainedModel) and tokenizer is not None:
             name = str(model_name.config.name_or_path)
             loaded = LoadedModel(model_name, tokenizer, is_head_fresh=fresh_head_seed is not None)
         elif isinstance(model_name, LoadedModel):
-            name, loaded, fresh_head_seed = "", model_name, seed if model_name.is_head_fresh else None
+            name, loaded = "", model_name
         elif isinstance(model_name, str | os.PathLike):
-            name, kind = os.fspath(model_name), parse_dtype(dtype)
-            loaded = load_model(
-                name,
-                LoadOptions(
-                    attn_implementation,
-                    dropout,
-                    seed,
-                    revision,
-                    trust_remote_code,
-                    kind,
-                    quantize,
-                    new_head is not False,
-                ),
-            )
-            is_trained = not new_head and not loaded.is_head_fresh
-            settle_input(loaded, name, input_form, has_render_fn=render_fn is not None, is_trained=is_trained)
-            fresh_head_seed = seed if loaded.is_head_fresh else None
+            name = os.fspath(model_name)
+            loaded = _loaded(name, new_head, loading, has_render_fn=render_fn is not None)
+            fresh_head_seed = loading.get("seed", 0) if loaded.is_head_fresh else None
         else:
             raise TypeError(
                 "model_name must be a hub id, a folder, a checkpoint, or a transformers classifier with its tokenizer, "
@@ -152,13 +142,13 @@ class BradleyTerryRM(BaseRewardModel):
         self.has_default_length = max_length is None and recorded is None
         self._wrap(loaded, recorded if max_length is None else max_length, render_fn, fresh_head_seed)
         if not isinstance(model_name, PreTrainedModel):
-            self._prepare(loaded, gradient_checkpointing=gradient_checkpointing)
+            self._settle(loaded, gradient_checkpointing=gradient_checkpointing)
+        if loaded.certificate is not None:
+            self.require_certified(loaded.certificate, name)
         if compile_model:
             compile_backbone(self.model)
         if device is not None:
             self.to(device)
-        if loaded.certificate is not None:
-            self.require_certified(loaded.certificate, name)
 
     def _wrap(
         self, loaded: LoadedModel, max_length: int | None, render_fn: RenderFn | None, fresh_head_seed: int | None
@@ -186,7 +176,7 @@ class BradleyTerryRM(BaseRewardModel):
         self.beta = 1.0
         self.head_init = "from the checkpoint" if fresh_head_seed is None else initialize_head(head, fresh_head_seed)
 
-    def _prepare(self, loaded: LoadedModel, *, gradient_checkpointing: bool) -> None:
+    def _settle(self, loaded: LoadedModel, *, gradient_checkpointing: bool) -> None:
         """Set what the source recorded, and refuse a model whose rewards depend on their batch."""
         model = loaded.model
         if gradient_checkpointing and not model.supports_gradient_checkpointing:
@@ -262,7 +252,7 @@ class BradleyTerryRM(BaseRewardModel):
             loaded,
             max_length=max_length,
             render_fn=render_fn,
-            seed=seed,
+            fresh_head_seed=seed,
             gradient_checkpointing=gradient_checkpointing,
         )
 
@@ -448,6 +438,16 @@ class BradleyTerryRM(BaseRewardModel):
         with self.inference():
             rewards = SequenceScorer(self, 1).padded(ids)
         require_parity(certificate, rewards, computing_dtype(self.model), source)
+
+
+def _loaded(source: str, new_head: bool | None, loading: LoadingOptions, *, has_render_fn: bool) -> LoadedModel:
+    """The model of a source, its tokenizer set to the input that the model reads."""
+    options: dict[str, Any] = {**loading, "dtype": parse_dtype(loading.get("dtype")), "new_head": new_head is not False}
+    form = options.pop("input_form", None)
+    loaded = load_model(source, LoadOptions(**options))
+    is_trained = not new_head and not loaded.is_head_fresh
+    settle_input(loaded, source, form, has_render_fn=has_render_fn, is_trained=is_trained)
+    return loaded
 
 
 def require_bradley_terry(model: object) -> None:
