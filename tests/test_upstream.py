@@ -75,7 +75,7 @@ def is_super(node: ast.expr) -> bool:
 
 def test_every_private_name_in_use_is_listed_with_its_library():
     found = set().union(*map(private_names, PACKAGE.rglob("*.py")))
-    assert found - {"_exit", "_information", "_prepare"} == set().union(*IN_USE.values())
+    assert found - {"_exit", "_information"} == set().union(*IN_USE.values())
 
 
 def test_hydra_parses_its_own_flags_and_gathers_overrides():

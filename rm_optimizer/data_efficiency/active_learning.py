@@ -300,7 +300,7 @@ class ActiveLearner:
             raise ConfigError(f"rule '{rule}' compares models, and a round trains one; take '{DEFAULT_RULE}'")
         folder = Path(config.output_dir) if self._folder is None and config is not None else self._folder
         learner = ActiveLearner(self.model, self.acquisition, folder=folder, pool=pool, seed=self._seed)
-        rounds: list[LearningRound] = []
+        held_out, rounds = PreferenceDataset([] if val is None else val), list[LearningRound]()
         with ExitStack() as stack:
             if folder is not None:
                 with writing(folder):
@@ -321,14 +321,14 @@ class ActiveLearner:
                     )
                 self.labeled_data = [*_answered(learner, label_fn, len(rounds) + 1)]
                 result = None
-                if config is not None and folder is not None and val is not None:
+                if config is not None and folder is not None:
                     output = str(folder / "rounds" / f"{len(rounds):03d}")
                     own = replace(config, output_dir=output, resume=Resume.auto)
                     if warm and last is not None:
                         start = replace(own.model, path=last.export, revision=None, architecture={})
                         own = replace(own, model=start)
-                    train, held_out = (PreferenceDataset(each) for each in (self.labeled_data, val))
-                    result = run_training(own, data=TrainVal(train, held_out, "pairs of the caller"))
+                    pairs = TrainVal(PreferenceDataset(self.labeled_data), held_out, "pairs of the caller")
+                    result = run_training(own, data=pairs)
                 rounds.append(LearningRound(len(self.labeled_data), result))
         return rounds
 

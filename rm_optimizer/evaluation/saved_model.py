@@ -246,9 +246,8 @@ def evaluate_model(
     trained = None if source is None else TrainedPairs.recorded(source)
     by = texts("by", by)
     with ExitStack() as folders:
-        if output_dir is None:
-            output_dir = folders.enter_context(TemporaryDirectory())
-        folder = as_path("output_dir", output_dir)
+        kept = folders.enter_context(TemporaryDirectory()) if output_dir is None else output_dir
+        folder = as_path("output_dir", kept)
         require_no_run(folder, "output_dir")
         pairs = PreferenceDataset(data).accepted_by(model.renderer)
         folders.enter_context(held(folder, "evaluation"))
@@ -277,7 +276,8 @@ def evaluate_model(
             num_skipped=len(pairs.skipped),
             checkpoint=source or "",
         )
-        write_text(folder / METRICS_FILE, evaluation.to_json() + "\n")
-        write_text(folder / DISTRIBUTIONS_FILE, distributions_text(rewards))
-        write_pair_rewards(folder / PAIR_REWARDS_FILE, rewards, pairs, by=by)
+        if output_dir is not None:
+            write_text(folder / METRICS_FILE, evaluation.to_json() + "\n")
+            write_text(folder / DISTRIBUTIONS_FILE, distributions_text(rewards))
+            write_pair_rewards(folder / PAIR_REWARDS_FILE, rewards, pairs, by=by)
     return evaluation

@@ -219,7 +219,8 @@ class BaseRewardModel(nn.Module, Scorer):
             for prompt, response in zip(*paired(prompts, responses), strict=True):
                 tokens = {name: tensor.to(self.device) for name, tensor in self.tokenize(prompt, response).items()}
                 rewards.append(self(tokens["input_ids"], tokens["attention_mask"]).float().cpu().reshape(()))
-        return rewards[0] if isinstance(responses, str) else torch.stack(rewards) if rewards else torch.zeros(0)
+        found = torch.stack(rewards) if rewards else torch.zeros(0)
+        return found[0] if isinstance(responses, str) else found
 
     def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
         """Margin: reward of `response_a` less that of `response_b`."""

@@ -13,6 +13,7 @@ from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from rm_optimizer.core.pairs.formats import READ_COLUMNS
 from rm_optimizer.core.pairs.orders import random_positions
@@ -24,7 +25,6 @@ from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import SkippedRow, refuse_rows
 from rm_optimizer.core.rows.natural import table_rows
 from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
-from rm_optimizer.core.tokens.plan import pad_sequences
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import DataConfig, ReadOptions, Spelling, read_config
 
@@ -61,10 +61,10 @@ class TokenizedPair(PreferencePair, Mapping[str, Tensor]):
         """The mapping's values."""
         found: dict[str, Tensor] = {}
         for side, response in (("chosen", self.chosen), ("rejected", self.rejected)):
-            ids = self.renderer.encode(self.prompt, response).ids
-            rest = range(self.renderer.max_length)  # a longer row, which gives the width
-            padded, mask = pad_sequences([ids, rest], self.renderer.pad_token_id)
-            found |= {f"{side}_input_ids": padded[0], f"{side}_attention_mask": mask[0]}
+            ids = torch.tensor(self.renderer.encode(self.prompt, response).ids)
+            rest = (0, self.renderer.max_length - len(ids))
+            found[f"{side}_input_ids"] = pad(ids, rest, value=self.renderer.pad_token_id)
+            found[f"{side}_attention_mask"] = pad(torch.ones_like(ids), rest)
         numbers = {"label": self.label, "weight": self.weight} | (
             {} if self.margin is None else {"margin": self.margin}
         )

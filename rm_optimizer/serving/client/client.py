@@ -22,6 +22,7 @@ from rm_optimizer.serving.client.connection import (
     ClientArguments,
     Connection,
     Deadline,
+    Form,
     pieces,
 )
 from rm_optimizer.serving.client.handshake import ServerIdentity, shake_hands
@@ -35,10 +36,11 @@ class AsyncRewardClient(Connection):
     Connecting verifies the server's sigmoid and rendering; see `handshake`. For the arguments see `ClientArguments`.
     """
 
-    def _prepare(self) -> None:
-        super()._prepare()
-        self._form = TOKEN_FORM if self.renderer is not None else CONVERSATION_FORM
-        self._identity: ServerIdentity | None = None
+    _identity: ServerIdentity | None = None
+
+    @property
+    def _form(self) -> Form:
+        return TOKEN_FORM if self.renderer is not None else CONVERSATION_FORM
 
     async def __aenter__(self) -> AsyncRewardClient:
         await self.connect()
