@@ -75,7 +75,7 @@ def test_texts_and_lists_have_one_rule(saved):
     model, _ = saved
     both = model.score(PROMPT, RESPONSES)
     assert model.score(PROMPT, RESPONSES[0]).shape == ()
-    assert model.score(PROMPT, RESPONSES[0]) == both[0]
+    assert model.score(PROMPT, RESPONSES[0]) == model.score(PROMPT, RESPONSES[:1])[0]
     assert model.score_pair(PROMPT, *RESPONSES) == pytest.approx(float(both[0] - both[1]), abs=1e-5)
     assert model.score_pair(PROMPT, RESPONSES[0], "") == pytest.approx(
         float(both[0] - model.score(PROMPT, "")), abs=1e-5
@@ -100,3 +100,13 @@ def test_a_base_without_a_head_is_for_training_only(tmp_path, saved):
 def test_what_is_no_model_is_one_sentence(wrong):
     with pytest.raises(TypeError, match="model_name must be a hub id, a folder, a checkpoint, or a transformers"):
         BradleyTerryRM(wrong)
+
+
+def test_options_that_would_not_be_read_are_refused(saved):
+    model, folder = saved
+    with pytest.raises(TypeError, match="tokenizer and fresh_head_seed are for a classifier"):
+        BradleyTerryRM(folder, tokenizer=model.tokenizer)
+    with pytest.raises(TypeError, match="options of loading are for a source"):
+        BradleyTerryRM(model.model, tokenizer=model.tokenizer, gradient_checkpointing=True)
+    with pytest.raises(TypeError, match="unknown argument of BradleyTerryRM 'droput'; did you mean 'dropout'"):
+        BradleyTerryRM(folder, droput=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -119,18 +118,24 @@ class BradleyTerryRM(BaseRewardModel):
         **loading: Unpack[LoadingOptions],
     ) -> None:
         for option in loading.keys() - LoadingOptions.__annotations__.keys():
-            known = [name for name in signature(BradleyTerryRM).parameters if name != "loading"]
-            raise TypeError(
-                did_you_mean("argument of BradleyTerryRM", option, [*known, *LoadingOptions.__annotations__])
-            )
+            known = ["model_name", "tokenizer", "fresh_head_seed", "new_head", *SourceOptions.__annotations__]
+            raise TypeError(did_you_mean("argument of BradleyTerryRM", option, known))
         if isinstance(model_name, PreTrainedModel) and tokenizer is not None:
+            if loading or gradient_checkpointing or new_head is not None:
+                raise TypeError("options of loading are for a source; set them on the classifier itself")
             name = str(model_name.config.name_or_path)
             loaded = LoadedModel(model_name, tokenizer, is_head_fresh=fresh_head_seed is not None)
         elif isinstance(model_name, LoadedModel):
             name, loaded = "", model_name
         elif isinstance(model_name, str | os.PathLike):
+            if tokenizer is not None or fresh_head_seed is not None:
+                raise TypeError("tokenizer and fresh_head_seed are for a classifier; a source has its own, and seed")
             name = os.fspath(model_name)
-            loaded = _loaded(name, new_head, loading, has_render_fn=render_fn is not None)
+            options: dict[str, Any] = {**loading, "dtype": parse_dtype(loading.get("dtype"))}
+            form = options.pop("input_form", None)
+            loaded = load_model(name, LoadOptions(**options, new_head=new_head is not False))
+            is_trained = not new_head and not loaded.is_head_fresh
+            settle_input(loaded, name, form, has_render_fn=render_fn is not None, is_trained=is_trained)
             fresh_head_seed = loading.get("seed", 0) if loaded.is_head_fresh else None
         else:
             raise TypeError(
@@ -438,16 +443,6 @@ class BradleyTerryRM(BaseRewardModel):
         with self.inference():
             rewards = SequenceScorer(self, 1).padded(ids)
         require_parity(certificate, rewards, computing_dtype(self.model), source)
-
-
-def _loaded(source: str, new_head: bool | None, loading: LoadingOptions, *, has_render_fn: bool) -> LoadedModel:
-    """The model of a source, its tokenizer set to the input that the model reads."""
-    options: dict[str, Any] = {**loading, "dtype": parse_dtype(loading.get("dtype")), "new_head": new_head is not False}
-    form = options.pop("input_form", None)
-    loaded = load_model(source, LoadOptions(**options))
-    is_trained = not new_head and not loaded.is_head_fresh
-    settle_input(loaded, source, form, has_render_fn=has_render_fn, is_trained=is_trained)
-    return loaded
 
 
 def require_bradley_terry(model: object) -> None:

@@ -13,7 +13,6 @@ from typing import Any, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from rm_optimizer.core.pairs.formats import READ_COLUMNS
 from rm_optimizer.core.pairs.orders import random_positions
@@ -63,8 +62,8 @@ class TokenizedPair(PreferencePair, Mapping[str, Tensor]):
         for side, response in (("chosen", self.chosen), ("rejected", self.rejected)):
             ids = torch.tensor(self.renderer.encode(self.prompt, response).ids)
             rest = (0, self.renderer.max_length - len(ids))
-            found[f"{side}_input_ids"] = pad(ids, rest, value=self.renderer.pad_token_id)
-            found[f"{side}_attention_mask"] = pad(torch.ones_like(ids), rest)
+            found[f"{side}_input_ids"] = torch.nn.functional.pad(ids, rest, value=self.renderer.pad_token_id)
+            found[f"{side}_attention_mask"] = torch.nn.functional.pad(torch.ones_like(ids), rest)
         numbers = {"label": self.label, "weight": self.weight} | (
             {} if self.margin is None else {"margin": self.margin}
         )
