@@ -133,6 +133,11 @@ class EngineFailed(EngineUnavailable):
     """The engine will not answer again, and its process ends."""
 
 
+def nearest(got: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The most similar known name, in a list that is empty if none has this share of equal letters."""
+    return difflib.get_close_matches(got, list(known), n=1, cutoff=cutoff)
+
+
 def did_you_mean(kind: str, got: str, known: Iterable[str]) -> str:
     """Sentence about an unknown name, with the most similar known name if there is one.
 
@@ -141,8 +146,7 @@ def did_you_mean(kind: str, got: str, known: Iterable[str]) -> str:
         "unknown optimizer 'moun'; did you mean 'muon'? Known: adamw, lion, muon"
     """
     names = sorted(set(known))
-    near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
-    hint = f"did you mean '{near[0]}'? " if near else ""
+    hint = "".join(f"did you mean '{near}'? " for near in nearest(got, names, 0.5))
     return f"unknown {kind} '{got}'; {hint}Known: {', '.join(names)}"
 
 

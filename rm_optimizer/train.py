@@ -171,7 +171,6 @@ def _checked(line: CommandLine[TrainConfig]) -> Composed[TrainConfig] | None:
         return None
     for job in jobs:
         require_launched(job.options.hardware)
-    for job in jobs:
         _require_paths(job.options)
     from rm_optimizer.optim import check_compatible  # imports torch, so only after options are checked
 

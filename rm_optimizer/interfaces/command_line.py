@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import copy
-import difflib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +30,7 @@ from hydra.core.utils import run_job
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, did_you_mean, nearest
 from rm_optimizer.interfaces.exits import one_exit
 from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.schema.coming_from import counterpart
@@ -367,7 +366,7 @@ def _unknown_flag(flag: str, kind: type, known: Sequence[str]) -> str:
     name = flag.partition("=")[0].lstrip("-").replace("-", "_")
     options = list(_options("", kind))
     meant = [option for option in options if option.rpartition(".")[2] == name]
-    meant += [option for option in difflib.get_close_matches(name, options, n=1) if "." not in option]
+    meant += [option for option in nearest(name, options) if "." not in option]
     if meant:
         return f"unknown flag '{flag}'; options are set without dashes: {meant[0]}=VALUE"
     if (other := counterpart(name)) is not None:

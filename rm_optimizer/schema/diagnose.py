@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 import types
@@ -23,7 +22,7 @@ from omegaconf.errors import (
 )
 from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
-from rm_optimizer.errors import did_you_mean
+from rm_optimizer.errors import did_you_mean, nearest
 from rm_optimizer.schema.checks import require
 from rm_optimizer.schema.coming_from import counterpart
 
@@ -137,7 +136,7 @@ def unknown_option(option: str, root: DictConfig) -> str:
     parent, _, leaf = option.rpartition(".")
     names = [name for name in option_names(root) if not name.startswith("hydra.") or option.startswith("hydra.")]
     beside = [name for name in names if name.rpartition(".")[0] == parent]
-    near = difflib.get_close_matches(leaf, [name.rpartition(".")[2] for name in beside], n=1, cutoff=0.6)
+    near = nearest(leaf, [name.rpartition(".")[2] for name in beside])
     elsewhere = [name for name in names if name.rpartition(".")[2] == leaf]
     if not near and elsewhere:
         return f"unknown option '{option}'; did you mean '{elsewhere[0]}'?"

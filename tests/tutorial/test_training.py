@@ -19,7 +19,7 @@ from torch import Tensor
 from rm_optimizer import BaseRewardModel, BradleyTerryRM, create_dataloader, evaluate_checkpoint, evaluate_model
 from rm_optimizer.core.model.losses import LOSSES, register_loss
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
-from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.errors import CheckpointError, ConfigError, DataError
 from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.schema import compose, typed
 from rm_optimizer.schema.config import TrainConfig
@@ -166,6 +166,11 @@ def test_a_loss_that_would_train_wrongly_is_refused(bad: Any, message: str):
         ({"data_path": "prefs.parquet"}, DataError, "prefs.parquet: no such file"),
         ({"data_path": 7}, TypeError, "must be a list, tuple, generator, array or column, got int"),
         ({"val": ROWS}, ConfigError, "data_path must give the training pairs, got None"),
+        (
+            {"model_name": "tinny", "data_path": ROWS},
+            CheckpointError,
+            "tinny cannot .*; did you mean tiny, a",
+        ),
         ({"model_name": 3}, TypeError, "model_name must be a preset, a hub id or a path, got int"),
         ({"loss": "hinch"}, ConfigError, "unknown loss 'hinch'"),
         ({"metrics": {"accuracy": len}}, ConfigError, "metrics need new names .* got 'accuracy'"),

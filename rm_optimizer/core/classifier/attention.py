@@ -35,7 +35,7 @@ from transformers.masking_utils import flash_attention_mask, sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
 from rm_optimizer.core.tokens.prefix_trees import PackedTrees
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, MissingExtra, did_you_mean
 
 HALF = (torch.float16, torch.bfloat16)
 """Types that FlashAttention 2 computes in."""
@@ -206,7 +206,7 @@ def _obstacle(config: PretrainedConfig, kernel: str, dtype: torch.dtype, trust_r
         if not torch.cuda.is_available():
             return "needs a CUDA device"
         if not is_flash_attn_2_available():
-            return "the flash-attn package is not installed"
+            return str(MissingExtra("flash-attn", "flash"))
         if dtype not in HALF:
             return f"needs weights in float16 or bfloat16, these are {str(dtype).removeprefix('torch.')}"
     if kernel == "eager":

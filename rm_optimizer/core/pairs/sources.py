@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +11,7 @@ from typing import Any
 from rm_optimizer.core.pairs.formats import FORMATS, LAYOUTS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
 from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, Columns, read_number
 from rm_optimizer.core.rows.readers import NamedFiles, Row, source_files, source_name
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, did_you_mean, nearest
 from rm_optimizer.schema.data import DataConfig
 
 FORM = "FIRST,SECOND or FIRST,SECOND,TIE, with | between values that mean the same"
@@ -133,7 +132,7 @@ class DataSource:
                 raise ConfigError(
                     f"data.columns: ranks count from the best, so {theirs} must be mapped as ranks, not as scores"
                 )
-            if theirs is not None and name not in ours and difflib.get_close_matches(name, ours, n=1, cutoff=0.8):
+            if theirs is not None and name not in ours and nearest(name, ours, 0.8):
                 raise ConfigError(f"data.columns: {did_you_mean('column of ours', name, ours)}")
 
     def files(self) -> list[NamedFiles]:

@@ -7,7 +7,6 @@ whose other rows can, goes to a `report` callback, which raises or takes note; a
 from __future__ import annotations
 
 import csv
-import difflib
 import glob
 import gzip
 import io
@@ -21,7 +20,7 @@ from typing import Any, NamedTuple, TypeAlias
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from rm_optimizer.errors import DataError, did_you_mean
+from rm_optimizer.errors import DataError, did_you_mean, nearest
 
 Row: TypeAlias = dict[str, Any]
 """Column names to Python values."""
@@ -93,7 +92,7 @@ def _no_such_file(location: str, path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f"{location}: no such file; the folder {folder} does not exist"
-    near = difflib.get_close_matches(path.name, [entry.name for entry in folder.iterdir()], n=1, cutoff=0.5)
+    near = nearest(path.name, [entry.name for entry in folder.iterdir()], 0.5)
     hint = f"did you mean '{folder / near[0]}'?" if near else f"nothing in {folder.resolve()} has a similar name"
     return f"{location}: no such file; {hint}"
 

@@ -18,8 +18,9 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from rm_optimizer.core.rows.hub import hub_obstacle, restored_hub
-from rm_optimizer.errors import CheckpointError, no_trained_head
+from rm_optimizer.errors import CheckpointError, nearest, no_trained_head
 from rm_optimizer.records.locations import EXPORT_FILE, Source, SourceKind, resolve_source
+from rm_optimizer.schema.compose import config_root
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),
@@ -145,6 +146,9 @@ def find_source(source: str | Path, revision: str | None = None) -> Source:
     """
     found = resolve_source(source)
     if found.kind is SourceKind.HUB and (obstacle := hub_obstacle(found.location, "model", revision)):
+        presets = [file.stem for file in (Path(config_root()) / "model").glob("*.yaml")]
+        for near in nearest(found.location, presets, 0.7):
+            obstacle += f"; did you mean {near}, a preset of train_reward_model and of rm-opt train?"
         raise CheckpointError(f"{source} cannot be loaded as a reward model: {obstacle}")
     return found
 

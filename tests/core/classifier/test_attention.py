@@ -207,7 +207,7 @@ def llama(**fields: Any) -> LlamaConfig:
 def test_auto_switches_on_a_cuda_machine(cuda_machine: pytest.LogCaptureFixture):
     assert choose_attention(llama(), "auto", torch.float32) == "sdpa_or_flex"
     assert cuda_machine.messages == [
-        "padded sequences use sdpa: flash_attention_2: the flash-attn package is not installed"
+        "padded sequences use sdpa: flash_attention_2: flash-attn is not installed; pip install 'rm-optimizer[flash]'"
     ]
 
 

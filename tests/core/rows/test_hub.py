@@ -46,6 +46,8 @@ def test_an_unknown_name_is_refused_after_one_question(answer: Any, tmp_path: Pa
         CheckpointError, match=r"nothing of that name is here, and the hub has no public model nowhere/x"
     ):
         BradleyTerryRM.from_pretrained("nowhere/x")
+    with pytest.raises(CheckpointError, match=r"model quen; .*; did you mean qwen, a preset of train_reward_model"):
+        BradleyTerryRM("quen")
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n')
     with pytest.raises(CheckpointError, match="no tokenizer at 'nowhere': nothing of that name is here"):
@@ -54,6 +56,7 @@ def test_an_unknown_name_is_refused_after_one_question(answer: Any, tmp_path: Pa
         list(read_rows("nowhere/data", lambda number, reason: None))
     assert [(one["name"], one["repo_type"], one["timeout"]) for one in asked] == [
         ("nowhere/x", "model", 5.0),
+        ("quen", "model", 5.0),
         ("nowhere", "model", 5.0),
         ("nowhere/data", "dataset", 5.0),
     ]
