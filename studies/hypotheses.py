@@ -45,7 +45,7 @@ from jaxtyping import Float, Int
 from scipy.special import log_expit
 
 from rm_optimizer import BradleyTerryRM, PreferenceDataset, TrainConfig, compose, typed
-from rm_optimizer.core.metrics.effects import Outcome, both, outcome, paired_effect
+from rm_optimizer.core.metrics.effects import Outcome, paired_effect
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import crossed_mean
 from rm_optimizer.core.model.losses import bradley_terry_pair_losses
@@ -101,6 +101,31 @@ class Finding:
     margin: float
     verdict: Outcome
     also: Mapping[str, float | str | None] = field(default_factory=dict)
+
+
+def outcome(estimate: Estimate, margin: float = 0.0) -> Outcome:
+    """Outcome of an arm by its effect, which is positive if the arm is better, and a one-sided margin.
+
+    `better` with the whole interval above 0, `worse` with the whole interval below `-margin`, `equivalent` (no worse
+    than the margin) with none of it below `-margin`, else `inconclusive`.
+
+    Args:
+        estimate: the effect with its 95 % interval.
+        margin: loss that does not matter, not negative.
+    """
+    low, high = estimate.low, estimate.high
+    if low is None or high is None:
+        return "inconclusive"
+    if low > 0:
+        return "better"
+    if low >= -margin:
+        return "equivalent"
+    return "worse" if high < -margin else "inconclusive"
+
+
+def both(first: Outcome, second: Outcome) -> Outcome:
+    """Outcome of the weaker one of a hypothesis's two parts."""
+    return next(word for word in ("worse", "inconclusive", "equivalent", "better") if word in (first, second))
 
 
 def batching_finding(rows: Sequence[Mapping[str, float]]) -> Finding:

@@ -109,6 +109,23 @@ def fold(
     return FoldedPairs(expit(np.abs(logit)), outcome, weight)
 
 
+def pair_scores(
+    logit: Float[np.ndarray, " pairs"], label: Float[np.ndarray, " pairs"]
+) -> dict[str, Float[np.ndarray, " pairs"]]:
+    """Accuracy, NLL and Brier score of each pair; the accuracy of a pair labeled 0.5, which has none, is 0.
+
+    Args:
+        logit: beta times the reward difference.
+        label: probability that `chosen` is the better one.
+    """
+    chance = expit(logit)
+    return {
+        "accuracy": (label != 0.5) * (0.5 + 0.5 * np.sign(label - 0.5) * np.sign(logit)),
+        "nll": -label * log_expit(logit) - (1 - label) * log_expit(-logit),
+        "brier": label * (1 - chance) ** 2 + (1 - label) * chance**2,
+    }
+
+
 def equal_width_bins(confidence: Float[np.ndarray, " pairs"]) -> Int[np.ndarray, " pairs"]:
     """Bin of each confidence when [0.5, 1] is cut into `NUM_BINS` equal parts; an edge belongs to the upper part."""
     return np.minimum(((confidence - 0.5) * 2 * NUM_BINS).astype(np.int64), NUM_BINS - 1)
@@ -170,8 +187,24 @@ def reliability_curve(pairs: FoldedPairs) -> tuple[ReliabilityBin, ...]:
 
     With weights the interval's sample size is Kish's, `(sum w)^2 / sum w^2`.
     """
-    bins = equal_width_bins(pairs.confidence)
-    return tuple(_reliability_bin(pairs, bins == index, int(index)) for index in np.unique(bins))
+    bins, curve = equal_width_bins(pairs.confidence), []
+    for index in np.unique(bins).tolist():
+        inside = bins == index
+        w = pairs.weight[inside]
+        frequency = float(np.clip((w * pairs.outcome[inside]).sum() / w.sum(), 0.0, 1.0))
+        low, high = wilson_interval(frequency, float(w.sum() ** 2 / (w**2).sum()))
+        curve.append(
+            ReliabilityBin(
+                low=0.5 + index / (2 * NUM_BINS),
+                high=0.5 + (index + 1) / (2 * NUM_BINS),
+                num_pairs=int(inside.sum()),
+                mean_confidence=float((w * pairs.confidence[inside]).sum() / w.sum()),
+                frequency=frequency,
+                frequency_low=low,
+                frequency_high=high,
+            )
+        )
+    return tuple(curve)
 
 
 def fit_temperature(
@@ -230,18 +263,3 @@ def flipped_labels(chances: Float[np.ndarray, " pairs"]) -> FlippedLabels:
         return FlippedLabels(0.0, np.zeros(len(chances)))
     share, found = float(_SHARES[row]), expit(_SHARPNESS[column] * margins)
     return FlippedLabels(share, share * (1 - found) / ((1 - 2 * share) * found + share))
-
-
-def _reliability_bin(pairs: FoldedPairs, inside: np.ndarray, index: int) -> ReliabilityBin:
-    w = pairs.weight[inside]
-    frequency = float(np.clip((w * pairs.outcome[inside]).sum() / w.sum(), 0.0, 1.0))
-    low, high = wilson_interval(frequency, float(w.sum() ** 2 / (w**2).sum()))
-    return ReliabilityBin(
-        low=0.5 + index / (2 * NUM_BINS),
-        high=0.5 + (index + 1) / (2 * NUM_BINS),
-        num_pairs=int(inside.sum()),
-        mean_confidence=float((w * pairs.confidence[inside]).sum() / w.sum()),
-        frequency=frequency,
-        frequency_low=low,
-        frequency_high=high,
-    )

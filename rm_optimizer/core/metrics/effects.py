@@ -11,11 +11,10 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float
 from scipy.optimize import brentq
-from scipy.special import expit, log_expit
 from scipy.stats import ncf, rankdata
 from scipy.stats import t as student_t
 
-from rm_optimizer.core.metrics.calibration import NUM_BINS, equal_width_bins, fold
+from rm_optimizer.core.metrics.calibration import NUM_BINS, equal_width_bins, fold, pair_scores
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
 from rm_optimizer.core.metrics.intervals import (
     StudentMean,
@@ -55,12 +54,19 @@ class PairedScores:
 
     @cached_property
     def sums(self) -> Float[np.ndarray, "prompts terms"]:
-        """Share of each prompt in the totals of every arm and seed."""
-        ones = np.ones(len(self.prompts))
-        label, weight = (ones if given is None else given for given in (self.label, self.weight))
-        arms = [self.better] if self.worse is None else [self.better, self.worse]
-        margins = np.concatenate(arms)
-        columns = _terms(margins.ravel(), np.tile(label, len(margins)), np.tile(weight, len(margins)))
+        """Share of each prompt in the totals of every arm and seed.
+
+        A pair's terms are its accuracy, NLL and Brier score, its calibration gap in one of the bins, and both counts.
+        """
+        margins = np.concatenate([self.better] if self.worse is None else [self.better, self.worse])
+        ones, margin = np.ones(len(self.prompts)), margins.ravel()
+        label, weight = (np.tile(ones if given is None else given, len(margins)) for given in (self.label, self.weight))
+        folded = fold(margin, label, weight)
+        gaps = np.zeros((len(margin), NUM_BINS))
+        gaps[np.arange(len(margin)), equal_width_bins(folded.confidence)] = folded.confidence - folded.outcome
+        means = np.stack([*pair_scores(margin, label).values()], axis=1)
+        counts = np.stack([label != 0.5, np.ones_like(margin)], axis=1)
+        columns = weight[:, None] * np.concatenate([means, gaps, counts], axis=1)
         rows = columns.reshape(*margins.shape, -1).swapaxes(0, 1)
         return cluster_totals(rows.reshape(len(self.prompts), -1), self.prompts)
 
@@ -148,31 +154,6 @@ def paired_effect(
     return with_honest_width(estimate, scores.sums[:, -1], bounds=bounds)
 
 
-def outcome(estimate: Estimate, margin: float = 0.0) -> Outcome:
-    """Outcome of an arm by its effect, which is positive if the arm is better, and a one-sided margin.
-
-    `better` with the whole interval above 0, `worse` with the whole interval below `-margin`, `equivalent` (no worse
-    than the margin) with none of it below `-margin`, else `inconclusive`.
-
-    Args:
-        estimate: the effect with its 95 % interval.
-        margin: loss that does not matter, not negative.
-    """
-    low, high = estimate.low, estimate.high
-    if low is None or high is None:
-        return "inconclusive"
-    if low > 0:
-        return "better"
-    if low >= -margin:
-        return "equivalent"
-    return "worse" if high < -margin else "inconclusive"
-
-
-def both(first: Outcome, second: Outcome) -> Outcome:
-    """Outcome of a hypothesis of two parts: that of the weaker part."""
-    return next(word for word in ("worse", "inconclusive", "equivalent", "better") if word in (first, second))
-
-
 def holm_adjusted(p_values: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:
     """P-values adjusted for several tests: rejecting those below `alpha` errs with probability at most `alpha`.
 
@@ -242,21 +223,6 @@ def _scores(totals: np.ndarray) -> np.ndarray:
         return np.asarray(sums / counts[..., [0, 1, 1, 1]])
 
 
-def _terms(margin: np.ndarray, label: np.ndarray, weight: np.ndarray) -> np.ndarray:
-    """Each pair's part of the totals: accuracy, NLL, Brier score, calibration gap in its bin, and both counts."""
-    folded = fold(margin, label, weight)
-    gaps = np.zeros((len(margin), NUM_BINS))
-    gaps[np.arange(len(margin)), equal_width_bins(folded.confidence)] = folded.confidence - folded.outcome
-    decided, chance = (label != 0.5).astype(float), expit(margin)
-    means = [
-        decided * (0.5 + 0.5 * np.sign(label - 0.5) * np.sign(margin)),
-        -label * log_expit(margin) - (1 - label) * log_expit(-margin),
-        label * (1 - chance) ** 2 + (1 - label) * chance**2,
-    ]
-    counts = np.stack([decided, np.ones_like(margin)], axis=1)
-    return np.asarray(weight[:, None] * np.concatenate([np.stack(means, axis=1), gaps, counts], axis=1))
-
-
 FEWEST_DATASETS = 3
 """Number of data sets below which a table of each is more useful than an aggregate."""
 
@@ -276,7 +242,14 @@ def interquartile_mean(scores: Float[np.ndarray, "datasets seeds"], *, num_boots
         >>> interquartile_mean(np.arange(12.0).reshape(3, 4), num_bootstrap=100, seed=0).value
         5.5
     """
-    return _bootstrapped((scores,), lambda drawn: _middle_mean(drawn[0]), num_bootstrap, seed)
+
+    def middle_mean(arms: Sequence[np.ndarray]) -> np.ndarray:
+        (drawn,) = arms
+        ordered = np.sort(drawn.reshape(*drawn.shape[:-2], -1), axis=-1)
+        cut = ordered.shape[-1] // 4
+        return np.asarray(ordered[..., cut : ordered.shape[-1] - cut].mean(axis=-1))
+
+    return _bootstrapped((scores,), middle_mean, num_bootstrap, seed)
 
 
 def probability_of_improvement(
@@ -307,26 +280,20 @@ def probability_of_improvement(
     """
     if len(first) != len(second):
         raise ConfigError(f"both arms must have the same data sets, got {len(first)} and {len(second)}")
-    return _bootstrapped((first, second), lambda drawn: _improvement(*drawn), num_bootstrap, seed)
-
-
-def _middle_mean(scores: np.ndarray) -> np.ndarray:
-    """25 % trimmed mean over the last two axes."""
-    ordered = np.sort(scores.reshape(*scores.shape[:-2], -1), axis=-1)
-    cut = ordered.shape[-1] // 4
-    return np.asarray(ordered[..., cut : ordered.shape[-1] - cut].mean(axis=-1))
-
-
-def _improvement(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     n, k = first.shape[-1], second.shape[-1]
-    ranks = rankdata(np.concatenate([first, second], axis=-1), axis=-1)
-    u = ranks[..., :n].sum(axis=-1) - n * (n + 1) / 2
-    return np.asarray((u / (n * k)).mean(axis=-1))
+
+    def improvement(arms: Sequence[np.ndarray]) -> np.ndarray:
+        ranks = rankdata(np.concatenate(arms, axis=-1), axis=-1)
+        u = ranks[..., :n].sum(axis=-1) - n * (n + 1) / 2
+        return np.asarray((u / (n * k)).mean(axis=-1))
+
+    return _bootstrapped((first, second), improvement, num_bootstrap, seed)
 
 
 def _bootstrapped(
-    arms: tuple[np.ndarray, ...], statistic: Callable[[list[np.ndarray]], np.ndarray], num_bootstrap: int, seed: int
+    arms: Sequence[np.ndarray], statistic: Callable[[Sequence[np.ndarray]], np.ndarray], num_bootstrap: int, seed: int
 ) -> Estimate:
+    """Statistic of the arms' scores, with an interval from resampled seeds of each data set."""
     for scores in arms:
         if len(scores) < FEWEST_DATASETS:
             raise ConfigError(
@@ -334,17 +301,13 @@ def _bootstrapped(
             )
         if scores.shape[1] < 2:
             raise ConfigError(f"an aggregate needs at least two seeds on each data set, got {scores.shape[1]}")
-    rng = np.random.default_rng(seed)
-    drawn = [_resampled(scores, num_bootstrap, rng) for scores in arms]
+    rng, drawn = np.random.default_rng(seed), []
+    for scores in arms:
+        seeds = rng.integers(scores.shape[1], size=(num_bootstrap, *scores.shape))
+        drawn.append(np.take_along_axis(np.broadcast_to(scores, seeds.shape), seeds, axis=-1))
     replicates = statistic(drawn)
     tail = (1 - CONFIDENCE) / 2
     low, high = np.quantile(replicates, [tail, 1 - tail])
-    value = float(statistic(list(arms)))
+    value = float(statistic(arms))
     error = float(replicates.std(ddof=1))
     return Estimate(value, error, arms[0].size, float(low), float(high), IntervalKind.resampled)
-
-
-def _resampled(scores: np.ndarray, num_bootstrap: int, rng: np.random.Generator) -> np.ndarray:
-    """Scores with resampled seeds of each data set, with a leading axis of resamples."""
-    chosen = rng.integers(scores.shape[1], size=(num_bootstrap, *scores.shape))
-    return np.take_along_axis(np.broadcast_to(scores, chosen.shape), chosen, axis=-1)

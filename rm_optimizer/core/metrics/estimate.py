@@ -78,6 +78,10 @@ class Estimate(JsonRecord):
         return format(self, "")
 
 
+UNKNOWN = Estimate(math.nan, None, 0)
+"""Estimate of what could not be measured."""
+
+
 def finite_array(values: ArrayLike, name: str, axes: Sequence[str]) -> Float64[np.ndarray, ...]:
     """Numbers of a list, array or tensor on any device as float64, one axis for each name.
 

@@ -17,7 +17,7 @@ from scipy.optimize import brentq
 from scipy.special import ndtr, ndtri
 from scipy.stats import t as student_t
 
-from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
+from rm_optimizer.core.metrics.estimate import CONFIDENCE, UNKNOWN, Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError
 
 Statistic = Callable[[np.ndarray], np.ndarray]
@@ -78,7 +78,8 @@ class StudentMean:
         """The mean with its 95 % interval, or without one where the error is unknown."""
         if math.isnan(self.standard_error):
             return Estimate(self.value, None, self.num_samples)
-        half = self._quantile() * self.standard_error if self.standard_error else 0.0
+        quantile = float(student_t.ppf(0.5 + CONFIDENCE / 2, self.freedom))
+        half = quantile * self.standard_error if self.standard_error else 0.0
         low, high = self.value - half, self.value + half
         return Estimate(self.value, self.standard_error, self.num_samples, low, high, IntervalKind.student)
 
@@ -106,9 +107,6 @@ class StudentMean:
     def p_different(self) -> float:
         """Two-sided p-value against a true mean of 0."""
         return min(1.0, 2 * min(self.p_above(0.0), self.p_below(0.0)))
-
-    def _quantile(self) -> float:
-        return float(student_t.ppf(0.5 + CONFIDENCE / 2, self.freedom))
 
 
 def student_mean(samples: Float[np.ndarray, " samples"], *, bias: float = 0.0, least_variance: float = 0.0) -> Estimate:
@@ -246,15 +244,15 @@ def cluster_bootstrap(
     num_clusters = sums.shape[0]
     if num_clusters < 2:
         return tuple(Estimate(float(value), None, num_clusters) for value in values)
+    jackknife = statistic(sums.sum(axis=0) - sums).T
     if num_bootstrap == 0 or num_clusters < FEWEST_RESAMPLED:
-        jackknife = statistic(sums.sum(axis=0) - sums)
-        found = [_jackknife_estimate(*columns) for columns in zip(values, jackknife.T, strict=True)]
+        found = []
+        for value, left_out in zip(values, jackknife, strict=True):
+            error = float(np.sqrt((num_clusters - 1) * left_out.var())) if np.isfinite(left_out).all() else None
+            found.append(Estimate(float(value), error, num_clusters))
         return tuple(map(with_student_interval, found) if num_bootstrap else found)
     replicates = statistic(_resampled_totals(sums, num_bootstrap, seed)).T
-    if kind == "basic":
-        return tuple(_basic_estimate(*columns, num_clusters) for columns in zip(values, replicates, strict=True))
-    jackknife = statistic(sums.sum(axis=0) - sums)
-    return tuple(_bca_estimate(*columns) for columns in zip(values, jackknife.T, replicates, strict=True))
+    return tuple(_resampled_estimate(*columns, kind) for columns in zip(values, jackknife, replicates, strict=True))
 
 
 def cluster_totals(
@@ -300,7 +298,7 @@ def clustered_share(
     sums = cluster_totals(rows, None if clusters is None else np.asarray(clusters).tolist())
     num_clusters, count = len(sums), float(len(shares))
     if not num_clusters:
-        return Estimate(math.nan, None, 0)
+        return UNKNOWN
     value = float(shares.mean())
     if num_clusters < 2:
         return Estimate(value, None, num_clusters)
@@ -326,36 +324,18 @@ def _resampled_totals(sums: np.ndarray, num_bootstrap: int, seed: int) -> np.nda
     return np.concatenate(parts)
 
 
-def _jackknife_estimate(value: float, left_out: np.ndarray) -> Estimate:
-    n = len(left_out)
-    if not np.isfinite(left_out).all():
-        return Estimate(float(value), None, n)
-    return Estimate(float(value), float(np.sqrt((n - 1) * left_out.var())), n)
-
-
-def _bca_estimate(value: float, left_out: np.ndarray, replicates: np.ndarray) -> Estimate:
-    def interval(defined: np.ndarray) -> np.ndarray:
-        return np.asarray(np.quantile(defined, _bca_tails(value, left_out, defined)))
-
-    return _bootstrap_estimate(value, replicates, len(left_out), interval)
-
-
-def _basic_estimate(value: float, replicates: np.ndarray, num_clusters: int) -> Estimate:
-    def interval(defined: np.ndarray) -> np.ndarray:
-        high, low = 2 * value - np.quantile(defined, _TAILS)
-        return np.array([min(max(low, 0.0), value), max(high, value)])
-
-    return _bootstrap_estimate(value, replicates, num_clusters, interval)
-
-
-def _bootstrap_estimate(
-    value: float, replicates: np.ndarray, num_clusters: int, interval: Callable[[np.ndarray], np.ndarray]
+def _resampled_estimate(
+    value: float, left_out: np.ndarray, replicates: np.ndarray, kind: BootstrapInterval
 ) -> Estimate:
     """Estimate from resamples; those in which the statistic is undefined (no pair that it counts) are left out."""
-    defined = replicates[np.isfinite(replicates)]
+    defined, num_clusters = replicates[np.isfinite(replicates)], len(left_out)
     if math.isnan(value) or defined.size < 2:
         return Estimate(float(value), None, num_clusters)
-    low, high = interval(defined)
+    if kind == "basic":
+        high, low = 2 * value - np.quantile(defined, _TAILS)
+        low, high = min(max(low, 0.0), value), max(high, value)
+    else:
+        low, high = np.quantile(defined, _bca_tails(value, left_out, defined))
     error = float(defined.std(ddof=1))
     return Estimate(float(value), error, num_clusters, float(low), float(high), IntervalKind.resampled)
 

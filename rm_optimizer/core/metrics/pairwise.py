@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.special import expit, log_expit
 
 from rm_optimizer.core.metrics.calibration import (
     FoldedPairs,
@@ -25,10 +25,11 @@ from rm_optimizer.core.metrics.calibration import (
     expected_calibration_error,
     fit_temperature,
     fold,
+    pair_scores,
     reliability_curve,
 )
 from rm_optimizer.core.metrics.collapse import CollapseVerdict, detect_collapse
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import UNKNOWN, Estimate
 from rm_optimizer.core.metrics.intervals import (
     FEWEST_RESAMPLED,
     cluster_bootstrap,
@@ -63,66 +64,43 @@ class PairColumns:
 
     @classmethod
     def sorted(
-        cls,
-        chosen: Float[np.ndarray, " pairs"],
-        rejected: Float[np.ndarray, " pairs"],
-        *,
-        label: Float[np.ndarray, " pairs"] | None,
-        weight: Float[np.ndarray, " pairs"] | None,
-        length_gap: Float[np.ndarray, " pairs"] | None = None,
-        prompt_ids: Sequence[str],
+        cls, chosen: Float[np.ndarray, " pairs"], prompt_ids: Sequence[str], **others: np.ndarray | None
     ) -> PairColumns:
         """The pairs in their fixed order; missing labels and weights are 1, and missing lengths 0.
 
         Raises:
             ValueError: if there are no pairs, lengths differ, or a number is not finite or out of range.
         """
-        ones = np.ones(chosen.shape)
-        columns = {
-            "chosen": chosen,
-            "rejected": rejected,
-            "label": ones if label is None else label,
-            "weight": ones if weight is None else weight,
-            "length_gap": np.zeros(chosen.shape) if length_gap is None else length_gap,
-        }
-        _check(columns, prompt_ids)
-        chosen, rejected, label, weight, gap = (column.astype(np.float64) for column in columns.values())
+        shape, columns = chosen.shape, {"chosen": chosen}
+        for name, given in others.items():
+            columns[name] = np.full(chosen.shape, float(name != "length_gap")) if given is None else given
+        if len(shape) != 1 or shape[0] == 0:
+            raise ValueError(f"chosen must have shape (pairs,) with at least one pair, got {shape}")
+        for name, column in columns.items():
+            if column.shape != shape:
+                raise ValueError(f"{name} must have the shape of chosen, {shape}, got {column.shape}")
+            if not np.isfinite(column).all():
+                raise ValueError(f"{name} must be finite, got {column[~np.isfinite(column)][0]}")
+        if len(prompt_ids) != shape[0]:
+            raise ValueError(f"prompt_ids must name a prompt for each of {shape[0]} pairs, got {len(prompt_ids)}")
+        lowest, highest = columns["label"].min(), columns["label"].max()
+        if lowest < 0 or highest > 1:
+            raise ValueError(f"label must lie in [0, 1], got {lowest} to {highest}")
+        if columns["weight"].min() <= 0:
+            raise ValueError(f"weight must be positive, got {columns['weight'].min()}")
+        columns = {name: column.astype(np.float64) for name, column in columns.items()}
         cluster = np.unique(np.array(prompt_ids, dtype=str), return_inverse=True)[1]
-        order = np.lexsort((gap, weight, label, rejected, chosen, cluster))
-        position = np.empty_like(order)
-        position[order] = np.arange(len(order))
-        chosen, rejected, label, weight, gap = (column[order] for column in (chosen, rejected, label, weight, gap))
-        return cls(chosen, rejected, label, weight, gap, cluster[order], position)
+        order = np.lexsort((*reversed(columns.values()), cluster))
+        kept = {name: column[order] for name, column in columns.items()}
+        return cls(**kept, cluster=cluster[order], position=np.argsort(order))
 
     def select(self, callers: Int[np.ndarray, " selected"]) -> PairColumns:
         """The pairs with the given indices in the caller's order."""
         index = np.sort(self.position[callers])
-        return PairColumns(
-            chosen=self.chosen[index],
-            rejected=self.rejected[index],
-            label=self.label[index],
-            weight=self.weight[index],
-            length_gap=self.length_gap[index],
-            cluster=np.unique(self.cluster[index], return_inverse=True)[1],
-            position=np.argsort(np.argsort(self.position[callers])),
-        )
-
-
-def _check(columns: dict[str, np.ndarray], prompt_ids: Sequence[str]) -> None:
-    shape = columns["chosen"].shape
-    if len(shape) != 1 or shape[0] == 0:
-        raise ValueError(f"chosen must have shape (pairs,) with at least one pair, got {shape}")
-    for name, column in columns.items():
-        if column.shape != shape:
-            raise ValueError(f"{name} must have the shape of chosen, {shape}, got {column.shape}")
-        if not np.isfinite(column).all():
-            raise ValueError(f"{name} must be finite, got {column[~np.isfinite(column)][0]}")
-    if len(prompt_ids) != shape[0]:
-        raise ValueError(f"prompt_ids must name a prompt for each of {shape[0]} pairs, got {len(prompt_ids)}")
-    if columns["label"].min() < 0 or columns["label"].max() > 1:
-        raise ValueError(f"label must lie in [0, 1], got {columns['label'].min()} to {columns['label'].max()}")
-    if columns["weight"].min() <= 0:
-        raise ValueError(f"weight must be positive, got {columns['weight'].min()}")
+        kept = {name: column[index] for name, column in vars(self).items()}
+        kept["cluster"] = np.unique(kept["cluster"], return_inverse=True)[1]
+        kept["position"] = np.argsort(np.argsort(self.position[callers]))
+        return PairColumns(**kept)
 
 
 LEAST_PAIRS = 20
@@ -132,8 +110,10 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 
 ESTIMATES = ("accuracy", "nll", "brier", "ece", "mean_margin")
 """Metrics that every evaluation gives with an interval."""
-_BASELINE = ("longer_wins", "over_length")
-_UNKNOWN = Estimate(math.nan, None, 0)
+_NUMBERS = (
+    *("tie_rate", "negative_margin_rate", "margin_std", "reward_mean", "reward_std"),
+    *("ece_mass", "ece_noise_floor"),
+)
 _BOUNDS = {"accuracy": (0.0, 1.0), "brier": (0.0, 1.0), "longer_wins": (0.0, 1.0), "over_length": (-1.0, 1.0)}
 
 
@@ -198,11 +178,11 @@ class PairwiseMetrics(JsonRecord):
     reliability: tuple[ReliabilityBin, ...]
     collapse: CollapseVerdict
     groups: Mapping[str, Mapping[str, PairwiseMetrics]] = field(default_factory=dict)
-    longer_wins: Estimate = _UNKNOWN
-    over_length: Estimate = _UNKNOWN
+    longer_wins: Estimate = UNKNOWN
+    over_length: Estimate = UNKNOWN
     num_effective_prompts: float = math.nan
     num_prompts_of_half: int = 0
-    roc_auc: Estimate = _UNKNOWN
+    roc_auc: Estimate = UNKNOWN
     threshold_rates: tuple[ThresholdRates, ...] = ()
 
     @property
@@ -216,11 +196,9 @@ class PairwiseMetrics(JsonRecord):
         if len(accuracies) < 2:
             return None
         value = sum(accuracy.value for accuracy in accuracies) / len(accuracies)
-        errors = [accuracy.standard_error for accuracy in accuracies]
-        if any(error is None for error in errors):
-            return Estimate(value, None, len(accuracies))
-        error = math.sqrt(sum(float(error or 0.0) ** 2 for error in errors)) / len(accuracies)
-        return Estimate(value, error, len(accuracies))
+        errors = [accuracy.standard_error for accuracy in accuracies if accuracy.standard_error is not None]
+        total = math.sqrt(sum(error**2 for error in errors)) / len(accuracies)
+        return Estimate(value, total if len(errors) == len(accuracies) else None, len(accuracies))
 
     @property
     def headline(self) -> str:
@@ -230,9 +208,7 @@ class PairwiseMetrics(JsonRecord):
     def flat(self) -> dict[str, float]:
         """The numbers for a logger; a fitted temperature only if there is one, groups as `source/hh/accuracy`."""
         numbers = {name: getattr(self, name).value for name in ESTIMATES}
-        for name in ("tie_rate", "negative_margin_rate", "margin_std", "reward_mean", "reward_std"):
-            numbers[name] = getattr(self, name)
-        numbers |= {"ece_mass": self.ece_mass, "ece_noise_floor": self.ece_noise_floor}
+        numbers |= {name: getattr(self, name) for name in _NUMBERS}
         numbers |= {"collapsed": float(self.collapse.collapsed), "num_pairs": float(self.num_pairs)}
         if self.temperature.temperature is not None:
             numbers["temperature"] = self.temperature.temperature
@@ -285,38 +261,28 @@ def evaluate_pairs(
     """
     if not beta > 0:
         raise ValueError(f"beta must be positive, got {beta}")
-    pairs = PairColumns.sorted(
-        chosen, rejected, label=label, weight=weight, length_gap=length_gap, prompt_ids=prompt_ids
-    )
+    pairs = PairColumns.sorted(chosen, prompt_ids, rejected=rejected, label=label, weight=weight, length_gap=length_gap)
     knows_length = length_gap is not None
+    measure = partial(_metrics, beta=beta, num_bootstrap=num_bootstrap, seed=seed, knows_length=knows_length)
     by_group: dict[str, dict[str, PairwiseMetrics]] = {}
     for column, values in (groups or {}).items():
         if len(values) != len(chosen):
             raise ValueError(f"groups[{column!r}] must have a value for each of {len(chosen)} pairs, got {len(values)}")
         names = np.array([str(value) for value in values], dtype=object)
-        by_group[column] = {
-            name: _metrics(pairs.select(np.flatnonzero(names == name)), beta, num_bootstrap, seed, knows_length, {})
-            for name in sorted(set(names))
-        }
-    rates = threshold_rates(*_sides(pairs), thresholds)
-    return replace(_metrics(pairs, beta, num_bootstrap, seed, knows_length, by_group), threshold_rates=rates)
+        by_group[column] = {name: measure(pairs.select(np.flatnonzero(names == name))) for name in sorted(set(names))}
+    return replace(measure(pairs), groups=by_group, threshold_rates=threshold_rates(*_sides(pairs), thresholds))
 
 
-def _metrics(
-    pairs: PairColumns,
-    beta: float,
-    num_bootstrap: int,
-    seed: int,
-    knows_length: bool,
-    groups: Mapping[str, Mapping[str, PairwiseMetrics]],
-) -> PairwiseMetrics:
+def _metrics(pairs: PairColumns, *, beta: float, num_bootstrap: int, seed: int, knows_length: bool) -> PairwiseMetrics:
     logit = beta * (pairs.chosen - pairs.rejected)
     folded = fold(logit, pairs.label, pairs.weight)
     width_bins = equal_width_bins(folded.confidence)
     means = _mean_estimates(pairs, logit, num_bootstrap, seed)
     if not knows_length:
-        means |= dict.fromkeys(_BASELINE, _UNKNOWN)
+        means |= dict.fromkeys(("longer_wins", "over_length"), UNKNOWN)
     prompt_weight = _cluster_sums(pairs.weight[:, None], pairs.cluster)[:, 0]
+    largest_first = np.cumsum(np.sort(prompt_weight)[::-1])
+    half = largest_first[-1] / 2 * (1 - 1e-12)
     decided = pairs.label != 0.5
     rewards, twice = np.concatenate([pairs.chosen, pairs.rejected]), np.tile(pairs.weight, 2)
     return PairwiseMetrics(
@@ -324,12 +290,7 @@ def _metrics(
         num_undecided=int((~decided).sum()),
         num_prompts=int(pairs.cluster.max()) + 1,
         beta=beta,
-        accuracy=means["accuracy"],
-        nll=means["nll"],
-        brier=means["brier"],
-        mean_margin=means["mean_margin"],
-        longer_wins=means["longer_wins"],
-        over_length=means["over_length"],
+        **means,
         ece=_ece_estimate(folded, width_bins, pairs.cluster, num_bootstrap, seed),
         **_margin_numbers(_margin(pairs)[decided], pairs.weight[decided]),
         reward_mean=float(np.average(rewards, weights=twice)),
@@ -339,9 +300,8 @@ def _metrics(
         temperature=fit_temperature(logit, pairs.label, pairs.weight),
         reliability=reliability_curve(folded),
         collapse=detect_collapse(pairs.chosen, pairs.rejected, pairs.weight, means["nll"].value),
-        groups=groups,
         num_effective_prompts=float(prompt_weight.sum() ** 2 / (prompt_weight**2).sum()),
-        num_prompts_of_half=_fewest_of_half(prompt_weight),
+        num_prompts_of_half=int(np.searchsorted(largest_first, half)) + 1,
         roc_auc=roc_auc(*_sides(pairs), pairs.cluster[decided], with_interval=num_bootstrap > 0),
     )
 
@@ -353,31 +313,25 @@ def _sides(pairs: PairColumns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return better[decided], worse[decided], pairs.weight[decided]
 
 
-def _fewest_of_half(prompt_weight: np.ndarray) -> int:
-    """Fewest prompts that carry half of the weight."""
-    running = np.cumsum(np.sort(prompt_weight)[::-1])
-    return int(np.searchsorted(running, running[-1] / 2 * (1 - 1e-12))) + 1
-
-
 def _margin(pairs: PairColumns) -> np.ndarray:
     """Reward of the better response less that of the other; 0 for a pair labeled 0.5."""
     return np.asarray(np.sign(pairs.label - 0.5) * (pairs.chosen - pairs.rejected))
 
 
-def _mean_estimates(pairs: PairColumns, logit: np.ndarray, num_bootstrap: int, seed: int) -> dict[str, Estimate]:
+def _mean_estimates(pairs: PairColumns, logit: np.ndarray, num_bootstrap: int, seed: int) -> dict[str, Any]:
     """Accuracy, margin and length baseline over decided pairs, NLL and Brier score over all: ratios of sums."""
-    margin, y, q = _margin(pairs), pairs.label, expit(logit)
-    decided = (y != 0.5).astype(np.float64)
-    longer = np.sign(y - 0.5) * np.sign(pairs.length_gap)
+    margin, scores = _margin(pairs), pair_scores(logit, pairs.label)
+    decided = (pairs.label != 0.5).astype(np.float64)
+    longer = np.sign(pairs.label - 0.5) * np.sign(pairs.length_gap)
     terms = {
-        "accuracy": decided * (0.5 + 0.5 * np.sign(margin)),
+        "accuracy": scores["accuracy"],
         "mean_margin": decided * margin,
         "longer_wins": decided * (0.5 + 0.5 * longer),
         "over_length": decided * 0.5 * (np.sign(margin) - longer),
-        "nll": -y * log_expit(logit) - (1 - y) * log_expit(-logit),
-        "brier": y * (1 - q) ** 2 + (1 - y) * q**2,
+        "nll": scores["nll"],
+        "brier": scores["brier"],
     }
-    counts = [decided] * 4 + [np.ones_like(y)] * 2
+    counts = [decided] * 4 + [np.ones_like(decided)] * 2
 
     def ratios(totals: np.ndarray) -> np.ndarray:
         with np.errstate(invalid="ignore", divide="ignore"):

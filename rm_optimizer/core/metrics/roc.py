@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Float, Int
 
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import UNKNOWN, Estimate
 from rm_optimizer.core.metrics.intervals import cluster_totals, with_honest_width, with_student_interval
 
 
@@ -84,7 +84,7 @@ def roc_auc(
         0.75
     """
     if not better.size:
-        return Estimate(math.nan, None, 0)
+        return UNKNOWN
     above = _share_below(worse, weight, better)
     value = float(np.average(above, weights=weight))
     influence = weight * (above + 1 - _share_below(better, weight, worse) - 2 * value)

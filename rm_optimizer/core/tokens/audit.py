@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.estimate import UNKNOWN, Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.rows.messages import control_tokens
@@ -26,7 +25,6 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 """Quantiles of the token lengths; the last is the longest."""
 
 
-_UNKNOWN = Estimate(math.nan, None, 0)
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -95,7 +93,7 @@ class SplitAudit:
     control_tokens: tuple[str, ...] = ()
     num_blank_only: int = 0
     marker: str = ""
-    marker_wins: Estimate = _UNKNOWN
+    marker_wins: Estimate = UNKNOWN
 
 
 @dataclass(frozen=True)
@@ -263,7 +261,7 @@ def length_baseline(pairs: Sequence[PreferencePair]) -> Estimate:
             totals[0] += pair.weight * (0.5 if gap == 0 else float(gap > 0))
             totals[1] += pair.weight
     if not sums:
-        return _UNKNOWN
+        return UNKNOWN
     of_prompts = np.array(list(sums.values()))
     estimate = cluster_bootstrap(of_prompts, lambda sums: sums[..., :1] / sums[..., 1:], num_bootstrap=0, seed=0)[0]
     return with_honest_width(estimate, of_prompts[:, 1], bounds=(0.0, 1.0))
@@ -277,7 +275,7 @@ def _marker(pairs: Sequence[PreferencePair]) -> tuple[str, Estimate]:
         (leads.update if pair.label > 0.5 else leads.subtract)(chosen - rejected)
         (leads.subtract if pair.label > 0.5 else leads.update)(rejected - chosen)
     if not leads:
-        return "", _UNKNOWN
+        return "", UNKNOWN
     word, lead = max(leads.items(), key=lambda item: (abs(item[1]), item[0]))
     value = 0.5 + abs(lead) / (2 * len(decided))
     return f"{'with' if lead > 0 else 'without'} {word!r}", Estimate(value, None, len(set(prompt_ids(decided))))

@@ -11,14 +11,13 @@ from scipy.stats import t as student
 
 from rm_optimizer.core.metrics.effects import (
     SCORES,
-    both,
     detectable_effect,
     holm_adjusted,
-    outcome,
     paired_effect,
     power,
 )
 from rm_optimizer.core.metrics.pairwise import evaluate_pairs
+from studies.hypotheses import both, outcome
 
 SEEDS, PROMPTS, PAIRS = 3, 60, 240
 NAMES = [f"prompt {i % PROMPTS}" for i in range(PAIRS)]
