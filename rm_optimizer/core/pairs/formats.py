@@ -1,8 +1,8 @@
-"""Registry of row formats, which turn columns into comparisons of two responses.
+"""Table of row layouts: the columns of each, the kinds of their cells, and the comparisons that a row gives.
 
-A format turns one row into comparisons, or raises `ValueError` with the reason why it is no comparison. Prompts come
-out alike whatever form they had: an HH-style transcript becomes the messages it holds, so that no source shows by its
-frame.
+A row fits a layout by the kinds of its cells. Its comparisons have the better response first; a `ValueError` gives the
+reason why there are none. Prompts come out alike whatever form they had: an HH-style transcript becomes the messages it
+holds, so that no source shows by its frame.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from functools import cached_property
 from typing import Any
 
 from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, UNREAD_COLUMNS, read_number
@@ -34,6 +34,8 @@ from rm_optimizer.schema.registry import Registry
 
 OPTIONAL_COLUMNS = ("margin", "label", "weight")
 """Columns of numbers that a pair of any format may have."""
+SINGLE_RESPONSE = frozenset({"response", "score"})
+"""Columns of a table with one response a row, which `gather_responses` turns into lists."""
 PER_RESPONSE = "(per response)"
 """Name of the values of each response in a gathered row, which no column of a file has."""
 
@@ -59,6 +61,25 @@ class Comparison:
     label: float | None = None
 
 
+ABSENT = frozenset({"absent"})
+TRANSCRIPT = frozenset({"transcript"})
+TEXT = TRANSCRIPT | {"text"}
+TEXTS = frozenset({"texts"})
+MESSAGES = frozenset({"list"})
+LIST = TEXTS | MESSAGES
+PRESENT = TEXT | LIST | {"other"}
+ANY = PRESENT | ABSENT
+
+
+def _cell_kind(row: Row, name: str) -> str:
+    value = row.get(name)
+    if isinstance(value, str):
+        return "transcript" if begins_with_turn(value) else "text"
+    if isinstance(value, list):
+        return "texts" if are_texts(value) else "list"
+    return "other" if name in row else "absent"
+
+
 @dataclass(frozen=True)
 class RowFormat:
     """One way to write comparisons in rows.
@@ -66,20 +87,30 @@ class RowFormat:
     Args:
         name: the value of `data.format`.
         expects: the columns it reads, in words.
-        required: sets of columns of which one must be there.
-        columns: all columns it reads; the others become metadata.
-        fits: function that returns True for a row of this format.
         compare: comparisons of a row; raises `ValueError` with the reason where there are none.
+        layouts: kinds of cell that a column may have, for each column of one or several layouts.
         makes_groups: True if a row may give several comparisons, which then share a group id.
     """
 
     name: str
     expects: str
-    required: tuple[frozenset[str], ...]
-    columns: frozenset[str]
-    fits: Callable[[Row], bool]
     compare: Callable[[Row, KwiseRule], list[Comparison]]
+    layouts: tuple[Mapping[str, frozenset[str]], ...]
     makes_groups: bool = False
+
+    @cached_property
+    def columns(self) -> frozenset[str]:
+        """All columns it reads."""
+        return frozenset(name for layout in self.layouts for name, kinds in layout.items() if kinds != ABSENT)
+
+    @cached_property
+    def required(self) -> tuple[frozenset[str], ...]:
+        """Sets of columns of which one must be there."""
+        return tuple(frozenset(name for name in layout if not layout[name] & ABSENT) for layout in self.layouts)
+
+    def fits(self, row: Row) -> bool:
+        """True for a row of this format."""
+        return any(all(_cell_kind(row, name) in layout[name] for name in layout) for layout in self.layouts)
 
 
 def row_format(name: str) -> RowFormat:
@@ -89,7 +120,7 @@ def row_format(name: str) -> RowFormat:
         ConfigError: if there is none.
     """
     if name not in FORMATS:
-        raise ConfigError(did_you_mean("data.format", name, ["auto", *FORMATS, *LAYOUTS]))
+        raise ConfigError(did_you_mean("data.format", name, LAYOUTS))
     return FORMATS[name]
 
 
@@ -100,20 +131,20 @@ def detect_format(rows: Sequence[Row]) -> RowFormat | None:
         >>> detect_format([{"prompt": "Hi", "chosen": "Hello!", "rejected": "No."}]).name
         'explicit'
     """
-    votes = {name: sum(form.fits(row) for row in rows) for name, form in FORMATS.items()}
-    best = max(votes, key=lambda name: votes[name])
+    votes = {name: sum(map(form.fits, rows)) for name, form in FORMATS.items()}
+    best = max(votes, key=votes.__getitem__)
     return FORMATS[best] if votes[best] else None
 
 
-def _text(row: Row, name: str) -> str:
-    value = row.get(name)
+def _text(name: str, value: Any) -> str:
     if not isinstance(value, str):
         raise ValueError(f"{name} must be text, got {shown_kind(value)}")
     return value
 
 
-def _compare_explicit(row: Row, rule: KwiseRule) -> list[Comparison]:
-    prompt, chosen, rejected = read_prompt(row.get("prompt")), _text(row, "chosen"), _text(row, "rejected")
+def _compare_texts(row: Row, rule: KwiseRule) -> list[Comparison]:
+    prompt = read_prompt(row.get("prompt"))
+    chosen, rejected = (_text(name, row.get(name)) for name in ("chosen", "rejected"))
     if not all(begins_with_turn(text) and LAST_TURN in text for text in (chosen, rejected)):
         return [Comparison(prompt, chosen, rejected)]
     (comparison,) = _compare_transcripts(row, rule)
@@ -123,8 +154,10 @@ def _compare_explicit(row: Row, rule: KwiseRule) -> list[Comparison]:
 
 def _require_agreement(prompt: Prompt, messages: Sequence[Message]) -> None:
     """Refuse a prompt column that is not the prompt of the conversations beside it; case and blanks do not count."""
-    given = [(message.role, message.content.casefold().split()) for message in as_messages(prompt)]
-    own = [(message.role, message.content.casefold().split()) for message in messages]
+    given, own = (
+        [(message.role, message.content.casefold().split()) for message in turns]
+        for turns in (as_messages(prompt), messages)
+    )
     if given != own and not (len(given) == 1 and given[0] in own):
         raise ValueError(
             "the prompt column says otherwise than the conversations in chosen and rejected; map the right column, or "
@@ -134,22 +167,18 @@ def _require_agreement(prompt: Prompt, messages: Sequence[Message]) -> None:
 
 def _compare_lists(row: Row, rule: KwiseRule) -> list[Comparison]:
     """Every chosen response against every rejected one; equal texts make no pair."""
-    prompt = read_prompt(row.get("prompt"))
-    chosen, rejected = (_texts(row, name) for name in ("chosen", "rejected"))
+    prompt, sides = read_prompt(row.get("prompt")), list[list[str]]()
+    for name in ("chosen", "rejected"):
+        value = row.get(name)
+        texts = [value] if isinstance(value, str) else value
+        if not are_texts(texts):
+            raise ValueError(f"{name} must be a text or a list of texts, got {shown_kind(value)}")
+        sides.append(texts)
     return [
-        Comparison(prompt, better, worse, extra=_both_sides({}, i, j))
-        for i, better in enumerate(chosen)
-        for j, worse in enumerate(rejected)
+        Comparison(prompt, better, worse, extra={"chosen_index": i, "rejected_index": j})
+        for (i, better), (j, worse) in itertools.product(*map(enumerate, sides))
         if better != worse
     ]
-
-
-def _texts(row: Row, name: str) -> list[str]:
-    value = row.get(name)
-    texts = [value] if isinstance(value, str) else value
-    if not are_texts(texts):
-        raise ValueError(f"{name} must be a text or a list of texts, got {shown_kind(value)}")
-    return texts
 
 
 def _compare_winner(row: Row, rule: KwiseRule) -> list[Comparison]:
@@ -157,7 +186,7 @@ def _compare_winner(row: Row, rule: KwiseRule) -> list[Comparison]:
     if row.get("label") not in (None, ""):
         raise ValueError("a row has both a label and a winner; leave one out")
     sides = row | {"chosen": row.get("response_a"), "rejected": row.get("response_b")}
-    form = next((FORMATS[name] for name in _PAIR_FORMATS if FORMATS[name].fits(sides)), None)
+    form = next((FORMATS[name] for name in ("explicit", "hh", "messages") if FORMATS[name].fits(sides)), None)
     if form is None:
         raise ValueError("response_a and response_b must both be texts beside a prompt, or both conversations")
     (comparison,) = form.compare(sides, rule)
@@ -167,35 +196,23 @@ def _compare_winner(row: Row, rule: KwiseRule) -> list[Comparison]:
 
 
 def _compare_transcripts(row: Row, rule: KwiseRule) -> list[Comparison]:
-    prompt, chosen = _split_transcript(row, "chosen")
-    other_prompt, rejected = _split_transcript(row, "rejected")
-    _require_same_prompt(prompt, other_prompt)
-    return [Comparison(prompt, chosen, rejected)]
+    return _of_conversations(*(_transcript(name, _text(name, row.get(name))) for name in ("chosen", "rejected")))
 
 
-def _split_transcript(row: Row, name: str) -> tuple[tuple[Message, ...], str]:
-    """The messages before the last assistant turn, and that turn."""
-    before, last, response = _text(row, name).rpartition(LAST_TURN)
+def _transcript(name: str, text: str) -> tuple[Message, ...]:
+    before, last, response = text.rpartition(LAST_TURN)
     if not last:
         raise ValueError(f"{name} must be a transcript with an 'Assistant:' turn")
     if "\n\nHuman:" in response:
         raise ValueError(f"{name} must end with an 'Assistant:' turn, not a 'Human:' one")
     try:
-        return parse_transcript(before), response.strip()
+        return (*parse_transcript(before), Message("assistant", response.strip()))
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
 
 
-def _require_same_prompt(first: Sequence[Message], second: Sequence[Message]) -> None:
-    if first != second:
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
-        raise ValueError(f"the prompts of chosen and rejected differ, from turn {same + 1} on")
-
-
 def _compare_messages(row: Row, rule: KwiseRule) -> list[Comparison]:
-    chosen, rejected = _conversation(row, "chosen"), _conversation(row, "rejected")
-    _require_same_prompt(chosen[:-1], rejected[:-1])
-    return [Comparison(chosen[:-1], chosen[-1].content, rejected[-1].content)]
+    return _of_conversations(_conversation(row, "chosen"), _conversation(row, "rejected"))
 
 
 def _conversation(row: Row, name: str) -> tuple[Message, ...]:
@@ -214,6 +231,14 @@ def _conversation(row: Row, name: str) -> tuple[Message, ...]:
     if len(turns) == 1:
         raise ValueError(f"{name} has no prompt before its response")
     return turns
+
+
+def _of_conversations(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Comparison]:
+    prompt, other = tuple(chosen[:-1]), tuple(rejected[:-1])
+    if prompt != other:
+        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, other, strict=False)))
+        raise ValueError(f"the prompts of chosen and rejected differ, from turn {same + 1} on")
+    return [Comparison(prompt, chosen[-1].content, rejected[-1].content)]
 
 
 def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int]]:
@@ -236,37 +261,32 @@ def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int
 
 
 def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
-    """Margins are score or rank gaps; equal texts make no pair, whatever their scores."""
-    prompt, responses, values = read_prompt(row.get("prompt")), row.get("responses"), _scores(row)
-    if not isinstance(responses, list) or len(responses) != len(values):
-        raise ValueError("responses and scores must be lists of the same length")
-    for response in responses:
-        _text({"each of responses": response}, "each of responses")
-    per_response: Mapping[str, Sequence[Any]] = row.get(PER_RESPONSE) or {}
-    pairs = [pair for pair in kwise_pairs(values, rule) if responses[pair[0]] != responses[pair[1]]]
-    return [
-        Comparison(prompt, responses[i], responses[j], values[i] - values[j], _both_sides(per_response, i, j))
-        for i, j in pairs
-    ]
-
-
-def _scores(row: Row) -> list[float]:
-    """Scores, or ranks, of which 1 is the best, with their sign turned."""
-    if row.get("scores") is not None and row.get("ranks") is not None:
+    """Margins are gaps of scores, or of ranks, of which 1 is the best; equal texts make no pair."""
+    prompt, responses = read_prompt(row.get("prompt")), row.get("responses")
+    given = [name for name in ("scores", "ranks") if row.get(name) is not None]
+    if len(given) == 2:
         raise ValueError("a row has both scores and ranks; leave one out")
-    name = "scores" if row.get("scores") is not None else "ranks"
-    values = row.get(name)
+    values = row[given[0]] if given else None
     if not isinstance(values, list):
         raise ValueError("responses and scores must be lists of the same length")
-    sign = 1.0 if name == "scores" else -1.0
-    return [sign * read_number(f"each of {name}", value) for value in values]
-
-
-def _both_sides(per_response: Mapping[str, Sequence[Any]], better: int, worse: int) -> dict[str, Any]:
-    """The values of both responses, and their positions in the row's list, or in the list of their side."""
-    sides = (("chosen", better), ("rejected", worse))
-    own = {f"{side}_{name}": values[index] for name, values in per_response.items() for side, index in sides}
-    return {f"{side}_index": index for side, index in sides} | own
+    sign = 1.0 if given == ["scores"] else -1.0
+    values = [sign * read_number(f"each of {given[0]}", value) for value in values]
+    if not isinstance(responses, list) or len(responses) != len(values):
+        raise ValueError("responses and scores must be lists of the same length")
+    texts = [_text("each of responses", response) for response in responses]
+    of_each: Mapping[str, Sequence[Any]] = {"index": range(len(texts)), **(row.get(PER_RESPONSE) or {})}
+    return [
+        Comparison(
+            *(prompt, texts[better], texts[worse], values[better] - values[worse]),
+            extra={
+                f"{side}_{name}": each[index]
+                for name, each in of_each.items()
+                for side, index in (("chosen", better), ("rejected", worse))
+            },
+        )
+        for better, worse in kwise_pairs(values, rule)
+        if texts[better] != texts[worse]
+    ]
 
 
 def gather_responses(rows: Iterable[tuple[int, Row]], report: Report) -> Iterator[tuple[int, Row]]:
@@ -282,137 +302,88 @@ def gather_responses(rows: Iterable[tuple[int, Row]], report: Report) -> Iterato
             count, and for the first row of a prompt whose rows differ in a number of the pair.
     """
     groups: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
-    context = sorted({*CONTEXT_COLUMNS, *UNREAD_COLUMNS})
+    context = ("prompt", *sorted({*CONTEXT_COLUMNS, *UNREAD_COLUMNS}))
     for number, row in rows:
         try:
-            entry = {**row, "response": _text(row, "response"), "score": read_number("score", row.get("score"))}
+            _text("response", row.get("response"))
+            entry = row | {"score": read_number("score", row.get("score"))}
         except ValueError as error:
             report(number, str(error))
             continue
-        whole = tuple("" if is_empty(row.get(name)) else repr(row[name]) for name in ("prompt", *context))
+        whole = tuple("" if is_empty(row.get(name)) else repr(row[name]) for name in context)
         groups.setdefault(whole, []).append((number, entry))
     for members in groups.values():
-        gathered = _gathered([row for _, row in members])
-        if of_pairs := gathered[PER_RESPONSE].keys() & OPTIONAL_COLUMNS:
-            report(
-                members[0][0], f"the rows of its prompt differ in {min(of_pairs)}, which is one number for all of them"
-            )
+        number, first = members[0]
+        columns = {name: [row.get(name) for _, row in members] for name in first}
+        listed = {"responses": columns.pop("response"), "scores": columns.pop("score")}
+        differing = {
+            name: values
+            for name, values in columns.items()
+            if name != "prompt" and any(value != values[0] for value in values)
+        }
+        if of_pairs := differing.keys() & OPTIONAL_COLUMNS:
+            report(number, f"the rows of its prompt differ in {min(of_pairs)}, which is one number for all of them")
         else:
-            yield members[0][0], gathered
+            shared = {name: first[name] for name in columns if name not in differing}
+            yield number, shared | {"prompt": first.get("prompt"), **listed, PER_RESPONSE: differing}
 
 
-def _gathered(rows: Sequence[Row]) -> Row:
-    names = [name for name in rows[0] if name not in ("prompt", "response", "score")]
-    differing = [name for name in names if any(row.get(name) != rows[0][name] for row in rows)]
-    return {name: rows[0][name] for name in names if name not in differing} | {
-        "prompt": rows[0].get("prompt"),
-        "responses": [row["response"] for row in rows],
-        "scores": [row["score"] for row in rows],
-        PER_RESPONSE: {name: [row.get(name) for row in rows] for name in differing},
-    }
-
-
-def _has_texts(row: Row, *names: str) -> bool:
-    return all(isinstance(row.get(name), str) for name in names)
-
-
-def _fits_explicit(row: Row) -> bool:
-    return isinstance(row.get("prompt"), str | list) and _has_texts(row, "chosen", "rejected")
-
-
-def _fits_transcripts(row: Row) -> bool:
-    texts = (row.get("chosen"), row.get("rejected"))
-    return "prompt" not in row and all(isinstance(text, str) and begins_with_turn(text) for text in texts)
-
-
-def _fits_messages(row: Row) -> bool:
-    sides = (row.get("chosen"), row.get("rejected"))
-    return all(isinstance(side, list) and not are_texts(side) for side in sides)
-
-
-def _fits_lists(row: Row) -> bool:
-    sides = (row.get("chosen"), row.get("rejected"))
-    are_sides = all(isinstance(side, str) or are_texts(side) for side in sides)
-    return "prompt" in row and are_sides and any(isinstance(side, list) for side in sides)
-
-
-def _fits_winner(row: Row) -> bool:
-    return {"response_a", "response_b", "winner"} <= row.keys() and not {"chosen", "rejected"} & row.keys()
-
-
-def _fits_kwise(row: Row) -> bool:
-    values = row.get("scores") if row.get("scores") is not None else row.get("ranks")
-    lists = isinstance(row.get("responses"), list) and isinstance(values, list)
-    return "prompt" in row and (lists or {"response", "score"} <= row.keys())
-
-
-_PAIR_FORMATS = ("explicit", "hh", "messages")
-FORMATS: Mapping[str, RowFormat] = MappingProxyType(
-    {
-        form.name: form
-        for form in (
-            RowFormat(
-                "explicit",
-                "prompt, chosen and rejected texts",
-                (frozenset({"prompt", "chosen", "rejected"}),),
-                frozenset({"prompt", "chosen", "rejected"}),
-                _fits_explicit,
-                _compare_explicit,
+FORMATS: Mapping[str, RowFormat] = {
+    form.name: form
+    for form in (
+        RowFormat(
+            "explicit",
+            "prompt, chosen and rejected texts",
+            _compare_texts,
+            ({"prompt": TEXT | LIST, "chosen": TEXT, "rejected": TEXT},),
+        ),
+        RowFormat(
+            "hh",
+            "chosen and rejected transcripts that begin with 'Human:'",
+            _compare_transcripts,
+            ({"prompt": ABSENT, "chosen": TRANSCRIPT, "rejected": TRANSCRIPT},),
+        ),
+        RowFormat(
+            "messages",
+            "chosen and rejected lists of messages, with or without a prompt",
+            _compare_messages,
+            ({"prompt": ANY, "chosen": MESSAGES, "rejected": MESSAGES},),
+        ),
+        RowFormat(
+            "lists",
+            "prompt, and chosen and rejected of which one is a list of texts",
+            _compare_lists,
+            (
+                {"prompt": PRESENT, "chosen": TEXTS, "rejected": TEXT | TEXTS},
+                {"prompt": PRESENT, "chosen": TEXT, "rejected": TEXTS},
             ),
-            RowFormat(
-                "hh",
-                "chosen and rejected transcripts that begin with 'Human:'",
-                (frozenset({"chosen", "rejected"}),),
-                frozenset({"chosen", "rejected"}),
-                _fits_transcripts,
-                _compare_transcripts,
+            makes_groups=True,
+        ),
+        RowFormat(
+            "winner",
+            "prompt, response_a, response_b and the winner of the two",
+            _compare_winner,
+            (
+                {"prompt": ANY, "chosen": ABSENT, "rejected": ABSENT}
+                | dict.fromkeys(("response_a", "response_b", "winner"), PRESENT),
             ),
-            RowFormat(
-                "messages",
-                "chosen and rejected lists of messages, with or without a prompt",
-                (frozenset({"chosen", "rejected"}),),
-                frozenset({"prompt", "chosen", "rejected"}),
-                _fits_messages,
-                _compare_messages,
+        ),
+        RowFormat(
+            "kwise",
+            "prompt, responses and scores lists, or ranks (1 is the best) for scores, or prompt, response and score "
+            "with one response a row",
+            _compare_kwise,
+            (
+                {"prompt": PRESENT, "responses": LIST, "scores": LIST},
+                {"prompt": PRESENT, "responses": LIST, "ranks": LIST},
+                {"prompt": PRESENT, **dict.fromkeys(SINGLE_RESPONSE, PRESENT)},
             ),
-            RowFormat(
-                "lists",
-                "prompt, and chosen and rejected of which one is a list of texts",
-                (frozenset({"prompt", "chosen", "rejected"}),),
-                frozenset({"prompt", "chosen", "rejected"}),
-                _fits_lists,
-                _compare_lists,
-                makes_groups=True,
-            ),
-            RowFormat(
-                "winner",
-                "prompt, response_a, response_b and the winner of the two",
-                (frozenset({"response_a", "response_b", "winner"}),),
-                frozenset({"prompt", "response_a", "response_b", "winner"}),
-                _fits_winner,
-                _compare_winner,
-            ),
-            RowFormat(
-                "kwise",
-                "prompt, responses and scores lists, or ranks (1 is the best) for scores, or prompt, response and "
-                "score with one response a row",
-                (
-                    frozenset({"prompt", "responses", "scores"}),
-                    frozenset({"prompt", "responses", "ranks"}),
-                    frozenset({"prompt", "response", "score"}),
-                ),
-                frozenset({"prompt", "responses", "scores", "ranks", PER_RESPONSE}),
-                _fits_kwise,
-                _compare_kwise,
-                makes_groups=True,
-            ),
-        )
-    }
-)
-"""The row formats by name, in the order in which they are tried."""
-READ_COLUMNS = frozenset({name for form in FORMATS.values() for name in form.columns} - {PER_RESPONSE}) | {
-    *("response", "score"),
+            makes_groups=True,
+        ),
+    )
 }
-"""Columns that any format reads, those of a table with one response a row included."""
-LAYOUTS: Registry[Mapping[str, Any]] = Registry("layout")
-"""Options of a source by the name that `register_layout` gave them, which `data.format` takes like a row format's."""
+"""The row formats by name, in the order in which they are tried."""
+READ_COLUMNS = frozenset[str]().union(*(form.columns for form in FORMATS.values()))
+"""Columns that any format reads."""
+LAYOUTS: Registry[Mapping[str, Any]] = Registry("layout", {name: {"format": name} for name in ("auto", *FORMATS)})
+"""Options of a source by the value of its `format`: the formats, and the layouts of tables that users add."""

@@ -6,6 +6,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from rm_optimizer.core.pairs.column_hints import (
@@ -16,17 +17,18 @@ from rm_optimizer.core.pairs.column_hints import (
     winner_untold,
 )
 from rm_optimizer.core.pairs.formats import (
-    FORMATS,
     LAYOUTS,
     OPTIONAL_COLUMNS,
+    PER_RESPONSE,
     READ_COLUMNS,
+    SINGLE_RESPONSE,
     RowFormat,
     detect_format,
     gather_responses,
 )
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.pairs.sources import DataSource
+from rm_optimizer.core.pairs.sources import DataSource, preference
 from rm_optimizer.core.rows.bad_rows import PairRow, RowTally, SkippedRow
 from rm_optimizer.core.rows.columns import (
     CONTEXT_COLUMNS,
@@ -77,18 +79,18 @@ class SourceFormat:
         require_columns(source.path, [row for _, row in first], source.columns)
         mapped = list(renamed(first, source.columns))
         structured, notes = structured_columns(source.path, [row for _, row in mapped], source.format)
-        ours = [row for _, row in renamed(mapped, {}, structured)]
-        names = {name for row in ours for name in row}
-        form = source.named_format or detect_format(ours)
+        rows = [row for _, row in renamed(mapped, {}, structured)]
+        names = {name for row in rows for name in row}
+        form = source.named_format or detect_format(rows)
         if form is None or (source.named_format and not any(names >= required for required in form.required)):
-            raise no_format(source, ours)
+            raise no_format(source, rows)
         if form.name == "winner" and source.winner is None:
-            raise winner_untold(source, ours)
+            raise winner_untold(source, rows)
         unread = _unread_options(source, form)
-        require_readable(source, ours)
+        require_readable(source, rows)
         has_one_response = form.name == "kwise" and "responses" not in first[0][1] and "responses" not in source.columns
-        read = form.columns | {"response", "score", *OPTIONAL_COLUMNS} | CONTEXT_COLUMNS
-        notes += [note for note in (unread, unread_note(source.path, ours, read)) if note is not None]
+        read = form.columns | SINGLE_RESPONSE | {*OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
+        notes += [note for note in (unread, unread_note(source.path, rows, read)) if note is not None]
         return cls(source, form, has_one_response, structured, tuple(notes))
 
     def pairs(
@@ -126,10 +128,17 @@ class SourceFormat:
         Raises:
             ValueError: if the row cannot be compared or its winner is unknown.
         """
-        shared = self._metadata(number, row)
-        winner = self.source.winner_values if self.form.name == "winner" else None
-        told = row if winner is None else row | {"winner": winner.preference(row.get("winner"))}
-        comparisons = self.form.compare(told, kwise_rule)
+        # Columns that nothing reads are metadata; those of a `metadata` column, as `PreferencePair.to_dict` writes it,
+        # join them.
+        metadata = _kept((name, value) for name, value in row.items() if name not in self._columns)
+        if isinstance(metadata.get("metadata"), dict):
+            metadata = _kept(metadata.pop("metadata").items()) | metadata
+        metadata.setdefault("source", self.source.name)
+        if self.form.makes_groups:
+            metadata["group"] = f"{source_name(self.source.path)}:{number}"
+        if self.form.name == "winner" and self.source.winner_values is not None:
+            row = row | {"winner": preference(self.source.winner_values, row.get("winner"))}
+        comparisons = self.form.compare(row, kwise_rule)
         margin, label, weight = (_optional(row, name) for name in OPTIONAL_COLUMNS)
         pairs: list[PreferencePair] = []
         reason: str | None = None
@@ -141,7 +150,7 @@ class SourceFormat:
                     item.chosen,
                     item.rejected,
                     margin=margin if margin is not None else item.margin,
-                    metadata=shared | _kept(item.extra.items()),
+                    metadata=metadata | _kept(item.extra.items()),
                     label=own_label if label is None else label,
                     weight=1.0 if weight is None else weight,
                 )
@@ -151,16 +160,10 @@ class SourceFormat:
                 pairs.append(pair)
         return pairs, reason
 
-    def _metadata(self, number: int, row: Row) -> dict[str, Any]:
-        """Other columns as they are; those of a `metadata` column, as `PreferencePair.to_dict` writes it, join them."""
-        own = {*self.form.columns, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
-        metadata = _kept((name, value) for name, value in row.items() if name not in own)
-        if isinstance(metadata.get("metadata"), dict):
-            metadata = _kept(metadata.pop("metadata").items()) | metadata
-        metadata.setdefault("source", self.source.name)
-        if self.form.makes_groups:
-            metadata["group"] = f"{source_name(self.source.path)}:{number}"
-        return metadata
+    @cached_property
+    def _columns(self) -> frozenset[str]:
+        """Columns that are no metadata; beside a list of responses, `response` and `score` are."""
+        return self.form.columns - SINGLE_RESPONSE | {PER_RESPONSE, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
 
 
 def _unread_options(source: DataSource, form: RowFormat) -> str | None:
@@ -170,8 +173,7 @@ def _unread_options(source: DataSource, form: RowFormat) -> str | None:
         DataError: with that sentence, if the source brings the options, which are not defaults of all sources.
     """
     entrance = Spelling.current()
-    read = form.columns | ({"response", "score"} if form.name == "kwise" else set())
-    unread = {ours: theirs for ours, theirs in source.columns.items() if theirs and ours in READ_COLUMNS - read}
+    unread = {ours: theirs for ours, theirs in source.columns.items() if theirs and ours in READ_COLUMNS - form.columns}
     options = {"columns": entrance.columns(unread)} if unread else {}
     if source.winner is not None and form.name != "winner":
         options["winner"] = entrance.option("winner", str(source.winner))
@@ -352,8 +354,6 @@ def register_layout(
     for option in layout:
         if option not in (known := ("format", "columns", "winner", "label")):
             raise ConfigError(did_you_mean("option of a layout", option, known))
-    if name in ("auto", *FORMATS):
-        raise ConfigError(f"the layout '{name}' is registered already; choose another name")
     with Spelling.python.used():
         found = load_source(DataSource("rows", **layout, rows=[dict(row) for row in rows]), DataConfig())
     got, expected = ([{**pair.to_dict(), "metadata": {}} for pair in each] for each in (found.pairs, pairs))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rm_optimizer.core.pairs.formats import FORMATS, LAYOUTS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
+from rm_optimizer.core.pairs.formats import LAYOUTS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
 from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, Columns, read_number
 from rm_optimizer.core.rows.readers import NamedFiles, Row, source_files, source_name
 from rm_optimizer.errors import ConfigError, did_you_mean, nearest
@@ -17,71 +17,54 @@ from rm_optimizer.schema.data import DataConfig
 FORM = "FIRST,SECOND or FIRST,SECOND,TIE, with | between values that mean the same"
 
 
-@dataclass(frozen=True)
-class Winner:
-    """Values that name the better response.
+def parse_winner(option: object) -> dict[str, float]:
+    """Probability that `response_a` is better, by the values of the winner column that an option names.
 
     Args:
-        first: values by which `response_a` is better.
-        second: values by which `response_b` is better.
-        tie: values by which neither is.
-    """
-
-    first: frozenset[str]
-    second: frozenset[str]
-    tie: frozenset[str]
-
-    def preference(self, value: object) -> float:
-        """Probability that `response_a` is better: 1, 0 or 0.5.
-
-        Raises:
-            ValueError: if the value names none of the three.
-
-        Example:
-            >>> [parse_winner("model_a,model_b,tie|tie (bothbad)").preference(name) for name in ("model_b", "Tie")]
-            [0.0, 0.5]
-        """
-        key = _key(value)
-        for values, preference in ((self.first, 1.0), (self.second, 0.0), (self.tie, 0.5)):
-            if key in values:
-                return preference
-        known = ", ".join(sorted(self.first | self.second | self.tie))
-        raise ValueError(f"winner must be one of {known}, got {value!r}")
-
-
-def parse_winner(value: object) -> Winner:
-    """The values that an option names: a list of two or three values or lists of values, or text as in `FORM`.
+        option: a list of two or three values or lists of values, or text as in `FORM`.
 
     Raises:
         ConfigError: if there are not two or three, or one stands twice.
     """
-    items = value.split(",") if isinstance(value, str) else value
+    items = option.split(",") if isinstance(option, str) else option
     if not isinstance(items, Sequence) or len(items) not in (2, 3):
-        raise ConfigError(f"winner must name the values of the winner column as {FORM}, got {value!r}")
-    sets = [frozenset(map(_key, _alternatives(item))) for item in items]
-    first, second, tie = (*sets, frozenset[str]())[:3]
-    if first & second or first & tie or second & tie:
-        raise ConfigError(f"winner must name each value of the winner column once, got {value!r}")
-    return Winner(first, second, tie)
+        raise ConfigError(f"winner must name the values of the winner column as {FORM}, got {option!r}")
+    found = dict[str, float]()
+    for item, preference in zip(items, (1.0, 0.0, 0.5), strict=False):
+        same = item.split("|") if isinstance(item, str) else item
+        for value in same if isinstance(same, Sequence) else [same]:
+            if found.setdefault(_value_key(value), preference) != preference:
+                raise ConfigError(f"winner must name each value of the winner column once, got {option!r}")
+    return found
 
 
-def _alternatives(item: object) -> Sequence[object]:
-    if isinstance(item, str):
-        return item.split("|")
-    return item if isinstance(item, Sequence) else [item]
+def preference(values: Mapping[str, float], value: object) -> float:
+    """Probability that `response_a` is better by the value of a winner column: 1, 0 or 0.5.
+
+    Args:
+        values: `parse_winner` of the option.
+        value: the cell.
+
+    Raises:
+        ValueError: if the value names none of the three.
+
+    Example:
+        >>> values = parse_winner("model_a,model_b,tie|tie (bothbad)")
+        >>> [preference(values, name) for name in ("model_b", "Tie")]
+        [0.0, 0.5]
+    """
+    if (key := _value_key(value)) not in values:
+        raise ValueError(f"winner must be one of {', '.join(sorted(values))}, got {value!r}")
+    return values[key]
 
 
-def _key(value: object) -> str:
+def _value_key(value: object) -> str:
     """The value as text that is the same for `1`, `1.0` and `"1"`, and for `Tie` and `tie`."""
     text = str(value).strip().casefold()
     try:
         return f"{float(text):g}"
     except ValueError:
         return text
-
-
-_UNSET = (("winner", None), ("label", 1.0))
-"""Options of a source that its layout gives, with the value that they have where nobody sets them."""
 
 
 @dataclass(frozen=True)
@@ -118,12 +101,13 @@ class DataSource:
             raise ConfigError(f"the weight of source {self.path} must be positive, got {self.weight}")
         if not 0 <= self.label <= 1:
             raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {self.label}")
-        if self.format not in ("auto", *FORMATS) and self.format in LAYOUTS:
-            layout = LAYOUTS[self.format]
-            own = {"columns": {**layout.get("columns", {}), **self.columns}, "format": layout.get("format", "auto")}
-            own |= {name: layout[name] for name, unset in _UNSET if getattr(self, name) == unset and name in layout}
-            for name, value in own.items():
-                object.__setattr__(self, name, value)
+        layout = LAYOUTS.get(self.format) or {"format": self.format}
+        own = {"columns": {**layout.get("columns", {}), **self.columns}, "format": layout.get("format", "auto")}
+        for name, unset in (("winner", None), ("label", 1.0)):
+            if name in layout and getattr(self, name) == unset:
+                own[name] = layout[name]
+        for name, value in own.items():
+            object.__setattr__(self, name, value)
         _ = self.named_format, self.winner_values
         object.__setattr__(self, "name", self.name or source_name(self.path))
         ours = {*READ_COLUMNS, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
@@ -145,8 +129,8 @@ class DataSource:
         return None if self.format == "auto" else row_format(self.format)
 
     @cached_property
-    def winner_values(self) -> Winner | None:
-        """Values of the winner column that name the better response; None where no option gives them."""
+    def winner_values(self) -> Mapping[str, float] | None:
+        """Meaning of the values of the winner column, by `parse_winner`; None where no option gives them."""
         return None if self.winner is None else parse_winner(self.winner)
 
 
