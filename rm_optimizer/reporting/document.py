@@ -182,7 +182,7 @@ class Document:
             elif isinstance(block, Listing) and block.name and block.table.rows:
                 first, *others = block.table.head
                 tables[block.name] = [
-                    dict(zip([first or "name", *others], row, strict=True)) for row in block.table.rows
+                    dict(zip([first or "name", *others], row, strict=True)) for row in block.table.texts
                 ]
         for name, figure in figures.items():
             save_figure(figure, folder / f"{name}.png", svg=True)
@@ -224,11 +224,12 @@ def _block(block: Block) -> str:
         case Picture():
             return html.picture(block.file, block.caption)
         case Listing():
-            table, rest = block.table, [] if block.first is None else block.table.rows[block.first :]
-            if not table.rows:
+            table, rows = block.table, block.table.texts
+            if not rows:
                 return ""
+            rest = [] if block.first is None else rows[block.first :]
             further = html.table(f"{table.title}: the rest", table.head, rest)
-            shown = html.table(table.title, table.head, table.rows[: block.first])
+            shown = html.table(table.title, table.head, rows[: block.first])
             return shown + (html.details(f"{len(rest):,} more", further) if rest else "")
         case Code():
             return html.code(block.text)

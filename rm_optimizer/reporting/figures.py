@@ -43,6 +43,10 @@ _MOST_NAMED = 12
 """Most series that a description lists; the others are only in the table."""
 
 
+History = Sequence[Mapping[str, str | float | None]]
+"""Rows of `metrics.csv`: a `step` and columns whose cells may be empty."""
+
+
 @dataclass(frozen=True)
 class Mark:
     """A point, bar or guide of a figure.
@@ -287,6 +291,12 @@ def wrapped(caption: str) -> list[str]:
         fits = not lines[-1] or len(joined) < _CAPTION_WIDTH
         lines = [*lines[:-1], joined] if fits else [*lines[:-1], f"{lines[-1]};", part]
     return lines
+
+
+def numbers(rows: History, name: str) -> np.ndarray:
+    """The numbers of a column; NaN where a cell is missing or empty."""
+    cells = (row.get(name) for row in rows)
+    return np.array([math.nan if cell is None or cell == "" else float(cell) for cell in cells], dtype=float)
 
 
 def save_figure(figure: Figure, png: Path, *, svg: bool = False) -> list[Path]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,12 +23,14 @@ from rm_optimizer.reporting.figures import (
     LIGHT,
     ORANGE,
     VERMILION,
+    History,
     Mark,
     Panel,
     count_ticks,
     draw_legend,
     draw_reliability_bins,
     new_figure,
+    numbers,
     save_figure,
 )
 from rm_optimizer.reporting.tables import (
@@ -37,14 +39,12 @@ from rm_optimizer.reporting.tables import (
     group_table,
     metrics_rows,
     output_console,
+    print_line,
     summary_table,
 )
 from rm_optimizer.training.folder.record import TOY_WARNING, RunResult, is_toy
 
 PICTURES = "plots"
-History = Sequence[Mapping[str, str | float | None]]
-"""Rows of `metrics.csv`: a `step` and columns whose cells may be empty."""
-
 CHANCE_LOSS = math.log(2)
 
 
@@ -77,10 +77,12 @@ def plot_loss(history: History) -> Figure:
     """
     figure, (axes,) = new_figure("Loss", _history_caption(history, "train_loss"))
     axes.chance(CHANCE_LOSS, "chance, log 2")
-    _draw_courses(axes, history, "train_loss", "eval_loss")
-    axes.set(xlabel="optimizer step", ylabel="loss (nats a pair)")
-    _fit_losses(axes, history)
-    _fit_steps(axes, history)
+    training, _, validation = _draw_courses(axes, history, "train_loss", "eval_loss")
+    # around most of the curve and chance, so that neither a spike nor 0 flattens the rest
+    ends = [CHANCE_LOSS, *(np.quantile(training, [0.02, 0.98]) if len(training) else []), *validation]
+    low, high = float(min(ends)), float(max(ends))
+    margin = 0.12 * max(high - low, 0.01 * high)
+    axes.set(ylabel="loss (nats a pair)", ylim=(max(low - margin, 0.0), high + margin))
     draw_legend(axes)
     return figure
 
@@ -96,9 +98,9 @@ def plot_accuracy(history: History, *, ceiling: float | None = None) -> Figure:
     if ceiling is not None:
         axes.guide(f"ceiling {ceiling:.3f} (gold reward)", y=ceiling, color=GREEN, linestyle="--", linewidth=1.4)
     axes.chance(0.5)
-    _draw_courses(axes, history, "train_acc", "eval_acc")
-    axes.set(xlabel="optimizer step", ylabel="accuracy, ties one half", ylim=(_lowest_accuracy(history), 1.0))
-    _fit_steps(axes, history)
+    _, smoothed, validation = _draw_courses(axes, history, "train_acc", "eval_acc")
+    lowest = math.floor(10 * min([0.5, *smoothed, *validation])) / 10 - 0.1
+    axes.set(ylabel="accuracy, ties one half", ylim=(max(0.0, lowest), 1.0))
     draw_legend(axes, "lower right")
     return figure
 
@@ -114,7 +116,15 @@ def plot_reliability(metrics: PairwiseMetrics) -> Figure:
     axes.set(xlim=(0.495, 1.005), ylim=(bottom, 1.02))
     axes.set(ylabel="how often that side was the better one")
     draw_legend(axes)
-    _draw_counts(strip, metrics)
+    middles, counts = [(item.low + item.high) / 2 for item in bins], [item.num_pairs for item in bins]
+    strip.bars(middles, counts, width=[0.94 * (item.high - item.low) for item in bins], color=LIGHT)
+    for middle, count in zip(middles, counts, strict=True):
+        strip.annotate(f"{count:,}", (middle, count), ha="center", va="bottom", fontsize=8)
+    strip.margins(y=0.35)
+    strip.set_yticks([])
+    strip.grid(False)
+    strip.spines["left"].set_visible(False)
+    strip.set(xlabel="probability of the side the model prefers", ylabel="pairs")
     return figure
 
 
@@ -139,7 +149,12 @@ def plot_margins(margins: Float[np.ndarray, " pairs"]) -> Figure:
     wrong, tied = float((margins < 0).mean()), float((margins == 0).mean())
     caption = f"ranked wrongly {wrong:.1%}, tied {tied:.1%}, mean {margins.mean():.3g}; n = {margins.size:,} pairs"
     figure, (axes,) = new_figure("Reward margins", caption)
-    edges, hidden = _margin_edges(margins)
+    # equal bins, one of whose edges is 0, over all but the outermost margins
+    low, high = np.quantile(margins, [0.002, 0.998])
+    low, high = min(low, 0.0), max(high, 0.0)
+    width = (high - low) / min(40, 10 + math.isqrt(margins.size)) if high > low else 0.05
+    edges = width * np.arange(math.floor(low / width) - 1, math.ceil(high / width) + 2)
+    hidden = int(((margins < edges[0]) | (margins > edges[-1])).sum())
     axes.guide(x=0.0)
     for members, color, word in ((margins > 0, BLUE, "rightly"), (margins < 0, ORANGE, "wrongly")):
         if members.any():
@@ -161,54 +176,47 @@ def plot_margins(margins: Float[np.ndarray, " pairs"]) -> Figure:
     return figure
 
 
-def _margin_edges(margins: np.ndarray) -> tuple[np.ndarray, int]:
-    """Edges of equal bins, one of them 0, over all but the outermost margins, and the number of margins outside."""
-    low, high = np.quantile(margins, [0.002, 0.998])
-    low, high = min(low, 0.0), max(high, 0.0)
-    num_bins = min(40, 10 + math.isqrt(margins.size))
-    width = (high - low) / num_bins if high > low else 0.05
-    edges = width * np.arange(math.floor(low / width) - 1, math.ceil(high / width) + 2)
-    return edges, int(((margins < edges[0]) | (margins > edges[-1])).sum())
-
-
 def _column(history: History, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of the rows with a finite number in the column."""
-    cells = [(float(row["step"] or 0), float(row[name] or 0)) for row in history if row.get(name) not in (None, "")]
-    points = np.array([cell for cell in cells if math.isfinite(cell[1])]).reshape(-1, 2)
-    return points[:, 0], points[:, 1]
+    steps, values = numbers(history, "step"), numbers(history, name)
+    return steps[np.isfinite(values)], values[np.isfinite(values)]
 
 
-def _whole_batches(history: History) -> History:
-    """The rows without steps of less than half a batch, which may end an epoch and whose noise looks like a jump."""
-    sizes = [float(row.get("train_pairs") or 0) for row in history]
-    least = max(sizes, default=0.0) / 2
-    return [row for row, size in zip(history, sizes, strict=True) if not 0 < size < least]
+def _draw_courses(
+    axes: Panel, history: History, training: str, validation: str
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Draw a column of training batches smoothed, and a column of validations.
 
+    Steps of less than half a batch are left out. They may end an epoch, and their noise looks like a jump.
 
-def _smoothed(values: np.ndarray, half_width: int) -> np.ndarray:
-    """Centered moving average; at the ends, over the part of the window that exists."""
+    Returns:
+        Values of the training batches, the same smoothed, and values of the validations.
+    """
+    sizes = np.nan_to_num(numbers(history, "train_pairs"))
+    is_whole = (sizes <= 0) | (sizes >= sizes.max(initial=0.0) / 2)
+    steps, values = _column([row for row, is_kept in zip(history, is_whole, strict=True) if is_kept], training)
+    # centered moving average; at the ends, over the part of the window that exists
+    half_width, index = _half_width(len(steps)), np.arange(len(values))
     totals = np.concatenate([[0.0], np.cumsum(values)])
-    index = np.arange(len(values))
     start, end = np.maximum(index - half_width, 0), np.minimum(index + half_width + 1, len(values))
-    return np.asarray((totals[end] - totals[start]) / (end - start))
+    smoothed = np.asarray((totals[end] - totals[start]) / (end - start))
+    if half_width:
+        axes.curve(steps, values, color=BLUE, alpha=0.22, linewidth=0.8)
+    if len(steps):
+        marker = "o" if len(steps) == 1 else None
+        axes.curve(steps, smoothed, "training", color=BLUE, linewidth=1.8, marker=marker)
+    at, found = _column(history, validation)
+    if len(at):
+        label = f"validation (last {found[-1]:.3f})"
+        axes.curve(at, found, label, color=VERMILION, linewidth=1.8, marker="o", markersize=4.5)
+    last = max([1.0, *numbers(history, "step")])
+    axes.set(xlabel="optimizer step", xlim=(-0.02 * last, 1.02 * last))
+    count_ticks(axes.xaxis)
+    return values, smoothed, found
 
 
 def _half_width(num_rows: int) -> int:
     return num_rows // 50
-
-
-def _draw_courses(axes: Panel, history: History, training: str, validation: str) -> None:
-    """Draw a smoothed column of training batches, and a column of validations."""
-    steps, values = _column(_whole_batches(history), training)
-    if half_width := _half_width(len(steps)):
-        axes.curve(steps, values, color=BLUE, alpha=0.22, linewidth=0.8)
-    if len(steps):
-        marker = "o" if len(steps) == 1 else None
-        axes.curve(steps, _smoothed(values, half_width), "training", color=BLUE, linewidth=1.8, marker=marker)
-    steps, values = _column(history, validation)
-    if len(steps):
-        label = f"validation (last {values[-1]:.3f})"
-        axes.curve(steps, values, label, color=VERMILION, linewidth=1.8, marker="o", markersize=4.5)
 
 
 def _history_caption(history: History, name: str) -> str:
@@ -218,40 +226,6 @@ def _history_caption(history: History, name: str) -> str:
     validation = f"; validation on n = {int(pairs[-1]):,} pairs" if len(pairs) else ""
     window = f"; training: mean of {2 * half_width + 1} batches (pale: each)" if half_width else ""
     return f"{last:,} optimizer {'step' if last == 1 else 'steps'}{window}{validation}"
-
-
-def _fit_steps(axes: Panel, history: History) -> None:
-    last = max([1.0, *(float(row["step"] or 0) for row in history)])
-    axes.set_xlim(-0.02 * last, 1.02 * last)
-    count_ticks(axes.xaxis)
-
-
-def _fit_losses(axes: Panel, history: History) -> None:
-    """Axis limits around most of the curve and chance, so that neither a spike nor 0 flattens the rest."""
-    training, validation = _column(history, "train_loss")[1], _column(history, "eval_loss")[1]
-    ends = [CHANCE_LOSS, *(np.quantile(training, [0.02, 0.98]) if len(training) else []), *validation]
-    low, high = float(min(ends)), float(max(ends))
-    margin = 0.12 * max(high - low, 0.01 * high)
-    axes.set_ylim(max(low - margin, 0.0), high + margin)
-
-
-def _lowest_accuracy(history: History) -> float:
-    training, validation = _column(history, "train_acc")[1], _column(history, "eval_acc")[1]
-    lowest = min([0.5, *_smoothed(training, _half_width(len(training))), *validation])
-    return float(max(0.0, math.floor(10 * lowest) / 10 - 0.1))
-
-
-def _draw_counts(axes: Panel, metrics: PairwiseMetrics) -> None:
-    bins = metrics.reliability
-    middles, counts = [(item.low + item.high) / 2 for item in bins], [item.num_pairs for item in bins]
-    axes.bars(middles, counts, width=[0.94 * (item.high - item.low) for item in bins], color=LIGHT)
-    for middle, count in zip(middles, counts, strict=True):
-        axes.annotate(f"{count:,}", (middle, count), ha="center", va="bottom", fontsize=8)
-    axes.margins(y=0.35)
-    axes.set_yticks([])
-    axes.grid(False)
-    axes.spines["left"].set_visible(False)
-    axes.set(xlabel="probability of the side the model prefers", ylabel="pairs")
 
 
 def print_evaluation(title: str, evaluation: Evaluation, console: Console | None = None) -> None:
@@ -276,13 +250,9 @@ def print_run(result: RunResult, console: Console | None = None) -> None:
     for column in result.metrics.groups:
         console.print(group_table(result.metrics, column))
     for note in data.notes:
-        console.print(f"  note: {note}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"  note: {note}", console)
     if is_toy(result.config["model"]["path"], result.config["data"]["train"]):
-        console.print(f"  warning: {TOY_WARNING % result.model}", markup=False, highlight=False, soft_wrap=True)
-    _print_next(result, console)
-
-
-def _print_next(result: RunResult, console: Console) -> None:
+        print_line(f"  warning: {TOY_WARNING % result.model}", console)
     run_dir, export = (os.path.relpath(path) for path in (result.run_dir, result.export))
     typed = shlex.quote(f"./{export}" if export.startswith("-") else export)
     lines = {
@@ -293,4 +263,4 @@ def _print_next(result: RunResult, console: Console) -> None:
         "evaluate": f"rm-opt evaluate {typed} --data PAIRS.jsonl",
     }
     for name, line in lines.items():
-        console.print(f"{name:>9}: {line}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"{name:>9}: {line}", console)

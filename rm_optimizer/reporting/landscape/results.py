@@ -18,7 +18,7 @@ from rm_optimizer.landscape.visualization import LandscapeRecord
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_csv, write_rows, write_text
 from rm_optimizer.reporting.document import Drawing
-from rm_optimizer.reporting.figures import save_figure
+from rm_optimizer.reporting.figures import History, save_figure
 from rm_optimizer.reporting.landscape.layers import layer_drawings, layer_row, layer_table
 from rm_optimizer.reporting.landscape.runs import (
     between_drawings,
@@ -42,7 +42,6 @@ from rm_optimizer.reporting.landscape.surfaces import (
     trajectory_drawings,
     trajectory_table,
 )
-from rm_optimizer.reporting.run_report import History
 from rm_optimizer.reporting.tables import Cell, summary_table
 
 _VIEWS: Mapping[type, tuple[Callable[[Any], list[Drawing]], Callable[[Any], dict[str, Cell]]]] = {

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.estimate import Estimate
@@ -16,14 +14,14 @@ from rm_optimizer.reporting.figures import (
     ORANGE,
     SERIES,
     VERMILION,
-    Panel,
     count_ticks,
     draw_legend_beside,
     new_figure,
+    numbers,
 )
 from rm_optimizer.reporting.landscape.spectrum import (
     Row,
-    column,
+    cross_fitted,
     crossed_cells,
     draw_cross_fitted,
     known,
@@ -63,25 +61,33 @@ def plot_evolution(result: Evolution) -> Figure:
     )
     rows = evolution_rows(result)
     by_step = list({row["step"]: row for row in rows}.values())
-    traces, overlaps = (known(by_step, column) for column in ("trace", "subspace_overlap"))
-    panels = {"eigenvalue": rows} | ({"trace": traces} if traces else {})
-    panels |= {"subspace overlap": overlaps} if overlaps else {}
-    height, ratios = 1.4 + 1.9 * len(panels), (1,) * len(panels)
+    traces, overlaps = (known(by_step, name) for name in ("trace", "subspace_overlap"))
+    names = ["eigenvalue", *["trace"] * bool(traces), *["subspace overlap"] * bool(overlaps)]
+    height, ratios = 1.4 + 1.9 * len(names), (1,) * len(names)
     figure, all_axes = new_figure(f"{matrix_title(first)} along the run", caption, ratios=ratios, height=height)
-    for axes, (label, part) in zip(all_axes, panels.items(), strict=True):
-        steps = column(part, "step")
-        if label == "eigenvalue":
-            _draw_ends(axes, part)
-        elif label == "trace":
-            errors = column(part, "trace_standard_error")
-            axes.curve(steps, column(part, "trace"), "trace; bar: standard error", error=errors, color=SERIES[2])
-        else:
-            shares = column(part, "subspace_overlap")
-            axes.curve(steps, shares, "with the step before", color=SERIES[4], marker="o", markersize=4)
-            axes.set_ylim(0, 1.02)
-        if label != "subspace overlap":
+    panels = dict(zip(names, all_axes, strict=True))
+    axes, most = panels["eigenvalue"], max((row["rank"] for row in rows if row["end"] == "largest"), default=0)
+    for end, rank in dict.fromkeys((row["end"], row["rank"]) for row in rows):
+        part = [row for row in rows if (row["end"], row["rank"]) == (end, rank)]
+        style = {"color": VERMILION if end == "smallest" else BLUE, "alpha": 1.0 if rank == 1 else 0.75 - 0.12 * rank}
+        below = "largest 2" if most == 2 else f"largest 2 to {most}"
+        label = f"{end} 1" if rank == 1 else below if rank == 2 else None
+        bounds = numbers(part, "error_bound")
+        axes.curve(numbers(part, "step"), numbers(part, "eigenvalue"), label, error=bounds, **style)
+    crossed = [row for row in known(rows, "cross_fitted") if row["rank"] == 1]
+    draw_cross_fitted(axes, numbers(crossed, "step"), crossed, "largest 1, cross-fitted", color=ORANGE, linewidth=1.2)
+    if traces:
+        errors, label = numbers(traces, "trace_standard_error"), "trace; bar: standard error"
+        panels["trace"].curve(numbers(traces, "step"), numbers(traces, "trace"), label, error=errors, color=SERIES[2])
+    if overlaps:
+        shares = numbers(overlaps, "subspace_overlap")
+        style = {"color": SERIES[4], "marker": "o", "markersize": 4}
+        panels["subspace overlap"].curve(numbers(overlaps, "step"), shares, "with the step before", **style)
+        panels["subspace overlap"].set_ylim(0, 1.02)
+    for name, axes in panels.items():
+        if name != "subspace overlap":
             axes.guide(y=0.0, linewidth=0.8)
-        axes.set_ylabel(label)
+        axes.set_ylabel(name)
         draw_legend_beside(axes)
     all_axes[-1].set_xlabel("optimizer step")
     count_ticks(all_axes[-1].xaxis)
@@ -138,10 +144,10 @@ def plot_between(result: BetweenModels) -> Figure:
     width, rows = 0.5 / max(1, len(result.spectra)), between_rows(result)
     for index, name in enumerate(result.names[: len(result.spectra)]):
         part = [row for row in rows if row["model"] == name][:_MOST_DRAWN]
-        rank = column(part, "rank") + index * width
+        rank = numbers(part, "rank") + index * width
         color = SERIES[index % len(SERIES)]
         upper.curve(
-            rank, column(part, "eigenvalue"), name, error=column(part, "error_bound"), color=color, linewidth=1.4
+            rank, numbers(part, "eigenvalue"), name, error=numbers(part, "error_bound"), color=color, linewidth=1.4
         )
         draw_cross_fitted(upper, rank + 0.08, part, color=color, linestyle="none")
     shown = [point.y for point in upper.marks if point.y is not None]
@@ -222,7 +228,7 @@ def _diamonds(spectrum: HessianSpectrum) -> str:
 
 def _crossed(spectrum: HessianSpectrum, index: int) -> Estimate | None:
     """One of the largest eigenvalues cross-fitted; None where it is not known."""
-    values = spectrum.cross_fit.values if spectrum.cross_fit else ()
+    values = cross_fitted(spectrum)
     return values[index] if index < len(values) else None
 
 
@@ -236,16 +242,3 @@ def _cross_fitted(spectrum: HessianSpectrum) -> list[str]:
     if spectrum.cross_fit is not None:
         return [f"cross-fitted {spectrum.cross_fit.values[0]:.3g}"]
     return [f"not cross-fitted: {spectrum.not_cross_fitted}"] if spectrum.not_cross_fitted else []
-
-
-def _draw_ends(axes: Panel, rows: Sequence[Row]) -> None:
-    most = max((row["rank"] for row in rows if row["end"] == "largest"), default=0)
-    below = "largest 2" if most == 2 else f"largest 2 to {most}"
-    for end, rank in dict.fromkeys((row["end"], row["rank"]) for row in rows):
-        part = [row for row in rows if (row["end"], row["rank"]) == (end, rank)]
-        style = {"color": VERMILION if end == "smallest" else BLUE, "alpha": 1.0 if rank == 1 else 0.75 - 0.12 * rank}
-        label = f"{end} 1" if rank == 1 else below if rank == 2 else None
-        bounds = column(part, "error_bound")
-        axes.curve(column(part, "step"), column(part, "eigenvalue"), label, error=bounds, **style)
-    crossed = [row for row in known(rows, "cross_fitted") if row["rank"] == 1]
-    draw_cross_fitted(axes, column(crossed, "step"), crossed, "largest 1, cross-fitted", color=ORANGE, linewidth=1.2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean
 from typing import Any
@@ -12,7 +12,6 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.landscape.estimates.by_pair import CurvatureByPair
 from rm_optimizer.landscape.estimates.cross_fitting import TopOfSamples
 from rm_optimizer.landscape.estimates.density import SPREAD, DensityCurve, density_curve
 from rm_optimizer.landscape.estimates.effective_rank import Quantity
@@ -25,14 +24,15 @@ from rm_optimizer.reporting.figures import (
     INK,
     ORANGE,
     VERMILION,
+    History,
     Panel,
     count_ticks,
     draw_legend,
     draw_legend_above,
     draw_legend_below,
     new_figure,
+    numbers,
 )
-from rm_optimizer.reporting.run_report import History
 from rm_optimizer.reporting.tables import Cell
 
 CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
@@ -66,7 +66,7 @@ def places_of(num_top: int, num_bottom: int, count: int) -> list[Row]:
 
 def spectrum_rows(result: HessianSpectrum) -> list[Row]:
     """One row for each eigenvalue: end and rank, residual, error bound, and the cross-fitted value."""
-    crossed = () if result.cross_fit is None else result.cross_fit.values
+    crossed = cross_fitted(result)
     columns = zip(
         places_of(result.num_top, result.num_bottom, len(result.eigenvalues)),
         result.eigenvalues,
@@ -95,7 +95,7 @@ def plot_spectrum(
         by_num_pairs: largest eigenvalue of samples of the pairs, for the inset.
     """
     figure, (axes,) = new_figure(title, caption)
-    heights, bars = column(rows, "eigenvalue"), column(rows, "error_bound")
+    heights, bars = numbers(rows, "eigenvalue"), numbers(rows, "error_bound")
     rank = np.arange(1, len(heights) + 1)
     for members, color, word in ((heights >= 0, BLUE, "positive"), (heights < 0, VERMILION, "negative")):
         if members.any():
@@ -106,14 +106,23 @@ def plot_spectrum(
             )  # fmt: skip
     draw_cross_fitted(axes, rank + 0.25, rows, "cross-fitted; bar: 95 % over pairs", linestyle="none", elinewidth=2.0)
     axes.guide(y=0.0)
-    linear_below = _linear_below(heights)
+    sizes = np.abs(heights)
+    largest = float(sizes.max(initial=0.0)) or 1.0
+    linear_below = float(sizes[sizes > 1e-4 * largest].min(initial=largest))  # the smallest above rounding error
     axes.set_yscale("symlog", linthresh=linear_below)
     has_inset = len(by_num_pairs) > 1
     room = 1.9 if has_inset and len(heights) <= _FEW else 0.7
     axes.set(ylabel=f"eigenvalue (log; linear below {linear_below:.2g})", xlim=(0.3, len(heights) + room))
-    _draw_places(axes, rows)
+    step = next(step for step in (1, 5, 10, 50, 100, len(rows)) if len(rows) <= 14 * step)
+    places = [index for index, row in enumerate(rows) if row["rank"] == 1 or row["rank"] % step == 0]
+    ticks = [index for i, index in enumerate(places) if i == 0 or index - places[i - 1] >= len(rows) / 25]
+    axes.set_xticks([index + 1 for index in ticks], [str(rows[index]["rank"]) for index in ticks])
+    for after, (before, row) in enumerate(pairwise(rows), start=1):
+        if before["end"] != row["end"]:
+            axes.guide(x=after + 0.5, linestyle=(0, (4, 3)))
+    axes.set_xlabel("rank from the " + " | from the ".join(dict.fromkeys(row["end"] for row in rows)))
     crossed = known(rows, "cross_fitted_high")
-    ends = [*heights, *column(crossed, "cross_fitted_low"), *column(crossed, "cross_fitted_high")]
+    ends = [*heights, *numbers(crossed, "cross_fitted_low"), *numbers(crossed, "cross_fitted_high")]
     lowest, highest = float(min(ends)), float(max(ends))
     axes.set_ylim(2.5 * lowest if lowest < 0 else 0.0, 2.5 * highest if highest > 0 else 0.0)
     draw_legend(axes)
@@ -169,22 +178,29 @@ def plot_training_curvature(history: History, *, caption: str) -> Figure:
         caption: pairs, seed.
     """
     rows = [row for row in history if row.get(CURVATURE) not in ("", None)]
-    preconditioned = [row for row in rows if _is_known(row, SHARPNESS)]
-    figure, panels = new_figure(
-        "Curvature during training",
-        caption,
-        ratios=(1, 1, 1) if preconditioned else (1, 1),
-        height=7.1 if preconditioned else 5.2,
-    )
-    _draw_course(panels[0], rows, CURVATURE, "top eigenvalue, at least", VERMILION)
-    _draw_course(panels[1], rows, TRACE, "trace; bar: standard error", BLUE, error=f"{TRACE}_standard_error")
-    if preconditioned:
-        _draw_course(panels[2], preconditioned, SHARPNESS, "preconditioned sharpness, at least", GREEN)
-        _draw_limit(panels[2], preconditioned, SHARPNESS)
-    else:
-        _draw_limit(panels[0], rows, CURVATURE)
-    for axes, label in zip(panels, ("top eigenvalue", "trace", "preconditioned"), strict=False):
-        axes.set_ylabel(label)
+    sharp = [row for row, value in zip(rows, numbers(rows, SHARPNESS), strict=True) if math.isfinite(value)]
+    courses = [
+        ("top eigenvalue", CURVATURE, "top eigenvalue, at least", VERMILION, rows),
+        ("trace", TRACE, "trace; bar: standard error", BLUE, rows),
+        ("preconditioned", SHARPNESS, "preconditioned sharpness, at least", GREEN, sharp),
+    ][: 3 if sharp else 2]
+    height = 1.4 + 1.9 * len(courses)
+    figure, panels = new_figure("Curvature during training", caption, ratios=(1,) * len(courses), height=height)
+    for axes, (title, name, label, color, part) in zip(panels, courses, strict=True):
+        steps, values, limits = (numbers(part, each) for each in ("step", name, LIMIT))
+        axes.curve(steps, values, label, error=numbers(part, f"{name}_standard_error"), color=color)
+        axes.guide(y=0.0, linewidth=0.8)
+        count_ticks(axes.xaxis)
+        has_limit = np.isfinite(limits)
+        if name == (SHARPNESS if sharp else CURVATURE) and has_limit.any():
+            values, limits = values[has_limit], limits[has_limit]
+            style = {"color": INK, "linestyle": (0, (5, 3)), "linewidth": 1.4, "marker": "_"}
+            axes.curve(steps[has_limit], limits, "limit of stability", **style)
+            sizes = np.abs([*limits, *values])
+            if min(values) > 0 and max(sizes) > 20 * max(min(sizes), 1e-12):  # the limit is far from the values
+                axes.set_yscale("log")
+                axes.set_ylim(min(values) / 3, 3 * max(*limits, *values))
+        axes.set_ylabel(title)
         draw_legend_above(axes)
     panels[-1].set_xlabel("optimizer step")
     return figure
@@ -230,11 +246,16 @@ def spectrum_drawings(result: HessianSpectrum) -> list[Drawing]:
         curve, steps = density_curve(density), max(map(len, density.nodes), default=0)
         probes = f"{len(density.nodes)} probes of {steps} steps, {SPREAD}; {caption}"
         title = f"{matrix}: spectral density"
-        figure = plot_density(curve, top=density.exact, title=title, caption=probes, cross_fitted=_cross_fitted(result))
+        figure = plot_density(curve, top=density.exact, title=title, caption=probes, cross_fitted=cross_fitted(result))
         points = zip(curve.grid.tolist(), curve.density.tolist(), curve.standard_error.tolist(), strict=True)
         rows = [{"eigenvalue": x, "density": y, "standard_error": error} for x, y, error in points]
         found.append(Drawing("density", figure, f"{matrix}: density of the eigenvalues", rows))
     return found
+
+
+def cross_fitted(spectrum: HessianSpectrum) -> tuple[Estimate, ...]:
+    """Available cross-fitted values of the first eigenvalues."""
+    return () if spectrum.cross_fit is None else spectrum.cross_fit.values
 
 
 def crossed_cells(estimate: Estimate | None) -> Row:
@@ -252,11 +273,6 @@ def spectrum_scalars(spectrum: HessianSpectrum) -> dict[str, float]:
     return found | ({"eigenvalue_cross_fitted": crossed.values[0].value} if crossed else {})
 
 
-def column(rows: Sequence[Row], name: str) -> np.ndarray:
-    """The numbers of a column."""
-    return np.array([row[name] for row in rows], dtype=float)
-
-
 def known(rows: Sequence[Row], name: str) -> list[Row]:
     """The rows that have a value in a column."""
     return [row for row in rows if row.get(name) is not None]
@@ -269,22 +285,8 @@ def draw_cross_fitted(
     whole = known(rows, "cross_fitted")
     if whole:
         has_value = [row.get("cross_fitted") is not None for row in rows]
-        value, low, high = (column(whole, f"cross_fitted{end}") for end in ("", "_low", "_high"))
+        value, low, high = (numbers(whole, f"cross_fitted{end}") for end in ("", "_low", "_high"))
         axes.curve(places[has_value], value, label, low=low, high=high, **{"color": ORANGE, "marker": "D", **style})
-
-
-def _draw_places(axes: Panel, places: Sequence[Row]) -> None:
-    """Label the axis with ranks from either end, and draw a line between the two ends."""
-    step = next(step for step in (1, 5, 10, 50, 100, len(places)) if len(places) <= 14 * step)
-    shown = [index for index, place in enumerate(places) if place["rank"] == 1 or place["rank"] % step == 0]
-    least = len(places) / 25
-    shown = [index for i, index in enumerate(shown) if i == 0 or index - shown[i - 1] >= least]
-    axes.set_xticks([index + 1 for index in shown], [str(places[index]["rank"]) for index in shown])
-    ends = list(dict.fromkeys(place["end"] for place in places))
-    for after, (before, place) in enumerate(pairwise(places), start=1):
-        if before["end"] != place["end"]:
-            axes.guide(x=after + 0.5, linestyle=(0, (4, 3)))
-    axes.set_xlabel("rank from the " + " | from the ".join(ends))
 
 
 def _draw_by_num_pairs(axes: Panel, by_num_pairs: Sequence[TopOfSamples]) -> None:
@@ -300,52 +302,6 @@ def _draw_by_num_pairs(axes: Panel, by_num_pairs: Sequence[TopOfSamples]) -> Non
     inset.set_ylim(0, 1.35 * max(max(sample.values) for sample in by_num_pairs))
     inset.text(0.97, 0.93, "largest 1 by pairs", transform=inset.transAxes, ha="right", va="top", fontsize=8)
     inset.tick_params(labelsize=7)
-
-
-def _draw_course(axes: Panel, rows: History, value: str, label: str, color: str, *, error: str = "") -> None:
-    steps, values, errors = ([float(row.get(name) or math.nan) for row in rows] for name in ("step", value, error))
-    steps = [0.0 if math.isnan(step) else step for step in steps]
-    axes.curve(steps, values, label, error=errors, color=color)
-    axes.guide(y=0.0, linewidth=0.8)
-    count_ticks(axes.xaxis)
-
-
-def _is_known(row: Mapping[str, str | float | None], column: str) -> bool:
-    return math.isfinite(float(row.get(column) or math.nan))
-
-
-def _draw_limit(axes: Panel, rows: History, value: str) -> None:
-    """Draw the limit of stability as a dashed line, on a logarithmic axis if it is far from the values."""
-    known = [row for row in rows if _is_known(row, LIMIT)]
-    if not known:
-        return
-    steps, limits, values = ([float(row[name] or math.nan) for row in known] for name in ("step", LIMIT, value))
-    axes.curve(steps, limits, "limit of stability", color=INK, linestyle=(0, (5, 3)), linewidth=1.4, marker="_")
-    spread = max(map(abs, [*limits, *values])) / max(min(map(abs, [*limits, *values])), 1e-12)
-    if min(values) > 0 and spread > 20:
-        axes.set_yscale("log")
-        axes.set_ylim(min(values) / 3, 3 * max(*limits, *values))
-
-
-def _linear_below(values: np.ndarray) -> float:
-    """Magnitude below which the logarithmic axis is linear: the smallest one above rounding error."""
-    magnitudes = np.abs(values)
-    largest = float(magnitudes.max(initial=0.0)) or 1.0
-    return float(magnitudes[magnitudes > 1e-4 * largest].min(initial=largest))
-
-
-def _origin_rows(found: CurvatureByPair, place: str) -> dict[str, Cell]:
-    """Shares of the groups and of the pairs with the largest shares in the first listed eigenvalue, at a place."""
-    rows: dict[str, Cell] = {}
-    for group in found.groups:
-        own = f"; its own largest {group.eigenvalues[0]:.4g}" if group.eigenvalues else ""
-        along = f"{group.along[0]:.4g} along the first vector, {group.share:.0%} of {place}{own}"
-        rows[f"{group.column} {group.name} ({group.num_pairs:,} pairs)"] = along
-    for rank, each in enumerate(found.heaviest, start=1):
-        groups = "".join(f"; {name}" for name in each.pair.groups.values())
-        text = f"{each.share:.1%}, curvature {each.curvature:.3g}: {each.pair.pair_id}{groups}; {each.pair.prompt!r}"
-        rows[f"pair {rank} by share of {place}"] = text
-    return rows
 
 
 def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
@@ -364,7 +320,7 @@ def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
         if min(index, len(eigenvalues) - 1 - index) < _SHOWN:
             text = f"{each['eigenvalue']:.5g} ± {each['error_bound']:.1g}"
             text += "" if each["converged"] else " (not converged)"
-            text += f"; cross-fitted {_cross_fitted(result)[index]:.3g}" if "cross_fitted" in each else ""
+            text += f"; cross-fitted {cross_fitted(result)[index]:.3g}" if "cross_fitted" in each else ""
             rows[f"{each['end']} {each['rank']}"] = text
         elif index == _SHOWN:
             rows["…"] = f"{len(eigenvalues) - 2 * _SHOWN:,} more in the JSON"
@@ -378,7 +334,15 @@ def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
         tops = (f"{fmean(sample.values):.3g} from {sample.num_pairs:.0f} pairs" for sample in crossed.by_num_pairs)
         rows["largest 1 by number of pairs"] = ", ".join(tops)
     if result.by_pair is not None:
-        rows |= _origin_rows(result.by_pair, f"{eigenvalues[0]['end']} {eigenvalues[0]['rank']}")
+        place = f"{eigenvalues[0]['end']} {eigenvalues[0]['rank']}"
+        for group in result.by_pair.groups:
+            own = f"; its own largest {group.eigenvalues[0]:.4g}" if group.eigenvalues else ""
+            along = f"{group.along[0]:.4g} along the first vector, {group.share:.0%} of {place}{own}"
+            rows[f"{group.column} {group.name} ({group.num_pairs:,} pairs)"] = along
+        for rank, pair in enumerate(result.by_pair.heaviest, start=1):
+            groups = "".join(f"; {name}" for name in pair.pair.groups.values())
+            text = f"{pair.share:.1%}, curvature {pair.curvature:.3g}: {pair.pair.pair_id}{groups}"
+            rows[f"pair {rank} by share of {place}"] = f"{text}; {pair.pair.prompt!r}"
     rows["trace"] = quantity_text(Quantity(result.trace, "not estimated"))
     if result.geometry is not None:
         rows |= _geometry_rows(result.geometry)
@@ -402,8 +366,3 @@ def _geometry_rows(found: LocalGeometry) -> dict[str, Cell]:
         "curvature along the gradient": along(found.gradient_curvature),
         "cosine of gradient and its product": along(found.gradient_alignment),
     }
-
-
-def _cross_fitted(result: HessianSpectrum) -> tuple[Estimate, ...]:
-    """Available cross-fitted values of the first eigenvalues."""
-    return () if result.cross_fit is None else result.cross_fit.values

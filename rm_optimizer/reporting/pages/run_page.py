@@ -19,7 +19,7 @@ from rm_optimizer.reporting.pages.ensemble_section import ensemble_section
 from rm_optimizer.reporting.pages.landscape_section import landscape_section
 from rm_optimizer.reporting.readiness import readiness_rows
 from rm_optimizer.reporting.run_report import margins_of, plot_accuracy, plot_loss, plot_margins, plot_reliability
-from rm_optimizer.reporting.tables import TextTable, cell_text, metrics_rows
+from rm_optimizer.reporting.tables import TextTable, group_rows, metrics_rows
 from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
 from rm_optimizer.training.folder.record import RunResult
 
@@ -37,16 +37,19 @@ def run_document(run_dir: Path) -> Document:
     """
     result, missing = _finished(run_dir), list[str]()
     metrics = result.metrics
-    rows = {name: cell_text(value).plain for name, value in metrics_rows(metrics).items()}
+    rows = metrics_rows(metrics)
     if result.data.ceiling is not None:
-        rows["ceiling (gold reward)"] = cell_text(result.data.ceiling).plain
+        rows["ceiling (gold reward)"] = result.data.ceiling
     title = f"Validation: {result.data.val_origin}; weights of step {result.best_step:,}, best {result.monitor}"
     table = TextTable(title, ("", "value [95 % interval]"), tuple(rows.items()))
     parts = [
         Part("Result", (Listing("result", table), result.data.notes)),
         Part("Learning curves", _curves(run_dir, result, missing)),
         Part("Calibration and margins", _calibration(run_dir, result, missing)),
-        *(Part(f"By {column}", (_groups(metrics, column),)) for column in metrics.groups),
+        *(
+            Part(f"By {column}", (Listing(f"by_{column}", group_rows(metrics, column), first=20),))
+            for column in metrics.groups
+        ),
         Part("Loss landscape", landscape_section(run_dir, result, missing)),
         Part("Ensemble", ensemble_section(run_dir, missing)),
         Part("Readiness for reinforcement learning", _readiness(run_dir, missing)),
@@ -153,21 +156,6 @@ def _answer(metrics: PairwiseMetrics) -> Answer:
     worse = over.high < 0
     verdict = "It is below counting characters." if worse else "It is not shown to be above counting characters."
     return Answer("bad" if worse else "fair", accuracy, (sample, above, verdict))
-
-
-def _groups(metrics: PairwiseMetrics, column: str) -> Listing:
-    members = sorted(metrics.groups[column].items(), key=lambda item: (-item[1].num_pairs, item[0]))
-    rows = tuple(
-        (
-            name,
-            f"{group.num_pairs:,}",
-            "collapsed" if group.collapse.collapsed else str(group.accuracy),
-            *(cell_text(value).plain for value in (group.longer_wins.value, group.nll.value, group.ece.value)),
-        )
-        for name, group in members
-    )
-    head = (column, "pairs", "accuracy [95 %]", "longer wins", "NLL", "ECE")
-    return Listing(f"by_{column}", TextTable(f"Each {column}, the largest first", head, rows), first=20)
 
 
 def _command(run_dir: Path) -> tuple[Block, ...]:
