@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
+import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
@@ -18,21 +18,22 @@ from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.document import Answer, Document, Drawing, Listing, Part
 from rm_optimizer.reporting.figures import (
+    History,
     count_ticks,
     draw_differences,
     draw_legend,
     draw_seeds,
     new_figure,
+    numbers,
     save_figure,
     series_line,
 )
 from rm_optimizer.reporting.html import sentence
 from rm_optimizer.reporting.landscape.spectrum import matrix_title
-from rm_optimizer.reporting.run_report import CHANCE_LOSS, History
-from rm_optimizer.reporting.tables import TextTable, output_console
+from rm_optimizer.reporting.run_report import CHANCE_LOSS
+from rm_optimizer.reporting.tables import SCORE_NAMES, TextTable, output_console, print_line
 
 COMPARISON_FILE = "comparison.json"
-SCORE_NAMES = {"accuracy": "accuracy", "nll": "NLL", "brier": "Brier", "ece": "ECE"}
 MATRICES = ("hessian", "gauss_newton", "fisher")
 """Analyses whose spectra are overlaid, by priority; the first one that two runs have is drawn."""
 _CAPTIONS = {
@@ -60,22 +61,19 @@ def runs_document(comparison: RunComparison) -> Document:
         Part("Cost", (tables["cost"],)),
         Part("How to read it", (tuple(map(sentence, comparison.notes)),)),
     )
-    title = f"Comparison of {len(comparison.runs)} runs"
-    return Document(title, _answer(comparison), parts)
-
-
-def _answer(comparison: RunComparison) -> Answer:
-    baseline = comparison.baseline
-    found = [item for item in comparison.differences if item.score == "nll"]
+    baseline, found = comparison.baseline, [item for item in comparison.differences if item.score == "nll"]
+    decided = [item for item in found if item.verdict]
     if not found:
         scores = comparison.arms[0].scores
         said = f"accuracy {scores['accuracy']} and NLL {scores['nll']}, mean over runs that differ only in the seed"
-        return Answer("open", f"One arm, {len(comparison.runs)} runs", (said,))
-    if decided := [item for item in found if item.verdict]:
+        answer = Answer("open", f"One arm, {len(comparison.runs)} runs", (said,))
+    elif decided:
         lines = (f"in NLL, {each.arm} is {each.verdict} than {baseline}: {each.estimate:+.3f}" for each in decided)
-        return Answer("good", f"{len(decided)} of {len(found)} differ from {baseline}", tuple(lines))
-    said = f"no arm is shown to be better or worse than {baseline} in NLL"
-    return Answer("fair", "No difference is shown", (said,))
+        answer = Answer("good", f"{len(decided)} of {len(found)} differ from {baseline}", tuple(lines))
+    else:
+        said = f"no arm is shown to be better or worse than {baseline} in NLL"
+        answer = Answer("fair", "No difference is shown", (said,))
+    return Document(f"Comparison of {len(comparison.runs)} runs", answer, parts)
 
 
 def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
@@ -90,7 +88,7 @@ def print_comparison(comparison: RunComparison, console: Console | None = None) 
         if table.rows:
             console.print(table.drawn())
     for note in comparison.notes:
-        console.print(f"note: {note}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"note: {note}", console)
 
 
 def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
@@ -128,12 +126,44 @@ def comparison_figures(comparison: RunComparison) -> dict[str, Figure]:
 
 def comparison_tables(comparison: RunComparison) -> dict[str, TextTable]:
     """Scores, differences from the baseline, differing options and costs, by name."""
-    return {
-        "scores": _score_table(comparison),
-        "verdicts": _difference_table(comparison),
-        "options": _option_table(comparison.arms),
-        "cost": _cost_table(comparison),
+    labels = SCORE_NAMES.values()
+    sample = f"{comparison.num_pairs:,} common validation pairs of {comparison.num_prompts:,} prompts"
+    titles = {
+        "scores": f"{len(comparison.runs)} runs on {sample}, 95 % intervals",
+        "verdicts": f"Difference to {comparison.baseline}, paired by prompt and seed",
+        "options": "Options in which they differ",
+        "cost": "Cost, mean over runs",
     }
+    names, options = [arm.name for arm in comparison.arms], list(comparison.arms[0].options)
+    heads = {
+        "scores": ("arm", "run", "seed", *labels),
+        "verdicts": ("arm", "seeds", *labels),
+        "options": ("option", *names) if len(names) <= _MOST_COLUMNS else ("arm", *options),
+        "cost": ("arm", "steps", "best step", "seconds", "pairs/s", "trained parameters"),
+    }
+    rows: dict[str, list[tuple[str, ...]]] = {name: [] for name in titles}
+    for arm in comparison.arms:
+        runs, items = _runs(comparison, arm), [item for item in comparison.differences if item.arm == arm.name]
+        for run in runs:
+            scores = {name: str(run.scores[name]) for name in SCORE_NAMES}
+            scores |= {"accuracy": "collapsed"} if run.collapse else {}
+            rows["scores"].append((arm.name, run.name, str(run.seed), *scores.values()))
+        if len(runs) > 1:
+            means = (f"{arm.scores[name]}, sd {arm.deviations[name]:.3f}" for name in SCORE_NAMES)
+            rows["scores"].append((arm.name, f"mean of {len(runs)} seeds", "", *means))
+        if found := {item.score: item for item in items}:
+            cells = (f"{found[name].estimate:+.3f} {found[name].verdict}".rstrip() for name in SCORE_NAMES)
+            rows["verdicts"].append((arm.name, str(found["nll"].num_seeds), *cells))
+        values = arm.options.values()
+        shown = ("-" if each is None else each if isinstance(each, str) else json.dumps(each) for each in values)
+        rows["options"].append((arm.name, *shown))
+        known = ([cost for run in runs if (cost := run.costs[name]) is not None] for name in COSTS)
+        costs = (f"{fmean(each):,.1f}".removesuffix(".0") if each else "n/a" for each in known)
+        rows["cost"].append((arm.name, *costs))
+    rows["scores"] += [(run.arm, run.name, str(run.seed), "diverged", "", "", "") for run in comparison.diverged]
+    if heads["options"][0] == "option":  # a row for each option, or for each arm if there are many
+        rows["options"] = [*zip(options, *(row[1:] for row in rows["options"]), strict=True)]
+    return {name: TextTable(title, heads[name], tuple(rows[name])) for name, title in titles.items()}
 
 
 def spectra_of(runs: Sequence[RunScores]) -> dict[str, HessianSpectrum]:
@@ -161,64 +191,6 @@ def _runs(comparison: RunComparison, arm: ArmScores) -> list[RunScores]:
     return [run for run in comparison.runs if run.arm == arm.name]
 
 
-def _score_table(comparison: RunComparison) -> TextTable:
-    count, prompts = f"{comparison.num_pairs:,}", f"{comparison.num_prompts:,}"
-    title = f"{len(comparison.runs)} runs on {count} common validation pairs of {prompts} prompts, 95 % intervals"
-    rows: list[tuple[str, ...]] = []
-    for arm in comparison.arms:
-        runs = _runs(comparison, arm)
-        for run in runs:
-            scores = {name: str(run.scores[name]) for name in SCORE_NAMES}
-            scores |= {"accuracy": "collapsed"} if run.collapse else {}
-            rows.append((arm.name, run.name, str(run.seed), *scores.values()))
-        if len(runs) > 1:
-            means = (f"{arm.scores[name]}, sd {arm.deviations[name]:.3f}" for name in SCORE_NAMES)
-            rows.append((arm.name, f"mean of {len(runs)} seeds", "", *means))
-    lost = [(run.arm, run.name, str(run.seed), "diverged", "", "", "") for run in comparison.diverged]
-    return TextTable(title, ("arm", "run", "seed", *SCORE_NAMES.values()), (*rows, *lost))
-
-
-def _difference_table(comparison: RunComparison) -> TextTable:
-    rows = []
-    for arm in comparison.arms[1:] if comparison.differences else ():
-        found = {item.score: item for item in comparison.differences if item.arm == arm.name}
-        items = [found[name] for name in SCORE_NAMES]
-        cells = (f"{item.estimate:+.3f} {item.verdict}".rstrip() for item in items)
-        rows.append((arm.name, str(found["nll"].num_seeds), *cells))
-    title = f"Difference to {comparison.baseline}, paired by prompt and seed"
-    return TextTable(title, ("arm", "seeds", *SCORE_NAMES.values()), tuple(rows))
-
-
-def _option_table(arms: Sequence[ArmScores]) -> TextTable:
-    """Options in which arms differ: a row for each option, or a row for each arm if there are many."""
-    options = list(arms[0].options)
-    values = [
-        [
-            "-" if value is None else value if isinstance(value, str) else json.dumps(value)
-            for value in arm.options.values()
-        ]
-        for arm in arms
-    ]
-    title, names = "Options in which they differ", [arm.name for arm in arms]
-    if not options:
-        return TextTable(title, ("option",), ())
-    if len(arms) <= _MOST_COLUMNS:
-        return TextTable(title, ("option", *names), tuple(zip(options, *values, strict=True)))
-    rows = tuple((name, *row) for name, row in zip(names, values, strict=True))
-    return TextTable(title, ("arm", *options), rows)
-
-
-def _cost_table(comparison: RunComparison) -> TextTable:
-    rows = []
-    for arm in comparison.arms:
-        costs = [run.costs for run in _runs(comparison, arm)]
-        columns = ([value for each in costs if (value := each[name]) is not None] for name in COSTS)
-        cells = (f"{fmean(known):,.1f}".removesuffix(".0") if known else "n/a" for known in columns)
-        rows.append((arm.name, *cells))
-    head = ("arm", "steps", "best step", "seconds", "pairs/s", "trained parameters")
-    return TextTable("Cost, mean over runs", head, tuple(rows))
-
-
 def plot_learning_curves(histories: Mapping[str, Sequence[History]], *, same_pairs: bool) -> Figure:
     """Validation NLL and accuracy of each arm during training: a line for each run, and the mean over seeds on top.
 
@@ -227,7 +199,7 @@ def plot_learning_curves(histories: Mapping[str, Sequence[History]], *, same_pai
         same_pairs: True if all runs were validated on the same pairs.
     """
     each_run = [history for runs in histories.values() for history in runs]
-    sizes = {max((float(row.get("train_pairs") or 0) for row in history), default=0.0) for history in each_run}
+    sizes = {np.nan_to_num(numbers(history, "train_pairs")).max(initial=0.0) for history in each_run}
     by_pairs = len(sizes) > 1
     several = any(len(runs) > 1 for runs in histories.values())
     parts = ["validation pairs" if same_pairs else "each run on its own validation pairs"]
@@ -236,7 +208,13 @@ def plot_learning_curves(histories: Mapping[str, Sequence[History]], *, same_pai
     for panel, column in zip(axes, ("eval_nll", "eval_acc"), strict=True):
         panel.chance(CHANCE_LOSS if column == "eval_nll" else 0.5)
         for index, (arm, runs) in enumerate(histories.items()):
-            courses = [course for history in runs if (course := _course(history, column, by_pairs))]
+            courses: list[dict[float, float]] = []
+            for history in runs:
+                pairs, steps = np.nan_to_num(numbers(history, "train_pairs")).cumsum(), numbers(history, "step")
+                values = numbers(history, column)
+                points = zip((pairs if by_pairs else steps).tolist(), values.tolist(), np.isfinite(values), strict=True)
+                courses.append({place: value for place, value, is_known in points if is_known})
+            courses = [course for course in courses if course]
             common = sorted(set.intersection(*map(set, courses))) if courses else []
             mean = [(place, fmean(course[place] for course in courses)) for place in common]
             label = arm if index < _MOST_NAMED else None
@@ -295,14 +273,3 @@ def plot_spectra(spectra: Mapping[str, HessianSpectrum]) -> Figure:
         axes[1].set_ylim(bottom=1e-6 * axes[1].get_ylim()[1])
     draw_legend(axes[0])
     return figure
-
-
-def _course(history: History, column: str, by_pairs: bool) -> dict[float, float]:
-    """Finite values by step, or by number of training pairs up to it."""
-    pairs, points = 0.0, {}
-    for row in history:
-        pairs += float(row.get("train_pairs") or 0)
-        value = float(row.get(column) or math.nan)
-        if math.isfinite(value):
-            points[pairs if by_pairs else float(row["step"] or 0)] = value
-    return points

@@ -9,21 +9,20 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from matplotlib.figure import Figure
 from rich.console import Console
 
 from rm_optimizer.core.metrics.calibration import ReliabilityBin
-from rm_optimizer.core.metrics.effects import SCORES
 from rm_optimizer.experiments.optimizer_comparison.findings import (
     ArmFinding,
     ComparisonFindings,
     NotFinished,
+    RatePoint,
     findings,
 )
 from rm_optimizer.experiments.optimizer_comparison.setting import Budget
 from rm_optimizer.experiments.optimizer_comparison.stages import Stages
-from rm_optimizer.experiments.study import DAMAGED, Study, StudyPlan
+from rm_optimizer.experiments.study import DAMAGED, Study
 from rm_optimizer.reporting.document import Answer, Document, Drawing, Listing, Part
 from rm_optimizer.reporting.figures import (
     GRAY,
@@ -36,7 +35,7 @@ from rm_optimizer.reporting.figures import (
     series_line,
 )
 from rm_optimizer.reporting.run_report import CHANCE_LOSS
-from rm_optimizer.reporting.tables import TextTable, output_console
+from rm_optimizer.reporting.tables import SCORE_NAMES, Cell, TextTable, output_console, print_line
 
 TrialRows = Sequence[Mapping[str, Any]]
 _BYTES_OF_MB = 1e6
@@ -62,21 +61,36 @@ def comparison_document(folder: Path) -> Document:
         found = findings(folder)
     except NotFinished as error:
         title = f"Comparison of {', '.join(Stages(folder).frozen.options.optimizers)}"
-        return Document(title, Answer("open", "No result yet", (str(error),)), [_trials_part(study.plan, rows)])
+        plan, counts = study.plan, Counter(str(row["state"]) for row in rows)
+        about = [
+            f"{len(rows)} trials: {', '.join(f'{number} {state}' for state, number in sorted(counts.items()))}.",
+            f"Versions: {', '.join(f'{name} {version}' for name, version in plan.versions.items())}.",
+            f"Machine: {', '.join(f'{name} {value}' for name, value in plan.machine.items())}.",
+            *([f"Commit: {plan.commit}."] if plan.commit else []),
+        ]
+        trials = Part("Trials", (*about, _failure_lines(rows)))
+        return Document(title, Answer("open", "No result yet", (str(error),)), [trials])
     return findings_document(found, rows)
 
 
 def findings_document(found: ComparisonFindings, rows: TrialRows) -> Document:
     """The page of a comparison's findings and trials (`Study.rows`)."""
-    return Document(f"Comparison of {', '.join(arm.name for arm in found.arms)}", _answer(found), _parts(found, rows))
-
-
-def _parts(found: ComparisonFindings, rows: TrialRows) -> list[Part]:
-    verdicts, tuning, cost, seeds = (
-        Listing(name, table)
-        for name, table in zip(("verdicts", "tuning", "cost", "seeds"), finding_tables(found), strict=True)
-    )
+    tables = {name: Listing(name, table) for name, table in finding_tables(found).items()}
     reference = found.frozen.options.reference
+    primary = [item for item in found.verdicts if item.is_primary]
+    decided = [item for item in primary if item.verdict in ("better", "worse")]
+    if not primary:
+        few = () if found.frozen.options.budget == Budget.smoke else ("fewer than two common seeds have finished",)
+        answer = Answer("bad", "No verdict", (*few, *found.warnings))
+    elif not decided:
+        said = f"none of the {len(primary)} optimizers is shown to be better or worse than {reference} in test NLL"
+        answer = Answer("bad" if found.warnings else "fair", "Weak evidence", (said, *found.warnings))
+    else:
+        lines = (
+            f"in test NLL, {each.arm} is {each.verdict} than {reference}: {each.difference:+.3f}" for each in decided
+        )
+        headline = f"{len(decided)} of {len(primary)} differ from {reference}"
+        answer = Answer("fair" if found.warnings else "good", headline, (*lines, *found.warnings))
     rates = Drawing("rates", plot_rate_sensitivity(found), "Validation NLL by learning rate, a line for each optimizer")
     curves = Drawing("curves", plot_curves(found), "Validation NLL by step and by seconds")
     reliability = Drawing("reliability", plot_reliabilities(found), "How often the model is right, by how sure it is")
@@ -87,44 +101,17 @@ def _parts(found: ComparisonFindings, rows: TrialRows) -> list[Part]:
     if any(math.isfinite(value) for arm in found.arms for value in arm.per_seed["top_eigenvalue"]):
         caption = "Test accuracy by top eigenvalue, a point for each run"
         sharp = [Drawing("sharpness", plot_sharpness(found), caption)]
-    return [
-        Part("Verdicts", (verdicts, *judged)),
-        Part("Sensitivity to the learning rate", (tuning, rates)),
+    parts = [
+        Part("Verdicts", (tables["verdicts"], *judged)),
+        Part("Sensitivity to the learning rate", (tables["tuning"], rates)),
         Part("Reliability", (reliability,)),
-        Part("Cost and curvature", (cost, _NO_CAUSE, *sharp)),
+        Part("Cost and curvature", (tables["cost"], _NO_CAUSE, *sharp)),
         Part("Learning curves", (curves,)),
-        Part("Every seed", (seeds,)),
+        Part("Every seed", (tables["seeds"],)),
         Part("Failed and diverged runs", (_failure_lines(rows) or "None.",)),
         Part("Methods", (methods(found).replace("`", ""),)),
     ]
-
-
-def _answer(found: ComparisonFindings) -> Answer:
-    primary = [item for item in found.verdicts if item.is_primary]
-    decided = [item for item in primary if item.verdict in ("better", "worse")]
-    reference = found.frozen.options.reference
-    if not primary:
-        few = () if found.frozen.options.budget == Budget.smoke else ("fewer than two common seeds have finished",)
-        return Answer("bad", "No verdict", (*few, *found.warnings))
-    if not decided:
-        said = f"none of the {len(primary)} optimizers is shown to be better or worse than {reference} in test NLL"
-        return Answer("bad" if found.warnings else "fair", "Weak evidence", (said, *found.warnings))
-    lines = [f"in test NLL, {item.arm} is {item.verdict} than {reference}: {item.difference:+.3f}" for item in decided]
-    headline = f"{len(decided)} of {len(primary)} differ from {reference}"
-    return Answer("fair" if found.warnings else "good", headline, (*lines, *found.warnings))
-
-
-def _trials_part(plan: StudyPlan, rows: TrialRows) -> Part:
-    """Trials by state, errors of failed ones, versions and machine."""
-    counts = Counter(str(row["state"]) for row in rows)
-    states = ", ".join(f"{number} {state}" for state, number in sorted(counts.items()))
-    about = [
-        f"{len(rows)} trials: {states}.",
-        f"Versions: {', '.join(f'{name} {version}' for name, version in plan.versions.items())}.",
-        f"Machine: {', '.join(f'{name} {value}' for name, value in plan.machine.items())}.",
-        *([f"Commit: {plan.commit}."] if plan.commit else []),
-    ]
-    return Part("Trials", (*about, _failure_lines(rows)))
+    return Document(f"Comparison of {', '.join(arm.name for arm in found.arms)}", answer, parts)
 
 
 def _failure_lines(rows: TrialRows) -> tuple[str, ...]:
@@ -141,10 +128,10 @@ def print_findings(found: ComparisonFindings, console: Console | None = None) ->
         console: destination; None is standard output.
     """
     console = console or output_console()
-    for table in finding_tables(found):
+    for table in finding_tables(found).values():
         console.print(table.drawn())
     for sentence in found.warnings:
-        console.print(f"note: {sentence}", markup=False, highlight=False, soft_wrap=True)
+        print_line(f"note: {sentence}", console)
 
 
 def methods(found: ComparisonFindings) -> str:
@@ -163,80 +150,59 @@ def methods(found: ComparisonFindings) -> str:
     )
 
 
-def finding_tables(found: ComparisonFindings) -> list[TextTable]:
-    """Verdicts, tuning, costs and every seed."""
-    return [_verdict_table(found), _rate_table(found), _cost_table(found), _seed_table(found)]
-
-
-def _verdict_table(found: ComparisonFindings) -> TextTable:
-    frozen = found.frozen
-    title = f"Test scores on {frozen.sizes['test']:,} pairs of {frozen.prompts['test']:,} prompts, 95 % intervals"
+def finding_tables(found: ComparisonFindings) -> dict[str, TextTable]:
+    """Verdicts, tuning, costs and every seed, by name."""
+    sizes, prompts, reference = found.frozen.sizes, found.frozen.prompts, found.frozen.options.reference
     primary = {item.arm: item for item in found.verdicts if item.is_primary}
-    rows = []
+    titles = {
+        "verdicts": f"Test scores on {sizes['test']:,} pairs of {prompts['test']:,} prompts, 95 % intervals",
+        "tuning": f"Tuning: validation NLL on {sizes['val']:,} pairs by learning rate",
+        "cost": f"Cost, curvature, and first evaluation at or below validation NLL {found.target:.4f}",
+        "seeds": "Test scores and curvature of the final runs",
+    }
+    rows: dict[str, list[dict[str, Cell]]] = {name: [] for name in titles}
     for arm in found.arms:
-        scores = [str(arm.scores[name]) for name in SCORES]
-        item = primary.get(arm.name)
-        judged = ["", "", "", ""]
-        if item is not None:
+        means, target, num_seeds = arm.means, arm.target, len(arm.seeds)
+        judged = dict.fromkeys(("NLL − reference", "Holm p", "verdict", "detectable"), "")
+        if (item := primary.get(arm.name)) is not None:
             p = "n/a" if item.holm_p is None else f"{item.holm_p:.3f}"
-            judged = [f"{item.difference:+.3f}", p, item.verdict, f"{item.detectable:.3f}"]
-        elif arm.name == frozen.options.reference:
-            judged = ["reference", "", "", ""]
+            values = (f"{item.difference:+.3f}", p, item.verdict, f"{item.detectable:.3f}")
+            judged = dict(zip(judged, values, strict=True))
+        elif arm.name == reference:
+            judged["NLL − reference"] = "reference"
         rate = "none" if arm.chosen.rate is None else f"{arm.chosen.rate:g}" + (" (edge)" if arm.chosen.at_edge else "")
-        rows.append((arm.name, rate, str(len(arm.seeds)), *scores, *judged))
-    header = ("arm", "lr", "seeds", "accuracy", "NLL", "Brier", "ECE", "NLL − reference", "Holm p", "verdict")
-    return TextTable(title, (*header, "detectable"), tuple(rows))
-
-
-def _rate_table(found: ComparisonFindings) -> TextTable:
-    rows = []
-    for arm in found.arms:
-        points = sorted((point for point in found.rates if point.arm == arm.name), key=lambda point: point.rate)
-        cells = [f"{point.rate:g}: {_known(point.nll, '.4f', 'diverged')}" for point in points]
-        rows.append((arm.name, ", ".join(cells)))
-    title = f"Tuning: validation NLL on {found.frozen.sizes['val']:,} pairs by learning rate"
-    return TextTable(title, ("arm", "learning rate: NLL"), tuple(rows))
-
-
-def _cost_table(found: ComparisonFindings) -> TextTable:
-    rows = []
-    for arm in found.arms:
-        means, target = arm.means, arm.target
+        scores = {label: str(arm.scores[name]) for name, label in SCORE_NAMES.items()}
+        rows["verdicts"].append({"arm": arm.name, "lr": rate, "seeds": str(num_seeds), **scores, **judged})
+        tuned = (f"{point.rate:g}: {_known(point.nll, '.4f', 'diverged')}" for point in _tuned(found, arm))
+        rows["tuning"].append({"arm": arm.name, "learning rate: NLL": ", ".join(tuned)})
         error = _known(means["trace_standard_error"], ".0f", "n/a")
-        trace = f"{means['trace']:.0f} ± {error}" if math.isfinite(means["trace"]) else "n/a"
-        reached = (
-            f"{_known(target.steps, '.0f', 'missed')} ({len(arm.seeds) - target.missed} of {len(arm.seeds)} seeds)"
+        reached = f"({num_seeds - target.missed} of {num_seeds} seeds)"
+        rows["cost"].append(
+            {
+                "arm": arm.name,
+                "s/step": f"{means['step_seconds']:.2f}",
+                "tokens/s": f"{means['tokens'] / means['train_seconds']:,.0f}",
+                "passes": f"{means['passes_per_step']:.0f}",
+                "state MB": f"{means['state_bytes'] / _BYTES_OF_MB:,.1f}",
+                "memory MB": f"{means['peak_memory_bytes'] / _BYTES_OF_MB:,.0f}",
+                "clipped": f"{means['clipped_share']:.0%}",
+                "top eigenvalue": _known(means["top_eigenvalue"], ".1f", "n/a"),
+                "trace": f"{means['trace']:.0f} ± {error}" if math.isfinite(means["trace"]) else "n/a",
+                "steps to it": f"{_known(target.steps, '.0f', 'missed')} {reached}",
+                "tokens to it": _known(target.tokens, ",.0f", "missed"),
+                "seconds to it": _known(target.seconds, ".1f", "missed"),
+            }
         )
-        rows.append(
-            (
-                arm.name,
-                f"{means['step_seconds']:.2f}",
-                f"{means['tokens'] / means['train_seconds']:,.0f}",
-                f"{means['passes_per_step']:.0f}",
-                f"{means['state_bytes'] / _BYTES_OF_MB:,.1f}",
-                f"{means['peak_memory_bytes'] / _BYTES_OF_MB:,.0f}",
-                f"{means['clipped_share']:.0%}",
-                _known(means["top_eigenvalue"], ".1f", "n/a"),
-                trace,
-                reached,
-                _known(target.tokens, ",.0f", "missed"),
-                _known(target.seconds, ".1f", "missed"),
-            )
-        )
-    header = ("arm", "s/step", "tokens/s", "passes", "state MB", "memory MB", "clipped", "top eigenvalue", "trace")
-    title = f"Cost, curvature, and first evaluation at or below validation NLL {found.target:.4f}"
-    return TextTable(title, (*header, "steps to it", "tokens to it", "seconds to it"), tuple(rows))
+        forms = {"nll": ("NLL", ".4f"), "accuracy": ("accuracy", ".4f"), "top_eigenvalue": ("top eigenvalue", ".1f")}
+        for at, seed in enumerate(arm.seeds):
+            cells = {label: _known(arm.per_seed[name][at], form, "n/a") for name, (label, form) in forms.items()}
+            rows["seeds"].append({"arm": arm.name, "seed": str(seed), **cells})
+    return {name: TextTable.of(title, rows[name]) for name, title in titles.items()}
 
 
-def _seed_table(found: ComparisonFindings) -> TextTable:
-    forms = {"nll": ".4f", "accuracy": ".4f", "top_eigenvalue": ".1f"}
-    rows = tuple(
-        (arm.name, str(seed), *(_known(arm.per_seed[name][at], form, "n/a") for name, form in forms.items()))
-        for arm in found.arms
-        for at, seed in enumerate(arm.seeds)
-    )
-    head = ("arm", "seed", "NLL", "accuracy", "top eigenvalue")
-    return TextTable("Test scores and curvature of the final runs", head, rows)
+def _tuned(found: ComparisonFindings, arm: ArmFinding) -> list[RatePoint]:
+    """Tuning runs of an optimizer, by rate."""
+    return sorted((point for point in found.rates if point.arm == arm.name), key=lambda point: point.rate)
 
 
 def _known(value: float, form: str, missing: str) -> str:
@@ -255,7 +221,7 @@ def plot_rate_sensitivity(found: ComparisonFindings) -> Figure:
     figure, (axes,) = new_figure("Learning-rate sensitivity", caption)
     axes.chance(CHANCE_LOSS)
     for index, arm in enumerate(found.arms):
-        points = sorted((point for point in found.rates if point.arm == arm.name), key=lambda point: point.rate)
+        points = _tuned(found, arm)
         rates = sorted({point.rate for point in points})
         means = [float(np.mean([point.nll for point in points if point.rate == rate])) for rate in rates]
         axes.curve(rates, means, arm.name, **series_line(index))
@@ -310,25 +276,20 @@ def plot_reliabilities(found: ComparisonFindings) -> Figure:
     axes.curve([0.5, 1.0], [0.5, 1.0], "perfectly calibrated", color=GRAY, linestyle=(0, (2, 2)), linewidth=1.2)
     for index, arm in enumerate(found.arms):
         seeds = [[(item.mean_confidence, item.frequency) for item in bins] for bins in arm.reliability]
-        draw_seeds(axes, seeds, _joined_bins(arm), index, arm.name)
+        bins: dict[float, list[ReliabilityBin]] = {}
+        for item in sorted((item for seed in arm.reliability for item in seed), key=lambda item: item.low):
+            bins.setdefault(item.low, []).append(item)
+        joined = [
+            np.average([(item.mean_confidence, item.frequency) for item in items], axis=0, weights=pairs)
+            for items in bins.values()
+            if sum(pairs := [item.num_pairs for item in items]) >= _LEAST_IN_BIN
+        ]
+        draw_seeds(axes, seeds, np.array(joined), index, arm.name)
     axes.set(
         xlim=(0.495, 1.005), xlabel="probability of the preferred side", ylabel="how often that side was the better one"
     )
     draw_legend(axes, "lower right")
     return figure
-
-
-def _joined_bins(arm: ArmFinding) -> Float[np.ndarray, "bins 2"]:
-    """Mean confidence and frequency over all seeds, in each bin with enough pairs."""
-    bins: dict[float, list[ReliabilityBin]] = {}
-    for item in sorted((item for seed in arm.reliability for item in seed), key=lambda item: item.low):
-        bins.setdefault(item.low, []).append(item)
-    points = [
-        np.average([(item.mean_confidence, item.frequency) for item in items], axis=0, weights=pairs)
-        for items in bins.values()
-        if sum(pairs := [item.num_pairs for item in items]) >= _LEAST_IN_BIN
-    ]
-    return np.array(points).reshape(-1, 2)
 
 
 def plot_sharpness(found: ComparisonFindings) -> Figure:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # it imports the model, which a command on data does not need
 
 Cell = str | int | float | Estimate | None
 
+SCORE_NAMES = {"accuracy": "accuracy", "nll": "NLL", "brier": "Brier", "ece": "ECE"}
 LISTED_ANYHOW = 12
 """Most groups of a column that are all listed, even with few pairs."""
 FEW_PROMPTS = 1 / 3
@@ -187,7 +188,7 @@ def group_rows(metrics: PairwiseMetrics, column: str) -> TextTable:
     """Accuracy for each value of a grouping column, largest group first, with the length baseline where it is known."""
     members = sorted(metrics.groups[column].items(), key=lambda item: (-item[1].num_pairs, item[0]))
     knows_length = any(not math.isnan(group.longer_wins.value) for _, group in members)
-    head = (column, "pairs", "prompts", "accuracy", *["longer wins"] * knows_length, "NLL", "ECE")
+    head = (column, "pairs", "prompts", "accuracy [95 %]", *["longer wins"] * knows_length, "NLL", "ECE")
     rows = tuple(
         (
             name,
@@ -200,7 +201,7 @@ def group_rows(metrics: PairwiseMetrics, column: str) -> TextTable:
         )
         for name, group in members
     )
-    return TextTable(f"Each {column}, the largest first; 95 % intervals", head, rows)
+    return TextTable(f"Each {column}, the largest first", head, rows)
 
 
 def group_table(metrics: PairwiseMetrics, column: str) -> Group:
@@ -229,7 +230,8 @@ def print_audit(audit: DataAudit, console: Console | None = None) -> None:
     for name, split in audit.splits.items():
         table = new_table(f"{name}: sources", "source", "pairs", "prompts", "longer wins")
         for source, part in split.sources.items():
-            table.add_row(Text(source), *map(cell_text, (part.num_pairs, part.num_prompts, part.longer_wins)))
+            cells = (part.num_pairs, part.num_prompts, part.longer_wins)
+            table.add_row(Text(source), *(cell_text(cell) for cell in cells))
         parts.append(table)
     for overlap in audit.overlaps:
         share = f"{overlap.num_pairs_first:,} and {overlap.num_pairs_second:,} pairs"

@@ -69,21 +69,21 @@ def plot_evolution(result: Evolution) -> Figure:
     axes, most = panels["eigenvalue"], max((row["rank"] for row in rows if row["end"] == "largest"), default=0)
     for end, rank in dict.fromkeys((row["end"], row["rank"]) for row in rows):
         part = [row for row in rows if (row["end"], row["rank"]) == (end, rank)]
-        style = {"color": VERMILION if end == "smallest" else BLUE, "alpha": 1.0 if rank == 1 else 0.75 - 0.12 * rank}
         below = "largest 2" if most == 2 else f"largest 2 to {most}"
         label = f"{end} 1" if rank == 1 else below if rank == 2 else None
-        bounds = numbers(part, "error_bound")
-        axes.curve(numbers(part, "step"), numbers(part, "eigenvalue"), label, error=bounds, **style)
+        color, alpha = VERMILION if end == "smallest" else BLUE, 1.0 if rank == 1 else 0.75 - 0.12 * rank
+        steps, values, bounds = (numbers(part, name) for name in ("step", "eigenvalue", "error_bound"))
+        axes.curve(steps, values, label, error=bounds, color=color, alpha=alpha)
     crossed = [row for row in known(rows, "cross_fitted") if row["rank"] == 1]
     draw_cross_fitted(axes, numbers(crossed, "step"), crossed, "largest 1, cross-fitted", color=ORANGE, linewidth=1.2)
     if traces:
         errors, label = numbers(traces, "trace_standard_error"), "trace; bar: standard error"
         panels["trace"].curve(numbers(traces, "step"), numbers(traces, "trace"), label, error=errors, color=SERIES[2])
     if overlaps:
-        shares = numbers(overlaps, "subspace_overlap")
-        style = {"color": SERIES[4], "marker": "o", "markersize": 4}
-        panels["subspace overlap"].curve(numbers(overlaps, "step"), shares, "with the step before", **style)
-        panels["subspace overlap"].set_ylim(0, 1.02)
+        steps, shares = (numbers(overlaps, name) for name in ("step", "subspace_overlap"))
+        axes = panels["subspace overlap"]
+        axes.curve(steps, shares, "with the step before", color=SERIES[4], marker="o", markersize=4)
+        axes.set_ylim(0, 1.02)
     for name, axes in panels.items():
         if name != "subspace overlap":
             axes.guide(y=0.0, linewidth=0.8)

@@ -194,8 +194,8 @@ def plot_training_curvature(history: History, *, caption: str) -> Figure:
         has_limit = np.isfinite(limits)
         if name == (SHARPNESS if sharp else CURVATURE) and has_limit.any():
             values, limits = values[has_limit], limits[has_limit]
-            style = {"color": INK, "linestyle": (0, (5, 3)), "linewidth": 1.4, "marker": "_"}
-            axes.curve(steps[has_limit], limits, "limit of stability", **style)
+            dashed: dict[str, Any] = {"color": INK, "linestyle": (0, (5, 3)), "linewidth": 1.4, "marker": "_"}
+            axes.curve(steps[has_limit], limits, "limit of stability", **dashed)
             sizes = np.abs([*limits, *values])
             if min(values) > 0 and max(sizes) > 20 * max(min(sizes), 1e-12):  # the limit is far from the values
                 axes.set_yscale("log")
