@@ -21,8 +21,9 @@ from transformers.models.llama import modeling_llama
 from rm_optimizer.core.model.losses import bradley_terry_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatches, PackedPairCollator, PairCollator
+from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairCollator, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.loader import MacroBatches
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 
 NUM_PAIRS = 48

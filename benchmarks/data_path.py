@@ -34,9 +34,10 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
 from rm_optimizer.core.data_loader import PreferenceDataset, RayPreferenceDataset
-from rm_optimizer.core.tokens.batching import MacroBatches, PairCollator
+from rm_optimizer.core.tokens.batching import PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.loader import MacroBatches
 
 SIZES = (100_000, 300_000, 1_000_000)
 WORDS = tuple(f"word{i:03d}" for i in range(1000))

@@ -15,8 +15,9 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.losses import bradley_terry_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.synthetic import synthetic_world
-from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatches, PairCollator
+from rm_optimizer.core.tokens.batching import AnyPairBatch, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.loader import MacroBatches
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.spectrum import HessianSpectrum

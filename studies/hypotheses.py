@@ -50,8 +50,9 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import crossed_mean
 from rm_optimizer.core.model.losses import bradley_terry_pair_losses
 from rm_optimizer.core.tokens.audit import length_baseline
-from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatches, PairCollator
+from rm_optimizer.core.tokens.batching import AnyPairBatch, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
+from rm_optimizer.core.tokens.loader import MacroBatches
 from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.experiments.training_trials import require_shared

@@ -6,10 +6,8 @@ import io
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -23,7 +21,8 @@ from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import RowTally, SkippedRow
 from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, read_rows, source_files
 from rm_optimizer.core.tokens.batching import PairValues
-from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
+from rm_optimizer.core.tokens.cache import EncodedPairs, PairTokens
+from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import ConfigError, ConversationRefused, DataError
 from rm_optimizer.schema.data import DataConfig, KwiseRule, OnBadRow
 
@@ -52,15 +51,12 @@ class ParquetRows:
 
     def read(self, path: Path, report: Report) -> Iterator[tuple[int, Row]]:
         """The numbered rows; earlier rows of the group are decoded, a few thousand at a time, and dropped."""
-        yield from enumerate(self._rows(path), self.first_row)
-
-    def _rows(self, path: Path) -> Iterator[Row]:
-        done, stop = 0, self.skip + self.num_rows
+        numbers, done, stop = itertools.count(self.first_row), 0, self.skip + self.num_rows
         with pq.ParquetFile(path, buffer_size=_BUFFER_BYTES, pre_buffer=False) as file:
             for batch in file.iter_batches(batch_size=_MOST_ROWS, row_groups=[self.group], use_threads=False):
                 first, last = max(0, self.skip - done), min(batch.num_rows, stop - done)
                 if first < last:
-                    yield from batch.slice(first, last - first).to_pylist()
+                    yield from zip(numbers, batch.slice(first, last - first).to_pylist(), strict=False)
                 done += batch.num_rows
                 if done >= stop:
                     return
@@ -118,26 +114,27 @@ def stream_files(sources: Sequence[DataSource]) -> tuple[SourceFormat, ...]:
         DataError: if a file does not exist, is no kind that can be read in parts, or its columns fit no format.
         ConfigError: if a weight is not a whole number.
     """
-    return tuple(_opened(file, source.path) for source in sources for file in _expanded(source))
-
-
-def _expanded(source: DataSource) -> Iterator[DataSource]:
-    if source.weight != int(source.weight):
-        raise ConfigError(
-            f"the weight of streamed source {source.path} must be a whole number, got {source.weight:g}; a fraction "
-            "needs the whole source in memory"
-        )
-    found = [file for part in source_files(source.path) for file in part.files]
-    for name in found:
-        if Path(name).suffix.lower() not in _ENDINGS or Path(name).is_dir():
-            raise DataError(f"{name}: streaming reads .parquet and .jsonl files; convert it, or set data.streaming=off")
-    for _ in range(int(source.weight)):
-        yield from (replace(source, path=name) for name in found)
+    opened: list[SourceFormat] = []
+    for source in sources:
+        if source.weight != int(source.weight):
+            raise ConfigError(
+                f"the weight of streamed source {source.path} must be a whole number, got {source.weight:g}; a "
+                "fraction needs the whole source in memory"
+            )
+        found = [name for part in source_files(source.path) for name in part.files]
+        for name in found:
+            if Path(name).suffix.lower() not in _ENDINGS or Path(name).is_dir():
+                raise DataError(
+                    f"{name}: streaming reads .parquet and .jsonl files; convert it, or set data.streaming=off"
+                )
+        opened += [_opened(replace(source, path=name), source.path) for name in found] * int(source.weight)
+    return tuple(opened)
 
 
 def _opened(source: DataSource, named: str) -> SourceFormat:
     """The file with its format, which the first rows that can be read decide, as they do in memory."""
-    first = list(itertools.islice(read_rows(source.path, _ignore), FIRST_ROWS))
+    # A bad row among the first is reported when its block is read.
+    first = list(itertools.islice(read_rows(source.path, lambda number, reason: None), FIRST_ROWS))
     if not first:
         raise DataError(f"{source.path}: the file holds no rows")
     form = SourceFormat.of(source, first)
@@ -152,10 +149,6 @@ def _opened(source: DataSource, named: str) -> SourceFormat:
     return replace(form, notes=tuple(note.replace(source.path, named, 1) for note in notes))
 
 
-def _ignore(number: int, reason: str) -> None:
-    """Ignore a bad row among the first, which is reported when its block is read."""
-
-
 def blocks_of(files: Sequence[SourceFormat], block_bytes: int = BLOCK_BYTES) -> tuple[Block, ...]:
     """The files cut into blocks of about `block_bytes` of text, in order.
 
@@ -167,18 +160,15 @@ def blocks_of(files: Sequence[SourceFormat], block_bytes: int = BLOCK_BYTES) -> 
     blocks: list[Block] = []
     stream_row = 0
     for index, file in enumerate(files):
-        parts = _parts(Path(file.source.path), block_bytes)
+        path = Path(file.source.path)
+        cut = _row_group_parts if path.suffix.lower() == ".parquet" else _line_parts
+        try:
+            parts = list(cut(path, block_bytes))
+        except OSError as error:
+            raise DataError(f"{path}: the file cannot be read: {error.strerror or error}") from error
         blocks += [Block(index, part, stream_row) for part in parts]
         stream_row += sum(part.num_rows for part in parts)
     return tuple(blocks)
-
-
-def _parts(path: Path, block_bytes: int) -> list[Part]:
-    try:
-        cut = _row_group_parts if path.suffix.lower() == ".parquet" else _line_parts
-        return list(cut(path, block_bytes))
-    except OSError as error:
-        raise DataError(f"{path}: the file cannot be read: {error.strerror or error}") from error
 
 
 def _row_group_parts(path: Path, block_bytes: int) -> Iterator[Part]:
@@ -194,62 +184,44 @@ def _row_group_parts(path: Path, block_bytes: int) -> Iterator[Part]:
 
 
 def _line_parts(path: Path, block_bytes: int) -> Iterator[Part]:
-    start, first = 0, 1
-    with path.open("rb") as file:
-        for stop, num_lines in _line_ends(file, block_bytes):
-            yield Lines(start, stop, first, num_lines)
-            start, first = stop, first + num_lines
-
-
-def _line_ends(file: BinaryIO, block_bytes: int) -> Iterator[tuple[int, int]]:
-    """End of each block of lines, and its number of lines; a last line without an end counts."""
     start = position = lines = 0
-    ends_whole = True
-    while chunk := file.read(block_bytes):
-        last = chunk.rfind(b"\n") + 1
-        if last and position + last - start >= block_bytes // 2:
-            yield position + last, lines + chunk.count(b"\n")
-            start, lines = position + last, 0
-        else:
+    first, ends_whole = 1, True
+    with path.open("rb") as file:
+        while chunk := file.read(block_bytes):
             lines += chunk.count(b"\n")
-        position += len(chunk)
-        ends_whole = chunk.endswith(b"\n")
+            last = chunk.rfind(b"\n") + 1
+            if last and position + last - start >= block_bytes // 2:
+                yield Lines(start, position + last, first, lines)
+                start, first, lines = position + last, first + lines, 0
+            position += len(chunk)
+            ends_whole = chunk.endswith(b"\n")
     if position > start:
-        yield position, lines + (not ends_whole)
+        yield Lines(start, position, first, lines + (not ends_whole))  # a last line without an end counts
 
 
-@dataclass(frozen=True, eq=False)
-class PairArrays:
+class PairArrays(PairTokens):
     """Token ids and numbers of pairs.
 
     Args:
-        tokens: ids of all sequences, chosen and rejected in turn.
-        lengths: tokens of the chosen and the rejected sequence, shape (pairs, 2).
-        pair_index: row of the stream that each pair comes from, counted from 0.
+        tokens, lengths, pair_index: as in `PairTokens`; the index is the row of the stream, counted from 0.
         values: margins, labels and weights.
     """
 
-    tokens: NDArray[np.int32]
-    lengths: NDArray[np.int64]
-    pair_index: NDArray[np.int64]
-    values: PairValues
-
-    def __len__(self) -> int:
-        return len(self.pair_index)
-
-    def chosen(self, i: int) -> NDArray[np.int32]:
-        """Token ids of the preferred sequence of pair i."""
-        return self._sequence(2 * i)
-
-    def rejected(self, i: int) -> NDArray[np.int32]:
-        """Token ids of the other sequence of pair i."""
-        return self._sequence(2 * i + 1)
+    def __init__(
+        self,
+        tokens: NDArray[np.int32],
+        lengths: NDArray[np.int64],
+        pair_index: NDArray[np.int64],
+        values: PairValues,
+    ) -> None:
+        super().__init__(tokens, lengths, pair_index)
+        self.values = values
 
     def take(self, positions: NDArray[np.int64]) -> PairArrays:
         """The pairs at these positions, copied."""
         sides = [side(i) for i in positions.tolist() for side in (self.chosen, self.rejected)]
-        values = (column[positions] for column in vars(self.values).values())
-        return PairArrays(_joined(sides), self.lengths[positions], self.pair_index[positions], PairValues(*values))
+        tokens = np.concatenate([self.tokens[:0], *sides])
+        return PairArrays(tokens, self.lengths[positions], self.pair_index[positions], self.values.take(positions))
 
     @classmethod
     def concatenate(cls, parts: Sequence[PairArrays]) -> PairArrays:
@@ -263,17 +235,6 @@ class PairArrays:
             np.concatenate([part.pair_index for part in parts]),
             PairValues(*map(np.concatenate, columns)),
         )
-
-    @cached_property
-    def _offsets(self) -> NDArray[np.int64]:
-        return np.concatenate([[0], np.cumsum(self.lengths)])
-
-    def _sequence(self, i: int) -> NDArray[np.int32]:
-        return self.tokens[self._offsets[i] : self._offsets[i + 1]]
-
-
-def _joined(sequences: Sequence[NDArray[np.int32]]) -> NDArray[np.int32]:
-    return np.concatenate(sequences) if sequences else np.zeros(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, eq=False)
@@ -346,19 +307,15 @@ class BlockTokenizer:
         tally = self.reader.tally(block.file)
         numbered = list(self.reader.pairs(block, tally))
         try:
-            encodings = self._encoded(numbered)
+            encoded = EncodedPairs.of([pair for _, pair in numbered], self.renderer)
         except ConversationRefused:
             numbered = self._accepted(numbered, tally)
-            encodings = self._encoded(numbered)
+            encoded = EncodedPairs.of([pair for _, pair in numbered], self.renderer)
+        pairs, kept = [pair for _, pair in numbered], encoded.differ
         rows = np.array([block.stream_row + number - 1 for number, _ in numbered], dtype=np.int64)
-        marks = pair_fingerprints(pair for _, pair in numbered)
-        return _block_tokens(encodings, rows, PairValues.of(pair for _, pair in numbered), tally, marks)
-
-    def _encoded(self, numbered: Sequence[tuple[int, PreferencePair]]) -> list[Encoding]:
-        prompts = [pair.prompt for _, pair in numbered for _ in range(2)]
-        return self.renderer.encode_batch(
-            prompts, [text for _, pair in numbered for text in (pair.chosen, pair.rejected)]
-        )
+        found = PairArrays(encoded.tokens, encoded.lengths[kept], rows[kept], PairValues.of(pairs).take(kept))
+        lengths = encoded.lengths + encoded.cuts.sum(axis=2)
+        return BlockTokens(found, lengths, encoded.cuts, tally, pair_fingerprints(pairs))
 
     def _accepted(
         self, numbered: Sequence[tuple[int, PreferencePair]], tally: RowTally
@@ -373,22 +330,3 @@ class BlockTokenizer:
                 refused.add(number)
                 tally.report(number, reason)
         return accepted
-
-
-def _block_tokens(
-    encodings: Sequence[Encoding],
-    rows: NDArray[np.int64],
-    values: PairValues,
-    rows_read: RowTally,
-    marks: NDArray[np.uint64],
-) -> BlockTokens:
-    cuts = np.array([(side.prompt_cut, side.response_cut) for side in encodings], dtype=np.int32).reshape(-1, 2, 2)
-    lengths = np.array([len(side.ids) for side in encodings], dtype=np.int64).reshape(-1, 2)
-    sides = zip(encodings[0::2], encodings[1::2], strict=True)
-    kept = np.array([chosen.ids != rejected.ids for chosen, rejected in sides], dtype=bool)
-    tokens = np.fromiter(
-        chain.from_iterable(side.ids for i, side in enumerate(encodings) if kept[i // 2]), dtype=np.int32
-    )
-    numbers = PairValues(*(column[kept] for column in vars(values).values()))
-    pairs = PairArrays(tokens, lengths[kept], rows[kept], numbers)
-    return BlockTokens(pairs, lengths + cuts.sum(axis=2), cuts, rows_read, marks)

@@ -20,9 +20,9 @@ from rm_optimizer.core.rows.bad_rows import PairRow
 from rm_optimizer.core.rows.natural import Prompts, prompts_of
 from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.streaming.blocks import BLOCK_BYTES, BlockReader, BlockTokenizer, blocks_of, stream_files
-from rm_optimizer.core.streaming.order import BatchShape, MacroBatchStream, StreamOrder
+from rm_optimizer.core.streaming.order import MacroBatchStream, StreamOrder
 from rm_optimizer.core.streaming.workers import TokenizerPool
-from rm_optimizer.core.tokens.batching import MacroBatch
+from rm_optimizer.core.tokens.batching import BatchShape, MacroBatch
 from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.schema.data import ReadOptions, read_config
@@ -181,8 +181,7 @@ class RayPreferenceDataset:
             ValueError: if a number is out of its range.
             MissingExtra: if Ray is not installed.
         """
-        pad = renderer.pad_token_id
-        shape = BatchShape(batch_size, micro_token_budget, pad, rank, world_size, prefix_sharing, mean_weight)
+        shape = BatchShape(batch_size, micro_token_budget, rank, world_size, mean_weight)
         order = StreamOrder(self.blocks, window_blocks, seed, shuffle)
         pool = TokenizerPool(
             BlockTokenizer(self.reader, renderer),
@@ -190,7 +189,8 @@ class RayPreferenceDataset:
             store_mb=store_mb,
             fetch_timeout=fetch_timeout,
         )
-        stream = MacroBatchStream(pool, order, shape)
+        pad = renderer.pad_token_id
+        stream = MacroBatchStream(pool, order, shape, pad_token_id=pad, prefix_sharing=prefix_sharing)
         if start_step:
             stream.seek(start_step)
         return stream

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.orders import epoch_order
 from rm_optimizer.core.pairs.overlap import TrainedPairs
-from rm_optimizer.core.rows.bad_rows import RowTally, SkippedRow, require_few_bad
+from rm_optimizer.core.rows.bad_rows import SkippedRow, require_few_bad
 from rm_optimizer.core.streaming.blocks import Block, BlockTokens, PairArrays
 from rm_optimizer.core.streaming.workers import TokenizerPool
-from rm_optimizer.core.tokens.batching import MacroBatch, macro_batch, pair_collator
-from rm_optimizer.core.tokens.cache import TruncationReport
+from rm_optimizer.core.tokens.batching import BatchShape, MacroBatch, pair_collator
+from rm_optimizer.core.tokens.cache import TruncationReport, cut_counts
 from rm_optimizer.errors import DataError
 
 LISTED_ROWS = 10_000
@@ -25,15 +25,7 @@ LISTED_ROWS = 10_000
 JUDGED_ROWS = 1000
 """Rows of a file that must be read, or all of them, before their share of bad ones stops the stream."""
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
-
-
-class _FileRows:
-    """Rows of a file that were read, those that are bad by their cause, and how many lines or rows that was."""
-
-    def __init__(self) -> None:
-        self.num_read = 0
-        self.num_rows = 0
-        self.causes: Counter[str] = Counter()
+_NO_PAIR = "no pair is left to train on: each row is skipped or its responses are identical"
 
 
 class StreamTally:
@@ -48,18 +40,17 @@ class StreamTally:
     """
 
     def __init__(self, blocks: Sequence[Block] = ()) -> None:
-        self._rows_of: Counter[int] = Counter()
+        self._rows_of: Counter[int] = Counter()  # of each file, like the next three
         for block in blocks:
             self._rows_of[block.file] += block.part.num_rows
-        self._files: defaultdict[int, _FileRows] = defaultdict(_FileRows)
+        self._num_read: Counter[int] = Counter()
+        self._num_rows: Counter[int] = Counter()
+        self._causes: defaultdict[int, Counter[str]] = defaultdict(Counter)
         self.skipped: list[SkippedRow] = []
         self.num_skipped = 0
         self._kept: dict[Block, int] = {}
         self._fingerprints: list[NDArray[np.uint64]] = []
-        self._num_pairs = 0
-        self._prompt_cut = 0
-        self._uneven_cut = 0
-        self._response_cut = 0
+        self._cut = Counter(cut_counts(np.zeros((0, 2, 2), dtype=np.int32)))
         self._tokens_cut = 0
         self._of_length: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
 
@@ -86,25 +77,19 @@ class StreamTally:
             return
         self._kept[block] = len(tokens.pairs)
         self._fingerprints.append(tokens.fingerprints)
-        self._require_few_bad(block, tokens.rows)
-        self.num_skipped += len(tokens.rows.skipped)
-        self.skipped += tokens.rows.skipped[: LISTED_ROWS - len(self.skipped)]
-        self._num_pairs += len(tokens.lengths)
-        self._prompt_cut += int((tokens.cuts[:, :, 0] > 0).any(axis=1).sum())
-        self._uneven_cut += int((tokens.cuts[:, 0, 0] != tokens.cuts[:, 1, 0]).sum())
-        self._response_cut += int((tokens.cuts[:, :, 1] > 0).any(axis=1).sum())
+        rows, file = tokens.rows, block.file
+        self._num_read[file] += block.part.num_rows
+        self._num_rows[file] += rows.num_rows
+        self._causes[file] += rows.causes()
+        if self._num_read[file] >= min(JUDGED_ROWS, self._rows_of[file]):
+            require_few_bad(rows.path, self._causes[file], self._num_rows[file], rows.max_bad_share)
+        self.num_skipped += len(rows.skipped)
+        self.skipped += rows.skipped[: LISTED_ROWS - len(self.skipped)]
+        self._cut.update(cut_counts(tokens.cuts))
         self._tokens_cut += int(tokens.cuts.sum())
         counts = np.bincount(tokens.lengths.ravel(), minlength=len(self._of_length))
         counts[: len(self._of_length)] += self._of_length
         self._of_length = counts
-
-    def _require_few_bad(self, block: Block, rows: RowTally) -> None:
-        file = self._files[block.file]
-        file.num_read += block.part.num_rows
-        file.num_rows += rows.num_rows
-        file.causes += rows.causes()
-        if file.num_read >= min(JUDGED_ROWS, self._rows_of[block.file]):
-            require_few_bad(rows.path, file.causes, file.num_rows, rows.max_bad_share)
 
     def report(self, max_length: int) -> TruncationReport:
         """Effect of truncation on the pairs so far; a quantile is the length of one of their sequences."""
@@ -114,11 +99,8 @@ class StreamTally:
         num_tokens = int((self._of_length * np.arange(len(self._of_length))).sum())
         return TruncationReport(
             max_length=max_length,
-            num_pairs=self._num_pairs,
-            num_identical_dropped=self._num_pairs - self.num_kept,
-            num_prompt_cut=self._prompt_cut,
-            num_uneven_prompt_cut=self._uneven_cut,
-            num_response_cut=self._response_cut,
+            num_identical_dropped=self._cut["num_pairs"] - self.num_kept,
+            **self._cut,
             tokens_cut_share=self._tokens_cut / max(1, num_tokens),
             length_quantiles={f"{q:g}": float(length) for q, length in zip(_QUANTILES, lengths, strict=True)},
         )
@@ -184,49 +166,6 @@ class StreamOrder:
         return epoch_order(size, self.seed, *key) if self.shuffle else np.arange(size)
 
 
-@dataclass(frozen=True)
-class BatchShape:
-    """Options for dividing pairs into macro-batches.
-
-    Args:
-        batch_size: pairs of a macro-batch, over all ranks.
-        micro_token_budget: tokens of a micro-batch, padding included.
-        pad_token_id: the id that fills masked positions.
-        rank: rank of the process.
-        world_size: number of ranks.
-        prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
-        mean_weight: mean weight of the stream's pairs, as far as it is known.
-    """
-
-    batch_size: int
-    micro_token_budget: int
-    pad_token_id: int
-    rank: int = 0
-    world_size: int = 1
-    prefix_sharing: bool = False
-    mean_weight: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank must lie in [0, {self.world_size}), got {self.rank}")
-
-    def batch(self, pairs: PairArrays, step: int) -> MacroBatch:
-        """This rank's share of the macro-batch of these pairs."""
-        collator = pair_collator(pairs, pairs.values, self.pad_token_id, prefix_sharing=self.prefix_sharing)
-        given = (collator, np.arange(len(pairs)), step, self.micro_token_budget)
-        return macro_batch(*given, mean_weight=self.mean_weight, rank=self.rank, world_size=self.world_size)
-
-
-@dataclass(frozen=True, eq=False)
-class _Window:
-    epoch: int
-    index: int
-    pairs: PairArrays
-    order: NDArray[np.int64]
-
-
 class MacroBatchStream:
     """Macro-batches of a stream, one an optimizer step, without end; the last of an epoch may be short.
 
@@ -236,16 +175,28 @@ class MacroBatchStream:
         pool: tokenizes blocks; closed with the stream.
         order: order of the blocks and pairs.
         shape: shape of the macro-batches.
+        pad_token_id: the id that fills masked positions.
+        prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
 
     Attributes:
         position: before the next macro-batch; set it to start elsewhere.
         tally: counts of the stream so far.
     """
 
-    def __init__(self, pool: TokenizerPool, order: StreamOrder, shape: BatchShape) -> None:
+    def __init__(
+        self,
+        pool: TokenizerPool,
+        order: StreamOrder,
+        shape: BatchShape,
+        *,
+        pad_token_id: int,
+        prefix_sharing: bool = False,
+    ) -> None:
         self.pool = pool
         self.order = order
         self.shape = shape
+        self.pad_token_id = pad_token_id
+        self.prefix_sharing = prefix_sharing
         self.position = StreamPosition()
         self.tally = StreamTally(order.blocks)
 
@@ -256,65 +207,52 @@ class MacroBatchStream:
             DataError: if a row is bad, or no pair is left of a whole epoch.
             DataStalled: if a block does not come in time.
         """
-        rest: list[PairArrays] = []
+        rest: list[PairArrays] = []  # pairs of earlier windows that the next batch begins with
         offset = self.position.offset
-        for window in self._windows(self.position.epoch, self.position.window):
-            is_last = window.index + 1 == self.order.num_windows
-            for batch, end in self._split(rest, window, offset, is_last):
-                step, rest, offset = self.position.step, [], end
-                self.position = StreamPosition(step + 1, window.epoch, window.index, offset)
-                yield self.shape.batch(batch, step)
+        asked: deque[tuple[int, int, list[Block], list[Any]]] = deque()
+        for ahead in self.order.windows_from(self.position.epoch, self.position.window):
+            blocks = self.order.window(*ahead)
+            asked.append((*ahead, blocks, self.pool.ask(blocks)))
+            if len(asked) < 2:
+                continue
+            epoch, window, blocks, tokens = asked.popleft()
+            pairs = PairArrays.concatenate([found.pairs for found in self._collect(blocks, tokens)])
+            order = self.order.pairs(len(pairs), epoch, window)
+            is_last = window + 1 == self.order.num_windows
+            while True:
+                num_carried, num_left = sum(map(len, rest)), len(order) - offset
+                missing = self.shape.batch_size - num_carried
+                if num_left < missing and not (is_last and (num_left or num_carried)):
+                    break
+                taken = order[offset : offset + missing]
+                batch = PairArrays.concatenate([*rest, pairs.take(taken)])
+                rest, offset, step = [], offset + len(taken), self.position.step
+                self.position = StreamPosition(step + 1, epoch, window, offset)
+                collator = pair_collator(batch, batch.values, self.pad_token_id, prefix_sharing=self.prefix_sharing)
+                yield self.shape.macro_batch(collator, np.arange(len(batch)), step)
             if is_last and not self.tally.num_kept:
-                raise DataError("no pair is left to train on: each row is skipped or its responses are identical")
+                raise DataError(_NO_PAIR)
             if not is_last:
-                rest = [*rest, window.pairs.take(window.order[offset:])]
+                rest.append(pairs.take(order[offset:]))
             offset = 0
-
-    def _split(
-        self, rest: Sequence[PairArrays], window: _Window, offset: int, is_last: bool
-    ) -> Iterator[tuple[PairArrays, int]]:
-        """The macro-batches that end in a window, each with the number of the window's pairs up to its end."""
-        size = self.shape.batch_size
-        carried = list(rest)
-        missing = size - sum(map(len, carried))
-        while len(window.order) - offset >= missing or (is_last and (offset < len(window.order) or missing < size)):
-            taken = window.order[offset : offset + missing]
-            offset += len(taken)
-            yield PairArrays.concatenate([*carried, window.pairs.take(taken)]), offset
-            carried, missing = [], size
 
     def seek(self, step: int) -> None:
         """Set the position to that of an optimizer step; blocks before it whose pairs were never counted are read."""
         before = step
         for epoch in itertools.count():
             seen = 0
-            for window, num_pairs in enumerate(self._counts(epoch)):
+            for window in range(self.order.num_windows):
+                blocks = self.order.window(epoch, window)
+                unknown = [block for block in blocks if self.tally.kept(block) is None]
+                self._collect(unknown, self.pool.ask(unknown))
+                num_pairs = sum(self.tally.kept(block) or 0 for block in blocks)
                 if seen + num_pairs > before * self.shape.batch_size:
                     self.position = StreamPosition(step, epoch, window, before * self.shape.batch_size - seen)
                     return
                 seen += num_pairs
             if not seen:
-                raise DataError("no pair is left to train on: each row is skipped or its responses are identical")
+                raise DataError(_NO_PAIR)
             before -= -(-seen // self.shape.batch_size)
-
-    def _counts(self, epoch: int) -> Iterator[int]:
-        for window in range(self.order.num_windows):
-            blocks = self.order.window(epoch, window)
-            unknown = [block for block in blocks if self.tally.kept(block) is None]
-            self._collect(unknown, self.pool.ask(unknown))
-            yield sum(self.tally.kept(block) or 0 for block in blocks)
-
-    def _windows(self, epoch: int, window: int) -> Iterator[_Window]:
-        asked: deque[tuple[int, int, list[Block], list[Any]]] = deque()
-        for later_epoch, later in self.order.windows_from(epoch, window):
-            blocks = self.order.window(later_epoch, later)
-            asked.append((later_epoch, later, blocks, self.pool.ask(blocks)))
-            if len(asked) > 1:
-                yield self._window(*asked.popleft())
-
-    def _window(self, epoch: int, window: int, blocks: Sequence[Block], asked: list[Any]) -> _Window:
-        pairs = PairArrays.concatenate([tokens.pairs for tokens in self._collect(blocks, asked)])
-        return _Window(epoch, window, pairs, self.order.pairs(len(pairs), epoch, window))
 
     def _collect(self, blocks: Sequence[Block], asked: list[Any]) -> list[BlockTokens]:
         collected = []

@@ -85,7 +85,14 @@ class TokenizerPool:
         self._workers = [actor.remote() for _ in range(num_workers)]
         self._asked = 0
         self._pending: set[Any] = set()
-        self._await([worker.is_ready.remote(self._shared) for worker in self._workers])
+        started = [worker.is_ready.remote(self._shared) for worker in self._workers]
+        try:  # waits here, so that loading torch in each worker does not count as fetching
+            self._ray.get(started, timeout=_START_SECONDS)
+        except self._ray.exceptions.GetTimeoutError as error:
+            self.close()
+            raise DataStalled(
+                f"Ray's workers did not start within {_START_SECONDS} s; lower data.num_workers, or free memory"
+            ) from error
 
     def ask(self, blocks: Sequence[Block]) -> list[Any]:
         """Start on blocks; `collect` takes what is returned."""
@@ -114,16 +121,6 @@ class TokenizerPool:
             if isinstance(tokens, str):
                 raise DataError(tokens)
             yield tokens
-
-    def _await(self, started: Sequence[Any]) -> None:
-        """Wait for the workers, so that loading torch in each of them does not count as fetching."""
-        try:
-            self._ray.get(started, timeout=_START_SECONDS)
-        except self._ray.exceptions.GetTimeoutError as error:
-            self.close()
-            raise DataStalled(
-                f"Ray's workers did not start within {_START_SECONDS} s; lower data.num_workers, or free memory"
-            ) from error
 
     def close(self) -> None:
         """End the workers, and Ray with them if it was started here."""
@@ -162,16 +159,12 @@ def load_ray() -> Any:
 def _start(ray: Any, num_workers: int, store_mb: int) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     handler = signal.getsignal(signal.SIGTERM)
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "configure_logging": False, "log_to_driver": False}
+    if not os.environ.get("RAY_ADDRESS"):
+        memory = store_mb * _MEGABYTE
+        options |= {"num_cpus": num_workers, "object_store_memory": memory, "include_dashboard": False}
     try:
-        _initialize(ray, num_workers, store_mb)
+        ray.init(**options)
     finally:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)  # Ray takes it; a run saves a checkpoint on it
-
-
-def _initialize(ray: Any, num_workers: int, store_mb: int) -> None:
-    quiet = {"logging_level": logging.ERROR, "configure_logging": False, "log_to_driver": False}
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
-        return
-    ray.init(num_cpus=num_workers, object_store_memory=store_mb * _MEGABYTE, include_dashboard=False, **quiet)

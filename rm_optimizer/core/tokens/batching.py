@@ -18,14 +18,11 @@ import torch
 from jaxtyping import Float, Float32, Int
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from rm_optimizer.core.pairs.orders import PairOrder, epoch_order
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import PairTokens
 from rm_optimizer.core.tokens.plan import micro_batches, pad_sequences, rank_share, row_batches
 from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree, shared_length
-from rm_optimizer.errors import DataError
 
 
 class _Pairs:
@@ -229,6 +226,10 @@ class PairValues:
         margin, label, weight = np.ascontiguousarray(rows.reshape(-1, 3).T)
         return cls(margin, label, weight)
 
+    def take(self, positions: NDArray[np.int64] | NDArray[np.bool_]) -> PairValues:
+        """The values of the pairs at these positions."""
+        return PairValues(*(column[positions] for column in vars(self).values()))
+
 
 class PairCollator:
     """Collator that makes a `PairBatch` of tokenized pairs.
@@ -300,111 +301,41 @@ def pair_collator(
     return (PackedPairCollator if prefix_sharing else PairCollator)(tokenized, pairs, pad_token_id)
 
 
-class MacroBatches(Dataset[MacroBatch]):
-    """Endless macro-batches by optimizer step; item k is always the same.
-
-    Epoch e visits the pairs in the order `epoch_order(…, seed, e)`, or in that of `order`, `batch_size` at a time. Its
-    last macro-batch may be short and is never dropped. Items do not depend on earlier ones, so a run resumes at step k
-    with item k.
+@dataclass(frozen=True)
+class BatchShape:
+    """Division of pairs into macro-batches, and of these into ranks and micro-batches.
 
     Args:
-        collator: collator that makes the tensors.
-        batch_size: number of pairs of a macro-batch, over all ranks.
-        micro_token_budget: most tokens of a micro-batch, padding included.
-        seed: seed of the order, not negative.
-        rank: rank of the process, in [0, world_size).
+        batch_size: pairs of a macro-batch, over all ranks.
+        micro_token_budget: tokens of a micro-batch, padding included.
+        rank: rank of the process.
         world_size: number of ranks.
-        order: order of the pairs; None shuffles them by the seed.
+        mean_weight: mean weight of the data set's pairs, as far as it is known.
 
     Raises:
-        ValueError: if a number is out of its range, or the number of positions in an epoch of `order` is not that of
-            the pairs.
-        DataError: if there is no pair to train on.
+        ValueError: if a number is out of its range.
     """
 
-    def __init__(
-        self,
-        collator: PairCollator,
-        *,
-        batch_size: int,
-        micro_token_budget: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        order: PairOrder | None = None,
-    ) -> None:
-        _check(batch_size >= 1, "batch_size must be at least 1", batch_size)
-        _check(0 <= rank < world_size, f"rank must lie in [0, {world_size})", rank)
-        if not len(collator.tokenized):
-            raise DataError("no pair is left to train on: each one's two responses are identical after tokenizing")
-        self.collator = collator
-        self.batch_size = batch_size
-        self.micro_token_budget = micro_token_budget
-        self.seed = seed
-        self.rank = rank
-        self.world_size = world_size
-        self._mean_weight = collator.mean_weight
-        self.order = order
-        self._epoch = (0, self._visited(0))
+    batch_size: int
+    micro_token_budget: int
+    rank: int = 0
+    world_size: int = 1
+    mean_weight: float = 1.0
 
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of macro-batches of one epoch, including a short last one."""
-        return -(-len(self.collator.tokenized) // self.batch_size)
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        _require_rank(self.rank, self.world_size)
 
-    def __getitem__(self, step: int) -> MacroBatch:
-        """This rank's share of the macro-batch of one optimizer step."""
-        given = (self.collator, self._positions(step), step, self.micro_token_budget)
-        return macro_batch(*given, mean_weight=self._mean_weight, rank=self.rank, world_size=self.world_size)
-
-    def _positions(self, step: int) -> NDArray[np.int64]:
-        epoch, batch = divmod(step, self.steps_per_epoch)
-        if self._epoch[0] != epoch:
-            self._epoch = (epoch, self._visited(epoch))
-        return self._epoch[1][batch * self.batch_size : (batch + 1) * self.batch_size]
-
-    def _visited(self, epoch: int) -> NDArray[np.int64]:
-        """Positions, among the tokenized pairs, that an epoch visits; pairs that tokenization dropped are left out."""
-        kept = self.collator.tokenized.pair_index
-        if self.order is None:
-            return epoch_order(len(kept), self.seed, epoch)
-        given = np.asarray(self.order.positions(epoch), dtype=np.int64)
-        places: NDArray[np.int64] = np.searchsorted(kept, given)
-        # A position beyond the last kept one gives len(kept), which "clip" makes an index; the comparison drops it.
-        places = places[kept.take(places, mode="clip") == given]
-        name, num_given = f"order {self.order.name!r}", self.collator.num_given
-        if len(outside := given[(given < 0) | (given >= num_given)]):
-            raise ValueError(f"positions of {name} must lie in [0, {num_given}), got {outside[0]} in epoch {epoch}")
-        if len(places) != len(kept):
-            raise ValueError(
-                f"{name} must visit {len(kept)} pairs an epoch, as many as are trained on, got {len(places)} in epoch "
-                f"{epoch}, without those that are equal after truncation; make it a permutation, or remove those pairs"
-            )
-        return places
-
-
-def macro_batch(
-    collator: PairCollator,
-    positions: NDArray[np.int64],
-    step: int,
-    micro_token_budget: int,
-    *,
-    mean_weight: float,
-    rank: int,
-    world_size: int,
-) -> MacroBatch:
-    """One rank's share of the macro-batch of the tokenized pairs at these positions.
-
-    The positions are those of all ranks. Micro-batches have at most `micro_token_budget` tokens, padding included.
-    `mean_weight` is the mean weight of the data set.
-    """
-    share = rank_share(collator.tokens(positions), positions, rank, world_size)
-    return MacroBatch(
-        step=step,
-        micro=tuple(map(collator, collator.micro_batches(share, micro_token_budget))),
-        total_weight=len(positions) * mean_weight,
-        pair_index=collator.tokenized.pair_index[positions],
-    )
+    def macro_batch(self, collator: PairCollator, positions: NDArray[np.int64], step: int) -> MacroBatch:
+        """This rank's share of the macro-batch of the tokenized pairs at these positions, those of all ranks."""
+        share = rank_share(collator.tokens(positions), positions, self.rank, self.world_size)
+        return MacroBatch(
+            step=step,
+            micro=tuple(map(collator, collator.micro_batches(share, self.micro_token_budget))),
+            total_weight=len(positions) * self.mean_weight,
+            pair_index=collator.tokenized.pair_index[positions],
+        )
 
 
 def evaluation_batches(
@@ -426,12 +357,12 @@ def evaluation_batches(
     Raises:
         ValueError: if a number is out of its range.
     """
-    _check(0 <= rank < world_size, f"rank must lie in [0, {world_size})", rank)
+    _require_rank(rank, world_size)
     collator = pair_collator(tokenized, pairs, pad_token_id, prefix_sharing=prefix_sharing)
     batches = collator.micro_batches(np.arange(len(tokenized)) if positions is None else positions, token_budget)
     return map(collator, batches[rank::world_size])
 
 
-def _check(condition: bool, expected: str, got: int) -> None:
-    if not condition:
-        raise ValueError(f"{expected}, got {got}")
+def _require_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise ValueError(f"rank must lie in [0, {world_size}), got {rank}")

@@ -19,12 +19,12 @@ import time
 import uuid
 import warnings
 import zlib
-from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,13 +32,14 @@ from rich.console import Console
 from rich.progress import track
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages, digest
-from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
+from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
 
 _LAYOUT = 2
 _CHUNK = 1024
 _PROGRESS_FROM = 20_000
+_ABANDONED_SECONDS = 86_400
 _ARRAYS: Mapping[str, type[np.integer[Any]]] = {
     "tokens": np.int32,
     "offsets": np.int64,
@@ -75,27 +76,35 @@ class TruncationReport(JsonRecord):
     length_quantiles: dict[str, float]
 
 
-class PairTokens(Protocol):
-    """Token ids of pairs, in any storage."""
+class PairTokens:
+    """Token ids of pairs.
 
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """Tokens of the chosen and the rejected sequence, shape (pairs, 2)."""
+    Args:
+        tokens: ids of all sequences, chosen and rejected in turn.
+        lengths: tokens of the chosen and the rejected sequence, shape (pairs, 2).
+        pair_index: position of each pair in its data set.
+    """
 
-    @property
-    def pair_index(self) -> NDArray[np.int64]:
-        """Position of each pair in its data set."""
+    def __init__(self, tokens: NDArray[np.int32], lengths: NDArray[np.int64], pair_index: NDArray[np.int64]) -> None:
+        self.tokens, self.lengths, self.pair_index = tokens, lengths, pair_index
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return len(self.pair_index)
+
+    @cached_property
+    def _offsets(self) -> NDArray[np.int64]:
+        return np.concatenate([[0], np.cumsum(self.lengths)])
 
     def chosen(self, i: int) -> NDArray[np.int32]:
-        """Token ids of the preferred sequence of pair i."""
+        """Token ids of the preferred sequence of pair i; read-only."""
+        return self.tokens[self._offsets[2 * i] : self._offsets[2 * i + 1]]
 
     def rejected(self, i: int) -> NDArray[np.int32]:
-        """Token ids of the other sequence of pair i."""
+        """Token ids of the other sequence of pair i; read-only."""
+        return self.tokens[self._offsets[2 * i + 1] : self._offsets[2 * i + 2]]
 
 
-class TokenizedPairs:
+class TokenizedPairs(PairTokens):
     """The token ids of preference pairs, memory mapped from a cache folder; a pickle contains only the folder's path.
 
     Attributes:
@@ -109,16 +118,11 @@ class TokenizedPairs:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._tokens = _mapped(folder, "tokens")
-        self._offsets = np.array(_mapped(folder, "offsets"))
-        self.pair_index = np.array(_mapped(folder, "pair_index"))
+        lengths = np.diff(np.array(_mapped(folder, "offsets"))).reshape(-1, 2)
+        super().__init__(_mapped(folder, "tokens"), lengths, np.array(_mapped(folder, "pair_index")))
         self.prompt_cut = np.array(_mapped(folder, "prompt_cut")).reshape(-1, 2)
         self.response_cut = np.array(_mapped(folder, "response_cut")).reshape(-1, 2)
-        self.lengths = np.diff(self._offsets).reshape(-1, 2)
         self.report = TruncationReport(**_read_meta(folder)["report"])
-
-    def __len__(self) -> int:
-        return len(self.pair_index)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the folder's path, since the pickle of a memory map would contain all tokens."""
@@ -129,13 +133,40 @@ class TokenizedPairs:
         """Number of pairs left out because their two sequences are equal after truncation."""
         return self.report.num_identical_dropped
 
-    def chosen(self, i: int) -> NDArray[np.int32]:
-        """Token ids of the preferred sequence of pair i; read-only."""
-        return self._tokens[self._offsets[2 * i] : self._offsets[2 * i + 1]]
 
-    def rejected(self, i: int) -> NDArray[np.int32]:
-        """Token ids of the other sequence of pair i; read-only."""
-        return self._tokens[self._offsets[2 * i + 1] : self._offsets[2 * i + 2]]
+@dataclass(frozen=True, eq=False)
+class EncodedPairs:
+    """Token ids of pairs in memory, and what truncation did to all of them.
+
+    Args:
+        tokens: ids of the pairs whose two sequences differ, chosen and rejected in turn.
+        lengths: tokens of both sequences of every pair after cutting, shape (all pairs, 2).
+        cuts: tokens cut from prompt and response of both, shape (all pairs, 2, 2).
+        differ: True for each pair whose two sequences differ.
+    """
+
+    tokens: NDArray[np.int32]
+    lengths: NDArray[np.int64]
+    cuts: NDArray[np.int32]
+    differ: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> EncodedPairs:
+        """Encode both sequences of each pair.
+
+        Raises:
+            ConversationRefused: if the chat template refuses a conversation.
+        """
+        prompts = [pair.prompt for pair in pairs for _ in range(2)]
+        sides = renderer.encode_batch(prompts, [text for pair in pairs for text in (pair.chosen, pair.rejected)])
+        both = [(chosen.ids, rejected.ids) for chosen, rejected in zip(sides[0::2], sides[1::2], strict=True)]
+        kept = (ids for pair in both if pair[0] != pair[1] for ids in pair)
+        return cls(
+            tokens=np.fromiter(chain.from_iterable(kept), dtype=np.int32),
+            lengths=np.array([len(side.ids) for side in sides], dtype=np.int64).reshape(-1, 2),
+            cuts=np.array([(s.prompt_cut, s.response_cut) for s in sides], dtype=np.int32).reshape(-1, 2, 2),
+            differ=np.array([chosen != rejected for chosen, rejected in both], dtype=bool),
+        )
 
 
 def tokenize_pairs(
@@ -188,7 +219,13 @@ def _fingerprint(pairs: Sequence[PreferencePair], renderer: ConversationRenderer
     """16 hexadecimal digits of everything that the token ids depend on."""
     tokenizer = renderer.tokenizer
     template = None if renderer.kind == "custom" else tokenizer.chat_template
-    setting = [_LAYOUT, renderer.identity(), template, _tokenizer_digest(tokenizer), sorted(renderer.refused_tokens)]
+    if tokenizer.is_fast:  # without the padding and truncation of the last call
+        state = json.loads(tokenizer.backend_tokenizer.to_str())
+        known: Any = {key: value for key, value in state.items() if key not in ("padding", "truncation")}
+    else:
+        special = repr(sorted(tokenizer.special_tokens_map.items()))
+        known = [type(tokenizer).__name__, tokenizer.get_vocab(), special]
+    setting = [_LAYOUT, renderer.identity(), template, digest(known), sorted(renderer.refused_tokens)]
     content = hashlib.sha256(digest(setting).encode())
     for pair in pairs:
         prompt = [[message.role, message.content] for message in as_messages(pair.prompt)]
@@ -200,47 +237,37 @@ def _fingerprint(pairs: Sequence[PreferencePair], renderer: ConversationRenderer
     return content.hexdigest()[:16]
 
 
-def _tokenizer_digest(tokenizer: Any) -> str:
-    """Digest of vocabulary, merges and normalization, without the padding and truncation of the last call."""
-    if tokenizer.is_fast:
-        state = json.loads(tokenizer.backend_tokenizer.to_str())
-        return digest({key: value for key, value in state.items() if key not in ("padding", "truncation")})
-    return digest([type(tokenizer).__name__, tokenizer.get_vocab(), repr(sorted(tokenizer.special_tokens_map.items()))])
-
-
 def _build(folder: Path, pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> None:
     """Tokenize chunk by chunk into `folder`, and write the metadata with the checksums last."""
-    lengths, cuts, kept = array("q"), array("i"), array("q")
+    starts, parts = range(0, max(1, len(pairs)), _CHUNK), []
+    console, hidden = Console(stderr=True), len(pairs) <= _PROGRESS_FROM
     with (folder / "tokens.bin").open("wb") as file:
-        for index, encodings in enumerate(_encoded(pairs, renderer)):
-            for side in encodings:
-                lengths.append(len(side.ids))
-                cuts.extend((side.prompt_cut, side.response_cut))
-            if encodings[0].ids != encodings[1].ids:
-                kept.append(index)
-                np.fromiter(chain(encodings[0].ids, encodings[1].ids), dtype=np.int32).tofile(file)
-    all_lengths = np.array(lengths, dtype=np.int64).reshape(-1, 2)
-    all_cuts = np.array(cuts, dtype=np.int32).reshape(-1, 2, 2)
-    pair_index = np.array(kept, dtype=np.int64)
-    _write(folder, "offsets", np.concatenate([[0], np.cumsum(all_lengths[pair_index])]))
-    _write(folder, "pair_index", pair_index)
-    _write(folder, "prompt_cut", all_cuts[pair_index, :, 0])
-    _write(folder, "response_cut", all_cuts[pair_index, :, 1])
-    report = truncation_report(renderer.max_length, all_lengths, all_cuts, len(kept))
+        for start in track(starts, "Tokenizing", console=console, transient=True, disable=hidden):
+            chunk = EncodedPairs.of([pairs[i] for i in range(start, min(start + _CHUNK, len(pairs)))], renderer)
+            chunk.tokens.tofile(file)
+            parts.append((chunk.lengths, chunk.cuts, chunk.differ))
+    lengths, cuts, differ = map(np.concatenate, zip(*parts, strict=True))
+    arrays = {
+        "offsets": np.concatenate([[0], np.cumsum(lengths[differ])]),
+        "pair_index": np.flatnonzero(differ),
+        "prompt_cut": cuts[differ, :, 0],
+        "response_cut": cuts[differ, :, 1],
+    }
+    for name, values in arrays.items():
+        values.astype(_ARRAYS[name]).tofile(folder / f"{name}.bin")
+    report = truncation_report(renderer.max_length, lengths, cuts, int(differ.sum()))
     checksums = {name: _checksum(folder / f"{name}.bin") for name in _ARRAYS}
     (folder / "meta.json").write_text(json.dumps({"report": asdict(report), "checksums": checksums}))
 
 
-def _encoded(pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> Iterator[tuple[Encoding, Encoding]]:
-    """Both sequences of each pair, with a progress bar for large sets."""
-    console = Console(stderr=True)
-    starts = range(0, len(pairs), _CHUNK)
-    hidden = len(pairs) <= _PROGRESS_FROM
-    for start in track(starts, "Tokenizing", console=console, transient=True, disable=hidden):
-        chunk = [pairs[i] for i in range(start, min(start + _CHUNK, len(pairs)))]
-        prompts = [pair.prompt for pair in chunk for _ in range(2)]
-        sides = renderer.encode_batch(prompts, [text for pair in chunk for text in (pair.chosen, pair.rejected)])
-        yield from zip(sides[0::2], sides[1::2], strict=True)
+def cut_counts(cuts: NDArray[np.int32]) -> dict[str, int]:
+    """Counts of a `TruncationReport` by name, from the tokens cut of both sides, shape (pairs, 2, 2)."""
+    return {
+        "num_pairs": len(cuts),
+        "num_prompt_cut": int((cuts[:, :, 0] > 0).any(axis=1).sum()),
+        "num_uneven_prompt_cut": int((cuts[:, 0, 0] != cuts[:, 1, 0]).sum()),
+        "num_response_cut": int((cuts[:, :, 1] > 0).any(axis=1).sum()),
+    }
 
 
 def truncation_report(
@@ -258,11 +285,8 @@ def truncation_report(
     quantiles = np.quantile(before, (0.5, 0.9, 0.99, 1.0)) if before.size else np.zeros(4)
     return TruncationReport(
         max_length=max_length,
-        num_pairs=len(lengths),
         num_identical_dropped=len(lengths) - num_kept,
-        num_prompt_cut=int((cuts[:, :, 0] > 0).any(axis=1).sum()),
-        num_uneven_prompt_cut=int((cuts[:, 0, 0] != cuts[:, 1, 0]).sum()),
-        num_response_cut=int((cuts[:, :, 1] > 0).any(axis=1).sum()),
+        **cut_counts(cuts),
         tokens_cut_share=float(cuts.sum() / max(1, before.sum())),
         length_quantiles=dict(zip(("0.5", "0.9", "0.99", "1"), quantiles.tolist(), strict=True)),
     )
@@ -291,7 +315,10 @@ def _writable(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-        _remove_abandoned(folder)
+        for work in folder.glob(".building-*"):  # left by builds that were killed
+            with contextlib.suppress(FileNotFoundError):
+                if time.time() - work.stat().st_mtime > _ABANDONED_SECONDS:
+                    shutil.rmtree(work, ignore_errors=True)
     except OSError as error:
         spare = Path(tempfile.mkdtemp(prefix="rm_optimizer-"))
         atexit.register(shutil.rmtree, spare, ignore_errors=True)
@@ -302,14 +329,6 @@ def _writable(folder: Path) -> Path:
         )
         return spare
     return folder
-
-
-def _remove_abandoned(folder: Path) -> None:
-    """Remove unfinished folders of builds that were killed, once they are a day old."""
-    for work in folder.glob(".building-*"):
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - work.stat().st_mtime > 86_400:
-                shutil.rmtree(work, ignore_errors=True)
 
 
 def _is_intact(folder: Path) -> bool:
@@ -334,10 +353,6 @@ def _checksum(path: Path) -> int:
         while block := file.read(1 << 20):
             crc = zlib.crc32(block, crc)
     return crc
-
-
-def _write(folder: Path, name: str, values: NDArray[Any]) -> None:
-    values.astype(_ARRAYS[name]).tofile(folder / f"{name}.bin")
 
 
 def _mapped(folder: Path, name: str) -> NDArray[Any]:

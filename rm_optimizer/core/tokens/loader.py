@@ -1,4 +1,4 @@
-"""Loading of macro-batches by step, in this process or in worker processes with a timeout."""
+"""Macro-batches by step, and their loading in this process or in worker processes with a timeout."""
 
 from __future__ import annotations
 
@@ -10,16 +10,90 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
-from rm_optimizer.core.pairs.orders import PairOrder
-from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches, pair_collator
+from rm_optimizer.core.pairs.orders import PairOrder, epoch_order
+from rm_optimizer.core.tokens.batching import BatchShape, MacroBatch, PairCollator, pair_collator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
-from rm_optimizer.errors import DataStalled
+from rm_optimizer.errors import DataError, DataStalled
 
 _log = logging.getLogger("rm_optimizer")
+
+
+class MacroBatches(Dataset[MacroBatch]):
+    """Endless macro-batches by optimizer step; item k is always the same.
+
+    Epoch e visits the pairs in the order `epoch_order(…, seed, e)`, or in that of `order`, `batch_size` at a time. Its
+    last macro-batch may be short and is never dropped. Items do not depend on earlier ones, so a run resumes at step k
+    with item k.
+
+    Args:
+        collator: collator that makes the tensors.
+        batch_size: number of pairs of a macro-batch, over all ranks.
+        micro_token_budget: most tokens of a micro-batch, padding included.
+        seed: seed of the order, not negative.
+        rank: rank of the process, in [0, world_size).
+        world_size: number of ranks.
+        order: order of the pairs; None shuffles them by the seed.
+
+    Raises:
+        ValueError: if a number is out of its range, or the number of positions in an epoch of `order` is not that of
+            the pairs.
+        DataError: if there is no pair to train on.
+    """
+
+    def __init__(
+        self,
+        collator: PairCollator,
+        *,
+        batch_size: int,
+        micro_token_budget: int,
+        seed: int,
+        rank: int = 0,
+        world_size: int = 1,
+        order: PairOrder | None = None,
+    ) -> None:
+        if not len(collator.tokenized):
+            raise DataError("no pair is left to train on: each one's two responses are identical after tokenizing")
+        self.collator = collator
+        self.shape = BatchShape(batch_size, micro_token_budget, rank, world_size, collator.mean_weight)
+        self.seed = seed
+        self.order = order
+        self._epoch = (0, self._visited(0))
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of macro-batches of one epoch, including a short last one."""
+        return -(-len(self.collator.tokenized) // self.shape.batch_size)
+
+    def __getitem__(self, step: int) -> MacroBatch:
+        """This rank's share of the macro-batch of one optimizer step."""
+        epoch, batch = divmod(step, self.steps_per_epoch)
+        if self._epoch[0] != epoch:
+            self._epoch = (epoch, self._visited(epoch))
+        size = self.shape.batch_size
+        return self.shape.macro_batch(self.collator, self._epoch[1][batch * size : (batch + 1) * size], step)
+
+    def _visited(self, epoch: int) -> NDArray[np.int64]:
+        """Positions, among the tokenized pairs, that an epoch visits; pairs that tokenization dropped are left out."""
+        kept = self.collator.tokenized.pair_index
+        if self.order is None:
+            return epoch_order(len(kept), self.seed, epoch)
+        given = np.asarray(self.order.positions(epoch), dtype=np.int64)
+        places: NDArray[np.int64] = np.searchsorted(kept, given)
+        # A position beyond the last kept one gives len(kept), which "clip" makes an index; the comparison drops it.
+        places = places[kept.take(places, mode="clip") == given]
+        name, num_given = f"order {self.order.name!r}", self.collator.num_given
+        if len(outside := given[(given < 0) | (given >= num_given)]):
+            raise ValueError(f"positions of {name} must lie in [0, {num_given}), got {outside[0]} in epoch {epoch}")
+        if len(places) != len(kept):
+            raise ValueError(
+                f"{name} must visit {len(kept)} pairs an epoch, as many as are trained on, got {len(places)} in epoch "
+                f"{epoch}, without those that are equal after truncation; make it a permutation, or remove those pairs"
+            )
+        return places
 
 
 class MacroBatchLoader(DataLoader[MacroBatch]):

@@ -18,11 +18,11 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.overlap import TrainedPairs, pair_fingerprints
 from rm_optimizer.core.rows.bad_rows import SkippedRow
-from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches, pair_collator
+from rm_optimizer.core.tokens.batching import MacroBatch, pair_collator
 from rm_optimizer.core.tokens.cache import TokenizedPairs, TruncationReport, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
-from rm_optimizer.core.tokens.loader import MacroBatchLoader
+from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader
 from rm_optimizer.errors import ConversationRefused, DataError
 from rm_optimizer.evaluation.pair_rewards import PairRewards, score_pairs
 from rm_optimizer.evaluation.prompt_sharing import shares_prefixes

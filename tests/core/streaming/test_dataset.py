@@ -21,9 +21,9 @@ from rm_optimizer.core.data_loader import PreferenceDataset, RayPreferenceDatase
 from rm_optimizer.core.streaming import blocks as ray_blocks
 from rm_optimizer.core.streaming import order as ray_order
 from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
-from rm_optimizer.core.streaming.order import BatchShape, MacroBatchStream, StreamOrder, StreamPosition
+from rm_optimizer.core.streaming.order import MacroBatchStream, StreamOrder, StreamPosition
 from rm_optimizer.core.streaming.workers import TokenizerPool
-from rm_optimizer.core.tokens.batching import MacroBatch
+from rm_optimizer.core.tokens.batching import BatchShape, MacroBatch
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import ConfigError, DataError, MissingExtra
@@ -114,7 +114,7 @@ def stream(
     pool: Any, data: RayPreferenceDataset, *, seed: int = 3, shuffle: bool = True, rank: int = 0, world_size: int = 1
 ) -> MacroBatchStream:
     order = StreamOrder(data.blocks, window_blocks=3, seed=seed, shuffle=shuffle)
-    return MacroBatchStream(pool, order, BatchShape(16, 400, 0, rank, world_size))
+    return MacroBatchStream(pool, order, BatchShape(16, 400, rank, world_size), pad_token_id=0)
 
 
 def epochs(found: MacroBatchStream, count: int) -> list[MacroBatch]:

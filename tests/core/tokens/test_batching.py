@@ -23,7 +23,6 @@ from rm_optimizer.core.tokens import plan as packing
 from rm_optimizer.core.tokens.batching import (
     AnyPairBatch,
     MacroBatch,
-    MacroBatches,
     PackedPairBatch,
     PackedPairCollator,
     PairBatch,
@@ -33,7 +32,7 @@ from rm_optimizer.core.tokens.batching import (
 )
 from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.core.tokens.loader import MacroBatchLoader, create_dataloader
+from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader, create_dataloader
 from rm_optimizer.core.tokens.plan import length_batches, micro_batches, pad_sequences, rank_share
 from rm_optimizer.errors import DataError, DataStalled
 from tests.builders import byte_tokenizer

@@ -244,7 +244,7 @@ def test_a_full_disk_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tokens, "_write", full)
+    monkeypatch.setattr(tokens, "_checksum", full)
     with pytest.raises(DataError, match=r"could not be written to .* \(No space left on device\); free space"):
         tokenize_pairs(some_pairs(3), renderer(), tmp_path)
     assert not list(tmp_path.iterdir())

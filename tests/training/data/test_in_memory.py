@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from rm_optimizer.core.tokens.batching import MacroBatch, MacroBatches
+from rm_optimizer.core.tokens.batching import MacroBatch
+from rm_optimizer.core.tokens.loader import MacroBatches
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training.data import in_memory
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
