@@ -19,12 +19,9 @@ from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interru
 from rm_optimizer.interfaces.exits import one_exit
 
 if TYPE_CHECKING:
-    from pytorch_lightning.loggers import Logger
-
     from rm_optimizer.interfaces.command_line import CommandLine, Composed
-    from rm_optimizer.landscape.analysis_context import AnalysisInput, AnalysisResult
+    from rm_optimizer.landscape.analysis_context import AnalysisResult
     from rm_optimizer.landscape.evolution import WeightsByStep
-    from rm_optimizer.landscape.measured_loss import MeasuredLoss
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.landscape import AnalyzeConfig
 
@@ -105,85 +102,86 @@ def analyze(options: AnalyzeConfig) -> Path:
         ConfigError: if an option does not fit the model, or the folder holds another analysis or is in use.
         TrainingDiverged: if the loss is not finite.
     """
-    from rm_optimizer.records.files import held
-    from rm_optimizer.records.run_folder import results_folder
+    from rm_optimizer.records.files import held, write_text
+    from rm_optimizer.records.provenance import commit, machine, versions
+    from rm_optimizer.records.run_folder import ANALYSIS_FILE, results_folder
+    from rm_optimizer.reporting.landscape.results import draw_result, print_result
     from rm_optimizer.training.loggers import require_wandb_key
 
     require_wandb_key(options.logger)
-    folder = results_folder(options)
+    folder, kind = results_folder(options), options.landscape.type
     with held(folder, "analysis"):
-        _analyze_into(folder, replace(options, output_dir=str(folder)))
+        options = replace(options, output_dir=str(folder))
+        try:
+            with _progress(options.progress) as on_progress:
+                finding = _measured(options, folder, on_progress)
+        except KeyboardInterrupt:
+            raise Interrupted("stopped before there was a result to write; the same command starts again") from None
+        recorded = {"options": asdict(options), "commit": commit(), "versions": versions(), "machine": machine()}
+        write_text(folder / ANALYSIS_FILE, json.dumps(recorded, indent=2, default=str) + "\n")
+        state = "_partial" if finding.is_partial else ""
+        write_text(folder / f"{kind}{state}.json", finding.to_json() + "\n")
+        if not finding.is_partial:
+            (folder / f"{kind}_partial.json").unlink(missing_ok=True)
+        files = draw_result(finding.result, folder)
+        _log(options, finding, folder, files)
+        _draw_history(options, folder)
+        print_result(f"{options.checkpoint}: {kind}{' (PARTIAL)' if finding.is_partial else ''}", finding.result)
+        if finding.is_partial:
+            again = "goes on from them" if finding.is_kept else "starts anew"
+            raise Interrupted(f"stopped; partial results, labeled so, are in {folder}; the same command {again}")
+        print(f"JSON, pictures and Parquet: {folder}")
     return folder
-
-
-def _analyze_into(folder: Path, options: AnalyzeConfig) -> None:
-    """Measure, print and write into a folder that this process holds."""
-    from rm_optimizer.records.files import write_text
-    from rm_optimizer.reporting.landscape.results import draw_result, print_result
-
-    kind = options.landscape.type
-    try:
-        with _progress(options.progress) as on_progress:
-            finding = _measured(options, folder, on_progress)
-    except KeyboardInterrupt:
-        raise Interrupted("stopped before there was a result to write; the same command starts again") from None
-    _record(options, folder)
-    state = "_partial" if finding.is_partial else ""
-    write_text(folder / f"{kind}{state}.json", finding.to_json() + "\n")
-    if not finding.is_partial:
-        (folder / f"{kind}_partial.json").unlink(missing_ok=True)
-    files = draw_result(finding.result, folder)
-    _log(options, finding, folder, files)
-    _draw_history(options, folder)
-    print_result(f"{options.checkpoint}: {kind}{' (PARTIAL)' if finding.is_partial else ''}", finding.result)
-    if finding.is_partial:
-        again = "goes on from them" if finding.is_kept else "starts anew"
-        raise Interrupted(f"stopped; partial results, labeled so, are in {folder}; the same command {again}")
-    print(f"JSON, pictures and Parquet: {folder}")
 
 
 def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> AnalysisResult[Any]:
     from rm_optimizer.landscape import analysis
-    from rm_optimizer.landscape.analysis_context import AnalysisContext, require_finite_loss
+    from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisInput, require_finite_loss
     from rm_optimizer.landscape.between import measure_between, read_models
     from rm_optimizer.landscape.evolution import measure_evolution, readers
     from rm_optimizer.landscape.measured_loss import load_measured_loss
+    from rm_optimizer.landscape.operators.single_pairs import pairs_digest
+    from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.landscape import AnalysisType
 
-    kind = options.landscape.type
-    is_along = kind in (AnalysisType.trajectory, AnalysisType.evolution)
-    checkpoints = _run_checkpoints(options.checkpoint, kind) if is_along else {}
-    weights = max(checkpoints.items())[1] if checkpoints else _unmerged(options.checkpoint)
+    kind, checkpoints, weights = options.landscape.type, dict[int, Path](), None
+    run = RunFolder.of(options.checkpoint)
+    if kind in (AnalysisType.trajectory, AnalysisType.evolution):
+        if run is None:
+            raise ConfigError(f"landscape={kind} needs a run folder with its checkpoints, got '{options.checkpoint}'")
+        if not (checkpoints := run.checkpoints):
+            raise ConfigError(
+                f"landscape={kind} needs periodic checkpoints, and {run.path} has none; train with "
+                "training.checkpoint_every=STEPS and training.keep_checkpoints=NUMBER"
+            )
+        weights = checkpoints[max(checkpoints)]
+    else:
+        weights = _unmerged(options.checkpoint)
     measured_loss = load_measured_loss(options, weights)
     require_finite_loss(measured_loss)
-    subject = _subject(options, weights, measured_loss)
-    context = AnalysisContext(measured_loss, options.landscape, folder, on_progress, subject)
-    if kind == AnalysisType.trajectory:
-        finding: AnalysisResult[Any] = analysis.measure_trajectory(context, checkpoints)
-    elif kind == AnalysisType.evolution:
-        finding = measure_evolution(context, _start(options.checkpoint) | readers(checkpoints))
-    elif kind == AnalysisType.between:
-        given = [options.checkpoint, *options.landscape.others]
-        models = read_models(given, [_unmerged(each) or each for each in given])
-        finding = measure_between(context, models, _compared([*models], given, subject))
-    else:
-        finding = analysis.MEASURES[kind](context)
-    return replace(finding, subject=subject)
-
-
-def _subject(options: AnalyzeConfig, weights: Path | None, measured_loss: MeasuredLoss) -> AnalysisInput:
-    """Description of the measured weights and pairs."""
-    from rm_optimizer.landscape.analysis_context import AnalysisInput
-    from rm_optimizer.landscape.operators.single_pairs import pairs_digest
-
     params = measured_loss.params
-    return AnalysisInput(
+    subject = AnalysisInput(
         checkpoint=options.checkpoint,
         step=_step(options.checkpoint, weights),
         data=f"{options.data.train or 'the synthetic world'} ({options.split})",
         pairs=pairs_digest(measured_loss.sample.batches),
         params=params if isinstance(params, str) else ", ".join(params),
     )
+    context = AnalysisContext(measured_loss, options.landscape, folder, on_progress, subject)
+    if kind == AnalysisType.trajectory:
+        finding: AnalysisResult[Any] = analysis.measure_trajectory(context, checkpoints)
+    elif kind == AnalysisType.evolution:
+        assert run is not None, "its checkpoints were read"
+        finding = measure_evolution(context, _start(run) | readers(checkpoints))
+    elif kind == AnalysisType.between:
+        given = [options.checkpoint, *options.landscape.others]
+        models = read_models(given, [_unmerged(each) or each for each in given])
+        steps = [_step(each, None) for each in given]
+        named = [name if at is None else f"{name} at step {at:,}" for name, at in zip(models, steps, strict=True)]
+        finding = measure_between(context, models, f"{', '.join(named)}; pairs of {subject.data}")
+    else:
+        finding = analysis.MEASURES[kind](context)
+    return replace(finding, subject=subject)
 
 
 def _step(checkpoint: str, weights: Path | None) -> int | None:
@@ -195,22 +193,12 @@ def _step(checkpoint: str, weights: Path | None) -> int | None:
     return checkpoint_step(path) if is_periodic else None if run is None else run.best_step
 
 
-def _compared(names: Sequence[str], checkpoints: Sequence[str], subject: AnalysisInput) -> str:
-    """Description of the models, the steps of their weights, and the pairs."""
-    steps = [_step(each, None) for each in checkpoints]
-    named = [f"{name}{'' if step is None else f' at step {step:,}'}" for name, step in zip(names, steps, strict=True)]
-    return f"{', '.join(named)}; pairs of {subject.data}"
-
-
-def _start(checkpoint: str) -> WeightsByStep:
+def _start(run: RunFolder) -> WeightsByStep:
     """Reader of a run's starting weights, at step 0; empty with a warning if they cannot be built again."""
     from rm_optimizer.records.codec import from_values
-    from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.data import DataConfig
     from rm_optimizer.training.preparation import starting_weights
 
-    run = RunFolder.of(checkpoint)
-    assert run is not None, "its checkpoints were read"
     sources = run.identity.sources if run.identity is not None else {}
     try:
         weights = starting_weights(run.options, from_values(DataConfig, {**run.options["data"], **sources}))
@@ -218,25 +206,6 @@ def _start(checkpoint: str) -> WeightsByStep:
         log.warning("step 0 is left out, since the model before training cannot be built again: %s", error)
         return {}
     return {0: lambda: weights}
-
-
-def _run_checkpoints(checkpoint: str, kind: str) -> dict[int, Path]:
-    """A run's periodic checkpoints by step, ascending.
-
-    Raises:
-        ConfigError: if it is no run folder, or has none.
-    """
-    from rm_optimizer.records.run_folder import RunFolder
-
-    run = RunFolder.of(checkpoint)
-    if run is None:
-        raise ConfigError(f"landscape={kind} needs a run folder with its checkpoints, got '{checkpoint}'")
-    if not run.checkpoints:
-        raise ConfigError(
-            f"landscape={kind} needs periodic checkpoints, and {run.path} has none; train with "
-            "training.checkpoint_every=STEPS and training.keep_checkpoints=NUMBER"
-        )
-    return run.checkpoints
 
 
 def _unmerged(checkpoint: str) -> Path | None:
@@ -267,12 +236,13 @@ def _unmerged(checkpoint: str) -> Path | None:
 def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, files: Sequence[Path]) -> None:
     """Log the numbers, eigenvalues, pictures and tables of a result to TensorBoard and W&B, at its step."""
     import numpy as np
+    import pyarrow.parquet as pq
 
     from rm_optimizer.landscape.evolution import Evolution
     from rm_optimizer.landscape.spectrum import HessianSpectrum
     from rm_optimizer.records.run_options import options_of
     from rm_optimizer.reporting.landscape.results import scalars_of
-    from rm_optimizer.training.loggers import log_histogram, open_loggers
+    from rm_optimizer.training.loggers import log_figure, log_histogram, log_table, open_loggers
 
     if not (options.logger.tensorboard or options.logger.wandb):
         return
@@ -290,21 +260,13 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
                 logger.log_metrics({f"{kind}/{name}": value for name, value in numbers.items()}, at)
             if isinstance(measured, HessianSpectrum):
                 log_histogram(loggers, f"{kind}/eigenvalues", np.array(measured.eigenvalues), at)
-        _log_files(loggers, kind, files, max(by_step))
+        for path in files:
+            if path.suffix == ".png":
+                log_figure(loggers, f"{kind}/{path.stem}", path, max(by_step))
+            elif path.suffix == ".parquet":
+                log_table(loggers, f"{kind}/{path.stem}_table", pq.read_table(path).to_pylist(), max(by_step))
         for logger in loggers:
             logger.finalize("success")
-
-
-def _log_files(loggers: Sequence[Logger], kind: str, files: Sequence[Path], step: int) -> None:
-    import pyarrow.parquet as pq
-
-    from rm_optimizer.training.loggers import log_figure, log_table
-
-    for path in files:
-        if path.suffix == ".png":
-            log_figure(loggers, f"{kind}/{path.stem}", path, step)
-        elif path.suffix == ".parquet":
-            log_table(loggers, f"{kind}/{path.stem}_table", pq.read_table(path).to_pylist(), step)
 
 
 def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
@@ -330,16 +292,6 @@ def _history_caption(run: RunFolder) -> str:
     if result is not None:
         num_pairs = min(num_pairs, result.data.train_pairs)
     return f"n = {num_pairs:,} training pairs; seed {trained['seed']}; {run.path}"
-
-
-def _record(options: AnalyzeConfig, folder: Path) -> None:
-    """Write the composed options, the commit, the versions and the machine."""
-    from rm_optimizer.records.files import write_text
-    from rm_optimizer.records.provenance import commit, machine, versions
-    from rm_optimizer.records.run_folder import ANALYSIS_FILE
-
-    recorded = {"options": asdict(options), "commit": commit(), "versions": versions(), "machine": machine()}
-    write_text(folder / ANALYSIS_FILE, json.dumps(recorded, indent=2, default=str) + "\n")
 
 
 @contextmanager

@@ -39,11 +39,14 @@ def main() -> None:
     with one_exit():
         from rm_optimizer.interfaces.command_line import CommandLine
         from rm_optimizer.schema import TrainConfig
+        from rm_optimizer.schema.compose import completed
 
         line = CommandLine.parse(sys.argv[1:], TrainConfig)
         checked = _checked(line)
-        if checked is None:
-            _tell_or_sweep(line)
+        if checked is None and line.flags.multirun and not line.only_tells:
+            _sweep(line)
+        elif checked is None:  # Hydra prints
+            line.of(completed(line.overrides)).launch(run)
         elif _ended(checked.options) is None:
             from rm_optimizer.training.folder.lock import reserved
             from rm_optimizer.training.processes import launched_processes, process_overrides, require_devices
@@ -58,22 +61,31 @@ def main() -> None:
                 checked.run(_trained)
 
 
-def _tell_or_sweep(line: CommandLine[TrainConfig]) -> None:
-    """Let Hydra print, or run the jobs of a sweep, and compare those that finished."""
+def _sweep(line: CommandLine[TrainConfig]) -> None:
+    """Run the jobs of a sweep, and write the comparison of those that finished into `comparison/` of its folder."""
     from rm_optimizer.schema.compose import completed
     from rm_optimizer.training.folder.lock import reserved
 
-    if line.only_tells or not line.flags.multirun:
-        line.of(completed(line.overrides)).launch(run)
-        return
     try:
         with naming_sweep_folder(), reserved(line.sweep.folder):
             line.of(_in_folder(completed(line.overrides), line.sweep.folder)).launch(run)
     finally:
         if SWEEP.jobs:
             print(f"\n{SWEEP.table()}\n{SWEEP.folder}/{SWEEP_FILE} holds this table")
-    if SWEEP.jobs:
-        _compare(SWEEP)
+    finished = [Path(job.folder) for job in SWEEP.jobs if job.status == "finished"]
+    if len(finished) > 1 and SWEEP.folder is not None:
+        from rm_optimizer.experiments.compared_runs import read_runs
+        from rm_optimizer.experiments.run_comparison import compare_runs
+        from rm_optimizer.reporting.comparison import print_comparison, write_comparison
+
+        try:
+            comparison = compare_runs(read_runs(finished))
+        except RMOptimizerError as error:
+            print(f"no comparison: {error}")
+        else:
+            print_comparison(comparison)
+            write_comparison(comparison, SWEEP.folder / COMPARISON)
+            print(f"JSON, Parquet and pictures: {SWEEP.folder / COMPARISON}")
     if SWEEP.exit_code:
         sys.exit(SWEEP.exit_code)
 
@@ -82,25 +94,6 @@ def _in_folder(overrides: Sequence[str], folder: Path) -> list[str]:
     """The overrides, with the folder of the sweep, whose time is filled in once."""
     option = "hydra.sweep.dir="
     return [*(item for item in overrides if not item.startswith(option)), f"{option}{in_quotes(str(folder))}"]
-
-
-def _compare(sweep: Sweep) -> None:
-    """Print the comparison of a sweep's finished jobs, and write it into `comparison/` of its folder."""
-    folders = [Path(job.folder) for job in sweep.jobs if job.status == "finished"]
-    if len(folders) < 2 or sweep.folder is None:
-        return
-    from rm_optimizer.experiments.compared_runs import read_runs
-    from rm_optimizer.experiments.run_comparison import compare_runs
-    from rm_optimizer.reporting.comparison import print_comparison, write_comparison
-
-    try:
-        comparison = compare_runs(read_runs(folders))
-    except RMOptimizerError as error:
-        print(f"no comparison: {error}")
-        return
-    print_comparison(comparison)
-    write_comparison(comparison, sweep.folder / COMPARISON)
-    print(f"JSON, Parquet and pictures: {sweep.folder / COMPARISON}")
 
 
 def show(result: RunResult) -> None:
@@ -186,31 +179,26 @@ def _checked(line: CommandLine[TrainConfig]) -> Composed[TrainConfig] | None:
 
 def _jobs(line: CommandLine[TrainConfig]) -> list[Composed[TrainConfig]]:
     """The jobs that together hold every value of a sweep, and those whose folder exists, each in its own folder."""
+    from rm_optimizer.records.run_folder import require_usable
+    from rm_optimizer.records.run_options import RunRequest
+
     plan = line.sweep
     begun = (number for number in range(len(plan.jobs)) if (plan.folder / str(number)).is_dir())
-    jobs, folders = [], set[str]()
+    jobs, taken = [], set[str]()
     for number in sorted({*plan.covering, *begun}):
         job = line.of(_in_folder(plan.jobs[number], plan.folder)).composed(job=number)
         with naming_sweep_folder():
-            _require_own_folder(job.options, folders)
+            if (folder := job.options.output_dir) in taken:
+                raise ConfigError(
+                    f"each job of a sweep needs a folder of its own, but more than one would run in {folder}; leave "
+                    "out output_dir, or let hydra.sweep.subdir name the job, such as '${hydra.job.num}'"
+                )
+            taken.add(folder)
+            require_usable(RunRequest.of(job.options))
         if (devices := job.options.hardware.devices) > 1:
             raise ConfigError(f"--multirun takes hardware.devices=1, got {devices}; start one command a configuration")
         jobs.append(job)
     return jobs
-
-
-def _require_own_folder(config: TrainConfig, taken: set[str]) -> None:
-    """Refuse a job whose folder another job has or that holds another run; add its folder to the taken ones."""
-    from rm_optimizer.records.run_folder import require_usable
-    from rm_optimizer.records.run_options import RunRequest
-
-    if config.output_dir in taken:
-        raise ConfigError(
-            f"each job of a sweep needs a folder of its own, but more than one would run in {config.output_dir}; leave "
-            "out output_dir, or let hydra.sweep.subdir name the job, such as '${hydra.job.num}'"
-        )
-    taken.add(config.output_dir)
-    require_usable(RunRequest.of(config))
 
 
 def _require_paths(config: TrainConfig) -> None:

@@ -167,8 +167,14 @@ class ActiveLearner:
         if not self._questions:
             raise ConfigError("ask needs unlabeled pairs; give ActiveLearner(pool=PAIRS), or call select(PAIRS, k)")
         with self._state() as (state, save):
-            if not state.open and (chosen := self._chosen(state, k, model or self.model)):
-                save({"asked": chosen})
+            is_known = np.zeros(len(self._pool), dtype=bool)
+            is_known[[self._places[key] for batch in state.batches for key in batch]] = True
+            if not state.open and (num := min(k, int((~is_known).sum()))):
+                model = model or self.model
+                pool, seed = read_pool(self._pool, model, is_labeled=is_known), self._seed + len(state.batches)
+                chosen = self._rule(model).select(pool, num, seed=seed).tolist()
+                ids = [*self._questions]
+                save({"asked": [ids[place] for place in chosen]})
             return self._open(state)
 
     def _rule(self, model: object) -> AcquisitionFunction:
@@ -225,18 +231,6 @@ class ActiveLearner:
                 state.add(entry)
 
             yield state, save
-
-    def _chosen(self, state: _State, k: int, model: BradleyTerryRM | RewardModelEnsemble | None) -> list[str]:
-        is_known = np.zeros(len(self._pool), dtype=bool)
-        is_known[[self._places[key] for batch in state.batches for key in batch]] = True
-        num = min(k, int((~is_known).sum()))
-        if not num:
-            return []
-        pool = read_pool(self._pool, model, is_labeled=is_known)
-        ids = [*self._questions]
-        return [
-            ids[place] for place in self._rule(model).select(pool, num, seed=self._seed + len(state.batches)).tolist()
-        ]
 
     def _open(self, state: _State) -> list[Question]:
         return [replace(self._questions[key], rank=rank) for rank, key in enumerate(state.open, start=1)]
@@ -306,8 +300,16 @@ class ActiveLearner:
                 with writing(folder):
                     folder.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(run_lock(folder))
-            while len(rounds) < n_rounds and not _is_over(rounds, budget, patience):
-                left = k if budget is None else min(k, budget - (rounds[-1].num_labels if rounds else 0))
+            while len(rounds) < n_rounds:
+                num_labels = rounds[-1].num_labels if rounds else 0
+                losses = [each.result.metrics.nll.value for each in rounds if each.result is not None]
+                if (budget is not None and num_labels >= budget) or (
+                    patience is not None
+                    and len(losses) > patience
+                    and min(losses[-patience:]) >= min(losses[:-patience])
+                ):
+                    break
+                left = k if budget is None else min(k, budget - num_labels)
                 last = rounds[-1].result if rounds else None
                 sizes = learner.batch_sizes
                 if len(sizes) == len(rounds):
@@ -360,10 +362,3 @@ def _answered(learner: ActiveLearner, label_fn: LabelFunction, num_batches: int)
     if not pairs:
         raise DataError("every question so far was skipped, so there is nothing to train on; ask in another folder")
     return pairs
-
-
-def _is_over(rounds: Sequence[LearningRound], budget: int | None, patience: int | None) -> bool:
-    if rounds and budget is not None and rounds[-1].num_labels >= budget:
-        return True
-    losses = [found.result.metrics.nll.value for found in rounds if found.result is not None]
-    return patience is not None and len(losses) > patience and min(losses[-patience:]) >= min(losses[:-patience])

@@ -13,6 +13,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager
+from dataclasses import replace
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
@@ -54,8 +55,13 @@ class AnswerLog:
     def __init__(self, questions: Sequence[Question], ledger: Ledger, answered: Set[str], seed: int) -> None:
         self._ledger = ledger
         self._rows: dict[str, dict[str, Any]] = standing_rows(ledger.values())
-        asked = [each for each in questions if each.pair_id in self._rows or each.pair_id not in answered]
-        self._questions = {question.pair_id: _turned(question, seed) for question in asked}
+        self._questions: dict[str, Question] = {}
+        for question in questions:
+            key = question.pair_id
+            if key in self._rows or key not in answered:
+                is_turned = np.random.default_rng([seed, int(key, 16)]).random() < 0.5
+                first, second = sorted((question.response_a, question.response_b), reverse=is_turned)
+                self._questions[key] = replace(question, response_a=first, response_b=second)
 
     @property
     def num_questions(self) -> int:
@@ -135,13 +141,6 @@ def open_answer_log(
     log = path.with_suffix(ANSWER_LOG_SUFFIX)
     with open_ledger(log, identity, other="the answers to other questions", remedy=remedy) as ledger:
         yield AnswerLog(questions, ledger, answered, seed)
-
-
-def _turned(question: Question, seed: int) -> Question:
-    """The question with its responses exchanged or not, by its texts and the seed."""
-    is_turned = np.random.default_rng([seed, int(question.pair_id, 16)]).random() < 0.5
-    first, second = sorted((question.response_a, question.response_b), reverse=is_turned)
-    return Question(question.pair_id, question.prompt, first, second, question.rank)
 
 
 class PageServer(ThreadingHTTPServer):

@@ -256,7 +256,12 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
         prompt = read_prompt(read(row["prompt"]))
         sides = (read(str(row["response_a"])), read(str(row["response_b"])))
         key = question_id(prompt, sides)
-        if _is_identity(row.get("pair_id"), key):
+        given = row.get("pair_id")
+        try:  # a spreadsheet rounds an identity of digits to a number: 3.45063E+15
+            is_own = given in (None, "", key) or math.isclose(float(str(given)), float(key), rel_tol=1e-4)
+        except ValueError:
+            is_own = False
+        if is_own:
             return Question(key, prompt, *sides, 0), [answered_chance(one, where) for one in _given(row)]
     raise DataError(f"{where}: pair_id does not belong to its texts; leave prompt and responses as they were asked")
 
@@ -266,16 +271,6 @@ def _given(row: Mapping[str, Any]) -> list[Any]:
     answers = row.get(_ANSWER)
     given = answers if isinstance(answers, list) else [answers]
     return [one for one in given if one is not None and str(one).strip()]
-
-
-def _is_identity(cell: object, key: str) -> bool:
-    """True for the identity, an empty cell, or the identity as a spreadsheet rounds it to a number: 3.45063E+15."""
-    if cell in (None, "", key):
-        return True
-    try:
-        return math.isclose(float(str(cell)), float(key), rel_tol=1e-4)
-    except ValueError:
-        return False
 
 
 def answered_chance(answer: object, where: str) -> float | None:
@@ -314,8 +309,17 @@ def exported_answers(row: Mapping[str, Any], where: str) -> list[Any] | None:
     Raises:
         DataError: if the format of the export cannot be read.
     """
-    if isinstance(row.get("data"), Mapping):
-        return _of_task(row)
+    if isinstance(row.get("data"), Mapping):  # a Label Studio task
+        found: list[Any] = []
+        for annotation in row.get("annotations") or []:
+            if annotation.get("was_cancelled"):
+                found.append("skip")
+                continue
+            for result in annotation.get("result") or []:
+                value = result.get("value") or {}
+                # A choice `A`, `B` or `tie`, or the side that a pairwise control selected.
+                found += value.get("choices") or [value.get("selected", "")]
+        return found
     if any(row.get(name) is not None for name in _JSON_MIN):
         raise DataError(f"{where}: this is Label Studio's JSON-MIN; export the project as JSON")
     column = next((name for name in _ARGILLA if row.get(name) is not None), None)
@@ -329,16 +333,3 @@ def exported_answers(row: Mapping[str, Any], where: str) -> list[Any] | None:
     # A draft of an Argilla record is no answer, and a discarded answer is a skip.
     given = [(answer, state) for answer, state in zip(answers, states, strict=True) if state != "draft"]
     return ["skip" if state == "discarded" else answer for answer, state in given]
-
-
-def _of_task(task: Mapping[str, Any]) -> list[Any]:
-    """Answers of a Label Studio task: a choice `A`, `B`, `tie`, or the side that a pairwise control selected."""
-    found: list[Any] = []
-    for annotation in task.get("annotations") or []:
-        if annotation.get("was_cancelled"):
-            found.append("skip")
-            continue
-        for result in annotation.get("result") or []:
-            value = result.get("value") or {}
-            found += value.get("choices") or [value.get("selected", "")]
-    return found

@@ -255,21 +255,16 @@ def scaling_report(
         ScalingPoint(size, _estimate(accuracies[:, place], len(nll)), _estimate(-negative_nll[:, place], len(nll)))
         for place, size in enumerate(ahead)
     )
-    targets = laws[0].at(numbers[-1:])[:, 0] + gain
-    return ScalingReport(len(nll), measured, predicted, _more(laws[0].reach(targets), sizes[-1], gain))
-
-
-def _more(reached: Float[np.ndarray, " draws"], size: int, gain: float) -> MorePairs:
-    """Further pairs, from the numbers that the fitted law (first) and the simulated laws need."""
+    reached = laws[0].reach(laws[0].at(numbers[-1:])[:, 0] + gain)  # by the fitted law, then by the simulated laws
     low, high = np.quantile(reached[1:], [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2], method="nearest")
-    furthest = FURTHEST * size
-    is_known = reached[0] <= furthest
-    return MorePairs(
+    size, furthest, is_known = sizes[-1], FURTHEST * sizes[-1], reached[0] <= FURTHEST * sizes[-1]
+    more = MorePairs(
         gain,
         pairs=float(reached[0] - size) if is_known else None,
         fewest=float(min(low, furthest) - size),
         most=float(high - size) if is_known and high <= furthest else None,
     )
+    return ScalingReport(len(nll), measured, predicted, more)
 
 
 def _drawn(values: Float[np.ndarray, "seeds sizes"], num_draws: int, generator: np.random.Generator) -> np.ndarray:

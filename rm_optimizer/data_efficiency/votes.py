@@ -77,16 +77,31 @@ def noise_ceiling(
     if not kept.any():
         raise DataError("agreement needs pairs with at least two votes, but there is none")
     yes, no, both = votes_for[kept], votes_against[kept], total[kept]
-    agreement = (yes * (yes - 1) + no * (no - 1)) / (both * (both - 1))
+    same, couples = yes * (yes - 1) + no * (no - 1), both * (both - 1)
     right = (yes * _majority(yes - 1 - no) + no * _majority(no - 1 - yes)) / both
-    columns = np.stack([agreement, right, np.ones(len(both))], axis=1)
+    columns = np.stack([same / couples, right, np.ones(len(both))], axis=1)
     names = [prompt for prompt, is_kept in zip(texts("prompts", prompts), kept, strict=True) if is_kept]
 
     def ratios(totals: np.ndarray) -> np.ndarray:
         return np.asarray(totals[..., :2] / totals[..., 2:])
 
     found = cluster_bootstrap(cluster_totals(columns, names), ratios, num_bootstrap=num_bootstrap, seed=seed)
-    return NoiseCeiling(int(kept.sum()), found[0], found[1], *_simulated(both, _beta_size(yes, both), seed))
+    # Two votes agree with probability (a + 1) / (2 a + 1) if the chances are Beta(a, a), which is symmetric, since the
+    # order of the responses has no meaning.
+    agreed = min(max(float(same.sum() / couples.sum()), 0.5 + 1e-6), 1 - 1e-6)
+    spread = (1 - agreed) / (2 * agreed - 1)
+    generator = np.random.default_rng([seed, 5])
+    chances = generator.beta(spread, spread, size=(max(1, _SIMULATED // len(both)), len(both)))
+    first, second = (np.sign(2 * generator.binomial(both.astype(int), chances) - both) for _ in range(2))
+    known = np.sign(chances - 0.5)
+    return NoiseCeiling(
+        num_pairs=int(kept.sum()),
+        agreement=found[0],
+        one_by_others=found[1],
+        majority=float(_majority(first * second).mean()),  # a split of the votes counts half
+        vote_ceiling=float(np.average(np.maximum(chances, 1 - chances).mean(axis=0), weights=both)),
+        majority_ceiling=float(_majority(first * known)[first != 0].mean()),
+    )
 
 
 def _majority(lead: np.ndarray) -> np.ndarray:
@@ -95,29 +110,6 @@ def _majority(lead: np.ndarray) -> np.ndarray:
     It is one half if they are split.
     """
     return np.asarray(0.5 + 0.5 * np.sign(lead))
-
-
-def _simulated(both: np.ndarray, spread: float, seed: int) -> tuple[float, float, float]:
-    """Share of repeated majorities and the ceilings for votes and majorities, simulated from Beta(spread, spread).
-
-    A split of the votes counts half.
-    """
-    generator = np.random.default_rng([seed, 5])
-    chances = generator.beta(spread, spread, size=(max(1, _SIMULATED // len(both)), len(both)))
-    first, second = (np.sign(2 * generator.binomial(both.astype(int), chances) - both) for _ in range(2))
-    known = np.sign(chances - 0.5)
-    vote = np.average(np.maximum(chances, 1 - chances).mean(axis=0), weights=both)
-    return float(_majority(first * second).mean()), float(vote), float(_majority(first * known)[first != 0].mean())
-
-
-def _beta_size(yes: np.ndarray, both: np.ndarray) -> float:
-    """Parameter a of Beta(a, a) from the agreement of two votes, which it makes ``(a + 1) / (2 a + 1)``.
-
-    The order of the responses has no meaning, so the distribution is symmetric.
-    """
-    agreement = float((yes * (yes - 1) + (both - yes) * (both - yes - 1)).sum() / (both * (both - 1)).sum())
-    agreement = min(max(agreement, 0.5 + 1e-6), 1 - 1e-6)
-    return (1 - agreement) / (2 * agreement - 1)
 
 
 COLUMNS = ("votes_chosen", "votes_rejected")

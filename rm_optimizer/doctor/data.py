@@ -33,14 +33,11 @@ def audit_sample(
 
     Repeats and contradictions are within a prompt, so the estimates of their shares are unbiased.
     """
-    samples = {name: _sampled(dataset, max_pairs, seed) for name, dataset in data.items()}
+    samples = {}
+    for name, dataset in data.items():
+        is_small = len(dataset) <= max_pairs or len(set(dataset.prompt_ids)) < 2
+        samples[name] = dataset if is_small else dataset.split_by_prompt(max_pairs / len(dataset), seed)[1]
     return audit_pairs(samples, renderer, renderer.tokenizer.all_special_tokens)
-
-
-def _sampled(dataset: PreferenceDataset, max_pairs: int, seed: int) -> PreferenceDataset:
-    if len(dataset) <= max_pairs or len(set(dataset.prompt_ids)) < 2:
-        return dataset
-    return dataset.split_by_prompt(max_pairs / len(dataset), seed)[1]
 
 
 def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:

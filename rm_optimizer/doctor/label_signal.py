@@ -12,7 +12,6 @@ import hashlib
 
 import numpy as np
 from jaxtyping import Float, Int
-from numpy.typing import NDArray
 
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 from rm_optimizer.doctor.rewards import ScoredPairs, interval_of
@@ -41,8 +40,20 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
         names = zip(("label_signal", "label_shuffle"), expected, strict=True)
         return [skipped(name, text, reason) for name, text in names]
     winners = np.array([1.0 if pair.label > 0.5 else -1.0 for pair in decided.pairs])
-    targets = np.concatenate([winners[:, None], _random_winners(decided, seed)], axis=1)
-    predicted = held_out_predictions(decided.features[:, 0] - decided.features[:, 1], targets, _folds(decided, seed))
+    # In the control task, the same two texts have the same random winner under every prompt.
+    texts = [tuple(sorted((pair.chosen, pair.rejected))) for pair in decided.pairs]
+    index = {key: i for i, key in enumerate(dict.fromkeys(texts))}
+    first_wins = np.random.default_rng(seed).choice((-1.0, 1.0), size=(len(index), NUM_SHUFFLES))
+    is_first = np.array(
+        [1.0 if pair.chosen == key[0] else -1.0 for pair, key in zip(decided.pairs, texts, strict=True)]
+    )
+    random_winners = first_wins[[index[key] for key in texts]] * is_first[:, None]
+    targets = np.concatenate([winners[:, None], random_winners], axis=1)
+    # Pairs of one prompt are in one fold.
+    marks = [hashlib.sha256(f"{seed}:{pair.prompt_id}".encode()).digest() for pair in decided.pairs]
+    order = {mark: i % NUM_FOLDS for i, mark in enumerate(sorted(set(marks)))}
+    folds = np.array([order[mark] for mark in marks], dtype=np.int64)
+    predicted = held_out_predictions(decided.features[:, 0] - decided.features[:, 1], targets, folds)
     shuffled = (0.5 + 0.5 * np.sign(predicted * targets))[:, 1:].mean(axis=0)
     mean, error = float(shuffled.mean()), float(shuffled.std(ddof=1) / np.sqrt(len(shuffled)))
     good = f"with random labels the probe is right on {mean:.3f} ± {error:.3f} of new prompts"
@@ -79,22 +90,6 @@ def held_out_predictions(
         dual = np.linalg.solve(inner + ridge * np.eye(len(inner)), targets[kept])
         predicted[held] = gram[np.ix_(held, kept)] @ dual
     return predicted
-
-
-def _folds(scored: ScoredPairs, seed: int) -> NDArray[np.int64]:
-    """Index of each pair's fold; pairs of one prompt are in one fold."""
-    marks = [hashlib.sha256(f"{seed}:{pair.prompt_id}".encode()).digest() for pair in scored.pairs]
-    order = {mark: i % NUM_FOLDS for i, mark in enumerate(sorted(set(marks)))}
-    return np.array([order[mark] for mark in marks], dtype=np.int64)
-
-
-def _random_winners(scored: ScoredPairs, seed: int) -> np.ndarray:
-    """1 if `chosen` wins at random, else -1; the same two texts have the same winner under every prompt."""
-    texts = [tuple(sorted((pair.chosen, pair.rejected))) for pair in scored.pairs]
-    index = {key: i for i, key in enumerate(dict.fromkeys(texts))}
-    first_wins = np.random.default_rng(seed).choice((-1.0, 1.0), size=(len(index), NUM_SHUFFLES))
-    is_first = np.array([1.0 if pair.chosen == key[0] else -1.0 for pair, key in zip(scored.pairs, texts, strict=True)])
-    return np.asarray(first_wins[[index[key] for key in texts]] * is_first[:, None])
 
 
 def _signal(scored: ScoredPairs, predicted: np.ndarray, shuffled: float, is_fresh: bool, seed: int) -> Check:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,40 +23,48 @@ from rm_optimizer.training.folder.record import RunResult
 
 PairKey = tuple[str, float, float, int]
 """Id, label and weight of a validation pair, and the number of equal ones before it."""
-_FREE = (*FREE, *BY_CONTENT, "seed")
-_FINGERPRINT = "training pairs"
 
 
-@dataclass(frozen=True)
-class ComparedRun:
-    """A finished run with its rewards of the validation pairs.
+@dataclass(frozen=True, kw_only=True)
+class RunOfArm:
+    """A run of a comparison.
 
     Args:
         name: path of its folder, relative to the common folder of all compared runs.
         folder: its folder.
-        result: its `run.json`.
-        rewards: rewards of each validation pair.
+        seed: its seed.
+        options: options that distinguish arms, by dotted name: those that can change the result, without the seed, and
+            the training fingerprint.
     """
 
     name: str
     folder: RunFolder
+    seed: int
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DivergedRun(RunOfArm):
+    """A run whose numbers stopped being finite, so that it has no scores.
+
+    Args:
+        error: sentence on the step and the pairs.
+    """
+
+    error: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComparedRun(RunOfArm):
+    """A finished run with its rewards of the validation pairs.
+
+    Args:
+        result: its `run.json`.
+        rewards: rewards of each validation pair.
+    """
+
     result: RunResult
     rewards: tuple[PairReward, ...]
-
-    @property
-    def beta(self) -> float:
-        """Inverse temperature of the run's probabilities."""
-        return self.result.metrics.beta
-
-    @property
-    def seed(self) -> int:
-        """Seed of the run."""
-        return self.result.seed
-
-    @cached_property
-    def options(self) -> dict[str, Any]:
-        """The options that distinguish arms, by dotted name."""
-        return _of_arms(self.result.config, self.result.data.train_fingerprint)
 
     @cached_property
     def by_key(self) -> dict[PairKey, PairReward]:
@@ -73,8 +82,8 @@ class ComparedRun:
 
     def logits(self, pairs: Sequence[PairKey]) -> Float[np.ndarray, " pairs"]:
         """Beta times the margin of each of these pairs."""
-        rows = [self.by_key[key] for key in pairs]
-        return self.beta * np.array([row.chosen - row.rejected for row in rows])
+        margins = [row.chosen - row.rejected for row in map(self.by_key.__getitem__, pairs)]
+        return self.result.metrics.beta * np.array(margins)
 
     def metrics(self, pairs: Sequence[PairKey], *, num_bootstrap: int) -> PairwiseMetrics:
         """Metrics on these pairs, with intervals over prompts.
@@ -86,45 +95,13 @@ class ComparedRun:
         return evaluate_pairs(
             np.array([row.chosen for row in rows], dtype=float),
             np.array([row.rejected for row in rows], dtype=float),
-            beta=self.beta,
+            beta=self.result.metrics.beta,
             prompt_ids=[row.prompt_id for row in rows],
             label=np.array([row.label for row in rows]),
             weight=np.array([row.weight for row in rows]),
             num_bootstrap=num_bootstrap,
             seed=0,
         )
-
-
-@dataclass(frozen=True)
-class DivergedRun:
-    """A run whose numbers stopped being finite, so that it has no scores.
-
-    Args:
-        name: as for `ComparedRun`.
-        folder: its folder.
-        error: sentence on the step and the pairs.
-    """
-
-    name: str
-    folder: RunFolder
-    error: str
-
-    @property
-    def seed(self) -> int:
-        """Seed of the run."""
-        return int(self.folder.options["seed"])
-
-    @cached_property
-    def options(self) -> dict[str, Any]:
-        """The options that distinguish arms, by dotted name."""
-        identity = self.folder.identity
-        return _of_arms(self.folder.options, "" if identity is None else identity.train_fingerprint)
-
-
-def _of_arms(config: Mapping[str, Any], train_fingerprint: str) -> dict[str, Any]:
-    """The options that can change the result, without the seed, and the training fingerprint."""
-    found = {name: value for name, value in flat(config) if not is_among(name, _FREE)}
-    return found | {_FINGERPRINT: train_fingerprint[:12]}
 
 
 @dataclass(frozen=True)
@@ -170,7 +147,10 @@ def read_runs(paths: Sequence[Path]) -> FoundRuns:
     twice = [path for path, count in Counter(folder.resolve() for folder in folders).items() if count > 1]
     if twice:
         raise ConfigError(f"each run must be named once, but {twice[0]} is named twice; leave one of them out")
-    read = [*map(_read, _names(folders), folders)]
+    shared = Path(os.path.commonpath([folder.absolute() for folder in folders])) if folders else Path()
+    if any(folder.absolute() == shared for folder in folders):
+        shared = shared.parent
+    read = [_read(folder.absolute().relative_to(shared).as_posix(), folder) for folder in folders]
     runs = tuple(run for run in read if isinstance(run, ComparedRun))
     diverged = tuple(run for run in read if isinstance(run, DivergedRun))
     if len(runs) < 2:
@@ -231,45 +211,44 @@ def _is_run(path: Path) -> bool:
     return bool(RunFolder(path).options) or (path / RESULT_FILE).is_file()
 
 
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Paths of folders, without the leading folders that all of them share."""
-    parts = [folder.absolute().parts for folder in folders]
-    shared = next(
-        (depth for depth, level in enumerate(zip(*parts, strict=False)) if len(set(level)) > 1),
-        min(map(len, parts)) - 1,
-    )
-    return ["/".join(each[shared:]) for each in parts]
-
-
 def _read(name: str, path: Path) -> ComparedRun | DivergedRun:
-    folder = RunFolder(path)
-    if (error := folder.divergence) is not None and not (path / RESULT_FILE).is_file():
-        return DivergedRun(name, folder, error)
+    """The run of a folder.
+
+    Rewards that do not give the run's recorded NLL are refused: part of a file, or another run's file.
+    """
+    folder, file = RunFolder(path), path / PAIR_REWARDS_FILE
+    if (sentence := folder.divergence) is not None and not (path / RESULT_FILE).is_file():
+        config, identity = folder.options, folder.identity
+        options = _of_arms(config, "" if identity is None else identity.train_fingerprint)
+        return DivergedRun(name=name, folder=folder, seed=int(config["seed"]), options=options, error=sentence)
     result = RunResult.read(path)
     if result is None:
         raise DataError(
             f"{path / RESULT_FILE} is damaged, or another version of rm-opt wrote it; train the run again, or leave it "
             "out"
         )
-    run = ComparedRun(name, folder, result, tuple(folder.pair_rewards()))
-    _require_own_rewards(run)
-    return run
-
-
-def _require_own_rewards(run: ComparedRun) -> None:
-    """Refuse rewards that do not give the run's recorded NLL, such as part of a file or another run's file."""
-    recorded, file = run.result.metrics, run.folder.path / PAIR_REWARDS_FILE
-    if len(run.rewards) != recorded.num_pairs:
+    options = _of_arms(result.config, result.data.train_fingerprint)
+    rewards = tuple(folder.pair_rewards())
+    run = ComparedRun(name=name, folder=folder, seed=result.seed, options=options, result=result, rewards=rewards)
+    if len(rewards) != result.metrics.num_pairs:
         raise DataError(
-            f"{file} holds {len(run.rewards):,} pairs, but the run was validated on {recorded.num_pairs:,}; train it "
+            f"{file} holds {len(rewards):,} pairs, but the run was validated on {result.metrics.num_pairs:,}; train it "
             "again, or leave it out"
         )
+    recorded = result.metrics.nll.value
     try:
         found = run.metrics(list(run.by_key), num_bootstrap=0).nll.value
     except (ValueError, TypeError) as error:
         raise DataError(f"{file} is damaged: {error}") from error
-    if not math.isclose(found, recorded.nll.value, rel_tol=1e-9):
+    if not math.isclose(found, recorded, rel_tol=1e-9):
         raise DataError(
-            f"{file} gives a validation NLL of {found:.6f}, but {RESULT_FILE} holds {recorded.nll.value:.6f}: they are "
+            f"{file} gives a validation NLL of {found:.6f}, but {RESULT_FILE} holds {recorded:.6f}: they are "
             "not of the same weights; train the run again, or leave it out"
         )
+    return run
+
+
+def _of_arms(config: Mapping[str, Any], train_fingerprint: str) -> dict[str, Any]:
+    """The options that can change the result, without the seed, and the training fingerprint."""
+    found = {name: value for name, value in flat(config) if not is_among(name, (*FREE, *BY_CONTENT, "seed"))}
+    return found | {"training pairs": train_fingerprint[:12]}

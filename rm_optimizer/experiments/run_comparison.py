@@ -7,8 +7,9 @@ arm are paired by prompt, and by seed if there are several. `rm_optimizer.core.m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,7 @@ from jaxtyping import Float
 
 from rm_optimizer.core.metrics.effects import SCORES, Score, paired_effect
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
-from rm_optimizer.experiments.compared_runs import ComparedRun, DivergedRun, FoundRuns, PairKey, common_pairs
+from rm_optimizer.experiments.compared_runs import ComparedRun, DivergedRun, FoundRuns, common_pairs
 from rm_optimizer.records.codec import JsonRecord, json_values
 
 COSTS = ("steps", "best_step", "wall_seconds", "pairs_per_second", "parameters")
@@ -26,7 +26,7 @@ ALWAYS = "the best weights were chosen on these pairs; rm-opt evaluate judges th
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunScores:
+class RunInArm:
     """A run of a comparison.
 
     Args:
@@ -34,16 +34,25 @@ class RunScores:
         folder: its folder.
         arm: name of its arm.
         seed: its seed.
-        num_pairs: number of all its validation pairs, common or not.
-        scores: metrics on the common pairs, with intervals over prompts.
-        collapse: sentence on the collapse of its rewards; None if they did not collapse.
-        costs: numbers named in `COSTS`; None where unknown.
     """
 
     name: str
     folder: str
     arm: str
     seed: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunScores(RunInArm):
+    """A finished run of a comparison.
+
+    Args:
+        num_pairs: number of all its validation pairs, common or not.
+        scores: metrics on the common pairs, with intervals over prompts.
+        collapse: sentence on the collapse of its rewards; None if they did not collapse.
+        costs: numbers named in `COSTS`; None where unknown.
+    """
+
     num_pairs: int
     scores: dict[str, Estimate]
     collapse: str | None
@@ -51,21 +60,13 @@ class RunScores:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DivergedScores:
+class DivergedScores(RunInArm):
     """A run of a comparison that diverged, so that it is in no mean.
 
     Args:
-        name: path of its folder, relative to the common folder of all runs.
-        folder: its folder.
-        arm: name of its arm.
-        seed: its seed.
         error: sentence on the step and the pairs.
     """
 
-    name: str
-    folder: str
-    arm: str
-    seed: int
     error: str
 
 
@@ -145,13 +146,13 @@ class RunComparison(JsonRecord, indent=2, rows="rows"):
         Its `level` is `run`, `arm` or `difference`.
         """
         found: list[dict[str, Any]] = []
-        for run in self.runs:
+        for run in (*self.runs, *self.diverged):
             about = {"level": "run", "arm": run.arm, "run": run.name, "seed": run.seed, "num_seeds": 1}
-            found += [about | {"score": name} | _cells(estimate) for name, estimate in run.scores.items()]
-            found += [about | {"score": name, "value": value} for name, value in run.costs.items()]
-        for lost in self.diverged:
-            about = {"level": "run", "arm": lost.arm, "run": lost.name, "seed": lost.seed, "num_seeds": 1}
-            found.append(about | {"score": "diverged", "value": 1.0})
+            if isinstance(run, RunScores):
+                found += [about | {"score": name} | _cells(estimate) for name, estimate in run.scores.items()]
+                found += [about | {"score": name, "value": value} for name, value in run.costs.items()]
+            else:
+                found.append(about | {"score": "diverged", "value": 1.0})
         for arm in self.arms:
             about = {"level": "arm", "arm": arm.name, "num_seeds": len(arm.seeds)}
             found += [
@@ -168,6 +169,10 @@ _OF_ESTIMATE = ("value", "standard_error", "low", "high", "num_samples")
 _COLUMNS = ("level", "arm", "baseline", "run", "seed", "num_seeds", "score", *_OF_ESTIMATE, "deviation")
 
 
+def _cells(estimate: Estimate) -> dict[str, Any]:
+    return {name: getattr(estimate, name) for name in _OF_ESTIMATE}
+
+
 def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunComparison:
     """Compare runs on their common validation pairs.
 
@@ -180,84 +185,69 @@ def compare_runs(found: FoundRuns, *, num_bootstrap: int = 1000) -> RunCompariso
     Raises:
         ConfigError: if the runs have no validation pair in common.
     """
-    runs, pairs = found.runs, common_pairs(found.runs)
-    prompts = [runs[0].by_key[key].prompt_id for key in pairs]
-    metrics = {run.name: run.metrics(pairs, num_bootstrap=num_bootstrap) for run in runs}
-    everything = _named(_arms([*runs, *found.diverged]))
-    finished = {name: [run for run in each if isinstance(run, ComparedRun)] for name, each in everything.items()}
-    arms = {name: own for name, own in finished.items() if own}
-    table = _Table(pairs, prompts, num_bootstrap)
-    scores = tuple(
-        RunScores(
-            name=run.name,
-            folder=str(run.folder.path),
-            arm=name,
-            seed=run.seed,
-            num_pairs=len(run.rewards),
-            scores=_scores(metrics[run.name]),
-            collapse=collapse.reason if (collapse := metrics[run.name].collapse).collapsed else None,
-            costs={cost: getattr(run.result, cost) for cost in COSTS},
+    pairs = common_pairs(found.runs)
+    prompts = [found.runs[0].by_key[key].prompt_id for key in pairs]
+    label, weight = (np.array([key[column] for key in pairs], dtype=float) for column in (1, 2))
+    effect = partial(paired_effect, prompts=prompts, label=label, weight=weight, num_bootstrap=num_bootstrap)
+    arms: dict[str, list[ComparedRun]] = {}
+    runs: list[RunScores] = []
+    diverged: list[DivergedScores] = []
+    for name, members in _named(_arms([*found.runs, *found.diverged])).items():
+        for run in members:
+            about: dict[str, Any] = {"name": run.name, "folder": str(run.folder.path), "arm": name, "seed": run.seed}
+            if isinstance(run, DivergedRun):
+                diverged.append(DivergedScores(**about, error=run.error))
+                continue
+            metrics = run.metrics(pairs, num_bootstrap=num_bootstrap)
+            arms.setdefault(name, []).append(run)
+            runs.append(
+                RunScores(
+                    **about,
+                    num_pairs=len(run.rewards),
+                    scores={score: getattr(metrics, score) for score in SCORES},
+                    collapse=metrics.collapse.reason if metrics.collapse.collapsed else None,
+                    costs={cost: getattr(run.result, cost) for cost in COSTS},
+                )
+            )
+    baseline, *challengers = arms
+    paired = {name: _seed_pairs(arms[baseline], arms[name]) for name in challengers}
+    options = _differing([members[0].options for members in arms.values()])
+
+    def logits(members: Iterable[ComparedRun]) -> Float[np.ndarray, "runs pairs"]:
+        return np.stack([run.logits(pairs) for run in members])
+
+    def mean(name: str, score: Score) -> Estimate:
+        found = effect(logits(arms[name]), None, score=score)
+        return found if found.low is None else replace(found, low=max(found.low, 0.0))  # no score can be negative
+
+    def arm_scores(name: str, own: Sequence[RunScores]) -> ArmScores:
+        several, values = len(own) > 1, {score: [run.scores[score].value for run in own] for score in SCORES}
+        return ArmScores(
+            name=name,
+            options={option: json_values(arms[name][0].options.get(option)) for option in options},
+            runs=tuple(run.name for run in own),
+            seeds=tuple(run.seed for run in own),
+            scores={score: mean(name, score) if several else own[0].scores[score] for score in SCORES},
+            deviations={score: float(np.std(each, ddof=1)) if several else None for score, each in values.items()},
         )
-        for name, members in arms.items()
-        for run in members
-    )
-    baseline = next(iter(arms))
-    paired = {name: _seed_pairs(arms[baseline], members) for name, members in arms.items() if name != baseline}
+
+    def difference(name: str, score: Score) -> ArmDifference:
+        both = [logits(runs) for runs in zip(*paired[name], strict=True)]  # of the baseline, then of the arm
+        better, worse = both[::-1] if score == "accuracy" else both
+        return ArmDifference(
+            arm=name, score=score, estimate=effect(better, worse, score=score), num_seeds=len(paired[name])
+        )
+
     return RunComparison(
         baseline=baseline,
         num_pairs=len(pairs),
         num_prompts=len(set(prompts)),
-        runs=scores,
-        arms=tuple(_arm_scores(name, arms, metrics, table) for name in arms),
-        differences=tuple(
-            ArmDifference(
-                arm=name,
-                score=score,
-                estimate=table.difference([run for _, run in both], [base for base, _ in both], score),
-                num_seeds=len(both),
-            )
-            for name, both in paired.items()
-            for score in SCORES
-        ),
-        diverged=tuple(
-            DivergedScores(name=run.name, folder=str(run.folder.path), arm=name, seed=run.seed, error=run.error)
-            for name, each in everything.items()
-            for run in each
-            if isinstance(run, DivergedRun)
-        ),
-        notes=tuple(_notes(found, scores, len(pairs), paired)),
+        runs=tuple(runs),
+        diverged=tuple(diverged),
+        arms=tuple(arm_scores(name, [run for run in runs if run.arm == name]) for name in arms),
+        differences=tuple(difference(name, score) for name in challengers for score in SCORES),
+        notes=tuple(_notes(found, runs, len(pairs), paired)),
     )
-
-
-@dataclass(frozen=True)
-class _Table:
-    """The common pairs, and scores of runs on them."""
-
-    pairs: Sequence[PairKey]
-    prompts: Sequence[str]
-    num_bootstrap: int
-
-    def logits(self, runs: Sequence[ComparedRun]) -> Float[np.ndarray, "runs pairs"]:
-        return np.stack([run.logits(self.pairs) for run in runs])
-
-    def mean(self, runs: Sequence[ComparedRun], score: Score) -> Estimate:
-        """Mean score of the runs.
-
-        No score can be negative, so the interval starts at 0 or above.
-        """
-        found = self._effect(self.logits(runs), None, score)
-        return found if found.low is None else replace(found, low=max(found.low, 0.0))
-
-    def difference(self, runs: Sequence[ComparedRun], others: Sequence[ComparedRun], score: Score) -> Estimate:
-        """Score of the runs minus score of the others."""
-        first, second = (runs, others) if score == "accuracy" else (others, runs)
-        return self._effect(self.logits(first), self.logits(second), score)
-
-    def _effect(self, better: np.ndarray, worse: np.ndarray | None, score: Score) -> Estimate:
-        label, weight = (np.array([key[column] for key in self.pairs], dtype=float) for column in (1, 2))
-        return paired_effect(
-            better, worse, self.prompts, score, label=label, weight=weight, num_bootstrap=self.num_bootstrap
-        )
 
 
 def _arms(runs: Sequence[ComparedRun | DivergedRun]) -> list[list[ComparedRun | DivergedRun]]:
@@ -284,7 +274,13 @@ def _named(arms: Sequence[list[ComparedRun | DivergedRun]]) -> dict[str, list[Co
         apart = len({tuple(str(arm[0].options.get(name)) for name in (*chosen, option)) for arm in arms})
         if apart > groups:
             chosen, groups = [*chosen, option], apart
-    names = [", ".join(f"{_short(name)}={_shown(arm[0].options.get(name))}" for name in chosen) for arm in arms]
+
+    def shown(arm: list[ComparedRun | DivergedRun], option: str) -> str:
+        value = arm[0].options.get(option)
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        return f"{_short(option)}={text if len(text) <= 40 else f'…{text[-39:]}'}"
+
+    names = [", ".join(shown(arm, option) for option in chosen) for arm in arms]
     if len(set(names)) < len(names):
         names = [f"{name} ({arm[0].name})" if name else arm[0].name for name, arm in zip(names, arms, strict=True)]
     return dict(zip(names, arms, strict=True))
@@ -307,11 +303,6 @@ def _short(option: str) -> str:
     return group if name == "name" and group else name
 
 
-def _shown(value: object) -> str:
-    text = f"{value:g}" if isinstance(value, float) else str(value)
-    return text if len(text) <= 40 else f"…{text[-39:]}"
-
-
 def _seed_pairs(baseline: Sequence[ComparedRun], arm: Sequence[ComparedRun]) -> list[tuple[ComparedRun, ComparedRun]]:
     """Pairs of runs of the same seed.
 
@@ -320,29 +311,6 @@ def _seed_pairs(baseline: Sequence[ComparedRun], arm: Sequence[ComparedRun]) -> 
     by_seed = {run.seed: run for run in baseline}
     common = [(by_seed[run.seed], run) for run in arm if run.seed in by_seed]
     return common or list(zip(baseline, arm, strict=False))
-
-
-def _scores(metrics: PairwiseMetrics) -> dict[str, Estimate]:
-    return {name: getattr(metrics, name) for name in SCORES}
-
-
-def _arm_scores(
-    name: str, arms: Mapping[str, Sequence[ComparedRun]], metrics: Mapping[str, PairwiseMetrics], table: _Table
-) -> ArmScores:
-    runs = arms[name]
-    values = {score: [getattr(metrics[run.name], score).value for run in runs] for score in SCORES}
-    one = len(runs) == 1
-    return ArmScores(
-        name=name,
-        options={
-            option: json_values(runs[0].options.get(option))
-            for option in _differing([members[0].options for members in arms.values()])
-        },
-        runs=tuple(run.name for run in runs),
-        seeds=tuple(run.seed for run in runs),
-        scores=_scores(metrics[runs[0].name]) if one else {score: table.mean(runs, score) for score in SCORES},
-        deviations={score: None if one else float(np.std(each, ddof=1)) for score, each in values.items()},
-    )
 
 
 def _notes(
@@ -377,7 +345,3 @@ def _notes(
     if len(paired) > 1:
         yield f"{len(paired)} arms are compared, and intervals are not widened for that"
     yield ALWAYS
-
-
-def _cells(estimate: Estimate) -> dict[str, Any]:
-    return {name: getattr(estimate, name) for name in _OF_ESTIMATE}

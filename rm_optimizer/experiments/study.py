@@ -231,30 +231,28 @@ class Study:
             Interrupted: if the user stopped it; the same call continues.
         """
         tell = on_trial or (lambda planned, result: None)
-        waiting: deque[PlannedTrial] = deque()
-        running: list[tuple[PlannedTrial, Any, int]] = []  # with their handles, and the attempts before this one
-        elsewhere: list[PlannedTrial] = []  # run by other processes
+        waiting = deque(
+            planned
+            for planned, trial in ((each, self.trial(each)) for each in self.plan.trials)
+            if trial.result is None and trial.attempts <= retries
+        )
+        running: list[tuple[PlannedTrial, int, Any]] = []  # with the attempts before this one, and the handles
+        elsewhere: list[PlannedTrial] = []  # measured by other processes
 
-        def start(planned: PlannedTrial) -> None:
+        def advance(planned: PlannedTrial, code: int | None = None, before: int = 0) -> None:
+            """Start a trial, or settle one whose process ended with a code after so many failed attempts."""
             trial = self.trial(planned)
             if (result := trial.result) is not None:
                 tell(planned, result)
-            elif trial.is_claimed:
+            elif code == CLAIMED or (code is None and trial.is_claimed):
                 elsewhere.append(planned)
-            else:
+            elif code is None:
                 spec = TrialSpec(task=self.plan.task, label=planned.label, spec=planned.spec)
                 write_text(trial.folder / SPEC_FILE, spec.to_json() + "\n")
                 attempts = trial.attempts  # read before the start, which may raise their number
-                running.append((planned, executor.start(trial.folder), attempts))
-
-        def settle(planned: PlannedTrial, attempts: int, code: int) -> None:
-            trial = self.trial(planned)
-            if (result := trial.result) is not None:
-                tell(planned, result)
-            elif code == CLAIMED:
-                elsewhere.append(planned)
+                running.append((planned, attempts, executor.start(trial.folder)))
             else:
-                if trial.attempts == attempts:  # the process could not record the failure itself
+                if trial.attempts == before:  # the process could not record the failure itself
                     how = f"was ended by signal {-code}" if code < 0 else f"ended with exit code {code}"
                     trial.fail(f"its process {how}; what it printed is in {trial.folder / OUTPUT_FILE}")
                 if trial.attempts <= retries:
@@ -262,27 +260,23 @@ class Study:
                 else:
                     tell(planned, None)
 
-        for planned in self.plan.trials:
-            trial = self.trial(planned)
-            if trial.result is None and trial.attempts <= retries:
-                waiting.append(planned)
         try:
             while waiting or running or elsewhere:
                 while waiting and len(running) < executor.slots:
-                    start(waiting.popleft())
+                    advance(waiting.popleft())
                 deadline = time.monotonic() + WAIT_SECONDS
-                while not (ended := [(r, code) for r in running if (code := executor.code(r[1])) is not None]):
+                while not (ended := [(r, code) for r in running if (code := executor.code(r[2])) is not None]):
                     if time.monotonic() > deadline:
                         break
                     time.sleep(0.05)
                 for one, code in ended:
                     running.remove(one)
-                    settle(one[0], one[2], code)
-                released = [planned for planned in elsewhere if not self.trial(planned).is_claimed]
-                elsewhere = [planned for planned in elsewhere if planned not in released]
-                waiting.extend(released)  # those without a result are started again
+                    advance(one[0], code, one[1])
+                # Those without a result are started again.
+                waiting.extend(planned for planned in elsewhere if not self.trial(planned).is_claimed)
+                elsewhere = [planned for planned in elsewhere if planned not in waiting]
         except KeyboardInterrupt:
-            executor.stop([handle for _, handle, _ in running])
+            executor.stop([one[2] for one in running])
             raise Interrupted("stopped; the same command goes on with the trials that have no result") from None
         return self.status()
 

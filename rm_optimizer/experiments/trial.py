@@ -13,14 +13,13 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rm_optimizer.errors import ConfigError, Interrupted, MissingExtra, TrainingDiverged, did_you_mean
+from rm_optimizer.errors import ConfigError, Interrupted, TrainingDiverged, did_you_mean
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import locked, sign, write_text
 from rm_optimizer.records.provenance import num_cores
@@ -32,7 +31,6 @@ WORK = "work"
 """Folder for the task's files; it is kept between attempts, so that a task can continue after a kill."""
 CLAIMED, FAILED, STOPPED = 75, 1, 130
 """Exit codes of a trial that another process holds, of a failed one and of a stopped one."""
-_REMEDY = ", or of another version; remove it to measure the trial again"
 RecordT = TypeVar("RecordT", bound=JsonRecord)
 
 
@@ -119,12 +117,16 @@ class Trial:
     @property
     def result(self) -> TrialResult | None:
         """The outcome; None if there is none yet."""
-        return stored(TrialResult, self.folder / RESULT_FILE, remedy=_REMEDY)
+        return self._stored(TrialResult, RESULT_FILE)
 
     @property
     def failure(self) -> TrialFailure | None:
         """Failed attempts; None if there are none."""
-        return stored(TrialFailure, self.folder / FAILURE_FILE, remedy=_REMEDY)
+        return self._stored(TrialFailure, FAILURE_FILE)
+
+    def _stored(self, kind: type[RecordT], name: str) -> RecordT | None:
+        remedy = ", or of another version; remove it to measure the trial again"
+        return stored(kind, self.folder / name, remedy=remedy)
 
     @property
     def attempts(self) -> int:
@@ -141,28 +143,6 @@ class Trial:
         with file:  # closing it releases the lock that this look took
             return not locked(file)
 
-    @contextmanager
-    def claim(self) -> Iterator[bool]:
-        """Context in which this process holds the trial.
-
-        It yields False if another process holds it.
-
-        Raises:
-            ConfigError: if the file system has no locks.
-        """
-        self.folder.mkdir(parents=True, exist_ok=True)
-        with (self.folder / CLAIM_FILE).open("a+") as file:
-            try:
-                is_ours = locked(file)
-            except OSError as error:
-                raise ConfigError(
-                    f"a study needs a file system with locks, but {self.folder} is on one without ({error.strerror}); "
-                    "choose another folder"
-                ) from error
-            if is_ours:
-                sign(file)
-            yield is_ours
-
     def fail(self, error: str, where: str = "") -> None:
         """Record a failed attempt."""
         record = TrialFailure(attempts=self.attempts + 1, error=error, traceback=where)
@@ -172,10 +152,21 @@ class Trial:
         """Claim and measure the trial, unless it is finished, and return an exit code.
 
         An error of the task is recorded and gives `FAILED`. Only a stop by the user gives `STOPPED`.
+
+        Raises:
+            ConfigError: if the file system has no locks.
         """
-        with self.claim() as is_ours:
-            if not is_ours:
-                return CLAIMED
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / CLAIM_FILE).open("a+") as claim:
+            try:
+                if not locked(claim):
+                    return CLAIMED
+            except OSError as error:
+                raise ConfigError(
+                    f"a study needs a file system with locks, but {self.folder} is on one without ({error.strerror}); "
+                    "choose another folder"
+                ) from error
+            sign(claim)
             if self.result is not None:  # another driver finished it before the claim
                 return 0
             started, attempts = time.monotonic(), self.attempts + 1
@@ -234,27 +225,16 @@ class ProcessExecutor:
     """
 
     def __init__(self, slots: int, threads: int, devices: Sequence[str] = ()) -> None:
-        self.slots = slots
-        self._threads = threads
+        self.slots, self._threads = slots, threads
         self._free = [*devices]
         self._used: dict[subprocess.Popen[bytes], str] = {}
 
     def start(self, folder: Path) -> subprocess.Popen[bytes]:
-        """Start the trial's process.
-
-        Its output goes to `output.log` in the trial's folder.
-        """
-        device = self._free.pop() if self._free else None
-        with (folder / OUTPUT_FILE).open("ab") as output:
-            process = subprocess.Popen(
-                _command(folder),
-                env=_environment(self._threads) | ({} if device is None else {"CUDA_VISIBLE_DEVICES": device}),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        if device is not None:
-            self._used[process] = device
+        """Start the trial's process."""
+        if not self._free:
+            return _started(folder, self._threads)
+        process = _started(folder, self._threads, CUDA_VISIBLE_DEVICES=self._free[-1])
+        self._used[process] = self._free.pop()
         return process
 
     def code(self, handle: subprocess.Popen[bytes]) -> int | None:
@@ -293,12 +273,12 @@ class RayExecutor:
         resources = self._ray.cluster_resources()
         most = resources.get("CPU", 1) // threads
         self.slots = max(1, int(min(most, resources.get("GPU", 0) // gpus) if gpus else most))
-        self._remote = self._ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=0)(_measure)
-        self._threads = threads
+        remote = self._ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=0)
+        self._measure = remote(lambda folder: _started(folder, threads).wait())
 
     def start(self, folder: Path) -> Any:
         """Submit the trial to the cluster, and return its task."""
-        return self._remote.remote(str(folder.resolve()), self._threads)
+        return self._measure.remote(folder.resolve())
 
     def code(self, handle: Any) -> int | None:
         """Exit code of the task's process; -9 for a lost worker."""
@@ -314,6 +294,22 @@ class RayExecutor:
             self._ray.cancel(task, force=True)
 
 
+Executor = InlineExecutor | ProcessExecutor | RayExecutor
+
+
+def _started(folder: Path, threads: int, **variables: str) -> subprocess.Popen[bytes]:
+    """The started process of a trial, whose output goes to `output.log` in the trial's folder."""
+    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
+    with (folder / OUTPUT_FILE).open("ab") as output:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rm_optimizer.experiments.trial", str(folder)],
+            env={**os.environ, **counts, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0", **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+        )
+
+
 def connected_ray(address: str | None = None) -> Any:
     """The `ray` module, connected to a cluster.
 
@@ -323,17 +319,12 @@ def connected_ray(address: str | None = None) -> Any:
     Raises:
         MissingExtra: if Ray is not installed.
     """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtra("ray", "ray") from error
+    from rm_optimizer.core.streaming.workers import load_ray  # imports torch, which is not needed for a plan
+
+    ray = load_ray()
     if not ray.is_initialized():
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     return ray
-
-
-Executor = InlineExecutor | ProcessExecutor | RayExecutor
 
 
 def executor_named(name: str, workers: int | None) -> Executor:
@@ -362,22 +353,6 @@ def executor_named(name: str, workers: int | None) -> Executor:
         return RayExecutor(max(1, num_cores() // (workers or 1)), gpus=1.0 if devices else 0.0)
     slots = workers or max(1, len(devices))
     return ProcessExecutor(slots, max(1, num_cores() // slots), devices[:slots])
-
-
-def _measure(folder: str, threads: int) -> int:
-    """Run the trial's process on the node of this task, and return its exit code."""
-    with Path(folder, OUTPUT_FILE).open("ab") as output:
-        command = _command(Path(folder))
-        return subprocess.run(command, env=_environment(threads), stdout=output, stderr=output, check=False).returncode
-
-
-def _command(folder: Path) -> list[str]:
-    return [sys.executable, "-m", "rm_optimizer.experiments.trial", str(folder)]
-
-
-def _environment(threads: int) -> dict[str, str]:
-    counts = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
-    return {**os.environ, **counts, "PYTHONSAFEPATH": "1", "PYTHONHASHSEED": "0"}
 
 
 if __name__ == "__main__":

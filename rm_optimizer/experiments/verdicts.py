@@ -102,7 +102,23 @@ def judge(
             fewer than two seeds, or a margin is not positive.
     """
     limits = {**MARGINS, **(equivalence or {})}
-    _check(margins, prompts, reference, limits)
+    if reference not in margins:
+        raise ConfigError(did_you_mean("reference", reference, tuple(margins)))
+    if len(margins) < 2:
+        raise ConfigError(f"a verdict needs another arm than the reference {reference}; add one")
+    for arm, values in margins.items():
+        if values.shape != margins[reference].shape or values.shape[1] != len(prompts):
+            raise ConfigError(
+                f"arms must have margins of the same seeds and of {len(prompts)} pairs, got {values.shape} of {arm} "
+                f"and {margins[reference].shape} of {reference}"
+            )
+    if (num_seeds := len(margins[reference])) < 2:
+        raise ConfigError(f"a verdict needs at least two common seeds, got {num_seeds}; train more seeds")
+    for score, limit in limits.items():
+        if score not in SCORES:
+            raise ConfigError(did_you_mean("equivalence", score, SCORES))
+        if not 0 < limit < math.inf:
+            raise ConfigError(f"equivalence margins must be positive numbers, got {limit} for {score}")
     challengers = [arm for arm in margins if arm != reference]
     paired = [PairedScores(margins[arm], margins[reference], prompts, label, weight) for arm in challengers]
     alone = [PairedScores(margins[arm], None, prompts, label, weight) for arm in (*challengers, reference)]
@@ -117,7 +133,7 @@ def judge(
                 reference=reference,
                 score=score,
                 is_primary=score == primary,
-                num_seeds=len(margins[reference]),
+                num_seeds=num_seeds,
                 difference=differences[i].estimate,
                 p_value=differences[i].p_different,
                 holm_p=float(tests.different[i]) if score == primary else None,
@@ -187,26 +203,3 @@ def _correlation(first: np.ndarray, second: np.ndarray) -> float | None:
         return None
     value = float(np.corrcoef(first, second)[0, 1])
     return value if math.isfinite(value) else None
-
-
-def _check(
-    margins: Mapping[str, np.ndarray], prompts: Sequence[str], reference: str, limits: Mapping[Score, float]
-) -> None:
-    """Refuse arms that cannot be paired."""
-    if reference not in margins:
-        raise ConfigError(did_you_mean("reference", reference, tuple(margins)))
-    if len(margins) < 2:
-        raise ConfigError(f"a verdict needs another arm than the reference {reference}; add one")
-    for arm, values in margins.items():
-        if values.shape != margins[reference].shape or values.shape[1] != len(prompts):
-            raise ConfigError(
-                f"arms must have margins of the same seeds and of {len(prompts)} pairs, got {values.shape} of {arm} "
-                f"and {margins[reference].shape} of {reference}"
-            )
-    if (num_seeds := len(margins[reference])) < 2:
-        raise ConfigError(f"a verdict needs at least two common seeds, got {num_seeds}; train more seeds")
-    for score, limit in limits.items():
-        if score not in SCORES:
-            raise ConfigError(did_you_mean("equivalence", score, SCORES))
-        if not 0 < limit < math.inf:
-            raise ConfigError(f"equivalence margins must be positive numbers, got {limit} for {score}")

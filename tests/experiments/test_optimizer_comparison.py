@@ -205,17 +205,18 @@ def test_stages_follow_from_finished_trials(untrained):
     known: list[int] = []
     status = untrained.run(InlineExecutor(), on_stage=known.append)
     assert status.is_done
-    adamw, sgd = untrained.chosen("adamw"), untrained.chosen("sgd")
+    adamw, sgd, muon = (untrained.tuned(arm).chosen for arm in ("adamw", "sgd", "muon"))
     assert adamw is not None
     assert (adamw.rate, adamw.at_edge, adamw.extra) == (pytest.approx(3.16e-5, rel=0.01), True, 2)
     assert sgd is not None
     assert sgd.at_edge
+    assert muon is not None
     assert known[0] == 6
-    assert known[-1] == 3 * (3 + 2) + 2 + sgd.extra + untrained.chosen("muon").extra
-    halves = {trial.spec["options"]["optimizer"]["adamw_lr"] for trial in untrained.final("muon")}
+    assert known[-1] == 3 * (3 + 2) + 2 + sgd.extra + muon.extra
+    finals = untrained.trials()[-6:]
+    halves = {trial.spec["options"]["optimizer"]["adamw_lr"] for trial in finals if trial.spec["arm"] == "muon"}
     assert halves == {adamw.rate}
-    labels = [trial.label for trial in untrained.trials()][-6:]
-    assert [label.rpartition(" ")[2] for label in labels] == ["0", "0", "0", "1", "1", "1"]
+    assert [trial.label.rpartition(" ")[2] for trial in finals] == ["0", "0", "0", "1", "1", "1"]
 
 
 def test_names_of_trials_do_not_depend_on_the_place_of_the_folder(untrained, tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.experiments.compared_runs import ComparedRun, common_pairs, read_runs
+from rm_optimizer.experiments.compared_runs import common_pairs, read_runs
 from rm_optimizer.experiments.run_comparison import RunComparison, compare_runs
 from rm_optimizer.reporting.comparison import print_comparison
 from rm_optimizer.reporting.pages.folder_page import folder_markdown, write_page
@@ -84,7 +85,7 @@ def test_pairs_whose_label_differs_are_not_common(trained_runs, planted):
 
 def test_a_pair_that_stands_twice_is_compared_twice(trained_runs):
     run = read_runs([trained_runs / "adamw/0", trained_runs / "adamw/1"]).runs[0]
-    twice = ComparedRun(run.name, run.folder, run.result, (*run.rewards, run.rewards[0]))
+    twice = replace(run, rewards=(*run.rewards, run.rewards[0]))
     assert len(common_pairs([twice, twice])) == len(run.rewards) + 1
     assert len(common_pairs([twice, run])) == len(run.rewards)
 
@@ -205,6 +206,13 @@ def test_an_unfinished_run_of_a_sweep_is_left_out_and_told(trained_runs, tmp_pat
     found = read_runs([tmp_path / "sweep"])
     assert [run.result.seed for run in found.runs] == [0, 1]
     assert found.left_out == (f"{tmp_path / 'sweep/10'} has not finished and is left out",)
+
+
+def test_a_sweep_without_a_finished_run_is_refused_with_the_reason(trained_runs, tmp_path):
+    shutil.copytree(trained_runs / "adamw/0", tmp_path / "sweep/0")
+    (tmp_path / "sweep/0/run.json").unlink()
+    with pytest.raises(ConfigError, match=r"two finished runs or more, got 0; .*sweep/0 has not finished"):
+        read_runs([tmp_path / "sweep"])
 
 
 def diverged(run: Path) -> Path:

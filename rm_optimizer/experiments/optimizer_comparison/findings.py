@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, median
@@ -24,15 +25,13 @@ from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import (
     CURVE_FILE,
-    FINAL,
     MARGINS_FILE,
     TUNE,
-    CurvePoint,
     LearningCurve,
 )
 from rm_optimizer.experiments.optimizer_comparison.setting import Budget, Frozen, pairs_file
 from rm_optimizer.experiments.optimizer_comparison.stages import ChosenRate, Stages, chosen_rate, rate_grid
-from rm_optimizer.experiments.study import PlannedTrial, Study
+from rm_optimizer.experiments.study import Study
 from rm_optimizer.experiments.trial import RESULT_FILE, WORK, TrialResult
 from rm_optimizer.experiments.verdicts import Verdict, judge
 from rm_optimizer.records.codec import JsonRecord
@@ -158,51 +157,25 @@ class _FinalRun:
     margins: Float[np.ndarray, " pairs"]
 
 
-class _MeasuredTrials:
-    """Trials of a study with a result, in the order of the plan, and sentences on those that cannot be read."""
+def _final_run(work: Path, seed: int, result: TrialResult, num_test: int) -> _FinalRun:
+    """The final run with this work folder.
 
-    def __init__(self, study: Study, num_test: int) -> None:
-        self._study, self._num_test = study, num_test
-        self.unread: list[str] = []
-        self.results: list[tuple[PlannedTrial, TrialResult]] = []
-        for planned in study.plan.trials:
-            try:
-                result = study.trial(planned).result
-            except ConfigError as error:
-                self.unread.append(f"left out, {planned.label}: {error}")
-                continue
-            if result is not None:
-                self.results.append((planned, result))
-
-    def finals(self, arm: str, num_seeds: int) -> tuple[list[_FinalRun], int]:
-        """Finished final runs of an optimizer in the order of their seeds, and the number of diverged ones."""
-        runs, diverged = [], 0
-        for planned, result in self.results:
-            seed = int(planned.spec["options"]["seed"])
-            if (planned.spec["stage"], planned.spec["arm"]) != (FINAL, arm) or seed >= num_seeds:
-                continue
-            if result.status == "diverged":
-                diverged += 1
-            elif (run := self._final(planned, seed, result)) is not None:
-                runs.append(run)
-        return runs, diverged
-
-    def _final(self, planned: PlannedTrial, seed: int, result: TrialResult) -> _FinalRun | None:
-        work, name = self._study.trial(planned).folder / WORK, CURVE_FILE
-        try:
-            curve = LearningCurve.from_json((work / CURVE_FILE).read_text(encoding="utf-8"))
-            name = MARGINS_FILE
-            with (work / MARGINS_FILE).open("rb") as stream, np.load(stream) as file:
-                margins = np.asarray(file["test"], dtype=np.float64)
-            if margins.shape != (self._num_test,):
-                raise ValueError(f"{margins.size} margins for {self._num_test} pairs")
-        except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile):
-            self.unread.append(
-                f"left out, {planned.label}: {work / name} is missing or damaged; remove {RESULT_FILE} "
-                f"beside {WORK} to measure it again"
-            )
-            return None
-        return _FinalRun(seed, result, curve, margins)
+    Raises:
+        ConfigError: if a file of it is missing or damaged.
+    """
+    name = CURVE_FILE
+    try:
+        curve = LearningCurve.from_json((work / CURVE_FILE).read_text(encoding="utf-8"))
+        name = MARGINS_FILE
+        with (work / MARGINS_FILE).open("rb") as stream, np.load(stream) as file:
+            margins = np.asarray(file["test"], dtype=np.float64)
+        if margins.shape != (num_test,):
+            raise ValueError(f"{margins.size} margins for {num_test} pairs")
+    except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
+        raise ConfigError(
+            f"{work / name} is missing or damaged; remove {RESULT_FILE} beside {WORK} to measure it again"
+        ) from error
+    return _FinalRun(seed, result, curve, margins)
 
 
 def findings(folder: Path) -> ComparisonFindings:
@@ -216,23 +189,39 @@ def findings(folder: Path) -> ComparisonFindings:
     """
     frozen, study = Stages(folder).frozen, Study(folder)
     test = PreferenceDataset(str(pairs_file(folder, "test")))
-    trials = _MeasuredTrials(study, len(test))
-    rates = tuple(_rate_points(trials))
-    finals = {arm: trials.finals(arm, frozen.options.seeds) for arm in frozen.options.optimizers}
-    finished = {arm: runs for arm, (runs, _) in finals.items()}
-    if missing := [arm for arm, runs in finished.items() if not runs]:
-        unread = "".join(f"; {line}" for line in trials.unread)
-        raise NotFinished(
-            f"no final run of {', '.join(missing)} is finished yet{unread}; rm-opt compare run {folder} continues it"
-        )
-    _require_paired(finished)
     options = frozen.options
-    scores_of = {arm: _mean_scores([point for point in rates if point.arm == arm]) for arm in finals}
+    rates: list[RatePoint] = []
+    finals: dict[str, list[_FinalRun]] = {arm: [] for arm in options.optimizers}
+    diverged, unread = Counter[str](), []
+    for planned in study.plan.trials:
+        arm, seed, trial = planned.spec["arm"], int(planned.spec["options"]["seed"]), study.trial(planned)
+        try:
+            if (result := trial.result) is None:
+                continue
+            if planned.spec["stage"] == TUNE:
+                nll, accuracy = (_number(result, name) for name in ("val_nll", "val_accuracy"))
+                rates.append(RatePoint(arm=arm, rate=planned.spec["rate"], seed=seed, nll=nll, accuracy=accuracy))
+            elif seed < options.seeds and result.status == "diverged":
+                diverged[arm] += 1
+            elif seed < options.seeds:
+                finals[arm].append(_final_run(trial.folder / WORK, seed, result, len(test)))
+        except ConfigError as error:
+            unread.append(f"left out, {planned.label}: {error}")
+    if missing := [arm for arm, runs in finals.items() if not runs]:
+        raise NotFinished(
+            f"no final run of {', '.join(missing)} is finished yet{''.join(f'; {line}' for line in unread)}; "
+            f"rm-opt compare run {folder} continues it"
+        )
+    _require_paired(finals)
+    scores_of: dict[str, dict[float, float]] = {arm: {} for arm in options.optimizers}
+    for arm, rate in dict.fromkeys((point.arm, point.rate) for point in rates):
+        losses = [point.nll for point in rates if (point.arm, point.rate) == (arm, rate)]
+        scores_of[arm][rate] = fmean(math.inf if math.isnan(loss) else loss for loss in losses)  # NaN: diverged
     target = min(scores_of[options.reference].values(), default=math.nan)  # known before any final run
     label, weight = np.array([pair.label for pair in test]), np.array([pair.weight for pair in test])
 
     def finding(name: str) -> ArmFinding:
-        runs, diverged = finals[name]
+        runs = finals[name]
         margins = _margins(runs)
         sample: dict[str, Any] = {"label": label, "weight": weight, "num_bootstrap": 1000}
         grid = rate_grid(options.config(name).optimizer.lr, options.rates)
@@ -240,7 +229,7 @@ def findings(folder: Path) -> ComparisonFindings:
             name=name,
             chosen=chosen_rate(scores_of[name], grid),
             seeds=tuple(run.seed for run in runs),
-            diverged=diverged,
+            diverged=diverged[name],
             scores={score: paired_effect(margins, None, test.prompt_ids, score, **sample) for score in SCORES},
             per_seed={score: tuple(_number(run.result, value) for run in runs) for score, value in _PER_SEED.items()},
             reliability=tuple(reliability_curve(fold(each, label, weight)) for each in margins),
@@ -250,31 +239,22 @@ def findings(folder: Path) -> ComparisonFindings:
         )
 
     arms = tuple(map(finding, finals))
-    common = set.intersection(*({run.seed for run in runs} for runs in finished.values()))
+    common = set.intersection(*({run.seed for run in runs} for runs in finals.values()))
     verdicts: Iterable[Verdict] = ()
     if len(common) >= 2 and options.budget != Budget.smoke:  # a smoke budget only tests the procedure
-        both = {arm: _margins([run for run in runs if run.seed in common]) for arm, runs in finished.items()}
+        both = {arm: _margins([run for run in runs if run.seed in common]) for arm, runs in finals.items()}
         verdicts = judge(both, test.prompt_ids, reference=options.reference, label=label, weight=weight)
     return ComparisonFindings(
         frozen=frozen,
         arms=arms,
-        rates=rates,
+        rates=tuple(rates),
         verdicts=tuple(verdicts),
         target=target,
-        warnings=(*_warnings(frozen, arms), *trials.unread),
+        warnings=(*_warnings(frozen, arms), *unread),
         versions=study.plan.versions,
         machine=study.plan.machine,
         commit=study.plan.commit,
     )
-
-
-def _rate_points(trials: _MeasuredTrials) -> Iterator[RatePoint]:
-    for planned, result in trials.results:
-        spec = planned.spec
-        if spec["stage"] == TUNE:
-            nll, accuracy = (_number(result, name) for name in ("val_nll", "val_accuracy"))
-            seed = int(spec["options"]["seed"])
-            yield RatePoint(arm=spec["arm"], rate=spec["rate"], seed=seed, nll=nll, accuracy=accuracy)
 
 
 def _number(result: TrialResult, name: str) -> float:
@@ -282,15 +262,7 @@ def _number(result: TrialResult, name: str) -> float:
     return float(value) if isinstance(value, int | float) else math.nan
 
 
-def _mean_scores(points: Sequence[RatePoint]) -> dict[float, float]:
-    """Mean validation NLL of each rate, infinite if a run diverged."""
-    return {
-        rate: fmean(math.inf if math.isnan(point.nll) else point.nll for point in points if point.rate == rate)
-        for rate in dict.fromkeys(point.rate for point in points)
-    }
-
-
-def _require_paired(finished: Mapping[str, Sequence[_FinalRun]]) -> None:
+def _require_paired(finals: Mapping[str, Sequence[_FinalRun]]) -> None:
     """Refuse runs of one seed that differ in their first weights, their training pairs or the order of the pairs."""
     for name, what in (
         ("train_fingerprint", "training pairs"),
@@ -298,7 +270,7 @@ def _require_paired(finished: Mapping[str, Sequence[_FinalRun]]) -> None:
         ("order", "order of the pairs"),
     ):
         seen: dict[int, object] = {}
-        for arm, runs in finished.items():
+        for arm, runs in finals.items():
             for run in runs:
                 value = run.result.values.get(name)
                 if seen.setdefault(run.seed, value) != value:
@@ -314,20 +286,10 @@ def _time_to(target: float, curves: Sequence[LearningCurve]) -> TimeToTarget:
     A run that misses it counts as infinite.
     """
     reached = [next((point for point in curve.points if point.nll <= target), None) for curve in curves]
-
-    def middle(values: Sequence[float]) -> float:
-        found = median(values)
-        return found if math.isfinite(found) else math.nan
-
-    def of(name: str, point: CurvePoint | None) -> float:
-        return math.inf if point is None else float(getattr(point, name))
-
-    return TimeToTarget(
-        steps=middle([of("step", point) for point in reached]),
-        tokens=middle([of("tokens", point) for point in reached]),
-        seconds=middle([of("seconds", point) for point in reached]),
-        missed=sum(point is None for point in reached),
-    )
+    costs = [(math.inf,) * 3 if point is None else (point.step, point.tokens, point.seconds) for point in reached]
+    medians = (float(median(each)) for each in zip(*costs, strict=True))
+    steps, tokens, seconds = (value if math.isfinite(value) else math.nan for value in medians)
+    return TimeToTarget(steps=steps, tokens=tokens, seconds=seconds, missed=reached.count(None))
 
 
 def _margins(runs: Sequence[_FinalRun]) -> np.ndarray:

@@ -152,7 +152,22 @@ class ComparisonOptions(JsonRecord, indent=1):
         return cls(budget=Budget(budget), train=train, optimizers=tuple(optimizers), reference=reference, **fields)
 
     def __post_init__(self) -> None:
-        _require_optimizers(self.optimizers, self.reference)
+        optimizers = self.optimizers
+        for name in optimizers:
+            if optimizers.count(name) > 1:
+                raise ConfigError(
+                    f"--optimizers must name each optimizer once, got {name} twice; differing seeds are --seeds"
+                )
+            if OPTIMIZERS[name].family == "lr_free":
+                raise ConfigError(
+                    f"{name} estimates its own learning rate, so it cannot be given as many tuned rates as the others; "
+                    "leave it out of --optimizers"
+                )
+        if len(optimizers) < 2:
+            raise ConfigError(f"--optimizers must name at least 2 optimizers, got {', '.join(optimizers) or 'none'}")
+        if self.reference not in optimizers:
+            names = ", ".join(optimizers)
+            raise ConfigError(f"--reference must be one of --optimizers ({names}), got {self.reference}")
         for name, least in LEAST.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -190,23 +205,6 @@ class ComparisonOptions(JsonRecord, indent=1):
                 "adam and adamw are the same optimizer without weight decay, which adapters bring; leave one of them "
                 "out of --optimizers"
             )
-
-
-def _require_optimizers(optimizers: tuple[str, ...], reference: str) -> None:
-    for name in optimizers:
-        if optimizers.count(name) > 1:
-            raise ConfigError(
-                f"--optimizers must name each optimizer once, got {name} twice; differing seeds are --seeds"
-            )
-        if OPTIMIZERS[name].family == "lr_free":
-            raise ConfigError(
-                f"{name} estimates its own learning rate, so it cannot be given as many tuned rates as the others; "
-                "leave it out of --optimizers"
-            )
-    if len(optimizers) < 2:
-        raise ConfigError(f"--optimizers must name at least 2 optimizers, got {', '.join(optimizers) or 'none'}")
-    if reference not in optimizers:
-        raise ConfigError(f"--reference must be one of --optimizers ({', '.join(optimizers)}), got {reference}")
 
 
 @cache

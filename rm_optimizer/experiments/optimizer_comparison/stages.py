@@ -108,17 +108,17 @@ def _rounded(rate: float) -> float:
 
 @dataclass(frozen=True)
 class TunedArm:
-    """Tuning runs of an optimizer.
+    """Tuning of an optimizer.
 
     Args:
-        grid: rates of the first grid.
-        trials: trials of each planned rate, one for each tuning seed.
+        trials: tuning runs that are known so far.
+        chosen: the learning rate that tuning chose; None until its runs are finished.
         adamw_lr: learning rate of its AdamW part; None if it has none, or the preset's is used.
     """
 
-    grid: tuple[float, ...]
-    trials: Mapping[float, Sequence[PlannedTrial]]
-    adamw_lr: float | None
+    trials: Sequence[PlannedTrial] = ()
+    chosen: ChosenRate | None = None
+    adamw_lr: float | None = None
 
 
 class Stages:
@@ -130,7 +130,6 @@ class Stages:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._results: dict[str, TrialResult] = {}
         self._trials: dict[tuple[object, ...], PlannedTrial] = {}
 
     @cached_property
@@ -154,61 +153,50 @@ class Stages:
         options = self.frozen.options
         return len(options.optimizers) * (options.rates * options.tuning_seeds + options.seeds)
 
-    def tuned(self, arm: str) -> TunedArm | None:
-        """Tuning runs of an optimizer.
-
-        It is None if it uses the rate tuned for AdamW and that is not known yet.
-        """
-        options = self.frozen.options
-        adamw_lr = None
+    def tuned(self, arm: str) -> TunedArm:
+        """Tuning of an optimizer; without runs if it uses the rate tuned for AdamW and that is not known yet."""
+        options, adamw_lr = self.frozen.options, None
         if OPTIMIZERS[arm].name == "muon" and ADAMW in options.optimizers:
-            chosen = self.chosen(ADAMW)
-            if chosen is None:
-                return None
-            adamw_lr = chosen.rate
+            if (adamw := self.tuned(ADAMW).chosen) is None:
+                return TunedArm()
+            adamw_lr = adamw.rate
         grid = rate_grid(options.config(arm).optimizer.lr, options.rates)
-        rates, seeds = list(grid), range(FIRST_TUNING_SEED, FIRST_TUNING_SEED + options.tuning_seeds)
-        while True:
-            trials = {rate: [self._trial(TUNE, arm, rate, seed, adamw_lr) for seed in seeds] for rate in rates}
-            scores = self._scores(trials)
-            extra = None if scores is None else next_rate(scores, grid)
-            if extra is None:
-                return TunedArm(grid, trials, adamw_lr)
-            rates.append(extra)
-
-    def chosen(self, arm: str) -> ChosenRate | None:
-        """The learning rate that tuning chose for an optimizer.
-
-        It is None until its tuning runs are finished.
-        """
-        tuned = self.tuned(arm)
-        scores = None if tuned is None else self._scores(tuned.trials)
-        return None if tuned is None or scores is None else chosen_rate(scores, tuned.grid)
-
-    def final(self, arm: str) -> list[PlannedTrial]:
-        """Final runs of an optimizer, one for each seed.
-
-        It is empty until all are tuned, or if all its rates diverged.
-        """
-        chosen = {name: self.chosen(name) for name in self.frozen.options.optimizers}
-        tuned, own = self.tuned(arm), chosen[arm]
-        if any(found is None for found in chosen.values()) or tuned is None or own is None or own.rate is None:
-            return []
-        return [self._trial(FINAL, arm, own.rate, seed, tuned.adamw_lr) for seed in range(self.frozen.options.seeds)]
+        rates, trials, scores = list(grid), [], {}
+        for rate in rates:  # which grows
+            runs = [
+                self._trial(TUNE, arm, rate, FIRST_TUNING_SEED + number, adamw_lr)
+                for number in range(options.tuning_seeds)
+            ]
+            trials += runs
+            results = [result for run in runs if (result := self.result(run)) is not None]
+            if len(results) == len(runs):
+                losses = [result.values.get("val_nll") for result in results]  # None for a diverged run
+                scores[rate] = fmean(loss if isinstance(loss, int | float) else math.inf for loss in losses)
+            if len(scores) == len(rates) and (extra := next_rate(scores, grid)) is not None:
+                rates.append(extra)
+        chosen = chosen_rate(scores, grid) if len(scores) == len(rates) else None
+        return TunedArm(trials, chosen, adamw_lr)
 
     def trials(self) -> list[PlannedTrial]:
-        """All trials that are known so far: tuning runs, then final runs seed by seed."""
+        """All trials that are known so far: tuning runs, then final runs seed by seed once all are tuned.
+
+        An optimizer whose rates all diverged has no final runs.
+        """
         options = self.frozen.options
-        tuned = [self.tuned(arm) for arm in options.optimizers]
-        tuning = [trial for found in tuned if found for runs in found.trials.values() for trial in runs]
-        finals = [self.final(arm) for arm in options.optimizers]
-        return tuning + [runs[seed] for seed in range(options.seeds) for runs in finals if runs]
+        tuned = {arm: self.tuned(arm) for arm in options.optimizers}
+        trials = [trial for each in tuned.values() for trial in each.trials]
+        if all(each.chosen is not None for each in tuned.values()):
+            trials += [
+                self._trial(FINAL, arm, each.chosen.rate, seed, each.adamw_lr)
+                for seed in range(options.seeds)
+                for arm, each in tuned.items()
+                if each.chosen is not None and each.chosen.rate is not None
+            ]
+        return trials
 
     def result(self, planned: PlannedTrial) -> TrialResult | None:
         """The result of a trial; None if it has none yet."""
-        if planned.name not in self._results and (result := Trial(self.folder / TRIALS / planned.name).result):
-            self._results[planned.name] = result
-        return self._results.get(planned.name)
+        return Trial(self.folder / TRIALS / planned.name).result
 
     def run(
         self,
@@ -242,17 +230,3 @@ class Stages:
         if key not in self._trials:
             self._trials[key] = arm_trial(self.frozen, self.folder, stage, arm, rate, seed, adamw_lr=adamw_lr)
         return self._trials[key]
-
-    def _scores(self, trials: Mapping[float, Sequence[PlannedTrial]]) -> dict[float, float] | None:
-        """Mean validation NLL of each rate, infinite if a run diverged.
-
-        It is None while a run has no result.
-        """
-        scores: dict[float, float] = {}
-        for rate, runs in trials.items():
-            results = [result for run in runs if (result := self.result(run)) is not None]
-            if len(results) < len(runs):
-                return None
-            losses = [result.values.get("val_nll") for result in results]
-            scores[rate] = fmean(loss if isinstance(loss, int | float) else math.inf for loss in losses)
-        return scores
