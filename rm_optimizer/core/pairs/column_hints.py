@@ -21,19 +21,15 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
 
 _OTHER_NAMES = {
-    "prompt": ("question", "instruction", "query", "input", "history", "conversations", "problem"),
-    "chosen": (
-        "better", "preferred", "accepted", "positive", "response_chosen", "answer_chosen", "chosen_response",
-        "preferred_response", "text_chosen", "text_correct", "response_w",
-    ),
-    "rejected": (
-        "worse", "dispreferred", "negative", "response_rejected", "answer_rejected", "rejected_response",
-        "dispreferred_response", "text_rejected", "text_incorrect", "response_l",
-    ),
-    "responses": ("completions", "answers", "candidates", "generations"),
-    "scores": ("rewards", "ratings"),
-    "ranks": ("rank", "ranking"),
-}  # fmt: skip
+    "prompt": "question instruction query input history conversations problem",
+    "chosen": "better preferred accepted positive response_chosen answer_chosen chosen_response preferred_response "
+    "text_chosen text_correct response_w",
+    "rejected": "worse dispreferred negative response_rejected answer_rejected rejected_response "
+    "dispreferred_response text_rejected text_incorrect response_l",
+    "responses": "completions answers candidates generations",
+    "scores": "rewards ratings",
+    "ranks": "rank ranking",
+}
 """Column names of other data sets, by the equivalent names here."""
 _MARK = re.compile(r"(?<!\d)(\d+|[A-Za-z])(?![^\W_])", re.ASCII)
 _SIDES = ({"1", "2"}, {"0", "1"}, {"a", "b"}, {"A", "B"}, {"j", "k"})
@@ -42,6 +38,7 @@ _WINNER_NAMES = re.compile(
     re.IGNORECASE,
 )
 _SCORE_NAMES = re.compile(r"score|rating|reward|grade|quality|helpful|overall", re.IGNORECASE)
+_READABLE = {"str", "list", "dict"}
 _FEW_VALUES = 8
 _SYSTEMATIC = 0.1
 """Share of the first rows from which labels out of range are a column of another meaning, not mistakes."""
@@ -61,74 +58,69 @@ def no_format(source: DataSource, rows: Sequence[Row]) -> DataError:
         option = Spelling.current().option("format", "NAME")
         hint = f"the rows fit the format {form.name}; name it, or leave {option} out"
     else:
-        hint = _unusable(rows) or _hint(rows, names, source.columns)
+        hint = _hint(rows, names, source.columns)
     return DataError(f"{source.path}: {hint}; got columns {', '.join(names)}; expected {looked_for}")
 
 
-def _unusable(rows: Sequence[Row]) -> str | None:
-    """Columns of the right names with values that no format reads."""
-    wrong = []
-    for name in ("prompt", "chosen", "rejected"):
-        if not all(name in row for row in rows):
-            return None
-        kinds = {"empty" if is_empty(row[name]) else type(row[name]).__name__ for row in rows}
-        if not kinds & {"str", "list", "dict"}:
-            wrong.append(f"{name} is {' or '.join(sorted(kinds))}")
-    told = f"{' and '.join(wrong)} in each of the first {len(rows)} rows" if wrong else None
-    return told and f"{told}, where text or messages are expected; repair these values"
-
-
 def _hint(rows: Sequence[Row], names: Sequence[str], columns: Columns) -> str:
+    """The repair for rows without a format: other values, or a mapping of columns."""
     typed = Spelling.current().columns
-    if names_of_sides := _preferred_hint(rows, names, columns):
-        return names_of_sides
+    given = {ours: "null" if theirs is None else theirs for ours, theirs in columns.items()}
+    if all({"prompt", "chosen", "rejected"} <= row.keys() for row in rows):
+        kinds = {
+            name: {"empty" if is_empty(row[name]) else type(row[name]).__name__ for row in rows}
+            for name in ("prompt", "chosen", "rejected")
+        }
+        wrong = [f"{name} is {' or '.join(sorted(each))}" for name, each in kinds.items() if not each & _READABLE]
+        if wrong:
+            told = f"{' and '.join(wrong)} in each of the first {len(rows)} rows"
+            return f"{told}, where text or messages are expected; repair these values"
+    for name in names:
+        values = _values(rows, name)
+        sides = [value for value in values if value in names and value != name]
+        if len(sides) == 2:
+            mapping = given | {"response_a": sides[0], "response_b": sides[1], "winner": name}
+            others = ", ".join(value for value in values if value not in sides)
+            tie = f"; {name} also holds {others}: add the value of a tie as a third" if others else ""
+            option = f"{typed(mapping)} {_winner_option(','.join(sides))}"
+            return f"{name} names the better of {sides[0]} and {sides[1]}: {option}{tie}"
     known = _known_names(names, rows)
     if known and (form := detect_format([row for _, row in renamed(enumerate(rows), known)])):
         read = {ours: theirs for ours, theirs in known.items() if ours in form.columns}
-        return f"did you mean {typed({**_given(columns), **read})}?"
-    if "prompt" in names and any(isinstance(row.get("response"), str) for row in rows):
+        return f"did you mean {typed(given | read)}?"
+    has_response = any(isinstance(row.get("response"), str) for row in rows)
+    if "prompt" in names and has_response:
         numbers = [name for name in names if len(set(_numbers(rows, name))) > 1]
         if scores := [name for name in numbers if _SCORE_NAMES.search(name)] or numbers:
             example = typed({"score": scores[0] if _SCORE_NAMES.search(scores[0]) else "…"})
             return f"name the column that scores each response (one of {', '.join(scores)}), such as {example}"
-    if hint := _numbered_hint(rows, names, columns):
+    if hint := _hint_of_sides(rows, names, given, known):
         return hint
-    has_responses = any(isinstance(row.get("response"), str) or are_texts(row.get("responses")) for row in rows)
+    has_responses = has_response or any(are_texts(row.get("responses")) for row in rows)
     if has_responses and "prompt" in names and not any(map(_WINNER_NAMES.search, names)):
         return "these are responses to score, not comparisons: rm-opt score CHECKPOINT IN OUT takes them"
-    return _nested_hint(rows, names) or f"name yours as {typed({'prompt': '…', 'chosen': '…', 'rejected': '…'})}"
+    return _hint_of_parts(rows, names) or f"name yours as {typed({'prompt': '…', 'chosen': '…', 'rejected': '…'})}"
 
 
-def _numbers(rows: Sequence[Row], name: str) -> list[float]:
-    """The values of a column of numbers, which may be text as in CSV; none for any other column."""
+def _values(rows: Sequence[Row], name: str) -> list[str]:
+    """The values of a column of few values; none if there are many."""
+    values = {str(row[name]) for row in rows if isinstance(row.get(name), str | int | float)}
+    return sorted(values) if len(values) <= _FEW_VALUES and all(len(value) < 40 for value in values) else []
+
+
+def _numbers(rows: Sequence[Mapping[str, Any]], *names: str) -> list[float]:
+    """The values of columns of numbers, which may be text as in CSV; none for any other column."""
     try:
-        return [read_number(name, row[name]) for row in rows if not is_empty(row.get(name))]
+        return [read_number(name, row[name]) for row in rows for name in names if not is_empty(row.get(name))]
     except ValueError:
         return []
-
-
-def _preferred_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns) -> str | None:
-    """The winner form for a column whose values are the names of the two columns of responses."""
-    for name in names:
-        sides = [value for value in _values(rows, name) if value in names and value != name]
-        if len(sides) == 2:
-            mapping = _given(columns) | {"response_a": sides[0], "response_b": sides[1], "winner": name}
-            others = ", ".join(value for value in _values(rows, name) if value not in sides)
-            typed = f"{Spelling.current().columns(mapping)} {_winner_option(','.join(sides))}"
-            tie = f"; {name} also holds {others}: add the value of a tie as a third" if others else ""
-            return f"{name} names the better of {sides[0]} and {sides[1]}: {typed}{tie}"
-    return None
-
-
-def _given(columns: Columns) -> dict[str, str]:
-    return {ours: "null" if theirs is None else theirs for ours, theirs in columns.items()}
 
 
 def _known_names(names: Sequence[str], rows: Sequence[Row]) -> dict[str, str]:
     by_lower = {name.lower(): name for name in names}
     found = {}
     for ours, others in _OTHER_NAMES.items():
-        same = next((by_lower[name] for name in (ours, *others) if name in by_lower), None)
+        same = next((by_lower[name] for name in (ours, *others.split()) if name in by_lower), None)
         if same is not None and ours not in names:
             found[ours] = same
     if "scores" in found and not all(isinstance(row.get(found["scores"]), list) for row in rows):
@@ -136,22 +128,34 @@ def _known_names(names: Sequence[str], rows: Sequence[Row]) -> dict[str, str]:
     return found
 
 
-def _numbered_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns) -> str | None:
+def _hint_of_sides(
+    rows: Sequence[Row], names: Sequence[str], given: Mapping[str, str], known: Mapping[str, str]
+) -> str | None:
     """The winner form for two columns of text, such as `response_1` and `response_2`, or for a list of two texts.
 
     One column that names the better one is proposed. Several columns, and numbers of each side, are only described,
     since none of them alone means the same.
     """
-    families, known = _families(names), _known_names(names, rows)
-    numbers = [stem for stem, family in families.items() if all(_numbers(rows, name) for name in family)]
+    marked: dict[tuple[str, str], dict[str, str]] = {}
+    for name in names:
+        for mark in _MARK.finditer(name):
+            marked.setdefault((name[: mark.start()], name[mark.end() :]), {})[mark[0]] = name
+    # Names that differ by the mark of a side alone, such as `answer_a` and `answer_b`, by the text that they share.
+    families = {
+        shared: [each[mark] for mark in sorted(each, key=lambda mark: (len(mark), mark))]
+        for shared, each in marked.items()
+        if any(sides <= each.keys() for sides in _SIDES)
+    }
+    numbers = [shared for shared, family in families.items() if all(_numbers(rows, name) for name in family)]
     texts = [
         family
-        for stem, family in families.items()
-        if stem not in numbers and all(any(isinstance(row.get(name), str | list) for row in rows) for name in family)
+        for shared, family in families.items()
+        if shared not in numbers and all(any(isinstance(row.get(name), str | list) for row in rows) for name in family)
     ]
     sides = max(texts, key=lambda family: sum(len(str(row.get(family[0]))) for row in rows), default=[])
     told = [name for name in names if _WINNER_NAMES.search(name) and _values(rows, name) and name not in sides]
-    alone = [name for name in told if not name.startswith(tuple(stem[0].split("_")[0] for stem in numbers if stem[0]))]
+    stems = tuple(before.split("_")[0] for before, _ in numbers if before)
+    alone = [name for name in told if not name.startswith(stems)]
     listed = known.get("responses", "responses")
     if not sides and len(alone) == 1 and all(are_texts(row.get(listed)) and len(row[listed]) == 2 for row in rows):
         sides = [f"{listed}.0", f"{listed}.1"]
@@ -164,12 +168,12 @@ def _numbered_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns) 
         return None
     prompt = {} if "prompt" in names else {"prompt": known.get("prompt", "PROMPT")}
     winner = alone[0] if len(alone) == 1 else "winner" if told or numbers else "WHICH_IS_BETTER"
-    mapping = _given(columns) | prompt | {"response_a": sides[0], "response_b": sides[1], "winner": winner}
+    mapping = {**given, **prompt, "response_a": sides[0], "response_b": sides[1], "winner": winner}
     if all(isinstance(row.get(sides[0]), list) for row in rows):
         mapping.pop("prompt", None)
     typed = f"{Spelling.current().columns(mapping)} {_winner_option()}"
     if len(alone) != 1 and (told or numbers):
-        each = ", ".join(dict.fromkeys([*(name for stem in numbers for name in families[stem]), *told]))
+        each = ", ".join(dict.fromkeys([*(name for shared in numbers for name in families[shared]), *told]))
         return (
             f"{sides[0]} and {sides[1]} are two responses of which no column alone names the better; if {each} tell "
             "it together (one-hot winners, votes, a score for each side), write the better one as chosen and the other "
@@ -182,43 +186,28 @@ def _numbered_hint(rows: Sequence[Row], names: Sequence[str], columns: Columns) 
     )
 
 
-def _families(names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """Names that differ by the mark of a side alone, such as `answer_a` and `answer_b`, by the text that they share."""
-    found: dict[tuple[str, str], dict[str, str]] = {}
-    for name in names:
-        for mark in _MARK.finditer(name):
-            found.setdefault((name[: mark.start()], name[mark.end() :]), {})[mark[0]] = name
-    return {
-        shared: [name for _, name in sorted(marked.items(), key=lambda item: (len(item[0]), item[0]))]
-        for shared, marked in found.items()
-        if any(sides <= marked.keys() for sides in _SIDES)
-    }
-
-
-def _values(rows: Sequence[Row], name: str) -> list[str]:
-    """The values of a column of few values; none if there are many."""
-    values = {str(row[name]) for row in rows if isinstance(row.get(name), str | int | float)}
-    return sorted(values) if len(values) <= _FEW_VALUES and all(len(value) < 40 for value in values) else []
-
-
-def _nested_hint(rows: Sequence[Row], names: Sequence[str]) -> str | None:
+def _hint_of_parts(rows: Sequence[Row], names: Sequence[str]) -> str | None:
     """Paths into columns that hold objects; the longest texts in columns of our names are an example."""
-    listed, example = [], {}
+    parts, example = [], {}
     for name in names:
         value: Any = next((row[name] for row in rows if not is_empty(row.get(name))), None)
         inner = value[0] if isinstance(value, list) and value else value
         if isinstance(inner, Mapping) and not is_message(inner):
             if all(str(part).isdigit() for part in inner):
                 return "the file lists its values by column; write it by row, in pandas with orient='records'"
-            listed.append(f"{name} holds {', '.join(f'{name}.{part}' for part in list(inner)[:8])}")
+            parts.append(f"{name} holds {', '.join(f'{name}.{part}' for part in list(inner)[:8])}")
             texts = [part for part, text in inner.items() if isinstance(text, str)]
             if name in ("prompt", "chosen", "rejected") and texts:
                 example[name] = f"{name}.{max(texts, key=lambda part: len(inner[part]))}"
+    if not parts:
+        return None
     such = f"{', such as' if example else ' with'} {Spelling.current().columns(example or {'OURS': 'PATH'})}"
-    parts = "; ".join(listed)
-    return (
-        f"{parts}: map the parts that are prompt, chosen and rejected, or responses and scores{such}" if parts else None
-    )
+    return f"{'; '.join(parts)}: map the parts that are prompt, chosen and rejected, or responses and scores{such}"
+
+
+def _winner_option(values: str = "FIRST,SECOND,TIE") -> str:
+    entrance = Spelling.current()
+    return entrance.option("winner", values if entrance == Spelling.flags else f"[{values}]")
 
 
 def winner_untold(source: DataSource, rows: Sequence[Row]) -> DataError:
@@ -232,11 +221,6 @@ def winner_untold(source: DataSource, rows: Sequence[Row]) -> DataError:
     )
 
 
-def _winner_option(values: str = "FIRST,SECOND,TIE") -> str:
-    entrance = Spelling.current()
-    return entrance.option("winner", values if entrance == Spelling.flags else f"[{values}]")
-
-
 def require_readable(source: DataSource, rows: Sequence[Row]) -> None:
     """Refuse columns whose values would be lost or misread.
 
@@ -247,59 +231,38 @@ def require_readable(source: DataSource, rows: Sequence[Row]) -> None:
     Raises:
         DataError: if no column has prompts, labels are no probabilities, or a column would change what the model reads.
     """
-    _require_prompts(source.path, rows)
-    _require_probabilities(source, rows)
-    lost = next((name for row in rows if (name := unread_column(row, source.columns)) is not None), None)
-    if lost is None:
-        return
-    typed, last = Spelling.current().columns, lost.rpartition(".")[2]
-    use = f"append it to the prompt with {typed({'input': lost})}, " if last in ("input", "context") else ""
-    use = f"use it as the system turn with {typed({'system': lost})}, " if "system" in last else use
-    raise DataError(
-        f"{source.path}: the column {lost} is not read and would be lost; write it into the prompt, {use}or leave it "
-        f"out with {typed({lost: 'null'})}"
-    )
-
-
-def _require_prompts(path: str, rows: Sequence[Row]) -> None:
-    """Refuse rows whose `chosen` is the response's message alone, as LLaMA-Factory's are, without a prompt column."""
+    typed, columns = Spelling.current().columns, source.columns
     names = list(dict.fromkeys(name for row in rows for name in row))
     sides = [row["chosen"] for row in rows if isinstance(row.get("chosen"), list)]
-    if "prompt" in names or not sides or not all(len(side) == 1 and is_message(side[0]) for side in sides):
-        return
-    option = Spelling.current().columns({"prompt": _known_names(names, rows).get("prompt", "…")})
-    raise DataError(
-        f"{path}: chosen has no prompt before its response; name the column that holds the prompt with {option}; "
-        f"got columns {', '.join(names)}"
-    )
-
-
-def _require_probabilities(source: DataSource, rows: Sequence[Row]) -> None:
+    # The message of the response alone and no prompt column, as in files for LLaMA-Factory.
+    if "prompt" not in names and sides and all(len(side) == 1 and is_message(side[0]) for side in sides):
+        option = typed({"prompt": _known_names(names, rows).get("prompt", "…")})
+        raise DataError(
+            f"{source.path}: chosen has no prompt before its response; name the column that holds the prompt with "
+            f"{option}; got columns {', '.join(names)}"
+        )
     labels = [row["label"] for row in rows if not is_empty(row.get("label"))]
-    wrong = [label for label in labels if not _is_probability(label)]
-    if len(wrong) <= max(1, _SYSTEMATIC * len(labels)):
-        return
-    theirs = source.columns.get("label") or "label"
-    values = sorted({str(label) for label in labels})
-    mapping = {
-        "response_a": source.columns.get("chosen") or "chosen",
-        "response_b": source.columns.get("rejected") or "rejected",
-        "winner": theirs,
-    }
-    typed = Spelling.current().columns
-    raise DataError(
-        f"{source.path}: label must be the probability, in [0, 1], that chosen is the better response, but {theirs} "
-        f"holds {', '.join(values[:_FEW_VALUES])} ({len(wrong)} of the first {len(labels)} are no probability); if it "
-        f"names the better one of two responses, map {typed(mapping)} {_winner_option()} with the values that name the "
-        f"first, the second and ties; if it means something else, leave it out with {typed({'label': 'null'})}"
-    )
-
-
-def _is_probability(label: object) -> bool:
-    try:
-        return 0 <= float(label) <= 1  # type: ignore[arg-type]
-    except (TypeError, ValueError):
-        return False
+    num_wrong = sum(not any(0 <= number <= 1 for number in _numbers([{"label": label}], "label")) for label in labels)
+    if num_wrong > max(1, _SYSTEMATIC * len(labels)):
+        theirs = columns.get("label") or "label"
+        values = ", ".join(sorted({str(label) for label in labels})[:_FEW_VALUES])
+        both = {"response_a": columns.get("chosen") or "chosen", "response_b": columns.get("rejected") or "rejected"}
+        raise DataError(
+            f"{source.path}: label must be the probability, in [0, 1], that chosen is the better response, but "
+            f"{theirs} holds {values} ({num_wrong} of the first {len(labels)} are no probability); if it names the "
+            f"better one of two responses, map {typed({**both, 'winner': theirs})} {_winner_option()} with the values "
+            "that name the first, the second and ties; if it means something else, leave it out with "
+            f"{typed({'label': 'null'})}"
+        )
+    lost = next((name for row in rows if (name := unread_column(row, columns)) is not None), None)
+    if lost is not None:
+        last = lost.rpartition(".")[2]
+        use = f"append it to the prompt with {typed({'input': lost})}, " if last in ("input", "context") else ""
+        use = f"use it as the system turn with {typed({'system': lost})}, " if "system" in last else use
+        raise DataError(
+            f"{source.path}: the column {lost} is not read and would be lost; write it into the prompt, {use}or leave "
+            f"it out with {typed({lost: 'null'})}"
+        )
 
 
 _WORD = re.compile(r"[^\W\d_]{2,}")
@@ -361,29 +324,28 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
     names = dict.fromkeys(name for row, _ in decided for name in row)
     words = [re.findall(r"[A-Za-z]+|\d+", side) for side in sides]
     differing = [both for both in zip(*words, strict=False) if both[0] != both[1]]
-    seconds = set[str | None]()
     marks = [("chosen", "rejected"), *(differing if len(differing) == 1 else [])]
+    seconds = set[str | None]()
     for name in names:
+        told = [*marks, sides] if _OF_PREFERENCES.search(name) else [sides]
         others = [_exchanged(name, *both) for both in marks] if _OF_SCORES.search(name) else []
         other = next((each for each in others if each != name and each in names), None)
         seconds.add(other)
-        told = [*marks, sides] if _OF_PREFERENCES.search(name) else [sides]
-        found = [
-            sign * (_named(row.get(name), told) if other is None else _gap(row, name, other)) for row, sign in decided
-        ]
+        if other is None:
+            found = [float(sign * _named(row.get(name), told)) for row, sign in decided]
+        else:
+            better = -1 if "rank" in name.lower() else 1
+            both_of_each = [(_numbers([row], name, other), sign) for row, sign in decided]
+            found = [sign * better * (both[0] - both[1]) for both, sign in both_of_each if len(both) == 2]
         against, among = sum(value < 0 for value in found), sum(abs(value) > 0 for value in found)
         values = sorted({str(row[name]) for row, _ in decided if isinstance(row.get(name), str | int)})
         if against:
             by = name if other is None else f"{name} beside {other}"
             said = f"{by} prefers the other response in {against} of {among} pairs"
             yield f"{path}: {said} and is not read: are the columns swapped, or is it the winner of two responses?"
-        elif (
-            not among
-            and name not in seconds
-            and len(told) > 1
-            and 1 < len(values) < 9
-            and not _OF_CHOSEN.search(sides[0])
-        ):
+        elif among or name in seconds or len(told) == 1 or _OF_CHOSEN.search(sides[0]):
+            continue
+        elif 1 < len(values) < 9:
             said = f"{name}, which holds {', '.join(values)}, may name the better of {' and '.join(sides)}"
             yield f"{path}: {said} and is not read: map it as the winner of response_a and response_b, or to null"
 
@@ -392,15 +354,6 @@ def _exchanged(name: str, first: str, second: str) -> str:
     """The name with the word of the second side in place of the first's."""
     edge = r"\d" if first.isdigit() else "[A-Za-z]"
     return re.sub(rf"(?<!{edge}){re.escape(first)}(?!{edge})", second, name)
-
-
-def _gap(row: Mapping[str, Any], first: str, second: str) -> float:
-    """Number of the first column minus that of the second, for ranks with the sign turned; 0 where one is none."""
-    try:
-        gap = float(row[first]) - float(row[second])
-    except (KeyError, TypeError, ValueError):
-        return 0.0
-    return -gap if "rank" in first.lower() else gap
 
 
 def _named(value: Any, sides: Sequence[tuple[str, str]]) -> int:
@@ -426,22 +379,18 @@ def _is_content(name: str, rows: Sequence[Row], texts_read: Sequence[str]) -> bo
         return median(len(text.split()) for text in lost) > 1
     if median(len(_WORD.findall(text)) for text in lost) < _SENTENCE:
         return False
-    if median(map(len, lost)) >= _LONG:
-        return True
-    return not is_metadata and len(set(lost)) > len(lost) / 2
+    return median(map(len, lost)) >= _LONG or (not is_metadata and len(set(lost)) > len(lost) / 2)
 
 
 def _texts(value: Any) -> Iterator[str]:
     """The texts in a cell, those inside its lists and objects too, which may be written as text."""
-    if isinstance(value, str) and isinstance(parsed := parsed_text(value), list | dict):
-        yield from _texts(parsed)
-    elif isinstance(value, str):
-        yield value
-    elif isinstance(value, list):
-        for item in value:
-            yield from _texts(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
+    if isinstance(value, str):
+        parsed = parsed_text(value)
+        if not isinstance(parsed, list | dict):
+            yield value
+        value = parsed
+    if isinstance(value, list | Mapping):
+        for item in value.values() if isinstance(value, Mapping) else value:
             yield from _texts(item)
 
 

@@ -57,13 +57,25 @@ def in_context(row: Row, prompt: Prompt, columns: Mapping[str, str | None]) -> P
         >>> in_context({"input": "1, 2, 3"}, "Add these.", {"prompt": "instruction"})
         'Add these.\n1, 2, 3'
     """
-    lost = unread_column(row, columns)
-    if lost is not None:
+    if (lost := unread_column(row, columns)) is not None:
         raise ValueError(f"{lost} is not read and would be lost; write it into the prompt, or leave the column out")
-    has_input, has_system = (not is_empty(row.get(name)) for name in ("input", "system"))
-    if has_input:
-        prompt = _with_input(prompt, _text_of(row, "input"))
-    return _with_system(prompt, _text_of(row, "system")) if has_system else prompt
+    for name in ("input", "system"):
+        text: Any = row.get(name)
+        if is_empty(text):
+            continue
+        if not isinstance(text, str):
+            raise ValueError(f"{name} must be text, got {json.dumps(text, default=str)[:60]}")
+        if name == "system":
+            messages = as_messages(prompt)
+            if not messages or messages[0].role != "system":
+                prompt = (Message("system", text), *messages)
+            elif messages[0].content.split() != text.split():
+                raise ValueError("the system column says otherwise than the prompt's own system message; leave one out")
+        elif isinstance(prompt, str):
+            prompt = f"{prompt}\n{text}"
+        else:
+            raise ValueError("input follows an instruction that is text, but the prompt is a list of messages")
+    return prompt
 
 
 def is_context(name: str) -> bool:
@@ -85,28 +97,6 @@ def unread_column(row: Row, columns: Mapping[str, str | None]) -> str | None:
         if name in UNREAD_COLUMNS and not is_empty(value) and not (name == "input" and reads_input):
             return name
     return None
-
-
-def _text_of(row: Row, name: str) -> str:
-    value: Any = row[name]
-    if not isinstance(value, str):
-        raise ValueError(f"{name} must be text, got {json.dumps(value, default=str)[:60]}")
-    return value
-
-
-def _with_input(prompt: Prompt, text: str) -> Prompt:
-    if not isinstance(prompt, str):
-        raise ValueError("input follows an instruction that is text, but the prompt is a list of messages")
-    return f"{prompt}\n{text}"
-
-
-def _with_system(prompt: Prompt, text: str) -> Prompt:
-    messages = as_messages(prompt)
-    if messages and messages[0].role == "system":
-        if messages[0].content.split() != text.split():
-            raise ValueError("the system column says otherwise than the prompt's own system message; leave one out")
-        return prompt
-    return (Message("system", text), *messages)
 
 
 Columns = Mapping[str, str | None]
@@ -132,54 +122,65 @@ def renamed(
             them. Lists of responses and scores always are.
     """
     for number, row in rows:
-        yield number, _parsed(_mapped(row, columns) if columns else row, structured)
+        ours = _mapped(row, columns) if columns else row
+        lists: Row = {}
+        for name in (*_SIDES[0], *_SIDES[1], *_LISTS):
+            value = ours.get(name)
+            if isinstance(value, str) and (name in structured or name in _LISTS):
+                value = parsed_text(value)
+            if is_message(value):
+                value = [value]
+            if isinstance(value, list) and value is not ours[name]:
+                lists[name] = value
+        yield number, ours | lists if lists else ours
 
 
 def _mapped(row: Row, columns: Columns) -> Row:
-    consumed = {theirs if theirs in row else _root(theirs) for theirs in columns.values() if theirs is not None}
-    consumed |= {ours for ours, theirs in columns.items() if theirs is None}
-    kept = {name: value for name, value in row.items() if name not in consumed}
-    found = ((ours, theirs) for ours, theirs in columns.items() if theirs is not None and _has_root(row, theirs))
-    mapped = {ours: cell(row, theirs) for ours, theirs in found}
-    return kept | dict(_beside(row, columns, mapped.values())) | mapped
+    paths = [ours if theirs is None else theirs for ours, theirs in columns.items()]
+    left_out = {ours for ours, theirs in columns.items() if theirs is None}
+    roots = {ours: theirs if theirs in row else _root(theirs) for ours, theirs in columns.items() if theirs is not None}
+    mapped = {ours: cell(row, columns[ours] or "") for ours, root in roots.items() if root in row}
+    texts = [value for value in mapped.values() if isinstance(value, str)]
+    passed = dict.fromkeys(_root(path) for path in paths if "." in path and path not in row)
+    kept = {name: value for name, value in row.items() if name not in left_out.union(roots.values())}
+    for root in passed:
+        kept |= _beside(root, row.get(root), [path.split(".")[1:] for path in paths if _root(path) == root], texts)
+    return kept | mapped
 
 
-def _beside(row: Row, columns: Columns, read: Iterable[Any]) -> Iterator[tuple[str, Any]]:
-    """Path and value of what mapped paths pass by and nothing reads; of a message, only if its text is not read."""
-    paths = {ours if theirs is None else theirs for ours, theirs in columns.items()}
-    passed = [path.split(".") for path in paths if "." in path and path not in row]
-    texts = [value for value in read if isinstance(value, str)]
-    for prefix in dict.fromkeys(".".join(steps[:end]) for steps in passed for end in range(1, len(steps))):
-        if any(f"{prefix}.".startswith(f"{path}.") for path in paths):
-            continue
-        outer = cell(row, prefix)
-        for names, value in _members(parsed_text(outer) if isinstance(outer, str) else outer, prefix, paths):
-            inner = [f"{prefix}.{name}." for name in names]
-            is_read = any(f"{path}.".startswith(tuple(inner)) for path in paths)
-            if not is_read and not (is_message(value) and value.get("content", value.get("value")) in texts):
-                yield inner[0][:-1], value
+def _beside(path: str, value: Any, read: Sequence[list[str]], texts: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """Path and value of all that nothing reads in a value; of a list that is read whole, only its context.
 
-
-def _members(outer: Any, prefix: str, paths: Iterable[str]) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Names and value of each part of an object and each item of a list; context only, of a list that is read whole."""
-    if isinstance(outer, Mapping):
-        yield from (((str(name),), value) for name, value in outer.items() if not is_empty(value))
-    elif isinstance(outer, list) and any(re.match(rf"{re.escape(prefix)}\.-?\d", path) for path in paths):
-        yield from (((str(index), str(index - len(outer))), value) for index, value in enumerate(outer))
-    elif isinstance(outer, list):
-        items = [item for item in outer if isinstance(item, Mapping)]
-        for name in dict.fromkeys(name for item in items for name in item if is_context(str(name))):
-            values = [item.get(name) for item in items]
-            if not all(map(is_empty, values)):
-                yield (str(name),), values
+    Args:
+        path: path of the value.
+        value: the value.
+        read: paths inside the value that are read.
+        texts: all texts that are read, among them those of messages that lie on no path.
+    """
+    if not read and not (is_message(value) and value.get("content", value.get("value")) in texts):
+        yield path, value
+    if not read or [] in read:
+        return
+    wanted = {steps[0] for steps in read}
+    value = parsed_text(value) if isinstance(value, str) else value
+    parts: list[tuple[tuple[str, ...], Any]] = []
+    if isinstance(value, Mapping):
+        parts = [((str(name),), part) for name, part in value.items() if not is_empty(part)]
+    elif isinstance(value, list) and any(re.match(r"-?\d", name) for name in wanted):
+        parts = [((str(index), str(index - len(value))), part) for index, part in enumerate(value)]
+    elif isinstance(value, list):
+        items = [item for item in value if isinstance(item, Mapping)]
+        for name in dict.fromkeys(name for item in items for name in item):
+            of_each = [item.get(name) for item in items]
+            if name in wanted or (is_context(str(name)) and not all(map(is_empty, of_each))):
+                parts.append(((str(name),), of_each))
+    for names, part in parts:
+        name = next((name for name in names if name in wanted), names[0])
+        yield from _beside(f"{path}.{name}", part, [steps[1:] for steps in read if steps[0] in names], texts)
 
 
 def _root(path: str) -> str:
     return path.partition(".")[0]
-
-
-def _has_root(row: Row, path: str) -> bool:
-    return path in row or _root(path) in row
 
 
 def cell(row: Row, path: str) -> Any:
@@ -222,19 +223,6 @@ def _inside(value: Any, step: str) -> Any:
         index = int(step)
         return value[index] if -len(value) <= index < len(value) else None
     return [_inside(item, step) for item in value] if isinstance(value, list) else None
-
-
-def _parsed(row: Row, structured: frozenset[str]) -> Row:
-    changed: Row = {}
-    for name in (*_SIDES[0], *_SIDES[1], *_LISTS):
-        value = row.get(name)
-        if isinstance(value, str) and (name in structured or name in _LISTS):
-            value = parsed_text(value)
-        if is_message(value):
-            value = [value]
-        if isinstance(value, list) and value is not row[name]:
-            changed[name] = value
-    return row | changed if changed else row
 
 
 def structured_columns(path: str, rows: Sequence[Row], named_format: str) -> tuple[frozenset[str], list[str]]:
@@ -315,8 +303,10 @@ def require_columns(path: str, rows: Sequence[Row], columns: Columns) -> None:
         is_there = (_root(name) if theirs is None else name) in known
         if is_there or not all(_is_missing(cell(row, name)) for row in rows):
             continue
-        parts = ", ".join(_parts(row.get(_root(name)) for row in rows)) or "no parts"
-        lost = f"the column {_root(name)} holds no such part; it has {parts}"
+        cells = (row.get(_root(name)) for row in rows)
+        items = (item for value in cells for item in (value if isinstance(value, list) else [value]))
+        parts = dict.fromkeys(str(part) for item in items if isinstance(item, Mapping) for part in item)
+        lost = f"the column {_root(name)} holds no such part; it has {', '.join(parts) or 'no parts'}"
         reason = lost if _root(name) in known else did_you_mean("column", name, known)
         option = Spelling.current().columns({ours: "null" if theirs is None else theirs})
         raise DataError(f"{path}: {option}: {reason}")
@@ -324,13 +314,3 @@ def require_columns(path: str, rows: Sequence[Row], columns: Columns) -> None:
 
 def _is_missing(value: Any) -> bool:
     return value is None or (isinstance(value, list) and all(map(_is_missing, value)))
-
-
-def _parts(values: Iterable[Any]) -> list[str]:
-    """Names of the parts of objects, or of lists of objects."""
-    names: dict[str, None] = {}
-    for value in values:
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, Mapping):
-                names |= dict.fromkeys(map(str, item))
-    return list(names)
