@@ -105,7 +105,11 @@ def score_pairs(
     )
     # FSDP2 reuses the tensors that it gathers into. Made in inference mode, they could not be used in training.
     with _evaluating(model), torch.no_grad() if is_sharded(model) else torch.inference_mode():
-        for batch, is_ours in _passes(model, batches):
+        passes: Iterator[tuple[AnyPairBatch, bool]] = ((batch, True) for batch in batches)
+        if is_sharded(model):  # spare passes follow, with False, so that all ranks make as many
+            own = list(batches)
+            passes = in_step(own, spare_batch(model, model.device), most_over_ranks(len(own), model.device))
+        for batch, is_ours in passes:
             stopped = should_stop is not None and should_stop()
             if should_stop is not None and is_sharded(model):  # its ranks make passes together
                 stopped = bool(most_over_ranks(int(stopped), model.device))
@@ -154,14 +158,6 @@ def _tied_rewards(
     return index, rewards
 
 
-def _passes(model: BradleyTerryRM, batches: Iterable[AnyPairBatch]) -> Iterator[tuple[AnyPairBatch, bool]]:
-    """The batches, each with True; under FSDP2 spare ones follow with False, so that all ranks make as many passes."""
-    if not is_sharded(model):
-        return ((batch, True) for batch in batches)
-    own = list(batches)
-    return in_step(own, spare_batch(model, model.device), most_over_ranks(len(own), model.device))
-
-
 def _gathered(parts: Sequence[tuple[Tensor, Tensor]], world_size: int, *, stopped: bool) -> PairRewards:
     parts = [(torch.empty(0, dtype=torch.int64), torch.empty(0, 2, dtype=torch.float64)), *parts]
     index, rewards = (torch.cat(side) for side in zip(*parts, strict=True))
@@ -204,8 +200,9 @@ def metrics_of(
     """
     pairs = [dataset[int(index)] for index in rewards.pair_index]
     groups = _groups([pair.metadata for pair in pairs], by)
-    if most_groups is not None:
-        groups = {column: _capped(values, most_groups, kept_group) for column, values in groups.items()}
+    for column, values in groups.items() if most_groups is not None else ():
+        kept = {name for name, _ in Counter(values).most_common(most_groups)} | {kept_group}
+        groups[column] = [value if value in kept else OTHER for value in values]
     return evaluate_pairs(
         rewards.chosen,
         rewards.rejected,
@@ -219,15 +216,6 @@ def metrics_of(
         num_bootstrap=num_bootstrap,
         seed=seed,
     )
-
-
-def _capped(values: list[str], most: int, kept_group: str | None) -> list[str]:
-    """The values; all except the `most` frequent ones and the kept one are replaced by `(other)`."""
-    counts = Counter(values)
-    if len(counts) <= most:
-        return values
-    kept = {name for name, _ in counts.most_common(most)} | {kept_group}
-    return [value if value in kept else OTHER for value in values]
 
 
 def _groups(metadata: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, list[str]]:
@@ -245,25 +233,22 @@ def _groups(metadata: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[st
 
 def reward_distribution(rewards: PairRewards, step: int | None = None) -> dict[str, Any]:
     """Mean, deviation, quantiles and histogram of chosen rewards, rejected rewards and margins."""
-    sides = {"chosen": rewards.chosen, "rejected": rewards.rejected, "margin": rewards.margin}
-    return {"step": step, "num_pairs": len(rewards.pair_index)} | {
-        name: _distribution(values) for name, values in sides.items()
-    }
+    found: dict[str, Any] = {"step": step, "num_pairs": len(rewards.pair_index)}
+    for name in ("chosen", "rejected", "margin"):
+        values = getattr(rewards, name)
+        counts, edges = np.histogram(values, bins=40)
+        found[name] = {
+            "mean": float(values.mean()),
+            "std": float(values.std()),
+            "quantiles": {str(q): float(v) for q, v in zip(QUANTILES, np.quantile(values, QUANTILES), strict=True)},
+            "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
+        }
+    return found
 
 
 def distributions_text(rewards: PairRewards, step: int | None = None) -> str:
     """Content of `reward_distributions.json`."""
     return json.dumps(reward_distribution(rewards, step), indent=1) + "\n"
-
-
-def _distribution(values: np.ndarray) -> dict[str, Any]:
-    counts, edges = np.histogram(values, bins=40)
-    return {
-        "mean": float(values.mean()),
-        "std": float(values.std()),
-        "quantiles": {str(q): float(v) for q, v in zip(QUANTILES, np.quantile(values, QUANTILES), strict=True)},
-        "histogram": {"counts": counts.tolist(), "edges": edges.tolist()},
-    }
 
 
 def write_evaluation(

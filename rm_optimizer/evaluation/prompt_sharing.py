@@ -33,13 +33,10 @@ def shares_prefixes(model: BradleyTerryRM, tokenized: PairTokens, mode: PrefixSh
         return True
     if mode == PrefixSharing.on:
         raise ConfigError(f"batching.prefix_sharing=on is not possible: {obstacle}; set it to auto or off")
-    obstacle = obstacle or _disparity(model, tokenized)
+    if obstacle is None:
+        pairs = [(tokenized.chosen(i), tokenized.rejected(i)) for i in range(min(PARITY_PAIRS, len(tokenized)))]
+        if not (difference := model.prefix_parity(pairs)) <= PARITY_TOLERANCE:
+            obstacle = f"rewards of the first pairs would differ by {difference:.2g}"
     if obstacle is not None:
         log.info("pairs are padded in batches of like length, without prefix sharing: %s", obstacle)
     return obstacle is None
-
-
-def _disparity(model: BradleyTerryRM, tokenized: PairTokens) -> str | None:
-    pairs = [(tokenized.chosen(i), tokenized.rejected(i)) for i in range(min(PARITY_PAIRS, len(tokenized)))]
-    difference = model.prefix_parity(pairs)
-    return None if difference <= PARITY_TOLERANCE else f"rewards of the first pairs would differ by {difference:.2g}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +33,7 @@ from rm_optimizer.evaluation.pair_rewards import (
 )
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.files import as_path, held, write_text
-from rm_optimizer.records.ledger import Ledger, open_ledger
+from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE, require_no_run
 
 CHUNK_RESPONSES = 256
@@ -66,35 +66,34 @@ def score_responses(
         CheckpointError: if a reward is not finite.
         DataError: if a conversation cannot be rendered, or another process is scoring the same pairs.
     """
-    items, sides = _distinct(data)
+    of_prompt: dict[str, dict[str, Prompt]] = {}  # the different responses, by prompt in order of appearance
+    for prompt_id, pair in zip(data.prompt_ids, data.pairs, strict=True):
+        of_prompt.setdefault(prompt_id, {}).update({pair.chosen: pair.prompt, pair.rejected: pair.prompt})
+    items = {(key, text): prompt for key, responses in of_prompt.items() for text, prompt in responses.items()}
+    place = {key: number for number, key in enumerate(items)}
+    keys = zip(data.prompt_ids, data.pairs, strict=True)
+    places = [(place[key, pair.chosen], place[key, pair.rejected]) for key, pair in keys]
+    sides = np.array(places, dtype=np.int64).reshape(-1, 2)
+    conversations = [(prompt, text) for (_, text), prompt in items.items()]
     identity = digest([scorer_digest(model), data.fingerprint, CHUNK_RESPONSES])
     path = partial_dir / f".rewards-{identity}.partial"
     with open_ledger(path, identity, other="the rewards of another model or data") as log:
         done = sum(len(chunk) for chunk in log.values())
         on_progress(done, len(items))
         while done < len(items):
-            chunk = items[done : done + CHUNK_RESPONSES]
+            chunk = conversations[done : done + CHUNK_RESPONSES]
             log.append(_scored(model, chunk, token_budget))
             done += len(chunk)
             on_progress(done, len(items))
-        found = _pair_rewards(log, sides), _truncation(log, sides, model.max_length)
+        rows = [row for chunk in log.values() for row in chunk]
         path.unlink()
-    return found
-
-
-def _distinct(data: PreferenceDataset) -> tuple[list[tuple[Prompt, str]], np.ndarray]:
-    """The different responses, by prompt in order of appearance, and the positions of each pair's two responses."""
-    of_prompt: dict[str, dict[str, Prompt]] = {}
-    for identity, pair in zip(data.prompt_ids, data.pairs, strict=True):
-        of_prompt.setdefault(identity, {}).update({pair.chosen: pair.prompt, pair.rejected: pair.prompt})
-    items = [(prompt, text) for responses in of_prompt.values() for text, prompt in responses.items()]
-    keys = ((identity, text) for identity, responses in of_prompt.items() for text in responses)
-    place = {key: number for number, key in enumerate(keys)}
-    sides = [
-        (place[identity, pair.chosen], place[identity, pair.rejected])
-        for identity, pair in zip(data.prompt_ids, data.pairs, strict=True)
-    ]
-    return items, np.array(sides, dtype=np.int64).reshape(-1, 2)
+    reward_of: dict[str, float] = {}  # of the first response with these token ids
+    rewards = np.array([reward_of.setdefault(row[4], row[0]) for row in rows], dtype=float)
+    lengths = np.array([row[1] for row in rows], dtype=np.int64)[sides]
+    cuts = np.array([row[2:4] for row in rows], dtype=np.int32).reshape(-1, 2)[sides]
+    ids = np.unique([row[4] for row in rows], return_inverse=True)[1][sides]
+    truncation = truncation_report(model.max_length, lengths, cuts, int((ids[:, 0] != ids[:, 1]).sum()))
+    return PairRewards(rewards[sides[:, 0]], rewards[sides[:, 1]], np.arange(len(sides))), truncation
 
 
 def _scored(model: BradleyTerryRM, chunk: Sequence[tuple[Prompt, str]], token_budget: int) -> list[list[float | str]]:
@@ -107,24 +106,6 @@ def _scored(model: BradleyTerryRM, chunk: Sequence[tuple[Prompt, str]], token_bu
         [reward, len(encoding.ids), encoding.prompt_cut, encoding.response_cut, digest(encoding.ids)]
         for reward, encoding in zip(rewards, encodings, strict=True)
     ]
-
-
-def _rows(log: Ledger) -> Iterator[list[float | str]]:
-    return (row for chunk in log.values() for row in chunk)
-
-
-def _pair_rewards(log: Ledger, sides: np.ndarray) -> PairRewards:
-    reward_of: dict[str | float, float | str] = {}
-    rewards = np.array([float(reward_of.setdefault(row[4], row[0])) for row in _rows(log)])
-    return PairRewards(rewards[sides[:, 0]], rewards[sides[:, 1]], np.arange(len(sides)))
-
-
-def _truncation(log: Ledger, sides: np.ndarray, max_length: int) -> TruncationReport:
-    rows = list(_rows(log))
-    lengths = np.array([row[1] for row in rows], dtype=np.int64)[sides]
-    cuts = np.array([row[2:4] for row in rows], dtype=np.int32)[sides]
-    ids = np.unique([str(row[4]) for row in rows], return_inverse=True)[1][sides]
-    return truncation_report(max_length, lengths, cuts, int((ids[:, 0] != ids[:, 1]).sum()))
 
 
 @dataclass(frozen=True)

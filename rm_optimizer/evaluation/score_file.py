@@ -9,7 +9,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
@@ -134,7 +134,8 @@ def score_file(
     with open_ledger(partial, identity, other="scores of another input, model, length limit or chunk size") as log:
         done = sum(len(chunk["rewards"]) for chunk in log.values())
         on_progress(done)
-        for chunk in _chunks(islice(read_responses(source), done, None), chunk_rows):
+        rows = islice(read_responses(source), done, None)
+        while chunk := list(islice(rows, chunk_rows)):
             log.append(_scored(scorer, chunk, source))
             done += len(chunk)
             on_progress(done)
@@ -162,11 +163,6 @@ def _content_digest(source: Path) -> str:
     """Digest of the file's bytes, without its path and its time."""
     with source.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _chunks(rows: Iterator[ResponseRow], size: int) -> Iterator[list[ResponseRow]]:
-    while chunk := list(islice(rows, size)):
-        yield chunk
 
 
 def _scored(scorer: Scorer | CountingScorer, chunk: Sequence[ResponseRow], source: Path) -> dict[str, object]:

@@ -10,7 +10,6 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.core.rows.response_files import read_prompts
-from rm_optimizer.core.tokens.dataset import TrainVal
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.ensemble_folder import (
@@ -125,11 +124,24 @@ def _gold(config: RLHFRunConfig, prompts: Sequence[Prompt]) -> Scorer | None:
 
 @contextmanager
 def _reward(config: RLHFRunConfig, folder: Path, on_stage: Callable[[str], None]) -> Iterator[Scorer]:
-    """Context with the reward that is optimized, from the given models or from models that are trained now."""
-    options = config.rlhf
-    names = list(options.reward_models) or _trained(config, folder, on_stage)
+    """Context with the reward that is optimized, from the given models or from models that are trained now.
+
+    Several models are an ensemble, standardized on responses of the validation pairs.
+    """
+    options, names = config.rlhf, list(config.rlhf.reward_models)
+    for number in range(0 if names else options.members):  # a model that an earlier call trained is read
+        run = folder / f"reward-{number}"
+        on_stage(f"reward model {number + 1} of {options.members}: {run}")
+        result = run_training(config.member(number, str(run)))
+        on_stage(f"accuracy on validation: {result.metrics.accuracy}")
+        names.append(result.export)
     if len(names) > 1:
-        yield _ensemble(config, names, folder)
+        if config.data.train is None and options.policy != WORLD:
+            raise ConfigError("several reward models are standardized on pairs; name some with data.train")
+        data = load_data(config)
+        ensemble = RewardModelEnsemble(names, aggregation=options.aggregation, penalty=options.penalty)
+        save_ensemble(folder, names, ensemble.fit_reference(*reference_responses(data.val.pairs, seed=0)))
+        yield ensemble
     elif (Path(names[0]) / ENSEMBLE_FILE).is_file():
         yield load_ensemble(Path(names[0]), aggregation=options.aggregation, penalty=options.penalty)
     else:
@@ -139,25 +151,3 @@ def _reward(config: RLHFRunConfig, folder: Path, on_stage: Callable[[str], None]
         else:
             with serving(options.server, model, names[0], option="rlhf.server") as client:
                 yield client
-
-
-def _trained(config: RLHFRunConfig, folder: Path, on_stage: Callable[[str], None]) -> list[str]:
-    """Folders of reward models that are trained now or were trained by an earlier call."""
-    exports = []
-    for number in range(config.rlhf.members):
-        run = folder / f"reward-{number}"
-        on_stage(f"reward model {number + 1} of {config.rlhf.members}: {run}")
-        result = run_training(config.member(number, str(run)))
-        on_stage(f"accuracy on validation: {result.metrics.accuracy}")
-        exports.append(result.export)
-    return exports
-
-
-def _ensemble(config: RLHFRunConfig, names: Sequence[str], folder: Path) -> RewardModelEnsemble:
-    """The ensemble of the models, standardized on responses of the validation pairs."""
-    if config.data.train is None and config.rlhf.policy != WORLD:
-        raise ConfigError("several reward models are standardized on pairs; name some with data.train")
-    data: TrainVal = load_data(config)
-    ensemble = RewardModelEnsemble(names, aggregation=config.rlhf.aggregation, penalty=config.rlhf.penalty)
-    save_ensemble(folder, names, ensemble.fit_reference(*reference_responses(data.val.pairs, seed=0)))
-    return ensemble
