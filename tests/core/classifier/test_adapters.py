@@ -579,7 +579,7 @@ def test_a_base_in_four_bits_trains_saves_merges_and_reloads(family: str, tmp_pa
     tokenizer = tiny_tokenizer(family)
     tiny_model(family, tokenizer, hidden_size=64).base_model.save_pretrained(tmp_path / "base")
     tokenizer.save_pretrained(tmp_path / "base")
-    loaded = load_model(tmp_path / "base", LoadOptions(quantize=True))
+    loaded = load_model(tmp_path / "base", LoadOptions(quantize=True, new_head=True))
     model = BradleyTerryRM(loaded.model, tokenizer=loaded.tokenizer, max_length=64, fresh_head_seed=0)
     qlora = AdapterConfig(kind=AdapterKind.qlora, rank=4, alpha=8.0, dropout=0.0)
     count = add_adapter(model.model, qlora, seed=0)
