@@ -64,7 +64,8 @@ def unpacked(module: nn.Module) -> dict[str, Tensor]:
     dequantize = import_module("bitsandbytes.functional").dequantize_4bit
     weight, bias = cast("Any", module.weight), cast("Tensor | None", module.bias)
     state = {"weight": dequantize(weight.data, weight.quant_state).to(weight.quant_state.dtype)}
-    return state if bias is None else state | {"bias": bias.detach()}
+    # A forward pass of bitsandbytes casts the bias's data in place: after `score` they are an inference tensor.
+    return state if bias is None else state | {"bias": bias.detach().clone()}
 
 
 def parameter_size(parameter: nn.Parameter) -> int:

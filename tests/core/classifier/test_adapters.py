@@ -7,6 +7,7 @@ import shutil
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from rm_optimizer.core.classifier.adapters import add_adapter, has_adapter, lora_config, saved_modules
 from rm_optimizer.core.classifier.building import LoadOptions
 from rm_optimizer.core.classifier.head import head_side_modules, require_trainable_head
-from rm_optimizer.core.classifier.quantization import is_quantized, quantization_arguments
+from rm_optimizer.core.classifier.quantization import is_quantized, quantization_arguments, unpacked
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload
 from rm_optimizer.core.storage import adapter_files
 from rm_optimizer.core.storage.export import save_adapter
@@ -596,3 +597,14 @@ def test_a_base_in_four_bits_trains_saves_merges_and_reloads(family: str, tmp_pa
     assert torch.equal(from_checkpoint.score(PROMPTS, RESPONSES), rewards)
     assert model.save_pretrained(tmp_path / "merged").tolerance == 2.0**-2
     assert not is_quantized(BradleyTerryRM.from_pretrained(tmp_path / "merged").model)
+
+
+def test_an_unpacked_bias_can_be_loaded_after_scoring(monkeypatch: pytest.MonkeyPatch):
+    """In four bits a pass in inference mode replaces the bias's data by a tensor that no state can be loaded from."""
+    layer = torch.nn.Linear(4, 2).requires_grad_(False)
+    with torch.inference_mode():
+        layer.bias.data = layer.bias.data.to(torch.bfloat16).float()
+    layer.weight.quant_state = SimpleNamespace(dtype=torch.float32)
+    library = SimpleNamespace(dequantize_4bit=lambda weight, state: weight)
+    monkeypatch.setattr("rm_optimizer.core.classifier.quantization.import_module", lambda name: library)
+    torch.nn.Linear(4, 2).load_state_dict(unpacked(layer), assign=True)
