@@ -77,10 +77,14 @@ class WireModel(BaseModel):
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
+
+class RequestModel(WireModel):
+    """Message to the server; its first unknown field is refused with the nearest known name."""
+
     @model_validator(mode="before")
     @classmethod
     def _only_known_fields(cls, value: object) -> object:
-        """Refuse the first unknown field with the nearest known name; pydantic would list every field."""
+        """Refuse an unknown field; pydantic would list every one."""
         unknown = next((key for key in value if key not in cls.model_fields), None) if isinstance(value, dict) else None
         if unknown is not None:
             name = str(unknown)[:64].encode("utf-8", "replace").decode()
@@ -89,14 +93,14 @@ class WireModel(BaseModel):
         return value
 
 
-class TextPart(WireModel):
+class TextPart(RequestModel):
     """Part of a message's content in OpenAI's form; only text is supported."""
 
     type: Literal["text"]
     text: StrictStr
 
 
-class WireMessage(WireModel):
+class WireMessage(RequestModel):
     """One turn of a conversation."""
 
     role: StrictStr = Field(min_length=1, max_length=256)
@@ -116,7 +120,7 @@ WireMessages: TypeAlias = Annotated[list[WireMessage], Field(fail_fast=True, max
 """Messages of one conversation."""
 
 
-class ClassifyRequest(WireModel):
+class ClassifyRequest(RequestModel):
     """`POST /classify`: vLLM's request for one label.
 
     Exactly one of `input` and `messages` is given. Text is tokenized unchanged; `messages` is one conversation that
@@ -150,7 +154,7 @@ class ClassifyRequest(WireModel):
         return self
 
 
-class ScoreItem(WireModel):
+class ScoreItem(RequestModel):
     """One prompt and the responses to it."""
 
     prompt: Annotated[
@@ -159,7 +163,7 @@ class ScoreItem(WireModel):
     responses: Items[StrictStr] = Field(min_length=1)
 
 
-class ScoringRequest(WireModel):
+class ScoringRequest(RequestModel):
     """`POST /rm/score`: conversations that the server renders as training did."""
 
     model_config = ConfigDict(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated, TypeAlias
 from pydantic import Field, StrictInt, StrictStr, StringConstraints, model_validator
 
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
-from rm_optimizer.serving.protocol import ErrorDetail, Items, ServedWeights, TokenIds, WireModel
+from rm_optimizer.serving.protocol import ErrorDetail, Items, RequestModel, ServedWeights, TokenIds, WireModel
 
 MAX_TENSORS = 2**14
 """Most tensors of an update."""
@@ -22,7 +22,7 @@ VersionName: TypeAlias = Annotated[
 BatchId: TypeAlias = Annotated[StrictStr, StringConstraints(min_length=1, max_length=128)]
 
 
-class TensorSpec(WireModel):
+class TensorSpec(RequestModel):
     """One tensor of an update.
 
     Args:
@@ -38,7 +38,7 @@ class TensorSpec(WireModel):
     sha256: StrictStr | None = Field(default=None, pattern="^[0-9a-f]{64}$")
 
 
-class WeightProbe(WireModel):
+class WeightProbe(RequestModel):
     """Sequences and their rewards by the sender's model; an update with other rewards is rolled back."""
 
     input_ids: Items[TokenIds] = Field(min_length=1)
@@ -52,7 +52,7 @@ class WeightProbe(WireModel):
         return self
 
 
-class Begin(WireModel):
+class Begin(RequestModel):
     """Announcement of an update, with everything that the receiver needs to refuse it before the transfer.
 
     Args:
@@ -95,13 +95,13 @@ class Ready(ServedWeights):
     batch_id: str
 
 
-class Commit(WireModel):
+class Commit(RequestModel):
     """Request to validate and swap in the transferred weights; the answer is an `Outcome`."""
 
     batch_id: BatchId
 
 
-class Abort(WireModel):
+class Abort(RequestModel):
     """Request to abandon the update; the served weights stay."""
 
     batch_id: BatchId

@@ -26,6 +26,8 @@ from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 RenderFn: TypeAlias = Callable[[tuple[Message, ...], str], str]
 """Custom rendering: function of the messages before the response, and of the response, that returns the text."""
 
+Turn: TypeAlias = Mapping[str, str]
+"""Message in the form that chat templates take."""
 WRITTEN_MARK = "{# written whole #}\n"
 """Mark in a chat template that writes a whole sequence, so that nothing is added to the tokens of its text."""
 PROBES: tuple[tuple[tuple[Message, ...], str], ...] = (
@@ -141,22 +143,33 @@ class ConversationRenderer:
             DataError: if the chat template refuses the conversation's roles or their order, or leaves out a message or
                 a part of one.
         """
-        messages = _messages(prompt)
-        if self.render_fn is not None:
-            return self.render_fn(messages, response)
-        if self.kind == "chat_template":
-            conversation = (*messages, Message("assistant", response))
-            text = self._templated(conversation, open_turn=False)
-            self._require_content(conversation, text)
-            return text
-        return f"{plain_prompt(messages)}{response}"
+        return self._texts([prompt], [response])[0]
+
+    def _texts(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[str]:
+        """`text` of many conversations, whose equal prompts are read once."""
+        kind, texts = self.kind, list[str]()
+        read: dict[int, tuple[tuple[Message, ...], list[Turn]]] = {}
+        for prompt, response in zip(prompts, responses, strict=True):
+            if id(prompt) not in read:
+                messages = _messages(prompt)
+                read[id(prompt)] = messages, list(map(Message.to_dict, messages))
+            messages, turns = read[id(prompt)]
+            if self.render_fn is not None:
+                texts.append(self.render_fn(messages, response))
+            elif kind == "plain":
+                texts.append(f"{plain_prompt(messages)}{response}")
+            else:
+                conversation = [*turns, {"role": "assistant", "content": response}]
+                texts.append(self._templated(conversation, open_turn=False))
+                self._require_content(conversation, texts[-1])
+        return texts
 
     def refusal(self, pair: PreferencePair) -> str | None:
         """Reason why a side of the pair cannot be rendered; None if both can."""
         try:
             for response in (pair.chosen, pair.rejected):
                 text = self.text(pair.prompt, response)
-                _check_encodable(text)
+                _check_encodable([text])
                 if self.refused_tokens:
                     self._ids([text])
         except ConversationRefused as error:
@@ -178,8 +191,7 @@ class ConversationRenderer:
             ValueError: if the numbers of prompts and responses differ.
             DataError: if the chat template refuses a conversation's roles or their order.
         """
-        texts = [self.text(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
-        sequences = [self._framed(ids) for ids in self._ids(texts)]
+        sequences = [self._framed(ids) for ids in self._ids(self._texts(prompts, responses))]
         too_long = [i for i, ids in enumerate(sequences) if len(ids) > self.max_length]
         starts = self._response_starts([prompts[i] for i in too_long], [sequences[i] for i in too_long])
         cut = {i: self._cut(sequences[i], start) for i, start in zip(too_long, starts, strict=True)}
@@ -281,22 +293,23 @@ class ConversationRenderer:
         """The probe's text; only a single turn is checked to be whole, to keep the digest of earlier versions."""
         if self.kind != "chat_template" or len(prompt) == 1:
             return self.text(prompt, response)
-        return self._templated((*prompt, Message("assistant", response)), open_turn=False)
+        turns = [*map(Message.to_dict, prompt), {"role": "assistant", "content": response}]
+        return self._templated(turns, open_turn=False)
 
-    def _require_content(self, messages: tuple[Message, ...], text: str) -> None:
+    def _require_content(self, turns: Sequence[Turn], text: str) -> None:
         """Refuse a text in which the template did not print every message whole."""
-        number = self._unprinted_role(tuple(message.role for message in messages))
+        number = self._unprinted_role(tuple(turn["role"] for turn in turns))
         if number is not None:
             raise ConversationRefused(
-                f"the tokenizer's chat template prints nothing of a message with role '{messages[number].role}' in a "
-                f"conversation with roles {_roles(messages)}, such as {messages[number].content[:60]!r}; change the "
+                f"the tokenizer's chat template prints nothing of a message with role '{turns[number]['role']}' in a "
+                f"conversation with roles {_roles(turns)}, such as {turns[number]['content'][:60]!r}; change the "
                 "role to one that the template reads, or give the tokenizer another chat template"
             )
-        lost = first_lost([message.content for message in messages], text)
+        lost = first_lost([turn["content"] for turn in turns], text)
         if lost is not None:
             raise ConversationRefused(
                 f"the tokenizer's chat template leaves out a part of message {lost + 1} (role "
-                f"'{messages[lost].role}'), which begins {messages[lost].content[:60]!r}; take that part out of the "
+                f"'{turns[lost]['role']}'), which begins {turns[lost]['content'][:60]!r}; take that part out of the "
                 "data (templates strip <think> blocks, for one), or give the tokenizer a template that keeps it"
             )
 
@@ -304,19 +317,18 @@ class ConversationRenderer:
         """Index of the first message that the template never prints, found once for each order of roles."""
         if roles not in self._unprinted:
             marks = [f"rmopt{number}mark" for number in range(len(roles))]
-            probe = tuple(Message(role, mark) for role, mark in zip(roles, marks, strict=True))
+            probe = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
             text = self._templated(probe, open_turn=False)
             self._unprinted[roles] = next((i for i, mark in enumerate(marks) if mark not in text), None)
         return self._unprinted[roles]
 
-    def _templated(self, messages: tuple[Message, ...], *, open_turn: bool) -> str:
-        turns = [message.to_dict() for message in messages]
+    def _templated(self, turns: Sequence[Turn], *, open_turn: bool) -> str:
         try:
             rendered = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=open_turn)
         except TemplateError as error:
             raise ConversationRefused(
-                f"the tokenizer's chat template refuses a conversation with roles {_roles(messages)} ({error}), "
-                f"first message {messages[0].content[:60]!r}; change the roles, or pass a render_fn"
+                f"the tokenizer's chat template refuses a conversation with roles {_roles(turns)} ({error}), "
+                f"first message {turns[0]['content'][:60]!r}; change the roles, or pass a render_fn"
             ) from error
         return str(rendered)
 
@@ -325,13 +337,14 @@ class ConversationRenderer:
         messages = _messages(prompt)
         if self.render_fn is not None:
             return self.render_fn(messages, "")
-        return self._templated(messages, open_turn=True) if self.kind == "chat_template" else plain_prompt(messages)
+        if self.kind != "chat_template":
+            return plain_prompt(messages)
+        return self._templated(list(map(Message.to_dict, messages)), open_turn=True)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
             return []
-        for text in texts:
-            _check_encodable(text)
+        _check_encodable(texts)
         encoded = self.tokenizer(
             texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
@@ -435,12 +448,13 @@ def _messages(prompt: Prompt) -> tuple[Message, ...]:
         raise ConversationRefused(str(error)) from error
 
 
-def _roles(messages: Sequence[Message]) -> str:
-    return ", ".join(message.role for message in messages)
+def _roles(turns: Sequence[Turn]) -> str:
+    return ", ".join(turn["role"] for turn in turns)
 
 
-def _check_encodable(text: str) -> None:
+def _check_encodable(texts: Sequence[str]) -> None:
     try:
-        require_characters("a text", text)
+        for text in texts:
+            require_characters("a text", text)
     except ValueError as error:
         raise ConversationRefused(f"{error}; repair or drop the row") from error

@@ -133,7 +133,7 @@ class WorkerLink:
         number = next(self._ids)
         question = self._waiting[number] = _Question(self._loop.create_future(), seconds)
         try:
-            await self._loop.run_in_executor(self._sender, self._send, (number, method, *arguments))
+            self._sender.submit(self._send, (number, method, *arguments))
             result, refusal = await question.answer
         finally:
             self._waiting.pop(number, None)

@@ -1,6 +1,6 @@
 """Gate before the application: checks of a request's head, limits on its body, and counts.
 
-Bodies are limited before any is parsed. A body that stops or trickles gets 408 and its connection is closed, as by
+A body that stops or trickles gets 408 and its connection is closed, as by
 Apache's `mod_reqtimeout` (`RequestReadTimeout body=20,MinRate=…`). Slow headers and idle connections are limited by
 uvicorn's options alone, so a server that strangers reach belongs behind a proxy.
 """
@@ -42,14 +42,6 @@ MAX_OPEN_BYTES = 64 * 2**20
 """Bytes of the bodies of open requests before a new one; requests of falling sizes hold some times as many."""
 MAX_BODY_BYTES = 8 * 2**20
 """Bytes of one body."""
-MAX_CONTAINERS = 2**16
-"""JSON lists and objects in one body; each costs Python's parser as much as a hundred numbers."""
-MAX_STRINGS = 2**19
-"""JSON strings in one body, more than any request of `MAX_CONTAINERS` objects needs."""
-MAX_VALUES = 2**20
-"""Commas outside of strings in one body."""
-MAX_KEYS = 2**18
-"""Colons outside of strings in one body."""
 BODY_SECONDS = 20.0
 """Longest pause in a body, and the time of a body beyond what its bytes earn, in seconds."""
 LEAST_BYTES_PER_SECOND = 128 * 2**10
@@ -192,20 +184,20 @@ class Gate:
         self.bytes = FairShare(MAX_OPEN_BYTES)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on, or answer with its refusal."""
+        """Pass the request on, or answer with its refusal; requests are counted by route and status.
+
+        HEAD is handled as GET.
+        """
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
         refusal = next((found for check in self.checks if (found := check(scope)) is not None), None)
-        if scope["type"] == "http":
-            await self._http(scope, receive, send, refusal)
-        elif refusal is None:
-            await self.app(scope, receive, send)
-        else:
-            await send({"type": "websocket.close", "code": 1008})
-
-    async def _http(self, scope: Scope, receive: Receive, send: Send, refusal: ApiError | None) -> None:
-        """Answer a request and count it by route and status; HEAD is handled as GET."""
+        if scope["type"] != "http":
+            if refusal is None:
+                await self.app(scope, receive, send)
+            else:
+                await send({"type": "websocket.close", "code": 1008})
+            return
         if scope["method"] == "HEAD":  # uvicorn keeps its own scope, by which it omits the body
             scope = {**scope, "method": "GET"}
         status, started = 500, time.perf_counter()
@@ -229,12 +221,32 @@ class Gate:
             self.metrics.seconds.labels(route).observe(time.perf_counter() - started)
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Read the body, then pass the request on; a request opens once its body is read."""
+        """Read the body, then pass the request on; a request opens once its body is read.
+
+        Raises:
+            Overloaded: if too many requests are open, or their bodies hold too much.
+            TooLarge: if the body is too large.
+        """
         CLIENT.set((scope.get("client") or [""])[0])
+        if count := self.requests.excess(1):
+            raise Overloaded(f"{count} requests are open, which is the most")
+        announced = Headers(scope=scope).get("content-length", "0")
         chunks = list[bytes]()  # counted as they arrive, also if the body never ends
+        size = int(announced) if announced.isdigit() and int(announced) > MAX_BODY_BYTES else 0
+        is_whole = False
         try:
-            await self._read(scope, receive, chunks)
-            left: list[Message] = [{"type": "http.request", "body": chunks[0], "more_body": False}]
+            while size <= MAX_BODY_BYTES and not is_whole:
+                message = await receive()
+                chunks.append(message.get("body", b""))
+                size += len(chunks[-1])
+                self.bytes.hold(id(chunks), size)
+                if size <= MAX_BODY_BYTES and (open_bytes := self.bytes.excess(size)):
+                    raise Overloaded(f"the bodies of open requests hold {open_bytes} bytes")
+                is_whole = not message.get("more_body", False)
+            if size > MAX_BODY_BYTES:
+                raise TooLarge(f"expected a body of at most {MAX_BODY_BYTES} bytes; split the request")
+            left: list[Message] = [{"type": "http.request", "body": b"".join(chunks), "more_body": False}]
+            chunks.clear()
 
             async def replayed() -> Message:
                 return left.pop() if left else await receive()
@@ -243,55 +255,3 @@ class Gate:
                 await self.app(scope, replayed, send)
         finally:
             self.bytes.release(id(chunks))
-
-    async def _read(self, scope: Scope, receive: Receive, chunks: list[bytes]) -> None:
-        """Read the body into one chunk.
-
-        Raises:
-            Overloaded: if too many requests are open, or their bodies hold too much.
-            TooLarge: if the body is too large, or would take long to parse.
-        """
-        if count := self.requests.excess(1):
-            raise Overloaded(f"{count} requests are open, which is the most")
-        too_large = TooLarge(f"expected a body of at most {MAX_BODY_BYTES} bytes; split the request")
-        announced = Headers(scope=scope).get("content-length", "0")
-        if announced.isdigit() and int(announced) > MAX_BODY_BYTES:
-            raise too_large
-        size, is_whole = 0, False
-        while not is_whole:
-            message = await receive()
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            self.bytes.hold(id(chunks), size)
-            if size > MAX_BODY_BYTES:
-                raise too_large
-            if open_bytes := self.bytes.excess(size):
-                raise Overloaded(f"the bodies of open requests hold {open_bytes} bytes")
-            is_whole = not message.get("more_body", False)
-        chunks[:] = [b"".join(chunks)]
-        if refusal := too_complex(chunks[0]):
-            raise refusal
-
-
-def too_complex(body: bytes) -> TooLarge | None:
-    """Refuse a body that would take long to parse; only the structure outside of strings counts.
-
-    The parser holds the interpreter's lock, so another thread would not keep the event loop free. Every count is one
-    pass in C. JSON has a backslash only inside of strings, and the parser stops at another one.
-    """
-    if not _excess(body):
-        return None
-    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
-    if plain.count(b'"') > 2 * MAX_STRINGS:
-        return TooLarge(f"expected at most {MAX_STRINGS} strings in a body; split the request")
-    excess = _excess(b"".join(plain.split(b'"')[::2]))
-    return TooLarge(f"expected at most {excess} in a body; split the request") if excess else None
-
-
-def _excess(body: bytes) -> str:
-    """Limit that the structure of a body without strings exceeds, in words; empty if none."""
-    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
-        return f"{MAX_CONTAINERS} lists and objects"
-    if body.count(b":") > MAX_KEYS:
-        return f"{MAX_KEYS} keys"
-    return f"{MAX_VALUES} values" if body.count(b",") > MAX_VALUES else ""

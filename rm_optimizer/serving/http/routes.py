@@ -36,13 +36,22 @@ from rm_optimizer.serving.protocol import (
     VersionResponse,
     sigmoid,
 )
-from rm_optimizer.serving.service.api_errors import InvalidRequest, NotReady, error_responses
-from rm_optimizer.serving.service.inputs import TokenSequence, num_characters, refuse_cuts
+from rm_optimizer.serving.service.api_errors import InvalidRequest, NotReady, TooLarge, error_responses
+from rm_optimizer.serving.service.inputs import TokenSequence, refuse_cuts
 from rm_optimizer.serving.service.service import RewardService
+
+MAX_CONTAINERS = 2**16
+"""JSON lists and objects in one body; each costs Python's parser as much as a hundred numbers."""
+MAX_STRINGS = 2**19
+"""JSON strings in one body, more than any request of `MAX_CONTAINERS` objects needs."""
+MAX_VALUES = 2**20
+"""Commas outside of strings in one body."""
+MAX_KEYS = 2**18
+"""Colons outside of strings in one body."""
 
 
 class JsonRoute(APIRoute):
-    """Route whose JSON bodies have each key once; Python's parser would keep the last of two values."""
+    """Route whose JSON bodies are not too complex to parse and have each key once."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         """Handler that reads such bodies."""
@@ -56,10 +65,38 @@ class JsonRoute(APIRoute):
 
 class _JsonRequest(Request):
     async def json(self) -> Any:
-        return json.loads(await self.body(), object_pairs_hook=_distinct)
+        body = await self.body()
+        if refusal := too_complex(body):
+            raise refusal
+        return json.loads(body, object_pairs_hook=_distinct)
+
+
+def too_complex(body: bytes) -> TooLarge | None:
+    """Refuse a body that would take long to parse; only the structure outside of strings counts.
+
+    The parser holds the interpreter's lock, so another thread would not keep the event loop free. Every count is one
+    pass in C. JSON has a backslash only inside of strings, and the parser stops at another one.
+    """
+    if not _excess(body):
+        return None
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 2 * MAX_STRINGS:
+        return TooLarge(f"expected at most {MAX_STRINGS} strings in a body; split the request")
+    excess = _excess(b"".join(plain.split(b'"')[::2]))
+    return TooLarge(f"expected at most {excess} in a body; split the request") if excess else None
+
+
+def _excess(body: bytes) -> str:
+    """Limit that the structure of a body without strings exceeds, in words; empty if none."""
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        return f"{MAX_CONTAINERS} lists and objects"
+    if body.count(b":") > MAX_KEYS:
+        return f"{MAX_KEYS} keys"
+    return f"{MAX_VALUES} values" if body.count(b",") > MAX_VALUES else ""
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Object of these entries; Python's parser would keep the last of two values of a key."""
     found = dict(pairs)
     if len(found) < len(pairs):
         (key, count), *_ = Counter(key for key, _ in pairs).most_common(1)
@@ -78,7 +115,7 @@ class ClientLeft(Exception):
     """The client closed its connection before the answer."""
 
 
-def _service(request: Request) -> RewardService:
+async def _service(request: Request) -> RewardService:  # FastAPI calls plain functions in a thread
     service: RewardService = request.app.state.service
     return service
 
@@ -92,12 +129,8 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     Raises:
         ClientLeft: if the client disconnects.
     """
-
-    async def disconnection() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(disconnection())
+    # The body was read, so the next message is the disconnection.
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(request.receive())
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
@@ -130,15 +163,12 @@ async def _scored(
 @router.post("/classify", responses=_SCORING)
 async def classify(body: ClassifyRequest, request: Request, response: Response, service: Service) -> ClassifyResponse:
     """Rewards of texts, token ids or one conversation, in vLLM's form."""
-    service.check_model(body.model)
-    reader, value = service.reader, body.input
-    if (messages := body.messages) is not None:
-        sequences = await service.read(num_characters(messages), lambda: reader.conversation(messages))
+    reader, value = service.reader(body.model), body.input
+    if body.messages is not None:
+        sequences = await service.read(reader.conversation, body.messages)
     elif isinstance(value, str) or (value and isinstance(value[0], str)):
         texts: Any = value
-        size = len(texts) if isinstance(texts, str) else sum(map(len, texts))
-        read = partial(reader.texts, texts, add_special_tokens=body.add_special_tokens)
-        sequences = await service.read(size, read)
+        sequences = await service.read(partial(reader.texts, add_special_tokens=body.add_special_tokens), texts)
     else:  # only text waits for a tokenizer
         ids: Any = value
         sequences = reader.token_ids(ids)
@@ -159,10 +189,7 @@ async def classify(body: ClassifyRequest, request: Request, response: Response, 
 @router.post("/rm/score", responses=_SCORING)
 async def score(body: ScoringRequest, request: Request, response: Response, service: Service) -> ScoringResponse:
     """Rewards of responses to prompts, rendered as in training."""
-    service.check_model(body.model)
-    reader = service.reader
-    size = sum(num_characters(item.prompt) + sum(map(len, item.responses)) for item in body.items)
-    sequences = await service.read(size, lambda: reader.items(body.items))
+    sequences = await service.read(service.reader(body.model).items, body.items)
     scored = await _scored(service, request, sequences, response)
     numbers = iter(_numbers(scored.rewards, body.use_activation))
     return ScoringResponse(
@@ -180,14 +207,14 @@ async def get_reward(body: OpenRLHFRequest, request: Request, response: Response
 
     Texts that are too long lose tokens from their left, as in training; `extra_logs.truncated` marks them with 1.0.
     """
-    reader = service.reader
+    reader = service.reader()
     if not body.query:
         return OpenRLHFResponse(rewards=[], scores=[], extra_logs={"rm_reward": [], "truncated": []})
-    size = sum(map(len, body.query))
-    encodings = await service.read(size, lambda: reader.rendered(body.query, body.prompts))
+    encodings = await service.read(partial(reader.rendered, prompts=body.prompts), body.query)
     rewards = list((await _scored(service, request, [encoding.ids for encoding in encodings], response)).rewards)
     truncated = [float(encoding.prompt_cut > 0) for encoding in encodings]
-    service.count("truncated", int(sum(truncated)))
+    if any(truncated):
+        service.count("truncated", int(sum(truncated)))
     return OpenRLHFResponse(rewards=rewards, scores=rewards, extra_logs={"rm_reward": rewards, "truncated": truncated})
 
 

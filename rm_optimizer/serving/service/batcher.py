@@ -260,7 +260,10 @@ class Batcher:
         speed = tokens / max(1e-6, time.perf_counter() - started)
         known = speed if math.isinf(self._tokens_per_second) else self._tokens_per_second
         self._tokens_per_second = known + 0.2 * (speed - known)
-        self.metrics.observe_batch(len(sequences), tokens, sum(map(len, sequences)))
+        self.metrics.sequences.inc(len(sequences))
+        self.metrics.tokens.inc(sum(map(len, sequences)))
+        self.metrics.unique_tokens.inc(tokens)
+        self.metrics.batch_tokens.observe(tokens)
         rewards = iter(scored.rewards)
         for unit in batch:
             request = unit.request

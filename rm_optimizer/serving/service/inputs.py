@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, repeat
 from pathlib import Path
+from typing import TypeAlias
 
 import transformers
 
@@ -124,6 +125,8 @@ SLICE_CHARACTERS = 2**18
 """Characters that are tokenized at once, one text at least; lengths are checked after each slice."""
 
 TokenSequence = tuple[int, ...]
+Text: TypeAlias = str | Message | WireMessage | ScoreItem | Sequence[str | Message | WireMessage | ScoreItem]
+"""Text of a request in any of its forms."""
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -299,8 +302,9 @@ class InputReader:
             return [encoding.ids for encoding in encodings]
 
         rows = self._in_slices(sizes, tokenize, names)
-        texts = (message.content for prompt in different.values() for message in as_messages(prompt))
-        self.count_control(sum(self._control.search(text) is not None for text in chain(responses, texts)))
+        texts = [message.content for prompt in different.values() for message in as_messages(prompt)]
+        if found := sum(self._control.search(text) is not None for text in chain(responses, texts)):
+            self.count_control(found)
         return rows
 
     def _in_slices(
@@ -379,11 +383,14 @@ def refuse_cuts(sequences: Sequence[TokenSequence], most: int | None) -> None:
             )
 
 
-def num_characters(prompt: str | Sequence[Message | WireMessage]) -> int:
-    """Number of characters of a text, or of a conversation's messages."""
-    if isinstance(prompt, str):
-        return len(prompt)
-    return sum(len(message.content if isinstance(message, Message) else message.text) for message in prompt)
+def num_characters(value: Text) -> int:
+    """Number of characters of a text, a message, an item, or all of several."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Message | WireMessage):
+        return len(value.content if isinstance(value, Message) else value.text)
+    parts: Sequence[Text] = (value.prompt, value.responses) if isinstance(value, ScoreItem) else value
+    return sum(map(num_characters, parts))
 
 
 def _slices(sizes: Sequence[int]) -> Iterator[slice]:

@@ -39,13 +39,6 @@ class ServerMetrics:
         self.ready = Gauge("rm_ready", "1 where /ready answers 200.", registry=here)
         self.weights = Info("rm_weights", "Version of the weights that answer.", registry=here)
 
-    def observe_batch(self, num_sequences: int, unique_tokens: int, tokens: int) -> None:
-        """Count one batch of the engine."""
-        self.sequences.inc(num_sequences)
-        self.tokens.inc(tokens)
-        self.unique_tokens.inc(unique_tokens)
-        self.batch_tokens.observe(unique_tokens)
-
     def text(self) -> bytes:
         """Prometheus' text form."""
         return generate_latest(self.registry)

@@ -20,7 +20,7 @@ from rm_optimizer.serving.engine import Engine, ScoredBatch, probe_sequences
 from rm_optimizer.serving.options import DEFAULT_QUEUED_TOKENS
 from rm_optimizer.serving.service.api_errors import NonFiniteScore, NotReady, Overloaded, UnknownModel
 from rm_optimizer.serving.service.batcher import Batcher, FairShare
-from rm_optimizer.serving.service.inputs import InputReader, TokenSequence
+from rm_optimizer.serving.service.inputs import InputReader, Text, TokenSequence, num_characters
 from rm_optimizer.serving.service.metrics import ServerMetrics
 
 
@@ -106,6 +106,7 @@ WARNINGS = {
 """Sentences about texts that are counted, by the names of their counters."""
 _log = logging.getLogger("rm_optimizer")
 T = TypeVar("T")
+Value = TypeVar("Value", bound=Text)
 
 
 class RewardService:
@@ -178,49 +179,46 @@ class RewardService:
         if self._reader is None or not self.engine.is_up or not (self.parity is None or self.parity.is_passed):
             raise NotReady(f"updates are not accepted yet: {self.obstacle or 'the model is loading'}")
 
-    @property
-    def reader(self) -> InputReader:
-        """Reader of requests.
+    def reader(self, model: str | None = None) -> InputReader:
+        """Reader of requests for a model.
+
+        Args:
+            model: name in the request; None if it names none.
 
         Raises:
+            UnknownModel: if the name is not the served model's.
             NotReady: if the model is loading, failed its parity probe, or gives rewards that are not finite.
         """
+        if model not in (None, self.model_name):
+            raise UnknownModel(
+                f"expected the model {self.model_name!r}, got {model!r}; rm-opt serve --served-model-name sets it",
+                "model",
+            )
         obstacle = self.obstacle
         if self._reader is None or (obstacle is not None and self.engine.is_up):
             raise NotReady(obstacle or "the model is loading")
         return self._reader
 
-    def check_model(self, name: str | None) -> None:
-        """Refuse a request for another model.
-
-        Raises:
-            UnknownModel: if the name is not the served model's.
-        """
-        if name is not None and name != self.model_name:
-            raise UnknownModel(
-                f"expected the model {self.model_name!r}, got {name!r}; rm-opt serve --served-model-name sets it",
-                "model",
-            )
-
-    async def read(self, num_characters: int, tokenize: Callable[[], T]) -> T:
+    async def read(self, tokenize: Callable[[Value], T], value: Value) -> T:
         """Tokenize in threads outside the event loop, two requests at a time.
 
         Args:
-            num_characters: characters of the request.
-            tokenize: function that tokenizes the request.
+            tokenize: method of the `reader`.
+            value: texts, messages or items of the request.
 
         Raises:
             Overloaded: if the engine's queue is full, or too much text waits.
         """
-        self.batcher.require_room(min(1 + num_characters // MOST_CHARACTERS_A_TOKEN, self.batcher.max_queued_tokens))
-        if ahead := self._characters.excess(num_characters):
+        size = num_characters(value)
+        self.batcher.require_room(min(1 + size // MOST_CHARACTERS_A_TOKEN, self.batcher.max_queued_tokens))
+        if ahead := self._characters.excess(size):
             raise Overloaded(f"{ahead} characters wait to be tokenized before this request, which is the most")
-        with self._characters.holding(num_characters):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize)
+        with self._characters.holding(size):
+            return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize, value)
 
     def count(self, name: str, count: int) -> None:
         """Count texts of a kind in `WARNINGS`, and warn of the first."""
-        if count and name not in self._has_warned:
+        if name not in self._has_warned:
             self._has_warned.add(name)
             _log.warning(WARNINGS[name].format(most=self.engine.description.max_length))
         getattr(self.metrics, name).inc(count)
