@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.http.routes import too_complex
+from rm_optimizer.serving.http.gate import too_complex
 from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.receiver import WeightReceiver

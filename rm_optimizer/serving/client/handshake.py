@@ -96,23 +96,17 @@ class _Handshake:
         conversations: list[Any] = list(DEFAULT_PROBE[:2])
         raw = await self._verify_sigmoid(CONVERSATION_FORM, conversations, info.model, may_be_identity=False)
         if renderer is not None:
-            await self._verify_tokens(renderer, conversations, raw, info.model)
+            ask, rows = self.connection.ask, _token_rows(renderer, conversations)
+            while (ours := await ask(TOKEN_FORM, rows, info.model, self.deadline)).weights != raw.weights:
+                await self._other_weights()
+                raw = await ask(CONVERSATION_FORM, conversations, info.model, self.deadline)
+            if not _close(ours.rewards, raw.rewards):
+                raise HandshakeFailed(
+                    f"expected the rewards {raw.rewards} of {url} for conversations, got {ours.rewards} for this "
+                    "client's tokens of them; take the tokenizer of the served checkpoint"
+                )
         limits = Limits(info.max_request_tokens, info.max_request_items)
         return ServerIdentity(True, info.model, limits, info.rendering.template_hash)
-
-    async def _verify_tokens(
-        self, renderer: ConversationRenderer, conversations: Sequence[Any], raw: ScoredBatch, model: str
-    ) -> None:
-        """Verify that the client's and the server's token ids of the same conversations get the same rewards."""
-        rows = _token_rows(renderer, conversations)
-        while (ours := await self.connection.ask(TOKEN_FORM, rows, model, self.deadline)).weights != raw.weights:
-            await self._other_weights()
-            raw = await self.connection.ask(CONVERSATION_FORM, conversations, model, self.deadline)
-        if not _close(ours.rewards, raw.rewards):
-            raise HandshakeFailed(
-                f"expected the rewards {raw.rewards} of {self.connection.url} for conversations, got {ours.rewards} "
-                "for this client's tokens of them; take the tokenizer of the served checkpoint"
-            )
 
     async def with_plain_vllm(self) -> ServerIdentity:
         """Identity of a vLLM without the plugin: it receives token ids, and must tokenize as this client does."""

@@ -90,8 +90,7 @@ class WorkerLink:
         self._kill_reason: str | None = None
         self.ended = asyncio.Event()
         self._sender = ThreadPoolExecutor(1, thread_name_prefix="rm-worker-send")  # a full pipe must not block the loop
-        self._connection, process = _spawned(options, committed)
-        self.process = process
+        self._connection, self.process = _spawned(options, committed)
         threading.Thread(target=self._read, name="rm-worker-read", daemon=True).start()
         self._watcher = asyncio.create_task(self._watch(), name="rm-worker-watch")
 
@@ -351,7 +350,10 @@ class TransformersEngine(Engine):
         self._up.set()
 
     async def _watch(self) -> None:
-        """Start a new worker after each death, up to the restart limit."""
+        """Start a new worker after each death, up to the restart limit.
+
+        It serves the last weights, or the checkpoint's if those cannot be loaded again.
+        """
         while self._link is not None:
             await self._link.ended.wait()
             self._up.clear()
@@ -359,32 +361,24 @@ class TransformersEngine(Engine):
             if self._link.is_hung:
                 self._time.double()
             _log.error("the worker process ended (%s); starting another", self._link.end_reason)
-            try:
-                await self._relaunch()
-            except RMOptimizerError as error:
-                self.failure = str(error)
-                self._up.set()  # wakes the callers that wait for a worker
-                return
+            while not self._up.is_set():
+                try:
+                    self._restarts.note()
+                    self.num_restarts += 1
+                    await self._launch()
+                except WorkerDied:
+                    continue
+                except WeightsRefused as error:
+                    refused = "weights %s cannot be loaded again: %s; the checkpoint's serve instead"
+                    _log.error(refused, self.version, error)
+                    self._history.clear()
+                    self.version, self.revision = self.description.version, new_revision(self.revision)
+                    self.options = replace(self.options, revision=self.revision)
+                except RMOptimizerError as error:
+                    self.failure = str(error)
+                    self._up.set()  # wakes the callers that wait for a worker
+                    return
             _log.warning("another worker process answers, with weights %s, revision %d", self.version, self.revision)
-
-    async def _relaunch(self) -> None:
-        """Start a worker with the last served weights, or with the checkpoint's if those cannot be loaded again.
-
-        Raises:
-            RMOptimizerError: if there will be none.
-        """
-        while True:
-            self._restarts.note()
-            self.num_restarts += 1
-            try:
-                return await self._launch()
-            except WorkerDied:
-                continue
-            except WeightsRefused as error:
-                _log.error("weights %s cannot be loaded again: %s; the checkpoint's serve instead", self.version, error)
-                self._history.clear()
-                self.version, self.revision = self.description.version, new_revision(self.revision)
-                self.options = replace(self.options, revision=self.revision)
 
     async def _running(self) -> WorkerLink:
         """Return the worker once it is up.

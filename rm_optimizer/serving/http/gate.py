@@ -1,4 +1,4 @@
-"""Gate before the application: checks of a request's head, limits on its body, and counts.
+"""Gate before the application: checks of a request's head, limits on its body and its JSON, and counts.
 
 A body that stops or trickles gets 408 and its connection is closed, as by
 Apache's `mod_reqtimeout` (`RequestReadTimeout body=20,MinRate=…`). Slow headers and idle connections are limited by
@@ -9,27 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import json
 import re
 import resource
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rm_optimizer.serving.service.api_errors import (
-    MAX_HEADER_BYTES,
-    ApiError,
-    HeadersTooLarge,
-    InvalidRequest,
-    Overloaded,
-    TooLarge,
-    Unauthorized,
-    error_answer,
-)
+from rm_optimizer.serving.service import api_errors
+from rm_optimizer.serving.service.api_errors import ApiError, InvalidRequest, TooLarge
 from rm_optimizer.serving.service.batcher import CLIENT, FairShare
 from rm_optimizer.serving.service.metrics import OTHER_ROUTE, ServerMetrics
 
@@ -133,7 +129,7 @@ def bearer_check(api_key: str | None, update_key: str | None = None) -> Check:
         if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":
             return None
         which = "API" if key == api_key else "update"
-        return Unauthorized(f"expected the header Authorization: Bearer KEY with the server's {which} key")
+        return api_errors.Unauthorized(f"expected the header Authorization: Bearer KEY with the server's {which} key")
 
     return check
 
@@ -158,7 +154,7 @@ def header_size_check(scope: Scope) -> ApiError | None:
     target = scope.get("raw_path") or scope["path"].encode()
     line = len(scope["method"]) + len(target) + len(scope["query_string"]) + len(" ? HTTP/1.1\r\n")
     size = line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")
-    return HeadersTooLarge() if size > MAX_HEADER_BYTES else None
+    return api_errors.HeadersTooLarge() if size > api_errors.MAX_HEADER_BYTES else None
 
 
 @dataclass(eq=False)
@@ -214,7 +210,7 @@ class Gate:
             timed = TimedReceive(receive, self.seconds, self.least_rate)
             await (self._admitted if scope["method"] == "POST" else self.app)(scope, timed, noting)
         except ApiError as error:  # nothing has been sent: an answer begins once the body is read
-            await error_answer(error)(scope, receive, noting)
+            await api_errors.error_answer(error)(scope, receive, noting)
         finally:
             route = getattr(scope.get("route"), "path", OTHER_ROUTE)
             self.metrics.requests.labels(route, str(status)).inc()
@@ -229,7 +225,7 @@ class Gate:
         """
         CLIENT.set((scope.get("client") or [""])[0])
         if count := self.requests.excess(1):
-            raise Overloaded(f"{count} requests are open, which is the most")
+            raise api_errors.Overloaded(f"{count} requests are open, which is the most")
         announced = Headers(scope=scope).get("content-length", "0")
         chunks = list[bytes]()  # counted as they arrive, also if the body never ends
         size = int(announced) if announced.isdigit() and int(announced) > MAX_BODY_BYTES else 0
@@ -241,7 +237,7 @@ class Gate:
                 size += len(chunks[-1])
                 self.bytes.hold(id(chunks), size)
                 if size <= MAX_BODY_BYTES and (open_bytes := self.bytes.excess(size)):
-                    raise Overloaded(f"the bodies of open requests hold {open_bytes} bytes")
+                    raise api_errors.Overloaded(f"the bodies of open requests hold {open_bytes} bytes")
                 is_whole = not message.get("more_body", False)
             if size > MAX_BODY_BYTES:
                 raise TooLarge(f"expected a body of at most {MAX_BODY_BYTES} bytes; split the request")
@@ -255,3 +251,68 @@ class Gate:
                 await self.app(scope, replayed, send)
         finally:
             self.bytes.release(id(chunks))
+
+
+MAX_CONTAINERS = 2**16
+"""JSON lists and objects in one body; each costs Python's parser as much as a hundred numbers."""
+MAX_STRINGS = 2**19
+"""JSON strings in one body, more than any request of `MAX_CONTAINERS` objects needs."""
+MAX_VALUES = 2**20
+"""Commas outside of strings in one body."""
+MAX_KEYS = 2**18
+"""Colons outside of strings in one body."""
+
+
+class JsonRoute(APIRoute):
+    """Route whose JSON bodies are not too complex to parse and have each key once."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Handler that reads such bodies."""
+        handle = super().get_route_handler()
+
+        async def read_strictly(request: Request) -> Response:
+            return await handle(_JsonRequest(request.scope, request.receive))
+
+        return read_strictly
+
+
+class _JsonRequest(Request):
+    async def json(self) -> Any:
+        body = await self.body()
+        if refusal := too_complex(body):
+            raise refusal
+        return json.loads(body, object_pairs_hook=_distinct)
+
+
+def too_complex(body: bytes) -> TooLarge | None:
+    """Refuse a body that would take long to parse; only the structure outside of strings counts.
+
+    The parser holds the interpreter's lock, so another thread would not keep the event loop free. Every count is one
+    pass in C. JSON has a backslash only inside of strings, and the parser stops at another one.
+    """
+    if not _excess(body):
+        return None
+    plain = body.replace(rb"\\", b"").replace(rb"\"", b"")
+    if plain.count(b'"') > 2 * MAX_STRINGS:
+        return TooLarge(f"expected at most {MAX_STRINGS} strings in a body; split the request")
+    excess = _excess(b"".join(plain.split(b'"')[::2]))
+    return TooLarge(f"expected at most {excess} in a body; split the request") if excess else None
+
+
+def _excess(body: bytes) -> str:
+    """Limit that the structure of a body without strings exceeds, in words; empty if none."""
+    if body.count(b"[") + body.count(b"{") > MAX_CONTAINERS:
+        return f"{MAX_CONTAINERS} lists and objects"
+    if body.count(b":") > MAX_KEYS:
+        return f"{MAX_KEYS} keys"
+    return f"{MAX_VALUES} values" if body.count(b",") > MAX_VALUES else ""
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Object of these entries; Python's parser would keep the last of two values of a key."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        (key, count), *_ = Counter(key for key, _ in pairs).most_common(1)
+        name = key[:64].encode("utf-8", "replace").decode()
+        raise InvalidRequest(f"expected each key of an object once, got {name!r} {count} times", name)
+    return found

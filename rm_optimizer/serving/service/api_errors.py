@@ -38,10 +38,6 @@ class ApiError(RMOptimizerError):
         if retry_after_seconds is not None:
             self.headers = {**self.headers, "Retry-After": str(retry_after_seconds)}
 
-    def body(self) -> ErrorBody:
-        """The answer's body."""
-        return error_body(str(self), self.kind, self.status, self.param)
-
 
 class InvalidRequest(ApiError):
     """A field has the wrong type, is empty or unknown, or the body is not JSON."""
@@ -115,18 +111,6 @@ class NotReady(Overloaded):
     kind = "NotReady"
 
 
-def error_body(message: str, kind: str, status: int, param: str | None = None) -> ErrorBody:
-    """Body of an unsuccessful answer; its quotes of the request are cut to `MAX_QUOTED` characters."""
-    param = None if param is None else _encodable(param)
-    return ErrorBody(error=ErrorDetail(message=_encodable(message), type=kind, param=param, code=status))
-
-
-def _encodable(text: str) -> str:
-    """Text cut to the limit, with question marks for halves of surrogate pairs."""
-    short = text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]} …"
-    return short.encode("utf-8", "replace").decode()
-
-
 _KINDS = {400: "InvalidRequest", 404: "NotFound", 405: "MethodNotAllowed"}
 _HINTS = dict.fromkeys(
     ("activation", "softmax", "normalize"), "unknown field; use_activation: false asks for raw rewards"
@@ -138,7 +122,21 @@ _ROUTES = "POST /classify, /rm/score or /get_reward for rewards, GET /ready, /rm
 
 def error_answer(error: ApiError) -> JSONResponse:
     """HTTP answer of a failure."""
-    return JSONResponse(error.body().model_dump(), error.status, headers=dict(error.headers))
+    return _answer(str(error), error.kind, error.status, error.param, error.headers)
+
+
+def _answer(
+    message: str, kind: str, status: int, param: str | None = None, headers: Mapping[str, str] | None = None
+) -> JSONResponse:
+    """HTTP answer whose quotes of the request are cut, with question marks for halves of surrogate pairs."""
+
+    def quoted(text: str) -> str:
+        short = text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]} …"
+        return short.encode("utf-8", "replace").decode()
+
+    param = None if param is None else quoted(param)
+    body = ErrorBody(error=ErrorDetail(message=quoted(message), type=kind, param=param, code=status))
+    return JSONResponse(body.model_dump(), status, headers=headers)
 
 
 def install_error_answers(app: FastAPI) -> None:
@@ -147,7 +145,9 @@ def install_error_answers(app: FastAPI) -> None:
         app.add_exception_handler(kind, _known)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
-    app.add_exception_handler(Exception, _unforeseen)
+    app.add_exception_handler(
+        Exception, lambda request, error: _answer("the server failed; its log says why", "InternalError", 500)
+    )
 
 
 def error_responses(*statuses: int) -> dict[int | str, dict[str, object]]:
@@ -161,7 +161,7 @@ def _known(request: Request, error: Exception) -> JSONResponse:
         return error_answer(ServerFailed(str(error)) if isinstance(error, EngineFailed) else NotReady(str(error)))
     if isinstance(error, ApiError):
         return error_answer(error)
-    return JSONResponse(error_body(str(error), type(error).__name__, 400).model_dump(), 400)
+    return _answer(str(error), type(error).__name__, 400)
 
 
 def _invalid(request: Request, error: Exception) -> JSONResponse:
@@ -196,10 +196,4 @@ def _http(request: Request, error: Exception) -> JSONResponse:
     elif cause is not None:
         encoding = request.headers.get("content-encoding")
         detail = f"expected JSON in UTF-8, got content-encoding {encoding}" if encoding else f"the body: {cause}"
-    body = error_body(detail, kind, error.status_code)
-    return JSONResponse(body.model_dump(), error.status_code, headers=error.headers)
-
-
-def _unforeseen(request: Request, error: Exception) -> JSONResponse:
-    body = error_body("the server failed; its log says why", "InternalError", 500)
-    return JSONResponse(body.model_dump(), 500)
+    return _answer(detail, kind, error.status_code, headers=error.headers)

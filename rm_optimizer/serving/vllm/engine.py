@@ -193,28 +193,24 @@ class VllmEngine(Engine):
             EngineUnavailable: if the engine has died or was ended.
         """
         self._require_up()
+
+        async def reward(sequence: Sequence[int]) -> float:
+            from vllm import PoolingParams
+            from vllm.inputs.engine import tokens_input
+
+            name, how = f"reward-{uuid.uuid4().hex}", PoolingParams(task="classify", use_activation=False)
+            async for answer in self.client.encode(tokens_input(list(sequence)), how, name, lora_request=adapter):
+                if answer.finished:
+                    return float(answer.outputs.data.reshape(()))
+            raise EngineUnavailable("vLLM's engine ended a sequence without its reward")
+
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._reward(sequence, adapter)) for sequence in sequences]
+                tasks = [group.create_task(reward(sequence)) for sequence in sequences]
         except ExceptionGroup as failures:
             first = failures.exceptions[0]
             raise EngineUnavailable(f"vLLM did not score a batch: {type(first).__name__}: {first}") from failures
         return tuple(task.result() for task in tasks)
-
-    async def _reward(self, sequence: Sequence[int], adapter: LoRARequest | None) -> float:
-        from vllm import PoolingParams
-        from vllm.inputs.engine import tokens_input
-
-        answers = self.client.encode(
-            tokens_input(list(sequence)),
-            PoolingParams(task="classify", use_activation=False),
-            f"reward-{uuid.uuid4().hex}",
-            lora_request=adapter,
-        )
-        async for answer in answers:
-            if answer.finished:
-                return float(answer.outputs.data.reshape(()))
-        raise EngineUnavailable("vLLM's engine ended a sequence without its reward")
 
     async def ask_workers(self, method: str, *arguments: Any) -> str | None:
         """Call a method of `RewardWorkerExtension` in every worker; return the first error, or None.

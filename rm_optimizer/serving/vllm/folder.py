@@ -74,8 +74,27 @@ def prepare_model(checkpoint: str, work: Path, dtype: str) -> VllmModel:
     if not has_adapter(reward_model.model):
         reward_model.save_pretrained(work / "model")
         return _from_files(work / "model", dtype)
-    record = read_record(Path(checkpoint).expanduser())
-    return _with_adapter(reward_model, work, dtype, record)
+    model = reward_model.model
+    if is_quantized(model):
+        raise CheckpointError(
+            "vLLM cannot exchange an adapter on a base in four bits; export the merged model, or serve it with "
+            "--engine transformers"
+        )
+    base, adapter = work / "base", work / "adapter"
+    _base_classifier(model).save_pretrained(base)
+    reward_model.tokenizer.save_pretrained(base)
+    adapter.mkdir()
+    write_adapter(model, adapter)
+    description = _describe(
+        model,
+        base,
+        dtype,
+        identity=reward_model.renderer.identity(),
+        version=checkpoint_version(model, None, {}),
+        record=read_record(Path(checkpoint).expanduser()),
+        modes=(RewardModelTrainingMode.lora, RewardModelTrainingMode.head_only),
+    )
+    return VllmModel(base, adapter, lora_config(model).r, description)
 
 
 def require_unchanged(model: VllmModel) -> None:
@@ -115,30 +134,6 @@ def _from_files(folder: Path, dtype: str) -> VllmModel:
         skeleton, folder, dtype, identity=identity, version=checkpoint_version(skeleton, folder, record), record=record
     )
     return VllmModel(folder, None, 0, description)
-
-
-def _with_adapter(reward_model: BradleyTerryRM, work: Path, dtype: str, record: Mapping[str, Any]) -> VllmModel:
-    model = reward_model.model
-    if is_quantized(model):
-        raise CheckpointError(
-            "vLLM cannot exchange an adapter on a base in four bits; export the merged model, or serve it with "
-            "--engine transformers"
-        )
-    folder, adapter = work / "base", work / "adapter"
-    _base_classifier(model).save_pretrained(folder)
-    reward_model.tokenizer.save_pretrained(folder)
-    adapter.mkdir()
-    write_adapter(model, adapter)
-    description = _describe(
-        model,
-        folder,
-        dtype,
-        identity=reward_model.renderer.identity(),
-        version=checkpoint_version(model, None, {}),
-        record=record,
-        modes=(RewardModelTrainingMode.lora, RewardModelTrainingMode.head_only),
-    )
-    return VllmModel(folder, adapter, lora_config(model).r, description)
 
 
 def _base_classifier(model: PreTrainedModel) -> PreTrainedModel:

@@ -169,7 +169,13 @@ class WeightReceiver:
         if active is None or active.begin != begin or active.committing is not None:
             await self._make_room(begin)
             self._check(begin)
-            active = self._new(begin)
+            loop, way_in = asyncio.get_running_loop(), incoming(begin, root=self.root, spool=self._spool)
+            deadline = loop.time() + begin.timeout_seconds
+            is_watched = begin.transport in DEFAULT_TRANSPORTS  # the bytes of a process group do not pass here
+            lease = min(deadline, loop.time() + LEASE_SECONDS) if is_watched else deadline
+            standing = asyncio.ensure_future(way_in.wait_ready())
+            active = self._active = _Update(begin, way_in, time.monotonic(), deadline, standing, lease)
+            active.watchdog = loop.call_later(begin.timeout_seconds, self._expire, active)
         try:
             async with asyncio.timeout_at(active.deadline):
                 await asyncio.shield(active.standing)
@@ -293,17 +299,6 @@ class WeightReceiver:
                 raise WeightsRefused(
                     f"{spec.name}: expected {expected.dtype}{expected.shape}, got {spec.dtype}{spec.shape}"
                 )
-
-    def _new(self, begin: Begin) -> _Update:
-        loop = asyncio.get_running_loop()
-        way_in = incoming(begin, root=self.root, spool=self._spool)
-        standing = asyncio.ensure_future(way_in.wait_ready())
-        deadline = loop.time() + begin.timeout_seconds
-        is_watched = begin.transport in DEFAULT_TRANSPORTS  # the bytes of a process group do not pass here
-        lease = min(deadline, loop.time() + LEASE_SECONDS) if is_watched else deadline
-        update = self._active = _Update(begin, way_in, time.monotonic(), deadline, standing, lease)
-        update.watchdog = loop.call_later(begin.timeout_seconds, self._expire, update)
-        return update
 
     def _expire(self, update: _Update) -> None:
         """Abort the update after its time limit, for a sender that died."""

@@ -9,7 +9,7 @@ from fastapi import APIRouter, FastAPI, Path, Request, Response
 from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.engine import Engine
 from rm_optimizer.serving.http.app import create_app
-from rm_optimizer.serving.http.routes import JsonRoute
+from rm_optimizer.serving.http.gate import JsonRoute
 from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.protocol import REVISION_HEADER, VERSION_HEADER
 from rm_optimizer.serving.service.api_errors import error_responses
