@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from itertools import chain, repeat
 from threading import Lock
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from torch import Tensor, nn
@@ -79,6 +79,7 @@ def openrlhf_reward_func(model: BradleyTerryRM) -> RewardFunc:
     return reward_func
 
 
+Info: TypeAlias = Mapping[str, Any] | None
 PROMPT_KEY = "prompt"
 """Key of `extra_info` that holds the prompt, which verl passes to reward functions in no other way."""
 
@@ -98,11 +99,7 @@ def verl_compute_score(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Calla
     score = _locked(scorer)
 
     def compute_score(
-        data_source: Any,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: Mapping[str, Any] | None = None,
-        **others: Any,
+        data_source: Any, solution_str: str, ground_truth: Any, extra_info: Info = None, **others: Any
     ) -> float:
         return float(score(_prompts([extra_info], prompt_key), [solution_str])[0])
 
@@ -125,11 +122,7 @@ def verl_compute_score_async(
     """
 
     async def compute_score(
-        data_source: Any,
-        solution_str: str,
-        ground_truth: Any,
-        extra_info: Mapping[str, Any] | None = None,
-        **others: Any,
+        data_source: Any, solution_str: str, ground_truth: Any, extra_info: Info = None, **others: Any
     ) -> float:
         return float((await client.score(_prompts([extra_info], prompt_key), [solution_str]))[0])
 
@@ -155,7 +148,7 @@ def verl_compute_scores(scorer: Scorer, *, prompt_key: str = PROMPT_KEY) -> Call
         data_sources: Sequence[Any],
         solution_strs: Sequence[str],
         ground_truths: Sequence[Any],
-        extra_infos: Sequence[Mapping[str, Any] | None],
+        extra_infos: Sequence[Info],
         **others: Any,
     ) -> list[float]:
         return [float(reward) for reward in score(_prompts(extra_infos, prompt_key), list(solution_strs)).tolist()]
@@ -176,7 +169,7 @@ def _locked(scorer: Scorer) -> Callable[[Sequence[Prompt], Sequence[str]], Tenso
     return score
 
 
-def _prompts(infos: Sequence[Mapping[str, Any] | None], prompt_key: str) -> list[Prompt]:
+def _prompts(infos: Sequence[Info], prompt_key: str) -> list[Prompt]:
     prompts: list[Prompt] = []
     for index, info in enumerate(infos):
         if info is None or info.get(prompt_key) is None:

@@ -296,18 +296,46 @@ def train_policy(
         CheckpointError: if a reward is not finite.
     """
     require_trl()
+    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
+
+    is_grpo, on_gpu = config.algorithm == PolicyAlgorithm.grpo, torch.cuda.is_available()
+    trainer_kind, arguments = (GRPOTrainer, GRPOConfig) if is_grpo else (RLOOTrainer, RLOOConfig)
+    responses = config.prompts_per_step * config.num_generations
+    micro = config.micro_batch or responses
     resumed = checkpoint_folder(folder, resume_step) if resume_step else None
     for other in folder.glob("checkpoint-*"):
         if other != resumed:
             shutil.rmtree(other)
     asked = in_order(prompts, config.steps * config.prompts_per_step, seed)
     rows = Dataset.from_list([{"prompt": [message.to_dict() for message in as_messages(prompt)]} for prompt in asked])
-    trainer_kind, arguments = _kind_and_arguments(folder, config, seed)
     with quiet_transformers():
         trainer: Trainer = trainer_kind(
             model=policy.model,
             reward_funcs=trl_reward(_StrippedScorer(reward)),
-            args=arguments,
+            args=arguments(
+                output_dir=str(folder),
+                seed=seed,
+                max_steps=config.steps,
+                learning_rate=config.learning_rate,
+                lr_scheduler_type="constant",
+                beta=config.kl_coefficient,
+                per_device_train_batch_size=micro,
+                gradient_accumulation_steps=responses // micro,
+                num_generations=config.num_generations,
+                shuffle_dataset=False,
+                max_completion_length=config.max_new_tokens,
+                temperature=config.temperature,
+                save_strategy="steps",
+                save_steps=config.measure_every,
+                save_total_limit=KEPT_CHECKPOINTS,
+                bf16=False,
+                use_cpu=not on_gpu,
+                dataloader_pin_memory=on_gpu,
+                gradient_checkpointing=False,
+                logging_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+            ),
             train_dataset=rows,
             processing_class=policy.tokenizer,
             callbacks=[_AtCheckpoint(reached)],
@@ -329,38 +357,3 @@ def in_order(prompts: Sequence[Prompt], count: int, seed: int) -> list[Prompt]:
     generator = torch.Generator().manual_seed(seed)
     passes = [torch.randperm(len(prompts), generator=generator) for _ in range(-(-count // len(prompts)))]
     return [prompts[index] for index in torch.cat(passes)[:count].tolist()]
-
-
-def _kind_and_arguments(folder: Path, config: RLHFConfig, seed: int) -> tuple[type[Trainer], Any]:
-    """TRL's trainer of the algorithm, and its arguments."""
-    from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
-
-    is_grpo = config.algorithm == PolicyAlgorithm.grpo
-    trainer, arguments = (GRPOTrainer, GRPOConfig) if is_grpo else (RLOOTrainer, RLOOConfig)
-    responses = config.prompts_per_step * config.num_generations
-    micro = config.micro_batch or responses
-    on_gpu = torch.cuda.is_available()
-    return trainer, arguments(
-        output_dir=str(folder),
-        seed=seed,
-        max_steps=config.steps,
-        learning_rate=config.learning_rate,
-        lr_scheduler_type="constant",
-        beta=config.kl_coefficient,
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=responses // micro,
-        num_generations=config.num_generations,
-        shuffle_dataset=False,
-        max_completion_length=config.max_new_tokens,
-        temperature=config.temperature,
-        save_strategy="steps",
-        save_steps=config.measure_every,
-        save_total_limit=KEPT_CHECKPOINTS,
-        bf16=False,
-        use_cpu=not on_gpu,
-        dataloader_pin_memory=on_gpu,
-        gradient_checkpointing=False,
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-    )

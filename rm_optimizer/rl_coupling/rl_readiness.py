@@ -89,8 +89,11 @@ class RLReadinessScorer:
         parts = {name: min(max(value, 0.0), 1.0) for name, value in unbounded.items()}
         components = {name: self.weights[name] * part for name, part in parts.items()}
         score = math.fsum(components.values())
+        verdict = ReadinessVerdict.ready if score > READY_ABOVE else ReadinessVerdict.not_recommended
+        if ACCEPTABLE_FROM <= score <= READY_ABOVE:
+            verdict = ReadinessVerdict.acceptable
         return RLReadinessReport(
-            verdict=_verdict(score),
+            verdict=verdict,
             score=Estimate(score, None, 0),
             basis=BASIS,
             features={name: Estimate(value, None, 0) for name, value in given.items()},
@@ -100,33 +103,24 @@ class RLReadinessScorer:
         )
 
 
-def _verdict(score: float) -> ReadinessVerdict:
-    if score > READY_ABOVE:
-        return ReadinessVerdict.ready
-    return ReadinessVerdict.acceptable if score >= ACCEPTABLE_FROM else ReadinessVerdict.not_recommended
-
-
 def _recommendations(given: Mapping[str, float]) -> list[str]:
-    rules = (
-        (
-            given["accuracy"] > 1,
-            f"an accuracy of {given['accuracy']:g} counted as 1; give a share of pairs, not a percentage",
-        ),
-        (
-            given["accuracy"] < 0.7,
-            "accuracy is below 0.7; train on more or cleaner pairs, and compare it with what the labels' noise allows",
-        ),
-        (given["ece"] > 0.1, "the calibration error is above 0.1; fit a temperature on pairs that are not reported"),
-        (
-            given["reward_variance"] > 2.0,
-            "the variance of rewards is above 2; standardize rewards before a penalty on the divergence is added",
-        ),
-        (
-            given["top_eigenvalue"] > 200,
-            "the top eigenvalue is above 200; a lower learning rate or SAM leads to flatter minima",
-        ),
-    )
-    return [sentence for applies, sentence in rules if applies]
+    accuracy, ece, variance = given["accuracy"], given["ece"], given["reward_variance"]
+    found = []
+    if accuracy > 1:
+        found.append(f"an accuracy of {accuracy:g} counted as 1; give a share of pairs, not a percentage")
+    if accuracy < 0.7:
+        found.append(
+            "accuracy is below 0.7; train on more or cleaner pairs, and compare it with what the labels' noise allows"
+        )
+    if ece > 0.1:
+        found.append("the calibration error is above 0.1; fit a temperature on pairs that are not reported")
+    if variance > 2.0:
+        found.append(
+            "the variance of rewards is above 2; standardize rewards before a penalty on the divergence is added"
+        )
+    if given["top_eigenvalue"] > 200:
+        found.append("the top eigenvalue is above 200; a lower learning rate or SAM leads to flatter minima")
+    return found
 
 
 def _number(name: str, value: float, *, least: float | None = 0.0, most: float | None = None) -> float:

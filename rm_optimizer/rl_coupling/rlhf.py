@@ -25,13 +25,14 @@ from rm_optimizer.errors import ConfigError, Interrupted, RewardServerUnavailabl
 from rm_optimizer.evaluation.score_file import CountedRewards, score_counted
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
 from rm_optimizer.records.files import replacing_folder, write_text
-from rm_optimizer.records.ledger import Ledger, open_ledger
+from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.records.provenance import commit, machine, versions
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.out_of_distribution import halves
 from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
 from rm_optimizer.rl_coupling.policy_simulation import scorer_identity
 from rm_optimizer.rl_coupling.policy_training import (
+    FreshResponses,
     TrainedPolicy,
     checkpoint_folder,
     finite_rewards,
@@ -242,13 +243,52 @@ def optimize_policy(
     asked = [[prompt_id(prompt) for prompt in own] for own in (prompts, measured_prompts)]
     identity = digest([weights_digest(model.model), model.tokenizer.chat_template, judges, asked, options, seed])
     with open_ledger(folder / MEASUREMENTS_FILE, identity, other="another optimization") as log:
-        run = _Optimization(model, reward, gold, measured_prompts, folder, config, seed, log, on_checkpoint)
-        step, measured = run.finish(prompts), run.measured
+        measured = [from_values(MeasuredCheckpoint, value) for value in log.values()]
+        if measured and measured[-1].step > config.steps:
+            raise ConfigError(
+                f"{folder} holds an optimization of {measured[-1].step} steps, which is longer than "
+                f"rlhf.steps={config.steps}; give as many steps or more, or name another folder"
+            )
+        for found in measured:
+            on_checkpoint(PolicyCheckpoint.of(found, measured[0]))
+
+        def reached(step: int) -> bool:
+            """Measure a checkpoint, and save the measurement; False if no step is left."""
+            draw = int(digest([seed, step])[:8], 16)
+            drawn = model.respond(measured_prompts, config.measured_samples, draw)
+            found = measure(step, measured_prompts, drawn, reward, gold)
+            log.append(found)
+            measured.append(found)
+            on_checkpoint(PolicyCheckpoint.of(found, measured[0]))
+            return step < config.steps and not _disagree(measured, config.stop_disagreement)
+
+        checkpoints = folder / CHECKPOINTS_FOLDER
+        try:
+            if not measured:
+                reached(0)
+            step = measured[-1].step
+            if step < config.steps and not _disagree(measured, config.stop_disagreement):
+                if step and not (needed := checkpoint_folder(checkpoints, step)).is_dir():
+                    raise ConfigError(f"{needed} is gone, and the run cannot go on without it; remove {folder}")
+                train_policy(model, reward, prompts, checkpoints, config, seed=seed, resume_step=step, reached=reached)
+        except (KeyboardInterrupt, RewardServerUnavailable) as error:
+            again = f"the same command goes on from step {measured[-1].step if measured else 0}"
+            if isinstance(error, KeyboardInterrupt):
+                raise Interrupted(f"stopped; {again}") from None
+            raise RewardServerUnavailable(f"{error}; {again}") from error
+        disagree = _disagree(measured, config.stop_disagreement)
+        step = measured[-2 if disagree else -1].step  # after a stop, the checkpoint before
+        with replacing_folder(folder / POLICY_FOLDER) as aside:
+            if step == 0:
+                model.save(aside, model.reference)
+            else:
+                left_out = shutil.ignore_patterns(*_OF_THE_TRAINER)
+                shutil.copytree(checkpoint_folder(checkpoints, step), aside, dirs_exist_ok=True, ignore=left_out)
     best_step, best_gain = (None, None) if measured[0].gold is None else largest_gain(measured, seed)
     result = RLHFResult(
         policy=str(folder / POLICY_FOLDER),
         step=step,
-        stop_reason=StopReason.disagreement if run.disagrees else StopReason.finished,
+        stop_reason=StopReason.disagreement if disagree else StopReason.finished,
         checkpoints=tuple(PolicyCheckpoint.of(each, measured[0]) for each in measured),
         best_gold_step=best_step,
         best_gold_gain=best_gain,
@@ -263,135 +303,70 @@ def optimize_policy(
     return result
 
 
-@dataclass
-class _Optimization:
-    """One optimization, from its last checkpoint to its end."""
-
-    policy: TrainedPolicy
-    reward: Scorer
-    gold: Scorer | None
-    prompts: Sequence[Prompt]
-    folder: Path
-    config: RLHFConfig
-    seed: int
-    log: Ledger
-    on_checkpoint: Callable[[PolicyCheckpoint], None]
-
-    def __post_init__(self) -> None:
-        self.measured = [from_values(MeasuredCheckpoint, value) for value in self.log.values()]
-        if self.measured and self.measured[-1].step > self.config.steps:
-            raise ConfigError(
-                f"{self.folder} holds an optimization of {self.measured[-1].step} steps, which is longer than "
-                f"rlhf.steps={self.config.steps}; give as many steps or more, or name another folder"
-            )
-        for found in self.measured:
-            self.on_checkpoint(PolicyCheckpoint.of(found, self.measured[0]))
-
-    @property
-    def disagrees(self) -> bool:
-        """True if the members disagree too much on the last checkpoint."""
-        limit, last, first = (
-            self.config.stop_disagreement,
-            self.measured[-1].disagreement,
-            self.measured[0].disagreement,
-        )
-        if limit is None or last is None or first is None:
-            return False
-        return bool(np.mean(last) > limit * np.mean(first))
-
-    @property
-    def has_ended(self) -> bool:
-        """True if no step is left."""
-        return self.measured[-1].step >= self.config.steps or self.disagrees
-
-    def finish(self, prompts: Sequence[Prompt]) -> int:
-        """Train and measure the remaining steps, save the policy, and return its step."""
-        checkpoints = self.folder / CHECKPOINTS_FOLDER
-        try:
-            if not self.measured:
-                self.reached(0)
-            step = self.measured[-1].step
-            if not self.has_ended:
-                if step and not (needed := checkpoint_folder(checkpoints, step)).is_dir():
-                    raise ConfigError(f"{needed} is gone, and the run cannot go on without it; remove {self.folder}")
-                train_policy(
-                    self.policy,
-                    self.reward,
-                    prompts,
-                    checkpoints,
-                    self.config,
-                    seed=self.seed,
-                    resume_step=step,
-                    reached=self.reached,
-                )
-        except (KeyboardInterrupt, RewardServerUnavailable) as error:
-            again = f"the same command goes on from step {self.measured[-1].step if self.measured else 0}"
-            if isinstance(error, KeyboardInterrupt):
-                raise Interrupted(f"stopped; {again}") from None
-            raise RewardServerUnavailable(f"{error}; {again}") from error
-        step = self.measured[-2 if self.disagrees else -1].step  # after a stop, the checkpoint before
-        with replacing_folder(self.folder / POLICY_FOLDER) as aside:
-            if step == 0:
-                self.policy.save(aside, self.policy.reference)
-            else:
-                left_out = shutil.ignore_patterns(*_OF_THE_TRAINER)
-                shutil.copytree(checkpoint_folder(checkpoints, step), aside, dirs_exist_ok=True, ignore=left_out)
-        return step
-
-    def reached(self, step: int) -> bool:
-        """Measure the policy in its current state, and save the measurement; False if it is the last.
-
-        Raises:
-            CheckpointError: if a reward is not finite.
-        """
-        num, seed = self.config.measured_samples, int(digest([self.seed, step])[:8], 16)
-        drawn = self.policy.respond(self.prompts, num, seed)
-        rows = [prompt for prompt in self.prompts for _ in range(num)]
-        texts = [text for own in drawn.texts for text in own]
-        disagreement = None
-        if isinstance(self.reward, RewardModelEnsemble):
-            found, counted = self.reward.predict_counted(rows, texts)
-            disagreement = [one.std_reward for one in found]
-        elif isinstance(self.reward, BradleyTerryRM):
-            counted = score_counted(self.reward, rows, texts)
-        else:  # a server, which does not count its cuts
-            counted = CountedRewards(self.reward.score(rows, texts).tolist(), 0, 0)
-        require_finite_rewards(counted.rewards, texts)
-        gold = None if self.gold is None else finite_rewards(self.gold, rows, texts).tolist()
-        if num_cut := max(counted.num_prompt_cut, counted.num_response_cut):
-            _log.warning(
-                "step %d: the reward model cut %d of %d prompts or responses, so their ends or beginnings are not "
-                "rewarded; lower rlhf.max_new_tokens, or train the reward model with a larger model.max_length",
-                step,
-                num_cut,
-                len(texts),
-            )
-
-        def means(values: ArrayLike) -> tuple[float, ...]:
-            return tuple(np.reshape(values, (len(self.prompts), num)).mean(axis=1).tolist())
-
-        def within(values: ArrayLike) -> float:
-            return math.sqrt(np.reshape(values, (len(self.prompts), num)).var(axis=1, ddof=1).mean())
-
-        measured = MeasuredCheckpoint(
-            step,
-            means(drawn.divergence.numpy()),
-            means(counted.rewards),
-            None if gold is None else means(gold),
-            None if disagreement is None else means(disagreement),
-            means(drawn.num_tokens.double().numpy()),
-            (within(counted.rewards), math.nan if gold is None else within(gold)),
-            texts[0],
-        )
-        self.log.append(measured)
-        self.measured.append(measured)
-        self.on_checkpoint(PolicyCheckpoint.of(measured, self.measured[0]))
-        return not self.has_ended
-
-
 def _known_by(scorer: Scorer, prompt: Prompt) -> str:
     """Identity of a scorer; if it has none, its kind and one of its rewards."""
     try:
         return scorer_identity(scorer)
     except ConfigError:
         return digest([type(scorer).__name__, round(float(scorer.score([prompt], ["Hello."])[0]), 3)])
+
+
+def _disagree(measured: Sequence[MeasuredCheckpoint], limit: float | None) -> bool:
+    """True if the members disagree on the last checkpoint by more than `limit` times the first one's."""
+    first, last = measured[0].disagreement, measured[-1].disagreement
+    if limit is None or first is None or last is None:
+        return False
+    return bool(np.mean(last) > limit * np.mean(first))
+
+
+def measure(
+    step: int, prompts: Sequence[Prompt], drawn: FreshResponses, reward: Scorer, gold: Scorer | None
+) -> MeasuredCheckpoint:
+    """Measure a checkpoint by fresh responses of its policy.
+
+    Args:
+        step: optimizer steps of the policy.
+        prompts: prompts that it answered.
+        drawn: its responses.
+        reward: the reward that is optimized.
+        gold: judge of the responses, or None.
+
+    Raises:
+        CheckpointError: if a reward is not finite.
+    """
+    num_samples = len(drawn.texts[0])
+    rows = [prompt for prompt in prompts for _ in range(num_samples)]
+    texts = [text for own in drawn.texts for text in own]
+    disagreement = None
+    if isinstance(reward, RewardModelEnsemble):
+        found, counted = reward.predict_counted(rows, texts)
+        disagreement = [one.std_reward for one in found]
+    elif isinstance(reward, BradleyTerryRM):
+        counted = score_counted(reward, rows, texts)
+    else:  # a server, which does not count its cuts
+        counted = CountedRewards(reward.score(rows, texts).tolist(), 0, 0)
+    require_finite_rewards(counted.rewards, texts)
+    judged = None if gold is None else finite_rewards(gold, rows, texts).tolist()
+    if num_cut := max(counted.num_prompt_cut, counted.num_response_cut):
+        _log.warning(
+            "step %d: the reward model cut %d of %d prompts or responses, so their ends or beginnings are not "
+            "rewarded; lower rlhf.max_new_tokens, or train the reward model with a larger model.max_length",
+            *(step, num_cut, len(texts)),
+        )
+
+    def means(values: ArrayLike) -> tuple[float, ...]:
+        return tuple(np.reshape(values, (len(prompts), num_samples)).mean(axis=1).tolist())
+
+    def within(values: ArrayLike) -> float:
+        return math.sqrt(np.reshape(values, (len(prompts), num_samples)).var(axis=1, ddof=1).mean())
+
+    return MeasuredCheckpoint(
+        step,
+        means(drawn.divergence.numpy()),
+        means(counted.rewards),
+        None if judged is None else means(judged),
+        None if disagreement is None else means(disagreement),
+        means(drawn.num_tokens.double().numpy()),
+        (within(counted.rewards), math.nan if judged is None else within(judged)),
+        texts[0],
+    )

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from enum import Enum
 from typing import Any, Protocol, TypeAlias
 
-from torch import Tensor, nn
+from torch import nn
 
 from rm_optimizer.core.pairs.pair import Message, Prompt, Scorer, require_finite
 from rm_optimizer.errors import ConfigError, did_you_mean
@@ -138,8 +138,12 @@ class RewardModelScorer:
         slots = asyncio.Semaphore(self.max_concurrency)
 
         async def scored(part: Sequence[tuple[Prompt, str]]) -> list[float]:
+            prompts, responses = [prompt for prompt, _ in part], [text for _, text in part]
             async with slots:
-                rewards = await self._rewards([prompt for prompt, _ in part], [text for _, text in part])
+                if isinstance(self.reward_model, AsyncRewardClient):
+                    rewards = await self.reward_model.score(prompts, responses)
+                else:
+                    rewards = await asyncio.to_thread(self.reward_model.score, prompts, responses)
             return [float(reward) for reward in rewards.tolist()]
 
         scores = [score for part in await asyncio.gather(*map(scored, parts)) for score in part]
@@ -147,11 +151,6 @@ class RewardModelScorer:
         for store, score in zip(stores, scores, strict=True):
             store[self.score_key] = score
         return scores
-
-    async def _rewards(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> Tensor:
-        if isinstance(self.reward_model, AsyncRewardClient):
-            return await self.reward_model.score(prompts, responses)
-        return await asyncio.to_thread(self.reward_model.score, prompts, responses)
 
 
 def as_conversation(rollout: Rollout) -> tuple[Prompt, str]:

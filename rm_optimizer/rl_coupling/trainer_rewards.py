@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from jaxtyping import Float
 from torch import Tensor
@@ -49,26 +48,23 @@ class ScaledScorer(Scorer):
         if scale not in list(RewardScale):
             raise ConfigError(did_you_mean("scale", scale, RewardScale))
         self.scorer = scorer
-        self.shift, self.factor = _numbers(RewardScale(scale), read_record(Path(export)), export)
+        record = read_record(Path(export))
+        statistics = record.get("reward_statistics") or {}
+        beta = record.get("identity", {}).get("beta", statistics.get("beta"))
+        self.shift, self.factor = 0.0, 1.0
+        if scale == RewardScale.logit and beta is not None:
+            self.factor = float(beta)
+        elif scale == RewardScale.standard and statistics.get("std"):
+            self.shift, self.factor = float(statistics["mean"]), 1.0 / float(statistics["std"])
+        elif scale != RewardScale.raw:
+            raise CheckpointError(
+                f"{export} records no numbers for scale={scale}; give the best/ folder of a run of rm-opt train, or "
+                "scale=raw"
+            )
 
     def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, "*sequences"]:
         """Scaled rewards of the responses, in the order given; one number for a text."""
         return (self.scorer.score(prompts, responses) - self.shift) * self.factor
-
-
-def _numbers(scale: RewardScale, record: Mapping[str, Any], export: str | Path) -> tuple[float, float]:
-    """Shift and factor of the scale."""
-    statistics = record.get("reward_statistics") or {}
-    beta = record.get("identity", {}).get("beta", statistics.get("beta"))
-    if scale == RewardScale.raw:
-        return 0.0, 1.0
-    if scale == RewardScale.logit and beta is not None:
-        return 0.0, float(beta)
-    if scale == RewardScale.standard and statistics.get("std"):
-        return float(statistics["mean"]), 1.0 / float(statistics["std"])
-    raise CheckpointError(
-        f"{export} records no numbers for scale={scale}; give the best/ folder of a run of rm-opt train, or scale=raw"
-    )
 
 
 CONTACT_SECONDS = 3.0

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, digest, prompt_id
@@ -137,27 +138,8 @@ def _fitted(
     on_progress: Callable[[int, int], None],
 ) -> LlamaForCausalLM:
     """The model after one pass over the rows with AdamW and a learning rate that falls to 0."""
-    model = LlamaForCausalLM(_architecture(tokenizer)).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
-    by_length = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
-    order = generator.permutation(len(rows) // BATCH).tolist()  # batches of similar lengths
-    for step, number in enumerate(order):
-        for group in optimizer.param_groups:
-            group["lr"] = PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - step / len(order))
-        tokens, labels = _padded(by_length[number * BATCH : (number + 1) * BATCH], tokenizer.pad_token_id)
-        model(
-            input_ids=tokens, labels=labels
-        ).loss.backward()  # padding is on the right, so a causal model needs no mask
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        on_progress(step + 1, len(order))
-    return model.eval()
-
-
-def _architecture(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
-    hidden = 64
-    return LlamaConfig(
+    hidden, pad = 64, tokenizer.pad_token_id
+    architecture = LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=hidden,
         intermediate_size=2 * hidden,
@@ -169,17 +151,24 @@ def _architecture(tokenizer: PreTrainedTokenizerBase) -> LlamaConfig:
         initializer_range=1.0 / math.sqrt(hidden),
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
+        pad_token_id=pad,
     )
-
-
-def _padded(rows: Sequence[tuple[list[int], list[int]]], pad: int) -> tuple[Tensor, Tensor]:
-    """Tokens padded on the right, and labels of the responses only."""
-    longest = max(len(prompt) + len(response) for prompt, response in rows)
-    tokens = torch.full((len(rows), longest), pad)
-    labels = torch.full((len(rows), longest), _IGNORED)
-    for number, (prompt, response) in enumerate(rows):
-        end = len(prompt) + len(response)
-        tokens[number, :end] = torch.tensor([*prompt, *response])
-        labels[number, len(prompt) : end] = torch.tensor(response)
-    return tokens, labels
+    model = LlamaForCausalLM(architecture).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=PEAK_LR, weight_decay=0.0)
+    by_length = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
+    order = generator.permutation(len(rows) // BATCH).tolist()  # batches of similar lengths
+    for step, number in enumerate(order):
+        for group in optimizer.param_groups:
+            group["lr"] = PEAK_LR * min(1.0, (step + 1) / WARMUP_STEPS) * (1.0 - step / len(order))
+        batch = by_length[number * BATCH : (number + 1) * BATCH]
+        # padding is on the right, so a causal model needs no mask; only responses have labels
+        tokens = pad_sequence([torch.tensor([*prompt, *own]) for prompt, own in batch], True, pad)
+        labels = pad_sequence(
+            [torch.tensor([*[_IGNORED] * len(prompt), *own]) for prompt, own in batch], True, _IGNORED
+        )
+        model(input_ids=tokens, labels=labels).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        on_progress(step + 1, len(order))
+    return model.eval()

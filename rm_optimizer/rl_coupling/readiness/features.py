@@ -157,7 +157,11 @@ def tempered_scores(
     nll = -y * log_expit(logit) - (1 - y) * log_expit(-logit)
     brier = y * (1 - q) ** 2 + (1 - y) * q**2
     sums = cluster_totals(np.stack([nll, brier, np.ones_like(y)], axis=1), place.tolist())
-    found = cluster_bootstrap(sums, _means, num_bootstrap=num_bootstrap, seed=seed)
+
+    def means(totals: np.ndarray) -> np.ndarray:
+        return np.asarray(totals[..., :-1] / totals[..., -1:])
+
+    found = cluster_bootstrap(sums, means, num_bootstrap=num_bootstrap, seed=seed)
     return TemperedScores(fit_temperature(margin, y, np.ones_like(y)), *found)
 
 
@@ -275,10 +279,6 @@ def length_sensitivity(
         return np.asarray(np.where(scale > 1e-12, p[..., 0, 1] / np.where(scale > 0, scale, 1.0), np.nan)[..., None])
 
     return cluster_bootstrap(products.reshape(-1, size * size), correlation, num_bootstrap=num_bootstrap, seed=seed)[0]
-
-
-def _means(totals: np.ndarray) -> np.ndarray:
-    return np.asarray(totals[..., :-1] / totals[..., -1:])
 
 
 def _inverse_temperature(margin: np.ndarray, label: np.ndarray) -> float:

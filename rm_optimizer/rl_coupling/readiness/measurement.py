@@ -6,6 +6,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -243,8 +244,19 @@ class _Measurement:
             self.probes.append(record)
             self.num_labels += record.num_labels
             self.found[f"probe_{n}"] = record.win_rate
-        if options.on_policy_pairs:
-            self._on_policy(oracle)
+        if not options.on_policy_pairs:
+            return
+        num_prompts, num_samples = pool.rewards.shape
+        rng = np.random.default_rng([options.seed, 5])
+        prompt = np.resize(rng.permutation(num_prompts), options.on_policy_pairs)
+        first = rng.integers(num_samples, size=len(prompt))
+        second = (first + 1 + rng.integers(num_samples - 1, size=len(prompt))) % num_samples
+        label = pool.compared(oracle, prompt, first, second)
+        known = np.isfinite(label) & (label != 0.5)
+        self.num_labels += pool.num_labels(label, prompt, first, second)
+        if known.any():
+            margin = pool.rewards[prompt, first] - pool.rewards[prompt, second]
+            self.found["on_policy_accuracy"] = pair_accuracy(margin[known], prompt[known], label[known])
 
     def measure_unscored(self, ensemble: RewardModelEnsemble | None, top_eigenvalue: float | None) -> None:
         """Disagreement, coverage of the policy's responses by the pairs, and curvature."""
@@ -279,41 +291,22 @@ class _Measurement:
         )
 
     def _ceiling(self) -> float:
-        """Ceiling of the accuracy: as given, or a gold reward's own accuracy, or 1."""
+        """Ceiling of the accuracy: as given, or an exact gold reward's own accuracy on the pairs, or 1."""
         if self.options.ceiling is not None:
             return self.options.ceiling
-        if (ceiling := self._gold_accuracy()) is not None:
-            return ceiling
+        if isinstance(self.oracle, ScorerOracle) and self.oracle.is_exact:
+            first, second = [pair.chosen for pair in self.sample], [pair.rejected for pair in self.sample]
+            label = np.array([pair.label for pair in self.sample])
+            with suppress(DataError):  # the gold reward does not know the prompts
+                wins = self.oracle.prefer([pair.prompt for pair in self.sample], first, second)
+                accuracy = pair_accuracy(wins - 0.5, np.arange(len(wins)), label).value
+                if accuracy > 0.5:
+                    return accuracy
         self.cautions.append(
             "the noise of the labels is not known, so accuracy_relative is relative to 1 and too low; give --ceiling, "
             "the accuracy of an expert on the same labels"
         )
         return 1.0
-
-    def _gold_accuracy(self) -> float | None:
-        """Accuracy of an exact gold reward on the pairs; None without one, or for prompts that it does not know."""
-        if not isinstance(self.oracle, ScorerOracle) or not self.oracle.is_exact:
-            return None
-        pairs = self.sample
-        try:
-            wins = self.oracle.prefer([p.prompt for p in pairs], [p.chosen for p in pairs], [p.rejected for p in pairs])
-        except DataError:
-            return None
-        accuracy = pair_accuracy(wins - 0.5, np.arange(len(pairs)), np.array([pair.label for pair in pairs])).value
-        return accuracy if accuracy > 0.5 else None
-
-    def _on_policy(self, oracle: Oracle) -> None:
-        num_prompts, num_samples = self.pool.rewards.shape
-        rng = np.random.default_rng([self.options.seed, 5])
-        prompt = np.resize(rng.permutation(num_prompts), self.options.on_policy_pairs)
-        first = rng.integers(num_samples, size=len(prompt))
-        second = (first + 1 + rng.integers(num_samples - 1, size=len(prompt))) % num_samples
-        label = self.pool.compared(oracle, prompt, first, second)
-        known = np.isfinite(label) & (label != 0.5)
-        self.num_labels += self.pool.num_labels(label, prompt, first, second)
-        if known.any():
-            margin = self.pool.rewards[prompt, first] - self.pool.rewards[prompt, second]
-            self.found["on_policy_accuracy"] = pair_accuracy(margin[known], prompt[known], label[known])
 
     def _uncovered(self) -> Estimate | None:
         """Share of the policy's responses that 95 % of the pairs' responses are nearer than; None for too few pairs."""

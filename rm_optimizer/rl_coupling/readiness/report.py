@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -329,21 +329,6 @@ def _told(probe: ProbeRecord) -> str:
     return f"the best of {probe.n} by this model is preferred in {probe.win_rate:.2f} of the questions"
 
 
-def _against_shortcuts(evidence: Evidence) -> Iterator[str]:
-    """Advice about rewards that follow style or length."""
-    flips, length = evidence.features.get("style_flips"), evidence.features.get("length_correlation")
-    if flips is not None and flips.low is not None and flips.low > 0.1:
-        yield (
-            f"style alone turns {flips.value:.0%} of the preferences; add pairs that differ in style only, or a policy "
-            "will learn the style"
-        )
-    if length is not None and abs(length.value) > 0.5:
-        yield (
-            f"reward follows length (correlation {length.value:.2f} within prompts); watch the length of responses, "
-            "or penalize it"
-        )
-
-
 def _next_steps(evidence: Evidence, verdict: ReadinessVerdict, components: Mapping[str, float]) -> list[str]:
     steps = []
     is_open = verdict is not ReadinessVerdict.not_recommended  # which further answers would not change
@@ -356,7 +341,17 @@ def _next_steps(evidence: Evidence, verdict: ReadinessVerdict, components: Mappi
         steps.append(
             "answer more questions (rm-opt label FILE), on more prompts (--num-prompts), and repeat the command"
         )
-    steps += _against_shortcuts(evidence)
+    flips, length = evidence.features.get("style_flips"), evidence.features.get("length_correlation")
+    if flips is not None and flips.low is not None and flips.low > 0.1:
+        steps.append(
+            f"style alone turns {flips.value:.0%} of the preferences; add pairs that differ in style only, or a policy "
+            "will learn the style"
+        )
+    if length is not None and abs(length.value) > 0.5:
+        steps.append(
+            f"reward follows length (correlation {length.value:.2f} within prompts); watch the length of responses, "
+            "or penalize it"
+        )
     if verdict is ReadinessVerdict.not_recommended and components:
         worst = min(components, key=lambda name: components[name])
         remedy = _REMEDIES.get(worst.split("_")[0], "train on more or cleaner pairs")
