@@ -177,11 +177,10 @@ class WeightHistory:
 
     Args:
         folder: folder of the updates, created if missing; updates of an earlier process are kept.
-        is_listed: also keep a list of the updates in the folder, for a process that receives none.
     """
 
-    def __init__(self, folder: Path, *, is_listed: bool = True) -> None:
-        self.folder, self._is_listed = folder, is_listed
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / LIST_FILE
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
@@ -220,9 +219,8 @@ class WeightHistory:
         self._record()
 
     def _record(self) -> None:
-        if self._is_listed:
-            values = [STAGED.dump_python(kept, mode="json") for kept in self.committed]
-            write_text(self.folder / LIST_FILE, json.dumps(values))
+        values = [STAGED.dump_python(kept, mode="json") for kept in self.committed]
+        write_text(self.folder / LIST_FILE, json.dumps(values))
         self._remove_others()
 
     def _remove_others(self) -> None:

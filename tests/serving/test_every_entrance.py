@@ -88,7 +88,7 @@ def renderings(renderer: ConversationRenderer, prompt, response) -> dict[str, st
 @pytest.mark.parametrize("name", TOKENIZERS)
 def test_a_rendered_conversation_has_the_tokens_of_training(name):
     renderer = ConversationRenderer(TOKENIZERS[name](), 513)
-    reader = InputReader(renderer.tokenizer, renderer, 512, 10_000, 10_000)
+    reader = InputReader(renderer, 512, 10_000, 10_000)
     for prompt, response in CONVERSATIONS:
         expected = renderer.encode(prompt, response).ids
         for kind, text in renderings(renderer, prompt, response).items():
@@ -108,7 +108,7 @@ OPENED = "<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
 @pytest.fixture(scope="module")
 def thinking():
     renderer = ConversationRenderer(with_tokens(THINK, "<|im_start|>", "<|im_end|>", eos="<|im_end|>"), 513)
-    return InputReader(renderer.tokenizer, renderer, 512, 10_000, 10_000)
+    return InputReader(renderer, 512, 10_000, 10_000)
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_templates_of_trl_give_the_tokens_of_training_by_every_text():
 def test_an_over_long_rendered_conversation_is_cut_as_in_training(name):
     tokenizer = TOKENIZERS[name]()
     renderer, training = ConversationRenderer(tokenizer, 41), ConversationRenderer(tokenizer, 40)
-    reader = InputReader(tokenizer, renderer, 40, 10_000, 10_000)
+    reader = InputReader(renderer, 40, 10_000, 10_000)
     prompt = "one two three four five six seven " * 12
     (got,) = reader.rendered([renderer.text(prompt, "Yes.")])
     expected = training.encode(prompt, "Yes.")
@@ -233,20 +233,20 @@ def test_every_route_gives_the_reward_of_the_model_in_memory(tmp_path, family, t
 @pytest.fixture(scope="module")
 def reader():
     renderer = ConversationRenderer(decoder_tokenizer(), 129)
-    return InputReader(renderer.tokenizer, renderer, 128, 10_000, 1000)
+    return InputReader(renderer, 128, 10_000, 1000)
 
 
 @pytest.fixture
 def tokenized(reader, monkeypatch):
     """Number of characters that the tokenizer was given."""
     seen = []
-    original = type(reader.tokenizer).__call__
+    original = type(reader.renderer.tokenizer).__call__
 
     def counting(self, text, *arguments, **options):
         seen.append(sum(map(len, text)) if isinstance(text, list) else len(text))
         return original(self, text, *arguments, **options)
 
-    monkeypatch.setattr(type(reader.tokenizer), "__call__", counting)
+    monkeypatch.setattr(type(reader.renderer.tokenizer), "__call__", counting)
     return seen
 
 

@@ -275,7 +275,7 @@ class TransformersEngine(Engine):
 
     def __init__(self, options: WorkerOptions, limits: WorkerLimits = DEFAULT_LIMITS) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="rm-serve-"))
-        super().__init__(WeightHistory(self._folder / "history", is_listed=False))
+        super().__init__(WeightHistory(self._folder / "history"))
         self.options = replace(options, tokenizer_folder=str(self._folder / "tokenizer"), revision=self.revision)
         self.limits = limits
         self._link: WorkerLink | None = None

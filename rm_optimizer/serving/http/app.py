@@ -187,7 +187,7 @@ async def info(service: Service) -> protocol.InfoResponse:
         max_length=description.max_length,
         vocab_size=description.vocab_size,
         pad_token_id=description.pad_token_id,
-        eos_token_id=reader.tokenizer.eos_token_id,
+        eos_token_id=reader.renderer.tokenizer.eos_token_id,
         token_budget=description.token_budget,
         max_request_tokens=service.batcher.max_queued_tokens,
         max_request_items=protocol.MAX_ITEMS,

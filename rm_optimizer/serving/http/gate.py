@@ -75,37 +75,31 @@ class SlowBody(ApiError):
     """The rest of the body is not read."""
 
 
-@dataclass(eq=False)
-class TimedReceive:
+def timed(receive: Receive, seconds: float, least_rate: float) -> Receive:
     """`receive` with a time limit on the body; it waits without one for the disconnection that follows.
 
-    Only time spent waiting for the client counts, so that a busy server ends no request.
+    Only time spent waiting for the client counts, so that a busy server ends no request. The result raises `SlowBody`.
     """
+    waited, size, is_whole = 0.0, 0, False
 
-    receive: Receive
-    seconds: float
-    least_rate: float
-    waited: float = 0.0
-    size: int = 0
-    is_whole: bool = False
-
-    async def __call__(self) -> Message:
-        """Next message, or `SlowBody` if it does not come in time."""
-        if self.is_whole:
-            return await self.receive()
-        left = self.seconds + self.size / self.least_rate - self.waited
+    async def receive_in_time() -> Message:
+        nonlocal waited, size, is_whole
+        if is_whole:
+            return await receive()
         started = time.monotonic()
         try:
-            message = await asyncio.wait_for(self.receive(), min(self.seconds, left))
+            message = await asyncio.wait_for(receive(), min(seconds, seconds + size / least_rate - waited))
         except TimeoutError as error:
             raise SlowBody(
-                f"{self.size} bytes of the body came in {self.waited + time.monotonic() - started:.1f} s; expected the "
-                f"next within {self.seconds:g} s and {self.least_rate:g} bytes a second; send the body at once"
+                f"{size} bytes of the body came in {waited + time.monotonic() - started:.1f} s; expected the next "
+                f"within {seconds:g} s and {least_rate:g} bytes a second; send the body at once"
             ) from error
-        self.waited += time.monotonic() - started
-        self.size += len(message.get("body", b""))
-        self.is_whole = not message.get("more_body", False)
+        waited += time.monotonic() - started
+        size += len(message.get("body", b""))
+        is_whole = not message.get("more_body", False)
         return message
+
+    return receive_in_time
 
 
 Check: TypeAlias = Callable[[Scope], ApiError | None]
@@ -207,8 +201,8 @@ class Gate:
         try:
             if refusal is not None:
                 raise refusal
-            timed = TimedReceive(receive, self.seconds, self.least_rate)
-            await (self._admitted if scope["method"] == "POST" else self.app)(scope, timed, noting)
+            answer = self._admitted if scope["method"] == "POST" else self.app
+            await answer(scope, timed(receive, self.seconds, self.least_rate), noting)
         except ApiError as error:  # nothing has been sent: an answer begins once the body is read
             await api_errors.error_answer(error)(scope, receive, noting)
         finally:

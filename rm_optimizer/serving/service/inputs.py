@@ -135,7 +135,6 @@ class InputReader:
     """Converter of requests to token ids by the model's own tokenizer and rendering.
 
     Args:
-        tokenizer: tokenizer of the model.
         renderer: renderer of the model with a limit of one token more than the model reads, so that longer sequences
             are detected.
         max_length: most tokens that the model reads.
@@ -144,7 +143,6 @@ class InputReader:
         count_control: function that takes the number of responses and prompts of a request with a control token inside.
     """
 
-    tokenizer: transformers.PreTrainedTokenizerBase
     renderer: ConversationRenderer
     max_length: int
     vocab_size: int
@@ -160,8 +158,9 @@ class InputReader:
         Raises:
             CheckpointError: if conversations are rendered differently than by the engine's model.
         """
-        tokenizer = stored_tokenizer(Path(description.tokenizer_folder))
-        renderer = ConversationRenderer(tokenizer, description.max_length + 1)
+        renderer = ConversationRenderer(
+            stored_tokenizer(Path(description.tokenizer_folder)), description.max_length + 1
+        )
         if renderer.template_hash != description.identity["template_hash"]:
             raise CheckpointError("the model's rendering of conversations does not survive saving its tokenizer")
         text = renderer.text("Hi.", "Hello.")
@@ -170,8 +169,7 @@ class InputReader:
                 "/classify reads the text of a conversation as other tokens than training did; send it messages or "
                 "token ids, or use /rm/score or /get_reward"
             )
-        limits = description.max_length, description.vocab_size, max_request_tokens
-        return cls(tokenizer, renderer, *limits, count_control)
+        return cls(renderer, description.max_length, description.vocab_size, max_request_tokens, count_control)
 
     def token_ids(self, value: list[int] | list[list[int]]) -> list[TokenSequence]:
         """Token ids of `/classify`'s `input`, checked.
@@ -243,7 +241,7 @@ class InputReader:
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
-        return control_tokens(self.tokenizer.all_special_tokens)
+        return control_tokens(self.renderer.tokenizer.all_special_tokens)
 
     @cached_property
     def _rendered(self) -> RenderedTexts:

@@ -97,18 +97,19 @@ class FromPath(Incoming):
         Raises:
             WeightsRefused: if it cannot be copied; nothing of the copy is left then.
         """
-        return await asyncio.to_thread(self._copied, checked_path(self._root, self._path))
 
-    def _copied(self, source: Path) -> Path:
-        try:
-            with source.open("rb") as given, self._landing.open("wb") as copy:
-                while not self._is_dropped and (piece := given.read(COPIED_BYTES)):
-                    copy.write(piece)
-        except OSError as error:
-            self._landing.unlink(missing_ok=True)
-            verb = "written" if error.errno in NO_ROOM else "read"
-            raise WeightsRefused(f"the update's file cannot be {verb}: {error.strerror}") from error
-        return self._landing
+        def copied(source: Path) -> Path:
+            try:
+                with source.open("rb") as given, self._landing.open("wb") as copy:
+                    while not self._is_dropped and (piece := given.read(COPIED_BYTES)):
+                        copy.write(piece)
+            except OSError as error:
+                self._landing.unlink(missing_ok=True)
+                verb = "written" if error.errno in NO_ROOM else "read"
+                raise WeightsRefused(f"the update's file cannot be {verb}: {error.strerror}") from error
+            return self._landing
+
+        return await asyncio.to_thread(copied, checked_path(self._root, self._path))
 
     def drop(self) -> None:
         """Remove the copy; the file belongs to its sender."""

@@ -181,7 +181,13 @@ class RMPublisherAdapter(PickledByArguments):
         self, payload: Payload, probe: WeightProbe | None, version: str, batch_id: str, deadline: Deadline
     ) -> Outcome:
         status = self.status(deadline.left)
-        self._notice_others(status, version)
+        if self._published is not None and self._published != (status.version, status.revision):
+            _log.warning(
+                "%s serves weights %s where %s were published: it was started again, or another trainer publishes to "
+                "it; rewards were not those of this run meanwhile. %s are published now",
+                *(self.url, status.version, self._published[0], version),
+            )
+            self._published = None
         transport = Transport(self.transport)
         with outgoing(transport, payload, status, host=self.host, timeout_seconds=deadline.left) as (address, send):
             try:
@@ -206,27 +212,17 @@ class RMPublisherAdapter(PickledByArguments):
                 self._request("PUT", f"upload/{batch_id}", deadline, content=body, headers=headers)
 
             send(upload)
-            outcome = self._commit(batch_id, deadline)
+            try:
+                outcome = Outcome.model_validate(self._post("commit", Commit(batch_id=batch_id), deadline).json())
+            except (RewardServerUnavailable, RewardServerRefused) as error:
+                status_code = getattr(error, "status", 500)
+                if status_code < 500 or status_code in RETRIED_STATUSES:  # there is no such update, or its engine died
+                    raise
+                raise CommitUnanswered(str(error)) from error
         if outcome.status is not OutcomeStatus.committed:
             raise self._do_not_serve(version, _reason(outcome))
         self._published = outcome.version, outcome.revision
         return outcome
-
-    def _commit(self, batch_id: str, deadline: Deadline) -> Outcome:
-        """Outcome of the commit.
-
-        Raises:
-            CommitUnanswered: if the server does not answer.
-            RewardServerRefused: if the server has no such update, or its engine died.
-        """
-        try:
-            return Outcome.model_validate(self._post("commit", Commit(batch_id=batch_id), deadline).json())
-        except RewardServerUnavailable as error:
-            raise CommitUnanswered(str(error)) from error
-        except RewardServerRefused as error:
-            if error.status < 500 or error.status in RETRIED_STATUSES:
-                raise
-            raise CommitUnanswered(str(error)) from error
 
     def _post(self, route: str, message: WireModel, deadline: Deadline) -> httpx.Response:
         return self._request("POST", route, deadline, json=message.model_dump(mode="json"))
@@ -252,16 +248,6 @@ class RMPublisherAdapter(PickledByArguments):
             if isinstance(judged, httpx.Response):
                 return judged
             time.sleep(judged)
-
-    def _notice_others(self, status: WeightStatus, version: str) -> None:
-        """Warn if the server serves other weights than this publisher left there."""
-        if self._published is not None and self._published != (status.version, status.revision):
-            _log.warning(
-                "%s serves weights %s where %s were published: it was started again, or another trainer publishes to "
-                "it; rewards were not those of this run meanwhile. %s are published now",
-                *(self.url, status.version, self._published[0], version),
-            )
-            self._published = None
 
     def _given_up(self, batch_id: str, version: str, error: RMOptimizerError) -> Outcome | PublishFailed:
         """Abort the update on the server, and return its outcome with the best known reason."""
