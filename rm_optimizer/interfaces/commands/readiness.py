@@ -299,10 +299,9 @@ def _write_questions(pool: ResponsePool, algorithm: str, options: ReadinessOptio
     found = []
     for n in probe_sizes(algorithm, pool.rewards.shape[1]):
         asked = probe_questions(pool.rewards, n, options.rule.max_questions, seed=options.seed)
-        for row, pick, other in zip(asked.prompt, asked.pick, asked.other, strict=True):
-            texts = pool.responses[row]
-            if texts[pick] != texts[other]:
-                found.append(PreferencePair(pool.prompts[row], texts[pick], texts[other]))
+        for row, pick, other in zip(asked.prompt, *pool.sides(asked), strict=True):
+            if pick != other:
+                found.append(PreferencePair(pool.prompts[row], pick, other))
     pairs = [*asked_once(found).values()]
     if not pairs:
         raise DataError("the policy's responses to each prompt are all equal, so there is nothing to ask")

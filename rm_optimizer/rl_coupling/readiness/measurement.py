@@ -39,7 +39,14 @@ from rm_optimizer.rl_coupling.readiness.features import (
     worst_slice_accuracy,
 )
 from rm_optimizer.rl_coupling.readiness.fitted import FittedReadiness, fitted_readiness
-from rm_optimizer.rl_coupling.readiness.probe import Oracle, ResponsePool, ScorerOracle, StoppingRule, run_probe
+from rm_optimizer.rl_coupling.readiness.probe import (
+    Oracle,
+    ProbeQuestions,
+    ResponsePool,
+    ScorerOracle,
+    StoppingRule,
+    run_probe,
+)
 from rm_optimizer.rl_coupling.readiness.report import (
     Algorithm,
     Evidence,
@@ -251,9 +258,10 @@ class _Measurement:
         prompt = np.resize(rng.permutation(num_prompts), options.on_policy_pairs)
         first = rng.integers(num_samples, size=len(prompt))
         second = (first + 1 + rng.integers(num_samples - 1, size=len(prompt))) % num_samples
-        label = pool.compared(oracle, prompt, first, second)
+        asked = ProbeQuestions(prompt, first, second)
+        label = pool.compared(oracle, asked)
         known = np.isfinite(label) & (label != 0.5)
-        self.num_labels += pool.num_labels(label, prompt, first, second)
+        self.num_labels += pool.num_labels(label, asked)
         if known.any():
             margin = pool.rewards[prompt, first] - pool.rewards[prompt, second]
             self.found["on_policy_accuracy"] = pair_accuracy(margin[known], prompt[known], label[known])

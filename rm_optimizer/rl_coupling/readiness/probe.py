@@ -99,6 +99,25 @@ class Comparisons:
 
 
 @dataclass(frozen=True)
+class ProbeQuestions:
+    """Comparisons of a reward model's pick, or of any response, with another response to the same prompt.
+
+    Args:
+        prompt: row of each question's prompt.
+        pick: column of the response that the reward model picks.
+        other: column of the response that the pick is compared with.
+    """
+
+    prompt: Int[np.ndarray, " questions"]
+    pick: Int[np.ndarray, " questions"]
+    other: Int[np.ndarray, " questions"]
+
+    def __getitem__(self, part: slice) -> ProbeQuestions:
+        """Adjacent questions."""
+        return ProbeQuestions(self.prompt[part], self.pick[part], self.other[part])
+
+
+@dataclass(frozen=True)
 class ResponsePool:
     """Equally many responses to each prompt.
 
@@ -135,42 +154,36 @@ class ResponsePool:
         """Characters of each response."""
         return np.array([[float(len(text)) for text in texts] for texts in self.responses])
 
-    def texts(self, prompt: Int[np.ndarray, " questions"], column: Int[np.ndarray, " questions"]) -> list[str]:
-        """Response of each question."""
-        return [self.responses[row][place] for row, place in zip(prompt, column, strict=True)]
+    def sides(self, asked: ProbeQuestions) -> tuple[list[str], list[str]]:
+        """Both responses of each question."""
+        both = [
+            (self.responses[row][pick], self.responses[row][other])
+            for row, pick, other in zip(asked.prompt, asked.pick, asked.other, strict=True)
+        ]
+        return [pick for pick, _ in both], [other for _, other in both]
 
-    def compared(
-        self,
-        oracle: Oracle,
-        prompt: Int[np.ndarray, " questions"],
-        first: Int[np.ndarray, " questions"],
-        second: Int[np.ndarray, " questions"],
-    ) -> Float[np.ndarray, " questions"]:
+    def compared(self, oracle: Oracle, asked: ProbeQuestions) -> Float[np.ndarray, " questions"]:
         """Answers of an oracle, NaN where there is none; equal texts tie unasked.
 
         Raises:
             DataError: if an answer is not in [0, 1].
         """
-        sides = self.texts(prompt, first), self.texts(prompt, second)
-        asked = [place for place, (one, other) in enumerate(zip(*sides, strict=True)) if one != other]
-        wins = np.full(len(prompt), 0.5)
-        if asked:
-            chosen = [[side[place] for place in asked] for side in sides]
-            wins[asked] = oracle.prefer([self.prompts[prompt[place]] for place in asked], *chosen)
+        picks, others = self.sides(asked)
+        open_ones = [place for place, pick in enumerate(picks) if pick != others[place]]
+        wins = np.full(len(picks), 0.5)
+        if open_ones:
+            prompts = [self.prompts[asked.prompt[place]] for place in open_ones]
+            wins[open_ones] = oracle.prefer(
+                prompts, [picks[place] for place in open_ones], [others[place] for place in open_ones]
+            )
         if (wins < 0).any() or (wins > 1).any():
             raise DataError("an oracle's answer must lie in [0, 1], the probability that the first response is better")
         return wins
 
-    def num_labels(
-        self,
-        wins: Float[np.ndarray, " questions"],
-        prompt: Int[np.ndarray, " questions"],
-        first: Int[np.ndarray, " questions"],
-        second: Int[np.ndarray, " questions"],
-    ) -> int:
+    def num_labels(self, wins: Float[np.ndarray, " questions"], asked: ProbeQuestions) -> int:
         """Different questions among those that the oracle answered; equal texts are none."""
-        sides = zip(wins, prompt, self.texts(prompt, first), self.texts(prompt, second), strict=True)
-        return len({(row, *sorted(both)) for win, row, *both in sides if np.isfinite(win) and both[0] != both[1]})
+        rows = zip(wins, asked.prompt, *self.sides(asked), strict=True)
+        return len({(row, *sorted(both)) for win, row, *both in rows if np.isfinite(win) and both[0] != both[1]})
 
 
 @dataclass(frozen=True)
@@ -222,21 +235,6 @@ class StoppingRule:
         if (rate.high - rate.low) / 2 <= self.precision:
             return f"the interval is within ±{self.precision:g}"
         return None
-
-
-@dataclass(frozen=True)
-class ProbeQuestions:
-    """Comparisons of a reward model's pick with another response of the policy.
-
-    Args:
-        prompt: row of each question's prompt.
-        pick: column of the response that the reward model picks.
-        other: column of the response that the pick is compared with.
-    """
-
-    prompt: Int[np.ndarray, " questions"]
-    pick: Int[np.ndarray, " questions"]
-    other: Int[np.ndarray, " questions"]
 
 
 def probe_questions(
@@ -292,8 +290,7 @@ def run_probe(pool: ResponsePool, oracle: Oracle, n: int, rule: StoppingRule, *,
     asked = probe_questions(pool.rewards, n, rule.max_questions, seed=seed)
     wins, stopped, rate = np.zeros(0), None, None
     for stop, confidence in rule.looks():
-        part = slice(len(wins), stop)
-        found = pool.compared(oracle, asked.prompt[part], asked.pick[part], asked.other[part])
+        found = pool.compared(oracle, asked[len(wins) : stop])
         if not np.isfinite(found).any():
             stopped = "there are no further answers"
             break
@@ -307,8 +304,7 @@ def run_probe(pool: ResponsePool, oracle: Oracle, n: int, rule: StoppingRule, *,
             f"the oracle answers none of the first {min(rule.first_look, rule.max_questions)} questions; "
             "are the comparisons of this model, policy, prompts and seed?"
         )
-    done = slice(len(wins))
-    num_labels = pool.num_labels(wins, asked.prompt[done], asked.pick[done], asked.other[done])
+    num_labels = pool.num_labels(wins, asked[: len(wins)])
     num_open = int((~np.isfinite(wins)).sum())
     whole = f"all {rule.max_questions} questions are asked"
     return ProbeRecord(n, rate, len(wins), num_labels, num_open, rule.max_questions, stopped or whole)
