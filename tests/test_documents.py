@@ -504,3 +504,11 @@ def test_a_documented_command_works(command, way, scratch, python):
 def test_a_documented_program_works(block, scratch, python):
     done = subprocess.run([python, "-c", block], cwd=scratch, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_what_must_not_be_cut_is_guarded_by_tests_that_exist():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    sources = (path.read_text(encoding="utf-8") for path in ROOT.glob("tests/**/test_*.py"))
+    written = {name for source in sources for name in re.findall(r"^def (test_\w+)", source, re.MULTILINE)}
+    assert len(named) > 30
+    assert not named - written
