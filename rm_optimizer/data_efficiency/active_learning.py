@@ -66,22 +66,28 @@ class _State:
     """Questions and answers so far.
 
     Args:
-        entries: pair ids of each `ask` in the order of the questions, and answers of each `tell`.
+        log: earlier entries, to which new ones are added: pair ids of each `ask` in the order of the questions, and
+            answers of each `tell`, which are probabilities of response A, or None for a skip.
     """
 
-    def __init__(self, entries: Iterable[Any]) -> None:
+    def __init__(self, log: Ledger | list[Any]) -> None:
+        self._log = log
         self.batches: list[list[str]] = []
         self.answers: dict[str, list[float | None]] = {}
-        for entry in entries:
-            self.add(entry)
+        for entry in log if isinstance(log, list) else log.values():
+            self._add(entry)
 
     @property
     def open(self) -> list[str]:
         """Pair ids without an answer, in the order of asking."""
         return [key for batch in self.batches for key in batch if key not in self.answers]
 
-    def add(self, entry: Mapping[str, Any]) -> None:
-        """Add an entry; an answer is the probability of response A, or None for a skip."""
+    def save(self, entry: dict[str, Any]) -> None:
+        """Add an entry, which is on disk afterwards if the learner has a folder."""
+        self._log.append(entry)
+        self._add(entry)
+
+    def _add(self, entry: Mapping[str, Any]) -> None:
         self.batches += [entry["asked"]] if "asked" in entry else []
         for key, chance in entry.get("told", {}).items():
             self.answers.setdefault(key, []).append(chance)
@@ -166,7 +172,7 @@ class ActiveLearner:
             raise ConfigError(f"k must be positive, got {k}")
         if not self._questions:
             raise ConfigError("ask needs unlabeled pairs; give ActiveLearner(pool=PAIRS), or call select(PAIRS, k)")
-        with self._state() as (state, save):
+        with self._state() as state:
             is_known = np.zeros(len(self._pool), dtype=bool)
             is_known[[self._places[key] for batch in state.batches for key in batch]] = True
             if not state.open and (num := min(k, int((~is_known).sum()))):
@@ -174,7 +180,7 @@ class ActiveLearner:
                 pool, seed = read_pool(self._pool, model, is_labeled=is_known), self._seed + len(state.batches)
                 chosen = self._rule(model).select(pool, num, seed=seed).tolist()
                 ids = [*self._questions]
-                save({"asked": [ids[place] for place in chosen]})
+                state.save({"asked": [ids[place] for place in chosen]})
             return self._open(state)
 
     def _rule(self, model: object) -> AcquisitionFunction:
@@ -182,7 +188,7 @@ class ActiveLearner:
 
     def open(self) -> list[Question]:
         """Questions without an answer."""
-        with self._state() as (state, _):
+        with self._state() as state:
             return self._open(state)
 
     def tell(self, labels: Mapping[str, Answer]) -> Answers:
@@ -193,12 +199,12 @@ class ActiveLearner:
         Raises:
             DataError: if an id belongs to no asked question, or an answer cannot be read; then no answer is saved.
         """
-        with self._state() as (state, save):
+        with self._state() as state:
             asked = {key for batch in state.batches for key in batch}
             if unknown := [key for key in labels if key not in asked]:
                 raise DataError(f"'{unknown[0]}' is no question that was asked; tell answers by Question.pair_id")
             chances = {key: answered_chance(answer, f"question {key}") for key, answer in labels.items()}
-            save({"told": chances})
+            state.save({"told": chances})
             return self._answers(state)
 
     def answers(self, num_batches: int | None = None) -> Answers:
@@ -206,31 +212,24 @@ class ActiveLearner:
 
         None counts all calls.
         """
-        with self._state() as (state, _):
+        with self._state() as state:
             return self._answers(state, num_batches)
 
     @property
     def batch_sizes(self) -> list[int]:
         """Number of new questions of each call of `ask` that chose some."""
-        with self._state() as (state, _):
+        with self._state() as state:
             return [len(batch) for batch in state.batches]
 
     @contextmanager
-    def _state(self) -> Iterator[tuple[_State, Callable[[dict[str, Any]], None]]]:
-        """Questions and answers so far, and a function that saves an entry."""
+    def _state(self) -> Iterator[_State]:
+        """Questions and answers so far."""
+        if self._folder is None:
+            yield _State(self._kept)
+            return
         other, remedy = "questions about another pool, or by another rule or seed", "name another folder"
-        with ExitStack() as stack:
-            log: Ledger | list[Any] = self._kept
-            if self._folder is not None:
-                path = self._folder / LEDGER_FILE
-                log = stack.enter_context(open_ledger(path, self._identity, other=other, remedy=remedy))
-            state = _State(log if isinstance(log, list) else log.values())
-
-            def save(entry: dict[str, Any]) -> None:
-                log.append(entry)
-                state.add(entry)
-
-            yield state, save
+        with open_ledger(self._folder / LEDGER_FILE, self._identity, other=other, remedy=remedy) as ledger:
+            yield _State(ledger)
 
     def _open(self, state: _State) -> list[Question]:
         return [replace(self._questions[key], rank=rank) for rank, key in enumerate(state.open, start=1)]

@@ -26,7 +26,7 @@ PairKey = tuple[str, float, float, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOfArm:
+class FoundRun:
     """A run of a comparison.
 
     Args:
@@ -44,7 +44,7 @@ class RunOfArm:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DivergedRun(RunOfArm):
+class DivergedRun(FoundRun):
     """A run whose numbers stopped being finite, so that it has no scores.
 
     Args:
@@ -55,7 +55,7 @@ class DivergedRun(RunOfArm):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ComparedRun(RunOfArm):
+class ComparedRun(FoundRun):
     """A finished run with its rewards of the validation pairs.
 
     Args:

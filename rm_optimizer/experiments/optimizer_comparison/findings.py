@@ -11,9 +11,9 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -219,18 +219,18 @@ def findings(folder: Path) -> ComparisonFindings:
         scores_of[arm][rate] = fmean(math.inf if math.isnan(loss) else loss for loss in losses)  # NaN: diverged
     target = min(scores_of[options.reference].values(), default=math.nan)  # known before any final run
     label, weight = np.array([pair.label for pair in test]), np.array([pair.weight for pair in test])
+    effect = partial(paired_effect, prompts=test.prompt_ids, label=label, weight=weight, num_bootstrap=1000)
 
     def finding(name: str) -> ArmFinding:
         runs = finals[name]
         margins = _margins(runs)
-        sample: dict[str, Any] = {"label": label, "weight": weight, "num_bootstrap": 1000}
         grid = rate_grid(options.config(name).optimizer.lr, options.rates)
         return ArmFinding(
             name=name,
             chosen=chosen_rate(scores_of[name], grid),
             seeds=tuple(run.seed for run in runs),
             diverged=diverged[name],
-            scores={score: paired_effect(margins, None, test.prompt_ids, score, **sample) for score in SCORES},
+            scores={score: effect(margins, None, score=score) for score in SCORES},
             per_seed={score: tuple(_number(run.result, value) for run in runs) for score, value in _PER_SEED.items()},
             reliability=tuple(reliability_curve(fold(each, label, weight)) for each in margins),
             means={cost: fmean(_number(run.result, cost) for run in runs) for cost in COSTS},
