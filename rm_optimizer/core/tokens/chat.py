@@ -146,8 +146,9 @@ class ConversationRenderer:
         return self._texts([prompt], [response])[0]
 
     def _texts(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[str]:
-        """`text` of many conversations, whose equal prompts are read once."""
+        """`text` of many conversations; a prompt that is the same object is read once."""
         kind, texts = self.kind, list[str]()
+        prompts = list(prompts)  # which keeps them alive: an `id` may be given again after its object is gone
         read: dict[int, tuple[tuple[Message, ...], list[Turn]]] = {}
         for prompt, response in zip(prompts, responses, strict=True):
             if id(prompt) not in read:
