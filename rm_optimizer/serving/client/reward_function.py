@@ -50,17 +50,14 @@ def conversations(prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[l
         TypeError: if an argument is a text in place of a list.
         ValueError: if a completion is not text and does not end with the assistant's message.
     """
-    both = zip(listed("prompts", prompts), listed("completions", completions), strict=True)
-    pairs = [_conversation(*pair) for pair in both]
-    return [prompt for prompt, _ in pairs], [text for _, text in pairs]
-
-
-def _conversation(prompt: Any, completion: Any) -> tuple[Prompt, str]:
-    """Prompt and response; all messages of a completion but the last belong to the prompt."""
-    before = read_prompt(prompt)
-    if isinstance(completion, str):
-        return before, completion
-    *between, last = read_messages("completion", completion)
-    if last.role != "assistant":
-        raise ValueError(f"completion must end with a message of the assistant, got one of {last.role!r}")
-    return (before if not between else (*as_messages(before), *between)), last.content
+    found: list[tuple[Prompt, str]] = []
+    for prompt, completion in zip(listed("prompts", prompts), listed("completions", completions), strict=True):
+        before = read_prompt(prompt)
+        if isinstance(completion, str):
+            found.append((before, completion))
+            continue
+        *between, last = read_messages("completion", completion)  # all messages but the last belong to the prompt
+        if last.role != "assistant":
+            raise ValueError(f"completion must end with a message of the assistant, got one of {last.role!r}")
+        found.append((before if not between else (*as_messages(before), *between), last.content))
+    return [prompt for prompt, _ in found], [text for _, text in found]

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, repeat
@@ -310,8 +310,14 @@ class InputReader:
     ) -> list[TokenSequence]:
         """Tokenize all rows, checked slice by slice, so that a refused request is not tokenized to its end."""
         rows = list[TokenSequence]()
-        total = 0
-        for part in _slices(sizes):
+        total = size = 0
+        cuts = [0]  # slices hold adjacent texts of up to `SLICE_CHARACTERS` characters together
+        for index, own in enumerate(sizes):
+            if index > cuts[-1] and size + own > SLICE_CHARACTERS:
+                cuts.append(index)
+                size = 0
+            size += own
+        for part in map(slice, cuts, [*cuts[1:], len(sizes)]):
             checked = [self._checked(ids, name) for ids, name in zip(tokenize(part), names[part], strict=True)]
             total += sum(map(len, checked))
             self._check_total(total)
@@ -389,17 +395,6 @@ def num_characters(value: Text) -> int:
         return len(value.content if isinstance(value, Message) else value.text)
     parts: Sequence[Text] = (value.prompt, value.responses) if isinstance(value, ScoreItem) else value
     return sum(map(num_characters, parts))
-
-
-def _slices(sizes: Sequence[int]) -> Iterator[slice]:
-    """Adjacent texts of up to `SLICE_CHARACTERS` characters together."""
-    start = total = 0
-    for index, size in enumerate(sizes):
-        if index > start and total + size > SLICE_CHARACTERS:
-            yield slice(start, index)
-            start, total = index, 0
-        total += size
-    yield slice(start, len(sizes))
 
 
 def _messages(messages: Sequence[WireMessage], name: str) -> tuple[Message, ...]:

@@ -322,12 +322,11 @@ class WeightReceiver:
                 )
             await self.engine.commit(revision)
         except (RMOptimizerError, TimeoutError) as error:
-            await self._roll_back()
             seconds = f"{begin.timeout_seconds:.3g} s"
             reason = (
                 str(error) or f"it was not received and checked within {seconds}; give it more time, or look at /ready"
             )
-            return self._ended(update, OutcomeStatus.refused, _detail(error, reason))
+            return await self._failed(update, OutcomeStatus.refused, reason, error)
         finally:
             self._release(update)
         self._names.note()
@@ -336,18 +335,21 @@ class WeightReceiver:
 
     async def _give_up(self, update: _Update, reason: str) -> Outcome:
         self._release(update)
-        await self._roll_back()
-        return self._ended(update, OutcomeStatus.aborted, _detail(None, f"given up: {reason}"))
+        return await self._failed(update, OutcomeStatus.aborted, f"given up: {reason}")
 
-    async def _roll_back(self) -> None:
-        """Let the engine discard the staged weights; a dead worker has lost them anyway."""
+    async def _failed(
+        self, update: _Update, status: OutcomeStatus, message: str, error: BaseException | None = None
+    ) -> Outcome:
+        """Outcome after the engine has discarded the staged weights; a dead worker has lost them anyway."""
 
         async def rolled_back() -> None:
             with suppress(EngineUnavailable):
                 await self.engine.rollback()
 
-        rolling = asyncio.ensure_future(rolled_back())
-        await asyncio.wait({rolling}, timeout=ROLLBACK_SECONDS)
+        await asyncio.wait({asyncio.ensure_future(rolled_back())}, timeout=ROLLBACK_SECONDS)
+        kind = "UpdateAborted" if error is None else type(error).__name__
+        code = 503 if isinstance(error, EngineUnavailable) else 400
+        return self._ended(update, status, ErrorDetail(message=message, type=kind, code=code))
 
     def _now(self) -> float:
         return asyncio.get_running_loop().time()
@@ -376,9 +378,3 @@ class WeightReceiver:
         while len(self._outcomes) > KEPT_OUTCOMES:
             self._outcomes.popitem(last=False)
         return outcome
-
-
-def _detail(error: BaseException | None, message: str) -> ErrorDetail:
-    kind = "UpdateAborted" if error is None else type(error).__name__
-    code = 503 if isinstance(error, EngineUnavailable) else 400
-    return ErrorDetail(message=message, type=kind, code=code)
