@@ -246,23 +246,19 @@ class RewardModelEnsemble(Scorer):
                 "response the same reward; leave it out"
             )
         standardized = (rewards[:, held_out] - means[:, None]) / stds[:, None]
-        self._warn_of_reversed(standardized)
-        threshold = conformal_threshold(standardized.std(axis=0, ddof=1), false_positive_rate)
-        self.reference = EnsembleReference(
-            tuple(means.tolist()), tuple(stds.tolist()), threshold, false_positive_rate, len(distinct)
-        )
-        return self.reference
-
-    def _warn_of_reversed(self, rewards: Float[np.ndarray, "members sequences"]) -> None:
-        """Name members whose rewards fall where the mean of the others rises, by more than chance."""
-        for number, own in enumerate(rewards):
-            others = np.delete(rewards, number, axis=0).mean(axis=0)
+        for number, own in enumerate(standardized):  # members whose rewards fall where the others' mean rises
+            others = np.delete(standardized, number, axis=0).mean(axis=0)
             correlation = float(np.corrcoef(own, others)[0, 1]) if others.std() > 0 < own.std() else 0.0
             if correlation * math.sqrt(len(own)) < -3:
                 _log.warning(
                     f"member {number + 1} of the ensemble ({self._name(number)}) ranks the reference responses against "
                     f"the others (correlation {correlation:.2f}); leave it out if its labels were exchanged"
                 )
+        threshold = conformal_threshold(standardized.std(axis=0, ddof=1), false_positive_rate)
+        self.reference = EnsembleReference(
+            tuple(means.tolist()), tuple(stds.tolist()), threshold, false_positive_rate, len(distinct)
+        )
+        return self.reference
 
     def predict(self, prompt: Prompt, response: str) -> EnsemblePrediction:
         """Rewards of one response."""

@@ -147,16 +147,14 @@ class VLLMPolicy:
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """Token ids of a prompt, up to the start of the response."""
-    messages = as_messages(prompt)
+    messages, start = as_messages(prompt), list[int]()
     if tokenizer.chat_template is None:
         text = plain_prompt(messages)
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
         start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-        return [*start, *ids]
-    text = tokenizer.apply_chat_template(
-        [message.to_dict() for message in messages], tokenize=False, add_generation_prompt=True
-    )
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    else:
+        turns = [message.to_dict() for message in messages]
+        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return [*start, *tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 
 def _text(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], ends: Collection[int]) -> str:

@@ -117,11 +117,11 @@ class TrainedPolicy:
                 ]
         finally:
             self.model.train(was_training)
-        texts = [text for part, _, _ in found for text in part]
+        parts, divergence, tokens = zip(*found, strict=True)
+        texts = [text for part in parts for text in part]
         grouped = [texts[start : start + num_samples] for start in range(0, len(texts), num_samples)]
-        divergence = torch.cat([part for _, part, _ in found]).reshape(len(prompts), -1)
-        tokens = torch.cat([part for _, _, part in found]).reshape(len(prompts), -1)
-        return FreshResponses(grouped, divergence, tokens)
+        shape = len(prompts), num_samples
+        return FreshResponses(grouped, torch.cat(divergence).reshape(shape), torch.cat(tokens).reshape(shape))
 
     def _drawn(self, rows: Sequence[Prompt]) -> tuple[list[str], Float[Tensor, " rows"], Int[Tensor, " rows"]]:
         """Texts, divergence and lengths of one response to each row."""

@@ -264,14 +264,13 @@ class RewardModelCreditAssigner:
             raise ValueError(f"rollout {rollout.id} has the score {given} under '{self.score_key}'; score it again")
         if self.mode == CreditMode.replace:
             return score
-        reward = float(rollout.total_reward)
-        if self.mode == CreditMode.add:
-            return reward + score
-        if self.mode == CreditMode.multiply:
-            return reward * score
-        if self.mode == CreditMode.weighted:
-            return (1 - self.weight) * reward + self.weight * score
-        return reward + self.weight * max(score, 0.0)
+        reward, weight = float(rollout.total_reward), self.weight
+        return {
+            CreditMode.add: reward + score,
+            CreditMode.multiply: reward * score,
+            CreditMode.weighted: (1 - weight) * reward + weight * score,
+            CreditMode.bonus: reward + weight * max(score, 0.0),
+        }[self.mode]
 
 
 def _rewarded(rollout: Rollout, total_reward: float) -> Any:

@@ -201,28 +201,29 @@ def conclude(evidence: Evidence, fit: FittedReadiness | None) -> RLReadinessRepo
     score, cautions = _scored(evidence, fit)
     obstacles = _obstacles(evidence)
     limits = _limits(evidence)
-    components = {}  # change of the prediction by each feature, against a reward model of average features
-    if score is not None and fit is not None:
-        for term in fit.of(evidence.algorithm).features:
-            components[term.name] = term.weight * (evidence.features[term.name].value - term.mean) / term.std
+    outcome = None if score is None or fit is None else fit.of(evidence.algorithm)
+    components = {  # change of the prediction by each feature, against a reward model of average features
+        term.name: term.weight * (evidence.features[term.name].value - term.mean) / term.std
+        for term in (outcome.features if outcome is not None else ())
+    }
     if obstacles:
         verdict, basis = ReadinessVerdict.not_recommended, obstacles[0][0]
     elif (undecided := _undecided(evidence)) is not None:
         verdict, basis = ReadinessVerdict.unknown, undecided
-        if score is not None and fit is not None:
+        if fit is not None and outcome is not None:
             rates = {f"probe_{each.n}": each.win_rate for each in evidence.probes}
             ends = {name: replace(rate, value=rate.high) for name, rate in rates.items() if rate.high is not None}
             best = fit.score({**evidence.features, **ends}, evidence.algorithm)
-            highest, place = _placed(best, fit.of(evidence.algorithm))
+            highest, place = _placed(best, outcome)
             if highest is ReadinessVerdict.not_recommended:
                 verdict, basis = highest, f"{undecided}; at the upper ends of the intervals, {place}"
-    elif score is None or fit is None:
+    elif score is None or outcome is None:
         verdict = ReadinessVerdict.unknown
         basis = "no oracle compared responses of the policy, so there is no probe and no score"
         if evidence.probes:
             basis = f"{_told(evidence.probes[0])}; there is no score"
     else:
-        verdict, basis = _placed(score, fit.of(evidence.algorithm))
+        verdict, basis = _placed(score, outcome)
         if limits and verdict is ReadinessVerdict.ready:
             verdict = ReadinessVerdict.acceptable
     advice = [remedy for _, remedy in obstacles] + limits + _next_steps(evidence, verdict, components)
