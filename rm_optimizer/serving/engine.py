@@ -104,12 +104,9 @@ class EngineDescription:
         Raises:
             CheckpointError: if the checkpoint was replaced.
         """
-
-        def identity(description: EngineDescription) -> tuple[object, ...]:  # what changes a reward; sizes are measured
-            sizes = description.vocab_size, description.max_length, description.pad_token_id
-            return description.version, description.architecture, description.dtype, *sizes, dict(description.identity)
-
-        if identity(loaded) != identity(self):
+        # what changes a reward; budgets are measured
+        fields = "version", "architecture", "dtype", "vocab_size", "max_length", "pad_token_id", "identity"
+        if any(getattr(loaded, name) != getattr(self, name) for name in fields):
             raise CheckpointError(
                 f"expected {checkpoint} to hold weights {self.version} with their template, as at the start, got "
                 f"weights {loaded.version}; the checkpoint was replaced while it was served, so start the server again"

@@ -53,64 +53,50 @@ class Limits:
     items: int
 
 
-@dataclass(frozen=True)
-class Form:
-    """Form of a scoring request.
+class TokenForm:
+    """`/classify` with token ids, rendered by the client and independent of the server's template."""
 
-    Args:
-        path: path of its route.
-        size: function of a row that returns its tokens, or more.
-        body: function of the rows and `use_activation` that returns the JSON body, less the model's name.
-        numbers: function of an answer that returns its numbers in the order of the rows.
-    """
+    path = "/classify"
+    size = staticmethod(len)
 
-    path: str
-    size: Callable[[Any], int]
-    body: Callable[[Sequence[Any], bool], dict[str, Any]]
-    numbers: Callable[[Any], list[Any]]
+    def body(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """JSON body of the rows, less the model's name and `use_activation`."""
+        return {"input": list(map(list, rows))}
 
-
-def _token_numbers(answer: Any) -> list[Any]:
-    """`probs[0]` of each datum."""
-    data = sorted(answer["data"], key=lambda datum: int(datum["index"]))
-    if any(len(datum["probs"]) != 1 for datum in data):
-        raise WrongAnswer(f"the server's model has {len(data[0]['probs'])} labels; serve a reward model, with one")
-    return [datum["probs"][0] for datum in data]
+    def numbers(self, answer: Any) -> list[Any]:
+        """`probs[0]` of each datum, in the order of the rows."""
+        data = sorted(answer["data"], key=lambda datum: int(datum["index"]))
+        if any(len(datum["probs"]) != 1 for datum in data):
+            raise WrongAnswer(f"the server's model has {len(data[0]['probs'])} labels; serve a reward model, with one")
+        return [datum["probs"][0] for datum in data]
 
 
-def _conversation_size(row: Conversation) -> int:
-    """Upper bound of a row's tokens: the bytes of its text, of which no tokenizer makes more tokens."""
-    prompt, response = row
-    texts = [prompt] if isinstance(prompt, str) else [part for m in prompt for part in (m.role, m.content)]
-    return TEMPLATE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, response))
+class ConversationForm:
+    """`/rm/score` with prompts and responses: the server renders them as training did."""
+
+    path = "/rm/score"
+
+    def size(self, row: Conversation) -> int:
+        """Upper bound of a row's tokens: the bytes of its text, of which no tokenizer makes more tokens."""
+        prompt, response = row
+        texts = [prompt] if isinstance(prompt, str) else [part for m in prompt for part in (m.role, m.content)]
+        return TEMPLATE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, response))
+
+    def body(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """JSON body in which adjacent rows with one prompt are one item."""
+        items = []
+        for prompt, group in groupby(rows, key=lambda row: row[0]):
+            shown = prompt if isinstance(prompt, str) else list(map(Message.to_dict, prompt))
+            items.append({"prompt": shown, "responses": [text for _, text in group]})
+        return {"items": items}
+
+    def numbers(self, answer: Any) -> list[Any]:
+        """Numbers of all items, one after the other."""
+        return [number for item in answer["rewards"] for number in item]
 
 
-def _conversation_body(rows: Sequence[Conversation], use_activation: bool) -> dict[str, Any]:
-    """Body in which adjacent rows with one prompt are one item."""
-    items = [
-        {
-            "prompt": prompt if isinstance(prompt, str) else list(map(Message.to_dict, prompt)),
-            "responses": [text for _, text in group],
-        }
-        for prompt, group in groupby(rows, key=lambda row: row[0])
-    ]
-    return {"items": items, "use_activation": use_activation}
-
-
-TOKEN_FORM = Form(
-    "/classify",
-    len,
-    lambda rows, use_activation: {"input": list(map(list, rows)), "use_activation": use_activation},
-    _token_numbers,
-)
-"""`/classify` with token ids, rendered by the client and independent of the server's template."""
-CONVERSATION_FORM = Form(
-    "/rm/score",
-    _conversation_size,
-    _conversation_body,
-    lambda answer: [number for item in answer["rewards"] for number in item],
-)
-"""`/rm/score` with prompts and responses: the server renders them as training did."""
+Form: TypeAlias = TokenForm | ConversationForm
+TOKEN_FORM, CONVERSATION_FORM = TokenForm(), ConversationForm()
 
 
 def pieces(rows: Sequence[Any], size: Callable[[Any], int], limits: Limits) -> Iterator[range]:
@@ -374,7 +360,7 @@ class Connection(ClientArguments):
         Raises:
             DataError: if a text cannot be sent.
         """
-        body = {**form.body(rows, use_activation), "model": model}
+        body = {**form.body(rows), "use_activation": use_activation, "model": model}
         try:
             response = await self.request("POST", form.path, deadline, json=body)
             answer = response.json()

@@ -35,8 +35,9 @@ class RenderedTexts:
         self._tail = rendered.rpartition(_RESPONSE)[2] if _RESPONSE in rendered else ""
         ends = [tokenizer.pad_token, tokenizer.eos_token, tokenizer.sep_token]
         added = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-        self._back = _marks([*ends, *(token for token in added if token in self._tail)])
-        self._front = _marks([*ends, tokenizer.bos_token, tokenizer.cls_token])
+        written = [*ends, *(token for token in added if token in self._tail)]
+        self._back = _leading([token[::-1] for token in written if token])  # of the text from its end
+        self._front = _leading([*ends, tokenizer.bos_token, tokenizer.cls_token])
         self._head = rendered[: self._start(rendered)]
         decoded = tokenizer.decode(list(renderer.encode(_PROMPT, _RESPONSE).ids))
         start = self._start(decoded)
@@ -89,34 +90,22 @@ class RenderedTexts:
         )
 
     def _start(self, text: str) -> int:
-        """Index after the last of the leading special tokens, between which blanks may stand."""
-        place = start = 0
-        while True:
-            mark = next((mark for mark in self._front if text.startswith(mark, place)), None)
-            if mark is not None:
-                place = start = place + len(mark)
-            elif text[place : place + 1].isspace():
-                place += 1
-            else:
-                return start
+        """Index after the last of the leading special tokens."""
+        found = self._front.match(text)
+        assert found is not None, "the pattern matches the empty text"
+        return found.end()
 
     def _end(self, text: str, start: int) -> int:
         """Index of the first of the trailing special tokens; blanks before it belong to the response."""
-        place = end = len(text)
-        while place > start:
-            mark = next((mark for mark in self._back if text.endswith(mark, start, place)), None)
-            if mark is not None:
-                place = end = place - len(mark)
-            elif text[place - 1].isspace():
-                place -= 1
-            else:
-                break
-        return end
+        found = self._back.match(text[start:][::-1])
+        assert found is not None, "the pattern matches the empty text"
+        return len(text) - found.end()
 
 
-def _marks(tokens: list[str | None]) -> tuple[str, ...]:
-    """Distinct tokens, longest first, so that no token is matched by its own prefix."""
-    return tuple(sorted({token for token in tokens if token}, key=len, reverse=True))
+def _leading(tokens: Sequence[str | None]) -> re.Pattern[str]:
+    """Pattern of leading special tokens, between which blanks may stand; no token is matched by its own prefix."""
+    distinct = sorted({token for token in tokens if token}, key=len, reverse=True)
+    return re.compile(rf"(?:\s*?(?:{'|'.join(map(re.escape, distinct))}))*+")
 
 
 MAX_CHARACTERS_A_TOKEN = 64

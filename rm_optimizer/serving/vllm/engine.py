@@ -54,48 +54,36 @@ _log = logging.getLogger("rm_optimizer")
 
 
 class ReadWriteLock:
-    """Lock for many readers or one writer, with precedence for a waiting writer.
+    """Lock for many readers or one writer; who comes after a waiting writer waits behind it.
 
     A reader sees one version of the weights from its entrance to its exit.
     """
 
     def __init__(self) -> None:
-        self._change = asyncio.Condition()
+        self._entrance = asyncio.Lock()  # which lets tasks through in the order of their arrival
         self._readers = 0
-        self._writers = 0
-        self._is_writing = False
+        self._is_empty = asyncio.Event()
+        self._is_empty.set()
 
     @asynccontextmanager
     async def reading(self) -> AsyncIterator[None]:
-        """Hold the lock as a reader, once no writer waits."""
-        async with self._change:
-            await self._change.wait_for(lambda: not self._writers)
+        """Hold the lock as a reader, once the writers before it have left."""
+        async with self._entrance:
             self._readers += 1
+            self._is_empty.clear()
         try:
             yield
         finally:
             self._readers -= 1
-            await asyncio.shield(self._announce())
+            if not self._readers:
+                self._is_empty.set()
 
     @asynccontextmanager
     async def writing(self) -> AsyncIterator[None]:
         """Hold the lock as the only writer, once the readers have left; new readers wait."""
-        self._writers += 1
-        try:
-            async with self._change:
-                await self._change.wait_for(lambda: not self._readers and not self._is_writing)
-                self._is_writing = True
-            try:
-                yield
-            finally:
-                self._is_writing = False
-        finally:
-            self._writers -= 1
-            await asyncio.shield(self._announce())
-
-    async def _announce(self) -> None:
-        async with self._change:
-            self._change.notify_all()
+        async with self._entrance:
+            await self._is_empty.wait()
+            yield
 
 
 class VllmEngine(Engine):
