@@ -196,6 +196,21 @@ def test_the_batch_gives_what_each_conversation_gives_alone():
     assert renderer.encode_batch([], []) == []
 
 
+def test_prompts_that_are_made_one_by_one_are_told_apart():
+    def transcript(number: int) -> str:
+        return f"\n\nHuman: number {number}\n\nAssistant:"
+
+    class Numbered(list):
+        """Prompts of which each exists only while it is read."""
+
+        def __iter__(self):
+            return map(transcript, range(len(self)))
+
+    renderer = ConversationRenderer(decoder_tokenizer(), 64)
+    alone = [renderer.encode(transcript(number), "Yes.") for number in range(20)]
+    assert renderer.encode_batch(Numbered(range(20)), ["Yes."] * 20) == alone
+
+
 def test_an_over_long_prompt_loses_its_left_end_and_the_response_nothing():
     tokenizer = byte_bpe(adds_bos=True, bos_token="<s>", eos_token="</s>")
     whole = ConversationRenderer(tokenizer, 1000).encode("x y z " * 50, " four two")
