@@ -328,7 +328,10 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
     seconds = set[str | None]()
     for name in names:
         told = [*marks, sides] if _OF_PREFERENCES.search(name) else [sides]
-        others = [_exchanged(name, *both) for both in marks] if _OF_SCORES.search(name) else []
+        others = []
+        for first, second in marks if _OF_SCORES.search(name) else []:
+            edge = r"\d" if first.isdigit() else "[A-Za-z]"  # the word of the second side in place of the first's
+            others.append(re.sub(rf"(?<!{edge}){re.escape(first)}(?!{edge})", second, name))
         other = next((each for each in others if each != name and each in names), None)
         seconds.add(other)
         if other is None:
@@ -348,12 +351,6 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
         elif 1 < len(values) < 9:
             said = f"{name}, which holds {', '.join(values)}, may name the better of {' and '.join(sides)}"
             yield f"{path}: {said} and is not read: map it as the winner of response_a and response_b, or to null"
-
-
-def _exchanged(name: str, first: str, second: str) -> str:
-    """The name with the word of the second side in place of the first's."""
-    edge = r"\d" if first.isdigit() else "[A-Za-z]"
-    return re.sub(rf"(?<!{edge}){re.escape(first)}(?!{edge})", second, name)
 
 
 def _named(value: Any, sides: Sequence[tuple[str, str]]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
@@ -18,28 +18,22 @@ from rm_optimizer.records.files import replacing
 from rm_optimizer.records.locations import BEST_FOLDER
 
 
-def _line_keys(prompt: Prompt) -> Iterator[int]:
+def _line_keys(prompt: Prompt) -> list[int]:
     """A key for the prompt up to and with each of its lines that has words; the last stands for the whole prompt."""
-    key = b""
+    key, keys = b"", list[int]()
     for message in as_messages(prompt):
         words_so_far = blake2b(key + f"{message.role}\n".encode("utf-8", "surrogatepass"), digest_size=8)
         for line in message.content.splitlines():
             if words := folded_words(line):
                 words_so_far.update("".join(f"{word} " for word in words).encode("utf-8", "surrogatepass"))
                 key = words_so_far.digest()
-                yield int.from_bytes(key)
+                keys.append(int.from_bytes(key))
+    return keys
 
 
 def prompt_keys(prompts: Iterable[Prompt]) -> list[int]:
     """A key of each prompt, equal where its `folded_prompt_id` is."""
-    return [_whole_key(prompt) for prompt in prompts]
-
-
-def _whole_key(prompt: Prompt) -> int:
-    key = 0
-    for key in _line_keys(prompt):  # noqa: B007
-        pass
-    return key
+    return [(_line_keys(prompt) or [0])[-1] for prompt in prompts]
 
 
 def folded_prompt_id(prompt: Prompt) -> str:
@@ -94,15 +88,11 @@ def continued(first: Sequence[Prompt], second: Sequence[Prompt]) -> list[bool]:
     """
     keys, others = prompt_keys(second), frozenset(prompt_keys(first))
     wanted = frozenset(keys)
-    begun = {prefix for prompt in first for prefix in _proper_prefixes(prompt) if prefix in wanted}
+    begun = {prefix for prompt in first for prefix in _line_keys(prompt)[:-1] if prefix in wanted}
     return [
-        key in begun or any(prefix in others for prefix in _proper_prefixes(prompt))
+        key in begun or any(prefix in others for prefix in _line_keys(prompt)[:-1])
         for key, prompt in zip(keys, second, strict=True)
     ]
-
-
-def _proper_prefixes(prompt: Prompt) -> list[int]:
-    return list(_line_keys(prompt))[:-1]
 
 
 TRAINED_PAIRS_FILE = "trained_pairs.npz"

@@ -69,8 +69,31 @@ class PreferencePair:
         if not isinstance(self.prompt, str) and self.prompt != ():
             object.__setattr__(self, "prompt", read_messages("prompt", self.prompt))
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
-        _check_texts(self.prompt, self.chosen, self.rejected)
-        _check_numbers(self.margin, self.label, self.weight)
+        if not self.prompt or (isinstance(self.prompt, str) and not self.prompt.strip()):
+            raise ValueError("prompt must not be empty")
+        sides = {"chosen": self.chosen, "rejected": self.rejected}
+        for name, text in sides.items():
+            if not isinstance(text, str):
+                raise ValueError(f"{name} must be text, got {type(text).__name__}")
+            require_response(name, text)
+        for text in [self.prompt] if isinstance(self.prompt, str) else [message.content for message in self.prompt]:
+            require_characters("prompt", text)
+        last = None if isinstance(self.prompt, str) else self.prompt[-1]
+        for name, text in sides.items():
+            if last is not None and last.role == "assistant" and last.content.strip() == text.strip():
+                raise ValueError(f"the prompt ends with the {name} response; give the messages before it as the prompt")
+        if self.chosen == self.rejected:
+            raise ValueError("chosen and rejected must differ")
+        margin = 0.0 if self.margin is None else self.margin
+        for name, value in (("margin", margin), ("label", self.label), ("weight", self.weight)):
+            if not isinstance(value, Real):
+                raise ValueError(f"{name} must be a number, got {value!r}")
+        if not abs(margin) < float("inf"):
+            raise ValueError(f"margin must be finite, got {margin}")
+        if not 0.0 <= self.label <= 1.0:
+            raise ValueError(f"label must lie in [0, 1], got {self.label}")
+        if not 0.0 < self.weight < float("inf"):
+            raise ValueError(f"weight must be positive and finite, got {self.weight}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by value: a read-only mapping view cannot be pickled itself."""
@@ -99,35 +122,6 @@ class PreferencePair:
             "weight": self.weight,
             "metadata": dict(self.metadata),
         }
-
-
-def _check_texts(prompt: Prompt, chosen: str, rejected: str) -> None:
-    if not prompt or (isinstance(prompt, str) and not prompt.strip()):
-        raise ValueError("prompt must not be empty")
-    for name, text in (("chosen", chosen), ("rejected", rejected)):
-        if not isinstance(text, str):
-            raise ValueError(f"{name} must be text, got {type(text).__name__}")
-        require_response(name, text)
-    for text in [prompt] if isinstance(prompt, str) else [message.content for message in prompt]:
-        require_characters("prompt", text)
-    if not isinstance(prompt, str) and prompt[-1].role == "assistant":
-        for name, text in (("chosen", chosen), ("rejected", rejected)):
-            if prompt[-1].content.strip() == text.strip():
-                raise ValueError(f"the prompt ends with the {name} response; give the messages before it as the prompt")
-    if chosen == rejected:
-        raise ValueError("chosen and rejected must differ")
-
-
-def _check_numbers(margin: float | None, label: float, weight: float) -> None:
-    for name, value in (("margin", 0.0 if margin is None else margin), ("label", label), ("weight", weight)):
-        if not isinstance(value, Real):
-            raise ValueError(f"{name} must be a number, got {value!r}")
-    if margin is not None and not abs(margin) < float("inf"):
-        raise ValueError(f"margin must be finite, got {margin}")
-    if not 0.0 <= label <= 1.0:
-        raise ValueError(f"label must lie in [0, 1], got {label}")
-    if not 0.0 < weight < float("inf"):
-        raise ValueError(f"weight must be positive and finite, got {weight}")
 
 
 @runtime_checkable

@@ -139,7 +139,12 @@ class SourceFormat:
         if self.form.name == "winner" and self.source.winner_values is not None:
             row = row | {"winner": preference(self.source.winner_values, row.get("winner"))}
         comparisons = self.form.compare(row, kwise_rule)
-        margin, label, weight = (_optional(row, name) for name in OPTIONAL_COLUMNS)
+        missing = {
+            name
+            for name in OPTIONAL_COLUMNS
+            if is_empty(row.get(name)) or str(row[name]).strip().casefold() in ("nan", "none")
+        }
+        margin, label, weight = (None if name in missing else read_number(name, row[name]) for name in OPTIONAL_COLUMNS)
         pairs: list[PreferencePair] = []
         reason: str | None = None
         for item in comparisons:
@@ -187,13 +192,6 @@ def _unread_options(source: DataSource, form: RowFormat) -> str | None:
     if options.keys() <= source.inherited:
         return text
     raise DataError(text)
-
-
-def _optional(row: Row, name: str) -> float | None:
-    """A number, or None where it is missing: null, NaN or blanks."""
-    value = row.get(name)
-    is_missing = is_empty(value) or (isinstance(value, str) and value.strip().casefold() in ("nan", "none"))
-    return None if is_missing else read_number(name, value)
 
 
 def _kept(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:

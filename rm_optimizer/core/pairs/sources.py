@@ -157,22 +157,18 @@ def parse_sources(source: object, options: DataConfig) -> tuple[DataSource, ...]
     if not items:
         raise ConfigError("a data source must name a file or data set, got an empty list")
     defaults = {"format": options.format, "columns": options.columns or {}, "winner": options.winner}
-    return tuple(_parse_source(item, defaults) for item in items)
-
-
-def _parse_source(item: object, defaults: Mapping[str, Any]) -> DataSource:
-    options: Mapping[str, Any] = item if isinstance(item, Mapping) else {"path": item}
-    for name in options:
-        if name not in SOURCE_OPTIONS:
-            raise ConfigError(did_you_mean("option of a data source", str(name), SOURCE_OPTIONS))
-    path = options.get("path")
-    if not isinstance(path, str | os.PathLike) or not str(path):
-        raise ConfigError(f"a data source must be a path, a data-set name or {{path: …}}, got {item!r}")
-    values = {**defaults, **options, "path": os.fspath(path), "inherited": frozenset(defaults.keys() - options.keys())}
-    for name in ("weight", "label"):
-        if name in values:
-            try:
-                values[name] = read_number(name, values[name])
-            except ValueError as error:
-                raise ConfigError(f"data source {path}: {error}") from error
-    return DataSource(**values)
+    found = []
+    for item in items:
+        own: Mapping[str, Any] = item if isinstance(item, Mapping) else {"path": item}
+        if unknown := [name for name in own if name not in SOURCE_OPTIONS]:
+            raise ConfigError(did_you_mean("option of a data source", str(unknown[0]), SOURCE_OPTIONS))
+        path = own.get("path")
+        if not isinstance(path, str | os.PathLike) or not str(path):
+            raise ConfigError(f"a data source must be a path, a data-set name or {{path: …}}, got {item!r}")
+        try:
+            numbers = {name: read_number(name, own[name]) for name in ("weight", "label") if name in own}
+        except ValueError as error:
+            raise ConfigError(f"data source {path}: {error}") from error
+        values = {**defaults, **own, **numbers, "path": os.fspath(path)}
+        found.append(DataSource(**values, inherited=frozenset(defaults.keys() - own.keys())))
+    return tuple(found)

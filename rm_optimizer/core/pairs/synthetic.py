@@ -144,7 +144,10 @@ class Gold:
         named = set(_fact_pattern().findall(response.lower()))
         on_topic = len(named & set(TOPICS[_topic(prompt)]))
         reward = self.fact_value * (1.0 - self.fact_decay**on_topic) - self.off_topic_cost * (len(named) - on_topic)
-        reward += self.constraint_value * _meets_constraint(prompt, response)
+        constraint = next((name for name, text in CONSTRAINTS.items() if text and text in prompt), "none")
+        phrases = {"example": EXAMPLES, "thanks": COURTEOUS, "steps": STEPS}.get(constraint, ())
+        is_brief = constraint == "brief" and len(response.split()) <= BRIEF_WORDS
+        reward += self.constraint_value * (is_brief or _count(phrases, response) > 0)
         reward -= self.rude_cost * (_count(RUDE, response) > 0) + self.hedge_cost * _count(HEDGING, response)
         reward -= self.rambling_cost * _count(RAMBLING, response)
         return round(reward - self.length_cost * (len(response.split()) / BRIEF_WORDS) ** 2, 6)
@@ -225,19 +228,21 @@ class PreferenceWorld:
         self, indices: Sequence[int], num_pairs: int, noise: float, generator: np.random.Generator
     ) -> list[PreferencePair]:
         prompts = [_prompt(index) for index in indices]
-        chosen = (prompts[i // PAIRS_PER_PROMPT % len(prompts)] for i in range(num_pairs))
-        return [self._pair(prompt, task, noise, generator) for prompt, task in chosen]
-
-    def _pair(self, prompt: str, task: str, noise: float, generator: np.random.Generator) -> PreferencePair:
-        first, second = self.sample_response(prompt, generator), self.sample_response(prompt, generator)
-        while second == first:
-            second = self.sample_response(prompt, generator)
-        margin = self.gold(prompt, first) - self.gold(prompt, second)
-        first_wins = generator.random() < _win_probability(margin, noise)
-        chosen, rejected = (first, second) if first_wins else (second, first)
-        gold_margin = round(margin if first_wins else -margin, 6)
-        metadata = {"source": "synthetic", "subset": task, "gold_margin": gold_margin}
-        return PreferencePair(prompt, chosen, rejected, metadata=metadata)
+        pairs = []
+        for number in range(num_pairs):
+            prompt, task = prompts[number // PAIRS_PER_PROMPT % len(prompts)]
+            first, second = self.sample_response(prompt, generator), self.sample_response(prompt, generator)
+            while second == first:
+                second = self.sample_response(prompt, generator)
+            margin = self.gold(prompt, first) - self.gold(prompt, second)
+            # The limit without noise; equal rewards are still a coin's toss.
+            sign = float(np.sign(margin)) if noise == 0.0 else np.tanh(0.5 * margin / noise)
+            first_wins = generator.random() < 0.5 * (1.0 + sign)
+            chosen, rejected = (first, second) if first_wins else (second, first)
+            gold_margin = round(margin if first_wins else -margin, 6)
+            metadata = {"source": "synthetic", "subset": task, "gold_margin": gold_margin}
+            pairs.append(PreferencePair(prompt, chosen, rejected, metadata=metadata))
+        return pairs
 
 
 def synthetic_world(config: SyntheticConfig) -> WorldPairs:
@@ -258,14 +263,6 @@ def _fact_pattern() -> re.Pattern[str]:
     return re.compile(rf"\b(?:{'|'.join(re.escape(fact) for fact in facts)})\b")
 
 
-def _meets_constraint(prompt: str, response: str) -> bool:
-    constraint = next((name for name, text in CONSTRAINTS.items() if text and text in prompt), "none")
-    phrases = {"example": EXAMPLES, "thanks": COURTEOUS, "steps": STEPS}
-    if constraint == "brief":
-        return len(response.split()) <= BRIEF_WORDS
-    return constraint in phrases and _count(phrases[constraint], response) > 0
-
-
 def _count(sentences: Sequence[str], response: str) -> int:
     return sum(sentence in response for sentence in sentences)
 
@@ -277,13 +274,6 @@ def _prompt(index: int) -> tuple[str, str]:
     topic, task = list(TOPICS)[topic_at], list(TASKS)[task_at]
     question = f"I do {topic} {CONTEXTS[context_at]}. {TASKS[task].format(topic=topic)}."
     return f"{question} {list(CONSTRAINTS.values())[constraint_at]}".strip(), task
-
-
-def _win_probability(margin: float, noise: float) -> float:
-    """`sigmoid(margin / noise)` and its limit at no noise, where equal rewards are still a coin's toss."""
-    if noise == 0.0:
-        return 0.5 * (1.0 + float(np.sign(margin)))
-    return float(0.5 * (1.0 + np.tanh(0.5 * margin / noise)))
 
 
 def _response(topic: str, generator: np.random.Generator) -> str:

@@ -137,12 +137,13 @@ def renamed(
 
 def _mapped(row: Row, columns: Columns) -> Row:
     paths = [ours if theirs is None else theirs for ours, theirs in columns.items()]
-    left_out = {ours for ours, theirs in columns.items() if theirs is None}
-    roots = {ours: theirs if theirs in row else _root(theirs) for ours, theirs in columns.items() if theirs is not None}
-    mapped = {ours: cell(row, columns[ours] or "") for ours, root in roots.items() if root in row}
+    given = {ours: theirs for ours, theirs in columns.items() if theirs is not None}
+    roots = {ours: theirs if theirs in row else _root(theirs) for ours, theirs in given.items()}
+    consumed = {*roots.values(), *(columns.keys() - given.keys())}
+    mapped = {ours: cell(row, given[ours]) for ours, root in roots.items() if root in row}
     texts = [value for value in mapped.values() if isinstance(value, str)]
     passed = dict.fromkeys(_root(path) for path in paths if "." in path and path not in row)
-    kept = {name: value for name, value in row.items() if name not in left_out.union(roots.values())}
+    kept = {name: value for name, value in row.items() if name not in consumed}
     for root in passed:
         kept |= _beside(root, row.get(root), [path.split(".")[1:] for path in paths if _root(path) == root], texts)
     return kept | mapped

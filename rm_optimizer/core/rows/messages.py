@@ -121,24 +121,16 @@ def read_prompt(value: object) -> Prompt:
     Raises:
         ValueError: if it is none of these, or a message of it cannot be used.
     """
-    if isinstance(value, str):
-        return _transcript_prompt(value) or (
-            read_messages("prompt", parsed) if (parsed := messages_text(value)) else value
-        )
     if isinstance(value, list | tuple):
         return read_messages("prompt", value)
-    raise ValueError(f"prompt must be text or a list of messages, got {shown_kind(value)}")
-
-
-def _transcript_prompt(text: str) -> tuple[Message, ...] | None:
-    body = text.rstrip()
-    if not body.endswith(LAST_TURN):
-        return None
-    start = _TURN.match(text)
-    if start is None or start[1] == "Assistant":
-        return None
-    messages = parse_transcript(body.removesuffix(LAST_TURN))
-    return messages if any(message.role == "user" for message in messages) else None
+    if not isinstance(value, str):
+        raise ValueError(f"prompt must be text or a list of messages, got {shown_kind(value)}")
+    start, body = _TURN.match(value), value.rstrip()
+    if start is not None and start[1] != "Assistant" and body.endswith(LAST_TURN):
+        messages = parse_transcript(body.removesuffix(LAST_TURN))
+        if any(message.role == "user" for message in messages):
+            return messages
+    return read_messages("prompt", parsed) if (parsed := messages_text(value)) else value
 
 
 def parsed_text(text: str) -> Any:
@@ -223,40 +215,27 @@ def read_messages(name: str, value: object) -> tuple[Message, ...]:
 def _read_message(name: str, number: int, item: object) -> Message:
     if isinstance(item, Message):
         return item
-    if isinstance(item, str):
-        raise ValueError(f"{name} must hold messages with role and content, got a list of texts")
-    if not is_message(item):
-        raise ValueError(f"{name} must hold messages with role and content, got {str(item)[:60]}")
-    assert isinstance(item, Mapping)
+    if not isinstance(item, Mapping) or not is_message(item):
+        got = "a list of texts" if isinstance(item, str) else str(item)[:60]
+        raise ValueError(f"{name} must hold messages with role and content, got {got}")
     role, content = ("role", "content") if "role" in item and "content" in item else ("from", "value")
     for field, value in item.items():
-        if field not in (role, content) and _would_be_lost(field, value):
+        if field in (role, content) or is_empty(value):
+            continue
+        is_prose = isinstance(value, str) and len(value.split()) > _PROSE_WORDS
+        are_objects = isinstance(value, list) and all(isinstance(part, Mapping) for part in value)
+        if field in _UNREAD_FIELDS or is_prose or are_objects:
             raise ValueError(
                 f"{name}: message {number} has {field}, which is not read and would be lost; write it into the "
                 f"message's content, or remove the field"
             )
-    message = Message(item[role], _content(item[content]))
+    text = item[content]
+    if isinstance(text, list) and len(text) == 1 and isinstance(text[0], Mapping):
+        part = text[0]  # the one part of a list, as some templates write text
+        text = part["text"] if part.get("type") == "text" and isinstance(part.get("text"), str) else text
+    message = Message(item[role], text)
     require_characters(f"{name}: message {number}", message.content)
     return message
-
-
-def _would_be_lost(field: str, value: object) -> bool:
-    if is_empty(value):
-        return False
-    if field in _UNREAD_FIELDS:
-        return True
-    if isinstance(value, str):
-        return len(value.split()) > _PROSE_WORDS
-    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
-
-
-def _content(value: Any) -> Any:
-    """The text of a list with one text part, as some templates write it; anything else is unchanged."""
-    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], Mapping):
-        part = value[0]
-        if part.get("type") == "text" and isinstance(part.get("text"), str):
-            return part["text"]
-    return value
 
 
 def control_tokens(special_tokens: Iterable[str]) -> re.Pattern[str]:

@@ -13,7 +13,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
@@ -52,7 +52,11 @@ def read_rows(source: str | Path, report: Report) -> Iterator[tuple[int, Row]]:
         return guarded(path, _file_reader(path)(path, report))
     if is_hub_name(location):
         return _hub(location)
-    raise DataError(_no_such_file(location, path))
+    if not path.parent.is_dir():
+        raise DataError(f"{location}: no such file; the folder {path.parent} does not exist")
+    near = nearest(path.name, [entry.name for entry in path.parent.iterdir()], 0.5)
+    similar = f"did you mean '{path.parent / near[0]}'?" if near else None
+    raise DataError(f"{location}: no such file; {similar or f'nothing in {path.parent.resolve()} has a similar name'}")
 
 
 def row_unit(source: str | Path) -> str:
@@ -86,15 +90,6 @@ def is_hub_name(location: str) -> bool:
 def _suffix(path: Path) -> str:
     """Suffix of the file's kind, below `.gz`."""
     return Path(path.name.lower().removesuffix(".gz")).suffix
-
-
-def _no_such_file(location: str, path: Path) -> str:
-    folder = path.parent
-    if not folder.is_dir():
-        return f"{location}: no such file; the folder {folder} does not exist"
-    near = nearest(path.name, [entry.name for entry in folder.iterdir()], 0.5)
-    hint = f"did you mean '{folder / near[0]}'?" if near else f"nothing in {folder.resolve()} has a similar name"
-    return f"{location}: no such file; {hint}"
 
 
 def _file_reader(path: Path) -> Callable[[Path, Report], Iterator[tuple[int, Row]]]:
@@ -135,14 +130,19 @@ def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
 
 
 def _parquet(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
-    number = 0
     with pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
         require_distinct_columns(path, names)
-        for batch in file.iter_batches(batch_size=_ROWS_AT_ONCE):
-            for values in zip(*(column.to_pylist() for column in batch.columns), strict=True):
-                number += 1
-                yield number, dict(zip(names, values, strict=True))
+        batches = file.iter_batches(batch_size=_ROWS_AT_ONCE)
+        yield from _batched_rows(
+            {name: column.to_pylist() for name, column in zip(names, batch.columns, strict=True)} for batch in batches
+        )
+
+
+def _batched_rows(batches: Iterable[Mapping[str, Sequence[Any]]]) -> Iterator[tuple[int, Row]]:
+    """Numbered rows of columns, a few thousand rows at a time."""
+    rows = (dict(zip(batch, values, strict=True)) for batch in batches for values in zip(*batch.values(), strict=True))
+    return enumerate(rows, 1)
 
 
 def require_distinct_columns(path: Path, names: Sequence[str]) -> None:
@@ -230,37 +230,31 @@ def _json(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
 
 
 def _csv(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
+    """Rows with the line that each starts on; blank lines are left out."""
     csv.field_size_limit(_LONGEST_FIELD)
+    header: list[str] = []
     with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as text:
-        records = _csv_records(path, text)
-        header = next(records, (1, []))[1]
-        if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
-            raise DataError(f"{path}, line 1: fields must be separated by commas, got the header {header[0]!r}")
-        if len(set(header)) != len(header):
-            twice = next(name for name in header if header.count(name) > 1)
-            raise DataError(f"{path}, line 1: the header names column '{twice}' twice")
-        for number, cells in records:
-            if len(cells) == len(header):
-                yield number, dict(zip(header, cells, strict=True))
-            else:
+        reader = csv.reader(text, strict=True)
+        while True:
+            number = reader.line_num + 1
+            try:
+                cells = next(reader, None)
+            except csv.Error as error:
+                raise DataError(
+                    f"{path}, line {number}: a quoted field is not closed, or a quote in it is not doubled ({error})"
+                ) from error
+            if cells is None:
+                return
+            if header and cells and len(cells) != len(header):
                 report(number, f"has {len(cells)} fields where the header has {len(header)}")
-
-
-def _csv_records(path: Path, text: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
-    """Records with the line each starts on; blank lines are left out."""
-    reader = csv.reader(text, strict=True)
-    while True:
-        number = reader.line_num + 1
-        try:
-            cells = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise DataError(
-                f"{path}, line {number}: a quoted field is not closed, or a quote in it is not doubled ({error})"
-            ) from error
-        if cells:
-            yield number, cells
+            elif header and cells:
+                yield number, dict(zip(header, cells, strict=True))
+            elif cells:
+                header = cells
+                if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
+                    raise DataError(f"{path}, line 1: fields must be separated by commas, got the header {header[0]!r}")
+                if twice := [name for name in header if header.count(name) > 1]:
+                    raise DataError(f"{path}, line 1: the header names column '{twice[0]}' twice")
 
 
 _READERS: dict[str, Callable[[Path, Report], Iterator[tuple[int, Row]]]] = {
@@ -345,7 +339,7 @@ def _saved_folder(path: Path) -> Iterator[tuple[int, Row]]:
         dataset = load_from_disk(str(path))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: the saved data set cannot be read: {error}") from error
-    return guarded(path, _dataset_rows(dataset))
+    return guarded(path, _batched_rows(dataset.iter(batch_size=_ROWS_AT_ONCE)))
 
 
 def _hub(location: str) -> Iterator[tuple[int, Row]]:
@@ -369,12 +363,4 @@ def _hub(location: str) -> Iterator[tuple[int, Row]]:
             choice = f"{name}:{config or ''}:{next(iter(loaded))}"
             raise DataError(f"{location}: the data set has the splits {', '.join(loaded)}; name one, such as {choice}")
         loaded = next(iter(loaded.values()))
-    return _dataset_rows(loaded)
-
-
-def _dataset_rows(dataset: Any) -> Iterator[tuple[int, Row]]:
-    number = 0
-    for batch in dataset.iter(batch_size=_ROWS_AT_ONCE):
-        for values in zip(*batch.values(), strict=True):
-            number += 1
-            yield number, dict(zip(batch, values, strict=True))
+    return _batched_rows(loaded.iter(batch_size=_ROWS_AT_ONCE))

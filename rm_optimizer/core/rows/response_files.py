@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, islice
@@ -74,7 +74,23 @@ def read_responses(path: Path) -> Iterator[ResponseRow]:
         DataError: naming file and row, if the file or a row cannot be read or is no prompt with responses.
     """
     for number, row in stored_rows(path):
-        yield _checked(path, number, row)
+        where = f"{path}, {row_unit(path)} {number}"
+        listed = "responses" in row
+        if "prompt" not in row or ("response" in row) == listed:
+            got = ", ".join(row) or "none"
+            raise DataError(f"{where}: expected the columns prompt and response, or prompt and responses; got {got}")
+        if REWARD in row:
+            raise DataError(f"{where}: there is a column '{REWARD}' already; rename it or leave it out")
+        responses = row["responses"] if listed else [row["response"]]
+        if not are_texts(responses):
+            expected = "responses must be a list of texts" if listed else "response must be text"
+            raise DataError(f"{where}: {expected}, got {_shown(row['responses' if listed else 'response'])}")
+        try:
+            for text in responses:
+                require_response("response", text)
+        except ValueError as error:
+            raise DataError(f"{where}: {error}; repair it or leave the row out") from error
+        yield ResponseRow(number, _prompt(where, row), tuple(responses), listed)
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
@@ -97,26 +113,6 @@ def stored_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         raise DataError(f"{path}, {row_unit(path)} {number}: {reason}")
 
     return read_rows(path, refuse)
-
-
-def _checked(path: Path, number: int, row: dict[str, Any]) -> ResponseRow:
-    where = f"{path}, {row_unit(path)} {number}"
-    if "prompt" not in row or ("response" in row) == ("responses" in row):
-        got = ", ".join(row) or "none"
-        raise DataError(f"{where}: expected the columns prompt and response, or prompt and responses; got {got}")
-    if REWARD in row:
-        raise DataError(f"{where}: there is a column '{REWARD}' already; rename it or leave it out")
-    listed = "responses" in row
-    responses = row["responses"] if listed else [row["response"]]
-    if not are_texts(responses):
-        expected = "responses must be a list of texts" if listed else "response must be text"
-        raise DataError(f"{where}: {expected}, got {_shown(row['responses' if listed else 'response'])}")
-    try:
-        for text in responses:
-            require_response("response", text)
-    except ValueError as error:
-        raise DataError(f"{where}: {error}; repair it or leave the row out") from error
-    return ResponseRow(number, _prompt(where, row), tuple(responses), listed)
 
 
 def _prompt(where: str, row: dict[str, Any]) -> Prompt:
@@ -151,7 +147,15 @@ def write_with_rewards(source: Path, target: IO[bytes], kind: FileKind, rewards:
         rewards: a number, or a list of numbers, for each row in order.
     """
     if kind is FileKind.parquet:
-        _write_parquet(source, target, iter(rewards))
+        column: Any = pa.list_(pa.float32()) if "responses" in pq.read_schema(source).names else pa.float32()
+        given, writer = iter(rewards), None
+        for batch in pq.ParquetFile(source).iter_batches(batch_size=BATCH_ROWS):
+            values: list[Any] = list(islice(given, batch.num_rows))
+            scored = batch.append_column(pa.field(REWARD, column), pa.array(values, column))
+            writer = writer or pq.ParquetWriter(target, scored.schema)
+            writer.write_batch(scored)
+        if writer is not None:
+            writer.close()
         return
     rows = ({**row, REWARD: reward} for (_, row), reward in zip(stored_rows(source), rewards, strict=True))
     text = io.TextIOWrapper(target, encoding="utf-8", newline="")
@@ -167,16 +171,3 @@ def write_with_rewards(source: Path, target: IO[bytes], kind: FileKind, rewards:
             text.write((json.dumps(row, default=str) if _SURROGATE.search(line) else line) + "\n")
     text.flush()
     text.detach()
-
-
-def _write_parquet(source: Path, target: IO[bytes], rewards: Iterator[Any]) -> None:
-    listed = "responses" in pq.read_schema(source).names
-    kind = pa.list_(pa.float32()) if listed else pa.float32()
-    writer: Any = None
-    for batch in pq.ParquetFile(source).iter_batches(batch_size=BATCH_ROWS):
-        values: Sequence[Any] = list(islice(rewards, batch.num_rows))
-        scored = batch.append_column(pa.field(REWARD, kind), pa.array(values, kind))
-        writer = writer or pq.ParquetWriter(target, scored.schema)
-        writer.write_batch(scored)
-    if writer is not None:
-        writer.close()
