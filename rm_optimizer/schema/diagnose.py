@@ -122,7 +122,8 @@ def _value_sentence(error: OmegaConfBaseException, overrides: Sequence[str]) -> 
         return _type_sentence(error, option, overrides)
     parent = error.parent_node
     if isinstance(parent, DictConfig) and not is_dataclass(OmegaConf.get_type(parent)):
-        typed_line = next((line for line in overrides if option.startswith(line.partition("=")[0])), option)
+        lines = (line for line in overrides if f"{option}.".startswith(f"{line.partition('=')[0]}."))
+        typed_line = max(lines, key=lambda line: len(line.partition("=")[0]), default=option)
         return f"{option} is a new name in a free mapping; add it with a plus: '+{typed_line}'"
     root = parent._get_root() if parent is not None else None
     return unknown_option(option, root) if isinstance(root, DictConfig) else _first_line(error)

@@ -141,3 +141,8 @@ def test_only_the_first_process_speaks(monkeypatch, capsys, variable):
     monkeypatch.setenv(variable, "0")
     report(DataError("a bad row"))
     assert capsys.readouterr().err == "error: a bad row\n"
+
+
+def test_a_new_name_in_a_free_mapping_is_shown_as_it_was_typed_beside_its_group():
+    with pytest.raises(ConfigError, match=r"with a plus: '\+model\.architecture\.hidden_size=32'"):
+        check_command(["model=custom", "model.architecture.hidden_size=32"])
