@@ -15,6 +15,7 @@ from rm_optimizer.core.metrics.estimate import UNKNOWN, Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.rows.messages import control_tokens
+from rm_optimizer.core.tokens.cache import cut_counts, encoded_chunks
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
 from rm_optimizer.records.codec import JsonRecord
 
@@ -138,21 +139,24 @@ def audit_pairs(
     """
     control = control_tokens(special_tokens)
     splits = {name: _audit_split(dataset, renderer, control) for name, dataset in datasets.items()}
-    pairs_of_splits = itertools.combinations(datasets.items(), 2)
-    overlaps = tuple(_overlap(first, second) for first, second in pairs_of_splits)
-    return DataAudit(splits, overlaps)
-
-
-def _overlap(first: tuple[str, PreferenceDataset], second: tuple[str, PreferenceDataset]) -> PromptOverlap:
-    shared = set(first[1].prompt_ids) & set(second[1].prompt_ids)
-    on_first, on_second = (sum(identity in shared for identity in data.prompt_ids) for _, data in (first, second))
-    return PromptOverlap(first[0], second[0], len(shared), on_first, on_second, num_leaked_pairs(first[1], second[1]))
+    overlaps = []
+    for (first, earlier), (second, later) in itertools.combinations(datasets.items(), 2):
+        shared = set(earlier.prompt_ids) & set(later.prompt_ids)
+        on_first, on_second = (sum(each in shared for each in data.prompt_ids) for data in (earlier, later))
+        num_leaked = num_leaked_pairs(earlier, later)
+        overlaps.append(PromptOverlap(first, second, len(shared), on_first, on_second, num_leaked))
+    return DataAudit(splits, tuple(overlaps))
 
 
 def _audit_split(dataset: PreferenceDataset, renderer: ConversationRenderer, control: re.Pattern[str]) -> SplitAudit:
-    sides = _encoded_sides(dataset, renderer)
-    lengths = np.array([[side.length for side in pair] for pair in sides], dtype=np.float64).reshape(-1, 2)
+    # Without the ids, which would fill the memory for large data sets.
+    parts = [(chunk.lengths, chunk.cuts, chunk.differ) for chunk in encoded_chunks(dataset.pairs, renderer)]
+    kept, cuts, differ = map(np.concatenate, zip(*parts, strict=True))
+    lengths, counts = kept + cuts.sum(axis=2), cut_counts(cuts)
     quantiles = np.quantile(lengths, QUANTILES, axis=0).T if len(lengths) else np.full((2, len(QUANTILES)), np.nan)
+    members: dict[str, list[PreferencePair]] = {}
+    for pair in dataset.pairs:
+        members.setdefault(str(pair.metadata.get("source", "unnamed")), []).append(pair)
     num_duplicates, num_contradictions = _repeats(dataset)
     marker, marker_wins = _marker(dataset.pairs)
     texts = (
@@ -166,54 +170,26 @@ def _audit_split(dataset: PreferenceDataset, renderer: ConversationRenderer, con
         num_prompts=len(set(dataset.prompt_ids)),
         num_duplicates=num_duplicates,
         num_contradictions=num_contradictions,
-        num_identical=sum(chosen.ids_hash == rejected.ids_hash for chosen, rejected in sides),
-        num_truncated=sum(chosen.is_cut or rejected.is_cut for chosen, rejected in sides),
-        num_uneven_cut=sum(chosen.prompt_cut != rejected.prompt_cut for chosen, rejected in sides),
-        num_response_cut=sum(chosen.response_cut or rejected.response_cut for chosen, rejected in sides),
+        num_identical=int((~differ).sum()),
+        num_truncated=int(cuts.any(axis=(1, 2)).sum()),
+        num_uneven_cut=counts["num_uneven_prompt_cut"],
+        num_response_cut=counts["num_response_cut"],
         chosen_tokens=tuple(quantiles[0].tolist()),
         rejected_tokens=tuple(quantiles[1].tolist()),
         longer_wins=length_baseline(dataset.pairs),
         num_margins=sum(pair.margin is not None for pair in dataset.pairs),
         num_zero_labels=sum(pair.label == 0.0 for pair in dataset.pairs),
         num_soft_labels=sum(0.0 < pair.label < 1.0 for pair in dataset.pairs),
-        sources=_audit_sources(dataset),
+        sources={
+            name: SourceAudit(len(pairs), len(set(prompt_ids(pairs))), length_baseline(pairs))
+            for name, pairs in sorted(members.items(), key=lambda item: (-len(item[1]), item[0]))
+        },
         num_control_tokens=len(found),
         control_tokens=tuple(token for token, _ in Counter(sorted(itertools.chain(*found))).most_common()),
         num_blank_only=sum(pair.chosen.split() == pair.rejected.split() for pair in dataset.pairs),
         marker=marker,
         marker_wins=marker_wins,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Side:
-    """An encoded response without its ids, which would fill the memory for large data sets."""
-
-    length: int
-    is_cut: bool
-    prompt_cut: int
-    response_cut: bool
-    ids_hash: int
-
-
-def _encoded_sides(dataset: PreferenceDataset, renderer: ConversationRenderer) -> list[tuple[_Side, _Side]]:
-    """Both sides of each pair; a response that stands in many pairs is encoded once."""
-    known: dict[tuple[str, str], _Side] = {}
-
-    def side(identity: str, pair: PreferencePair, response: str) -> _Side:
-        key = (identity, response)
-        if key not in known:
-            encoded = renderer.encode(pair.prompt, response)
-            cut = encoded.prompt_cut + encoded.response_cut
-            known[key] = _Side(
-                len(encoded.ids) + cut, cut > 0, encoded.prompt_cut, encoded.response_cut > 0, hash(tuple(encoded.ids))
-            )
-        return known[key]
-
-    return [
-        (side(identity, pair, pair.chosen), side(identity, pair, pair.rejected))
-        for identity, pair in zip(dataset.prompt_ids, dataset.pairs, strict=True)
-    ]
 
 
 def _repeats(dataset: PreferenceDataset) -> tuple[int, int]:
@@ -227,16 +203,6 @@ def _repeats(dataset: PreferenceDataset) -> tuple[int, int]:
     wins = {(i, a, b) if label > 0.5 else (i, b, a) for i, a, b, label in originals if label != 0.5}
     num_contradictions = sum((identity, worse, better) in wins for identity, better, worse in wins) // 2
     return len(originals) - len(distinct), num_contradictions
-
-
-def _audit_sources(dataset: PreferenceDataset) -> dict[str, SourceAudit]:
-    members: dict[str, list[PreferencePair]] = {}
-    for pair in dataset.pairs:
-        members.setdefault(str(pair.metadata.get("source", "unnamed")), []).append(pair)
-    ordered = sorted(members.items(), key=lambda item: (-len(item[1]), item[0]))
-    return {
-        name: SourceAudit(len(pairs), len(set(prompt_ids(pairs))), length_baseline(pairs)) for name, pairs in ordered
-    }
 
 
 def length_baseline(pairs: Sequence[PreferencePair]) -> Estimate:

@@ -19,7 +19,7 @@ import time
 import uuid
 import warnings
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import chain
@@ -169,6 +169,14 @@ class EncodedPairs:
         )
 
 
+def encoded_chunks(pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> Iterator[EncodedPairs]:
+    """The pairs encoded in parts of bounded size, at least one, with a progress bar for large sets."""
+    console, hidden = Console(stderr=True), len(pairs) <= _PROGRESS_FROM
+    starts = range(0, max(1, len(pairs)), _CHUNK)
+    for start in track(starts, "Tokenizing", console=console, transient=True, disable=hidden):
+        yield EncodedPairs.of([pairs[i] for i in range(start, min(start + _CHUNK, len(pairs)))], renderer)
+
+
 def tokenize_pairs(
     pairs: Sequence[PreferencePair], renderer: ConversationRenderer, cache_dir: Path | None
 ) -> TokenizedPairs:
@@ -239,11 +247,9 @@ def _fingerprint(pairs: Sequence[PreferencePair], renderer: ConversationRenderer
 
 def _build(folder: Path, pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> None:
     """Tokenize chunk by chunk into `folder`, and write the metadata with the checksums last."""
-    starts, parts = range(0, max(1, len(pairs)), _CHUNK), []
-    console, hidden = Console(stderr=True), len(pairs) <= _PROGRESS_FROM
+    parts = []
     with (folder / "tokens.bin").open("wb") as file:
-        for start in track(starts, "Tokenizing", console=console, transient=True, disable=hidden):
-            chunk = EncodedPairs.of([pairs[i] for i in range(start, min(start + _CHUNK, len(pairs)))], renderer)
+        for chunk in encoded_chunks(pairs, renderer):
             chunk.tokens.tofile(file)
             parts.append((chunk.lengths, chunk.cuts, chunk.differ))
     lengths, cuts, differ = map(np.concatenate, zip(*parts, strict=True))

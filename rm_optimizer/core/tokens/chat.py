@@ -14,20 +14,24 @@ from itertools import takewhile
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
-from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_messages, digest
 from rm_optimizer.core.rows.messages import require_characters
-from rm_optimizer.core.tokens.conversation_text import PIN_MARK, PINNED_DATE, first_lost, pinned_template, plain_prompt
+from rm_optimizer.core.tokens.conversation_text import (
+    PIN_MARK,
+    PINNED_DATE,
+    ChatTemplate,
+    Turn,
+    pinned_template,
+    plain_prompt,
+)
 from rm_optimizer.core.tokens.tokenizer import added_tokens, require_one_template
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 
 RenderFn: TypeAlias = Callable[[tuple[Message, ...], str], str]
 """Custom rendering: function of the messages before the response, and of the response, that returns the text."""
 
-Turn: TypeAlias = Mapping[str, str]
-"""Message in the form that chat templates take."""
 WRITTEN_MARK = "{# written whole #}\n"
 """Mark in a chat template that writes a whole sequence, so that nothing is added to the tokens of its text."""
 PROBES: tuple[tuple[tuple[Message, ...], str], ...] = (
@@ -87,10 +91,9 @@ class ConversationRenderer:
         self._lead, self._end = ((), ()) if self.is_written else self.frame
         self._openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
         self._blank: dict[int, bool] = {}
-        self._unprinted: dict[tuple[str, ...], int | None] = {}
+        self._template = ChatTemplate(tokenizer)
         self.refused_tokens: dict[int, str] = {}
-        if max_length <= len(self._lead) + len(self._end):
-            special = len(self._lead) + len(self._end)
+        if max_length <= (special := len(self._lead) + len(self._end)):
             raise ValueError(f"max_length must exceed the {special} special tokens of a sequence, got {max_length}")
         if self.kind == "chat_template":
             tokenizer.chat_template = pinned_template(tokenizer.chat_template)
@@ -160,9 +163,7 @@ class ConversationRenderer:
             elif kind == "plain":
                 texts.append(f"{plain_prompt(messages)}{response}")
             else:
-                conversation = [*turns, {"role": "assistant", "content": response}]
-                texts.append(self._templated(conversation, open_turn=False))
-                self._require_content(conversation, texts[-1])
+                texts.append(self._template.whole([*turns, {"role": "assistant", "content": response}]))
         return texts
 
     def refusal(self, pair: PreferencePair) -> str | None:
@@ -194,8 +195,8 @@ class ConversationRenderer:
         """
         sequences = [self._framed(ids) for ids in self._ids(self._texts(prompts, responses))]
         too_long = [i for i, ids in enumerate(sequences) if len(ids) > self.max_length]
-        starts = self._response_starts([prompts[i] for i in too_long], [sequences[i] for i in too_long])
-        cut = {i: self._cut(sequences[i], start) for i, start in zip(too_long, starts, strict=True)}
+        encodings = self._cut([prompts[i] for i in too_long], [sequences[i] for i in too_long])
+        cut = dict(zip(too_long, encodings, strict=True))
         return [cut[i] if i in cut else Encoding(tuple(ids), 0, 0) for i, ids in enumerate(sequences)]
 
     def encode_rendered(self, texts: Sequence[str], max_length: int) -> list[Encoding]:
@@ -221,16 +222,18 @@ class ConversationRenderer:
             adds_frame: True to add special tokens.
         """
         rows = self._ids(list(texts))
-        return list(map(self._completed, rows)) if adds_frame else rows
-
-    def _completed(self, ids: list[int]) -> list[int]:
-        """The ids with the special tokens that they lack."""
-        (lead, end), (opening, closing) = self._added, self._rendered_frame
-        if closing and tuple(ids[-len(closing) :]) == closing:
-            ids, lead, end = self._framed(ids), opening, ()
-        is_begun = tuple(ids[: len(lead)]) == lead or (ids and ids[0] in self._openers)
-        is_ended = tuple(ids[-len(end) :]) == end
-        return [*(() if is_begun else lead), *ids, *(() if is_ended else end)]
+        if not adds_frame:
+            return rows
+        opening, closing = self._rendered_frame
+        completed = []
+        for ids in rows:
+            lead, end = self._added
+            if closing and tuple(ids[-len(closing) :]) == closing:
+                ids, lead, end = self._framed(ids), opening, ()
+            is_begun = tuple(ids[: len(lead)]) == lead or (ids and ids[0] in self._openers)
+            is_ended = tuple(ids[-len(end) :]) == end
+            completed.append([*(() if is_begun else lead), *ids, *(() if is_ended else end)])
+        return completed
 
     @cached_property
     def _rendered_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -280,8 +283,11 @@ class ConversationRenderer:
         """Digest of the texts and ids of the fixed probe conversations, and the text of the first one."""
         seen: list[Any] = []
         for prompt, response in PROBES:
+            # Only a single turn is checked to be whole, to keep the digest of earlier versions.
+            is_unchecked = self.kind == "chat_template" and len(prompt) > 1
+            turns = [*map(Message.to_dict, prompt), {"role": "assistant", "content": response}]
             try:
-                text = self._probe_text(prompt, response)
+                text = self._template.rendered(turns) if is_unchecked else self.text(prompt, response)
             except (DataError, ValueError) as error:
                 if len(prompt) == 1:
                     raise DataError(f"a single user message and its response cannot be rendered: {error}") from error
@@ -290,49 +296,6 @@ class ConversationRenderer:
                 seen.append([text, self._framed(self._ids([text])[0])])
         return digest({"probes": seen, "pinned_date": self.pinned_date}), seen[0][0]
 
-    def _probe_text(self, prompt: tuple[Message, ...], response: str) -> str:
-        """The probe's text; only a single turn is checked to be whole, to keep the digest of earlier versions."""
-        if self.kind != "chat_template" or len(prompt) == 1:
-            return self.text(prompt, response)
-        turns = [*map(Message.to_dict, prompt), {"role": "assistant", "content": response}]
-        return self._templated(turns, open_turn=False)
-
-    def _require_content(self, turns: Sequence[Turn], text: str) -> None:
-        """Refuse a text in which the template did not print every message whole."""
-        number = self._unprinted_role(tuple(turn["role"] for turn in turns))
-        if number is not None:
-            raise ConversationRefused(
-                f"the tokenizer's chat template prints nothing of a message with role '{turns[number]['role']}' in a "
-                f"conversation with roles {_roles(turns)}, such as {turns[number]['content'][:60]!r}; change the "
-                "role to one that the template reads, or give the tokenizer another chat template"
-            )
-        lost = first_lost([turn["content"] for turn in turns], text)
-        if lost is not None:
-            raise ConversationRefused(
-                f"the tokenizer's chat template leaves out a part of message {lost + 1} (role "
-                f"'{turns[lost]['role']}'), which begins {turns[lost]['content'][:60]!r}; take that part out of the "
-                "data (templates strip <think> blocks, for one), or give the tokenizer a template that keeps it"
-            )
-
-    def _unprinted_role(self, roles: tuple[str, ...]) -> int | None:
-        """Index of the first message that the template never prints, found once for each order of roles."""
-        if roles not in self._unprinted:
-            marks = [f"rmopt{number}mark" for number in range(len(roles))]
-            probe = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-            text = self._templated(probe, open_turn=False)
-            self._unprinted[roles] = next((i for i, mark in enumerate(marks) if mark not in text), None)
-        return self._unprinted[roles]
-
-    def _templated(self, turns: Sequence[Turn], *, open_turn: bool) -> str:
-        try:
-            rendered = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=open_turn)
-        except TemplateError as error:
-            raise ConversationRefused(
-                f"the tokenizer's chat template refuses a conversation with roles {_roles(turns)} ({error}), "
-                f"first message {turns[0]['content'][:60]!r}; change the roles, or pass a render_fn"
-            ) from error
-        return str(rendered)
-
     def prompt_text(self, prompt: Prompt) -> str:
         """The text before the response, with the generation prompt."""
         messages = _messages(prompt)
@@ -340,7 +303,7 @@ class ConversationRenderer:
             return self.render_fn(messages, "")
         if self.kind != "chat_template":
             return plain_prompt(messages)
-        return self._templated(list(map(Message.to_dict, messages)), open_turn=True)
+        return self._template.rendered(list(map(Message.to_dict, messages)), open_turn=True)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:
@@ -350,18 +313,14 @@ class ConversationRenderer:
             texts, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False, verbose=False
         )
         ids: list[list[int]] = encoded["input_ids"]
-        if self.refused_tokens:
-            for text, row in zip(texts, ids, strict=True):
-                self._require_embedded(text, row)
+        for text, row in zip(texts, ids, strict=True) if self.refused_tokens else ():
+            refused = next((index for index in row if index in self.refused_tokens), None)
+            if refused is not None:
+                raise ConversationRefused(
+                    f"the model's embedding has no row for the token {self.refused_tokens[refused]!r} (id {refused}) "
+                    f"of {text[:60]!r}; resize the embedding, or take the token out of the data"
+                )
         return ids
-
-    def _require_embedded(self, text: str, ids: Sequence[int]) -> None:
-        refused = next((index for index in ids if index in self.refused_tokens), None)
-        if refused is not None:
-            raise ConversationRefused(
-                f"the model's embedding has no row for the token {self.refused_tokens[refused]!r} (id {refused}) of "
-                f"{text[:60]!r}; resize the embedding, or take the token out of the data"
-            )
 
     def _framed(self, ids: list[int]) -> list[int]:
         """The ids with BOS and EOS, each added if it is missing."""
@@ -390,26 +349,23 @@ class ConversationRenderer:
             self._blank[token] = not special and not self.tokenizer.decode([token]).strip()
         return self._blank[token]
 
-    def _response_starts(self, prompts: Sequence[Prompt], sequences: Sequence[Sequence[int]]) -> list[int]:
-        """Index of each response's first token: the number of tokens that the sequence shares with its prompt alone."""
+    def _cut(self, prompts: Sequence[Prompt], sequences: Sequence[list[int]]) -> list[Encoding]:
+        """Encodings of sequences that are too long; a response starts where its sequence leaves the prompt alone."""
         texts = [self.prompt_text(prompt) for prompt in prompts]
         distinct = list(dict.fromkeys(texts))  # both sides of a pair have one prompt
         ids_of = dict(zip(distinct, self._ids(distinct), strict=True))
-        starts = []
-        for text, whole in zip(texts, sequences, strict=True):
-            ids = ids_of[text]
-            alone = ids if self._lead_width(ids) else [*self._lead, *ids]
-            pairs = enumerate(zip(alone, whole, strict=False))
-            starts.append(next((i for i, (a, b) in pairs if a != b), min(len(alone), len(whole))))
-        return starts
-
-    def _cut(self, ids: list[int], response_start: int) -> Encoding:
-        excess, lead = len(ids) - self.max_length, self._lead_width(ids)
-        prompt_cut = min(excess, max(0, response_start - lead))
-        kept = ids[:lead] + ids[lead + prompt_cut :]
-        tail = kept[len(kept) - self._end_width(ids) :][: self.max_length - lead]
-        kept = kept[: self.max_length - len(tail)] + tail
-        return Encoding(tuple(kept), prompt_cut, excess - prompt_cut)
+        encodings = []
+        for text, ids in zip(texts, sequences, strict=True):
+            alone = ids_of[text] if self._lead_width(ids_of[text]) else [*self._lead, *ids_of[text]]
+            pairs = enumerate(zip(alone, ids, strict=False))
+            start = next((i for i, (a, b) in pairs if a != b), min(len(alone), len(ids)))
+            excess, lead = len(ids) - self.max_length, self._lead_width(ids)
+            prompt_cut = min(excess, max(0, start - lead))
+            kept = ids[:lead] + ids[lead + prompt_cut :]
+            tail = kept[len(kept) - self._end_width(ids) :][: self.max_length - lead]
+            kept = kept[: self.max_length - len(tail)] + tail
+            encodings.append(Encoding(tuple(kept), prompt_cut, excess - prompt_cut))
+        return encodings
 
 
 def belongs_to_model(renderer: ConversationRenderer) -> None:
@@ -447,10 +403,6 @@ def _messages(prompt: Prompt) -> tuple[Message, ...]:
         return as_messages(prompt)
     except ValueError as error:
         raise ConversationRefused(str(error)) from error
-
-
-def _roles(turns: Sequence[Turn]) -> str:
-    return ", ".join(turn["role"] for turn in turns)
 
 
 def _check_encodable(texts: Sequence[str]) -> None:

@@ -1,16 +1,22 @@
-"""Text of conversations: the form without a chat template, templates with fixed dates, and omissions of a template."""
+"""Text of conversations: by a chat template with fixed dates that leaves nothing out, or in a form without one."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
+from typing import TypeAlias
+
+from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.rows.messages import Message
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, ConversationRefused
 
+Turn: TypeAlias = Mapping[str, str]
+"""Message in the form that chat templates take."""
 PINNED_DATE = "26 Jul 2024"
 """The date in pinned templates, which is the default of `date_string` in Llama 3.1's template."""
 
@@ -78,6 +84,64 @@ def plain_prompt(messages: Sequence[Message]) -> str:
     """
     is_text = len(messages) == 1 and messages[0].role == "user"
     return f"Prompt: {messages[0].content if is_text else transcript(messages)}\n\nResponse: "
+
+
+class ChatTemplate:
+    """Renderer of messages by the chat template of a tokenizer.
+
+    Args:
+        tokenizer: a tokenizer with a chat template, which may change.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._unprinted: dict[tuple[str, ...], int | None] = {}
+
+    def rendered(self, turns: Sequence[Turn], *, open_turn: bool = False) -> str:
+        """The conversation as text.
+
+        Args:
+            turns: its messages.
+            open_turn: True to add the generation prompt.
+
+        Raises:
+            ConversationRefused: if the template refuses the roles or their order.
+        """
+        try:
+            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=open_turn)
+        except TemplateError as error:
+            roles = ", ".join(turn["role"] for turn in turns)
+            raise ConversationRefused(
+                f"the tokenizer's chat template refuses a conversation with roles {roles} ({error}), "
+                f"first message {turns[0]['content'][:60]!r}; change the roles, or pass a render_fn"
+            ) from error
+        return str(text)
+
+    def whole(self, turns: Sequence[Turn]) -> str:
+        """The conversation as text, in which each message is whole.
+
+        Raises:
+            ConversationRefused: if the template refuses the conversation, or leaves out a message or a part of one.
+        """
+        text, roles = self.rendered(turns), tuple(turn["role"] for turn in turns)
+        if roles not in self._unprinted:  # found once for each order of roles
+            marks = [f"rmopt{number}mark" for number in range(len(roles))]
+            probe = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+            printed = self.rendered(probe)
+            self._unprinted[roles] = next((i for i, mark in enumerate(marks) if mark not in printed), None)
+        if (number := self._unprinted[roles]) is not None:
+            raise ConversationRefused(
+                f"the tokenizer's chat template prints nothing of a message with role '{turns[number]['role']}' in a "
+                f"conversation with roles {', '.join(roles)}, such as {turns[number]['content'][:60]!r}; change the "
+                "role to one that the template reads, or give the tokenizer another chat template"
+            )
+        if (lost := first_lost([turn["content"] for turn in turns], text)) is not None:
+            raise ConversationRefused(
+                f"the tokenizer's chat template leaves out a part of message {lost + 1} (role "
+                f"'{turns[lost]['role']}'), which begins {turns[lost]['content'][:60]!r}; take that part out of the "
+                "data (templates strip <think> blocks, for one), or give the tokenizer a template that keeps it"
+            )
+        return text
 
 
 def first_lost(contents: Sequence[str], text: str) -> int | None:

@@ -32,10 +32,7 @@ _log = logging.getLogger("rm_optimizer")
 
 def prompt_ids(pairs: Sequence[PreferencePair]) -> tuple[str, ...]:
     """Each pair's `prompt_id`, computed once for each different prompt."""
-    known: dict[Prompt, str] = {}
-    for pair in pairs:
-        if pair.prompt not in known:
-            known[pair.prompt] = prompt_id(pair.prompt)
+    known = {prompt: prompt_id(prompt) for prompt in dict.fromkeys(pair.prompt for pair in pairs)}
     return tuple(known[pair.prompt] for pair in pairs)
 
 
@@ -64,10 +61,8 @@ class TokenizedPair(PreferencePair, Mapping[str, Tensor]):
             rest = (0, self.renderer.max_length - len(ids))
             found[f"{side}_input_ids"] = torch.nn.functional.pad(ids, rest, value=self.renderer.pad_token_id)
             found[f"{side}_attention_mask"] = torch.nn.functional.pad(torch.ones_like(ids), rest)
-        numbers = {"label": self.label, "weight": self.weight} | (
-            {} if self.margin is None else {"margin": self.margin}
-        )
-        return found | {name: torch.tensor(float(value)) for name, value in numbers.items()}
+        numbers = {"label": self.label, "weight": self.weight, "margin": self.margin}
+        return found | {name: torch.tensor(float(value)) for name, value in numbers.items() if value is not None}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tokens[name]
@@ -131,9 +126,8 @@ class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
         if tokenizer is None and max_length is not None:
             raise TypeError("max_length is for tokens, which need a tokenizer; give it as the second argument")
         renderer = None if tokenizer is None else renderer_of(tokenizer, max_length)
-        vars(self).update(
-            {"renderer": renderer, **{name: value for name, value in vars(data).items() if value is not None}}
-        )
+        kept = {name: value for name, value in vars(data).items() if value is not None}
+        vars(self).update({"renderer": renderer, **kept})
 
     @staticmethod
     def joined(parts: Sequence[SourcePairs]) -> PreferenceDataset:
@@ -226,15 +220,7 @@ class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
         """
         if not 0 < fraction < 1:
             raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
-        held_out = self._held_out(fraction, seed)
-        sides: tuple[list[int], list[int]] = ([], [])
-        for position, identity in enumerate(self.prompt_ids):
-            sides[identity in held_out].append(position)
-        return self._taken(sides[0], self.skipped), self._taken(sides[1], ())
-
-    def _held_out(self, fraction: float, seed: int) -> set[str]:
-        """Prompt ids of whole conversations, drawn until the share is reached."""
-        prompt_of = {identity: pair.prompt for identity, pair in zip(self.prompt_ids, self.pairs, strict=True)}
+        prompt_of = distinct_prompts(self)
         order = sorted(prompt_of, key=lambda name: hashlib.sha256(f"{seed}:{name}".encode()).digest())
         members: dict[int, list[str]] = {}
         for identity, group in zip(order, conversation_groups([prompt_of[name] for name in order]), strict=True):
@@ -250,7 +236,11 @@ class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
             if len(held_out) + len(names) <= wanted:
                 held_out.update(names)
         smallest: list[str] = min(members.values(), key=len)
-        return held_out or set(smallest)
+        held_out = held_out or set(smallest)
+        sides: tuple[list[int], list[int]] = ([], [])
+        for position, identity in enumerate(self.prompt_ids):
+            sides[identity in held_out].append(position)
+        return self._taken(sides[0], self.skipped), self._taken(sides[1], ())
 
 
 def _read(data: Any, options: DataConfig) -> SourcePairs:
@@ -287,8 +277,8 @@ def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -
         DataError: if any prompt stands in both; the text tells how many, gives one and names the option that permits
             it.
     """
-    trained, prompts = distinct_prompts(train), distinct_prompts(val)
-    seen = frozenset(prompt_keys(trained))
+    prompts = [*distinct_prompts(val).values()]
+    seen = frozenset(prompt_keys(distinct_prompts(train).values()))
     shared = [prompt for prompt, key in zip(prompts, prompt_keys(prompts), strict=True) if key in seen]
     if not shared:
         return
@@ -299,15 +289,15 @@ def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -
     )
 
 
-def distinct_prompts(data: PreferenceDataset) -> list[Prompt]:
-    """The different prompts of a data set, in order."""
-    return list({identity: pair.prompt for identity, pair in zip(data.prompt_ids, data.pairs, strict=True)}.values())
+def distinct_prompts(data: PreferenceDataset) -> dict[str, Prompt]:
+    """The different prompts of a data set by their `prompt_id`, in order."""
+    return {identity: pair.prompt for identity, pair in zip(data.prompt_ids, data.pairs, strict=True)}
 
 
 def num_leaked_pairs(train: PreferenceDataset, val: PreferenceDataset) -> int:
     """Validation pairs of a conversation of which training has an earlier or a later turn."""
-    prompts = distinct_prompts(val)
-    is_leaked = dict(zip(map(prompt_id, prompts), continued(distinct_prompts(train), prompts), strict=True))
+    trained, prompts = distinct_prompts(train), distinct_prompts(val)
+    is_leaked = dict(zip(prompts, continued([*trained.values()], [*prompts.values()]), strict=True))
     return sum(is_leaked[identity] for identity in val.prompt_ids)
 
 
@@ -339,13 +329,10 @@ class TrainVal:
             uses_margins: True if the loss reads margins.
         """
         found = list(dict.fromkeys((*self.train.notes, *self.val.notes)))
-        found += [
-            f"{name}: {note}"
-            for name, data in (("training", self.train), ("validation", self.val))
-            if (note := label_note(data.pairs)) is not None
-        ]
-        num_margins = sum(pair.margin is not None for pair in self.train.pairs)
-        if num_margins and not uses_margins:
+        for name, data in (("training", self.train), ("validation", self.val)):
+            if (note := label_note(data.pairs)) is not None:
+                found.append(f"{name}: {note}")
+        if not uses_margins and (num_margins := sum(pair.margin is not None for pair in self.train.pairs)):
             found.append(f"{num_margins} training pairs have a margin, which is not used; loss.margin_scale uses it")
         if leaked := num_leaked_pairs(self.train, self.val):
             found.append(
@@ -379,24 +366,20 @@ def load_training_data(config: DataConfig) -> TrainVal:
     Raises:
         DataError: if a source or row is bad, or prompts overlap and that is not allowed.
     """
-    data = _train_val(config)
-    if not config.allow_prompt_overlap:
-        require_disjoint_prompts(data.train, data.val)
-    if config.max_pairs is None:
-        return data
-    return TrainVal(data.train.subset(config.max_pairs, config.split_seed), data.val, data.val_origin, data.ceiling)
-
-
-def _train_val(config: DataConfig) -> TrainVal:
     world = synthetic_world(config.synthetic) if config.train is None else None
     train = load_pairs(config.train, config) if world is None else PreferenceDataset(world.train)
     if config.val is not None:
         val = load_pairs(config.val, config)
-        return TrainVal(train, val, ", ".join(val.sources))
-    if world is not None:
-        val = PreferenceDataset(world.val)
-        return TrainVal(train, val, "the synthetic world's held-out prompts", world.ceiling)
-    return split_off(train, config)
+        data = TrainVal(train, val, ", ".join(val.sources))
+    elif world is not None:
+        data = TrainVal(train, PreferenceDataset(world.val), "the synthetic world's held-out prompts", world.ceiling)
+    else:
+        data = split_off(train, config)
+    if not config.allow_prompt_overlap:
+        require_disjoint_prompts(data.train, data.val)
+    if config.max_pairs is None:
+        return data
+    return replace(data, train=data.train.subset(config.max_pairs, config.split_seed))
 
 
 def split_off(train: PreferenceDataset, config: DataConfig) -> TrainVal:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -167,13 +168,8 @@ class PackedTrees:
         return self._mapped(Tensor.pin_memory)
 
     def _mapped(self, move: Callable[[Tensor], Tensor]) -> PackedTrees:
-        return replace(
-            self,
-            input_ids=move(self.input_ids),
-            position_ids=move(self.position_ids),
-            end=move(self.end),
-            last=move(self.last),
-        )
+        moved: dict[str, Any] = {name: move(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **moved)
 
 
 def pack_trees(trees: Sequence[PrefixTree], *, pad_token_id: int) -> PackedTrees:

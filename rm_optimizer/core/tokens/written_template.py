@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,21 +47,6 @@ _ENOUGH = 1 << 20
 _log = logging.getLogger("rm_optimizer")
 
 
-@dataclass(frozen=True)
-class _Candidate:
-    """A chat template and the token ids that it must give.
-
-    Args:
-        template: the template, without `WRITTEN_MARK`.
-        ids: expected token ids of the probes.
-        probes: prompts and responses for the comparison.
-    """
-
-    template: str
-    ids: list[list[int]]
-    probes: Sequence[tuple[Prompt, str]] = PROBES
-
-
 class TemplateWriter:
     """Writer of the chat template that gives a model's input, before training or for a trained model.
 
@@ -89,7 +73,21 @@ class TemplateWriter:
         whole sequence already, or if the completed template gives other tokens than the text with BOS and EOS (some
         SentencePiece tokenizers).
         """
-        self._install(self._for_training())
+        lead, end = (self._text_of(ids) for ids in self._frame)
+        template = self.tokenizer.chat_template
+        if not template:
+            self._install(_without_template(lead, "Prompt: ", "\n\nResponse: ", end), self._framed)
+            return
+        if not isinstance(template, str) or self._closing is None or self._written == self._framed:
+            return
+        completed = template if self._has_lead else f"{{{{ {json.dumps(lead)} }}}}{template}"
+        special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
+        if special.intersection(self._closing):
+            ids = [ids if self._has_lead else [*self._frame[0], *ids] for ids in self._written]
+            self._install(completed, ids)
+        else:
+            ending = f"{{% if not add_generation_prompt %}}{{{{ {json.dumps(end)} }}}}{{% endif %}}"
+            self._install(completed.removesuffix("\n") + ending, self._framed)
 
     def write_as_read(self, form: str | None, source: object) -> None:
         """Make the template write the input of a reward model that was trained elsewhere.
@@ -103,57 +101,20 @@ class TemplateWriter:
         Raises:
             ConfigError: if the form is unknown, or no template can write the tokenizer's text pairs.
         """
-        chosen = self._as_written() if self.tokenizer.chat_template else self._in_form(form, source)
-        if not self._install(chosen) and form == "pair":
-            raise ConfigError(
-                "input_form='pair' is not possible with this tokenizer: no template writes its text pairs; "
-                "pass a render_fn to from_pretrained"
-            )
-
-    def _install(self, candidate: _Candidate | None) -> bool:
-        """Give the tokenizer a template with its mark; if it gives other tokens, restore the old one, return False."""
-        if candidate is None:
-            return True
-        before = self.tokenizer.chat_template
-        self.tokenizer.chat_template = WRITTEN_MARK + candidate.template
-        if ConversationRenderer(self.tokenizer, _ENOUGH).probe_ids(candidate.probes) == candidate.ids:
-            return True
-        self.tokenizer.chat_template = before
-        _log.info("plain apply_chat_template gives other tokens than training: no template writes this frame")
-        return False
-
-    def _for_training(self) -> _Candidate | None:
-        """The template of `write_for_training`; None if the tokenizer's own is kept."""
-        lead, end = (self._text_of(ids) for ids in self._frame)
-        template = self.tokenizer.chat_template
-        if not template:
-            return _Candidate(_without_template(lead, "Prompt: ", "\n\nResponse: ", end), self._framed)
-        if not isinstance(template, str) or self._closing is None or self._written == self._framed:
-            return None
-        completed = template if self._has_lead else f"{{{{ {json.dumps(lead)} }}}}{template}"
-        special = {*self.tokenizer.all_special_ids, *self.tokenizer.get_added_vocab().values()}
-        if special.intersection(self._closing):
-            return _Candidate(completed, [ids if self._has_lead else [*self._frame[0], *ids] for ids in self._written])
-        ending = f"{{% if not add_generation_prompt %}}{{{{ {json.dumps(end)} }}}}{{% endif %}}"
-        return _Candidate(completed.removesuffix("\n") + ending, self._framed)
-
-    def _as_written(self) -> _Candidate | None:
-        """The tokenizer's own template, or None to keep it; an encoder's without CLS is kept with a warning."""
         tokenizer, template = self.tokenizer, self.tokenizer.chat_template
-        if not isinstance(template, str) or WRITTEN_MARK in template or self._written == self._framed:
-            return None
-        if tokenizer.cls_token_id is None or self._has_lead:
-            return _Candidate(template, self._written)
-        _log.warning(
-            "the chat template writes no %s; it is added, with %s, as the tokenizer does for text; whether the "
-            "model was trained so is unknown",
-            tokenizer.cls_token,
-            tokenizer.sep_token,
-        )
-        return None
-
-    def _in_form(self, form: str | None, source: object) -> _Candidate | None:
-        """The template of a form, which is `plain` with a warning if the form is None."""
+        if template:
+            if not isinstance(template, str) or WRITTEN_MARK in template or self._written == self._framed:
+                return
+            if tokenizer.cls_token_id is None or self._has_lead:
+                self._install(template, self._written)
+                return
+            _log.warning(
+                "the chat template writes no %s; it is added, with %s, as the tokenizer does for text; whether the "
+                "model was trained so is unknown",
+                tokenizer.cls_token,
+                tokenizer.sep_token,
+            )
+            return
         if form not in (None, *FORMS):
             raise ConfigError(did_you_mean("input_form", str(form), FORMS))
         if form is None:
@@ -166,11 +127,9 @@ class TemplateWriter:
                 source,
                 source,
             )
-        return self._as_pair() if form == "pair" else self._for_training()
-
-    def _as_pair(self) -> _Candidate:
-        """The template that writes the tokenizer's sequence of the text pair (prompt, response)."""
-        tokenizer = self.tokenizer
+        if form != "pair":
+            self.write_for_training()
+            return
         pairs = (("Name a colour.", "Blue, ünd grün."), ("hi", "Hello\nworld"))
         expected = [list(tokenizer(*pair)["input_ids"]) for pair in pairs]
         prompt, response = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in pairs[0])
@@ -178,7 +137,23 @@ class TemplateWriter:
         middle = _find(expected[0], response, start + len(prompt))
         frame = (expected[0][:start], expected[0][start + len(prompt) : middle], expected[0][middle + len(response) :])
         lead, between, end = (self._text_of(ids) for ids in frame)
-        return _Candidate(_without_template(lead, "", between, end), expected, pairs)
+        if not self._install(_without_template(lead, "", between, end), expected, pairs):
+            raise ConfigError(
+                "input_form='pair' is not possible with this tokenizer: no template writes its text pairs; "
+                "pass a render_fn to from_pretrained"
+            )
+
+    def _install(
+        self, template: str, ids: Sequence[Sequence[int]], probes: Sequence[tuple[Prompt, str]] = PROBES
+    ) -> bool:
+        """Give the tokenizer a template with its mark, unless it gives the probes other ids; False restores the old."""
+        before = self.tokenizer.chat_template
+        self.tokenizer.chat_template = WRITTEN_MARK + template
+        if ConversationRenderer(self.tokenizer, _ENOUGH).probe_ids(probes) == ids:
+            return True
+        self.tokenizer.chat_template = before
+        _log.info("plain apply_chat_template gives other tokens than training: no template writes this frame")
+        return False
 
     def _text_of(self, ids: Sequence[int]) -> str:
         return "".join(self.tokenizer.convert_ids_to_tokens(list(ids)))

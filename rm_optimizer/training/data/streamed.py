@@ -64,7 +64,7 @@ def stream_pairs(config: DataConfig, max_steps: int | None) -> StreamedTrainVal:
         kwise_rule=config.kwise_rule,
         on_bad_row=config.on_bad_row,
         max_bad_share=config.max_bad_share,
-        held_out_prompts=() if config.allow_prompt_overlap else distinct_prompts(val),
+        held_out_prompts=() if config.allow_prompt_overlap else [*distinct_prompts(val).values()],
     )
     return StreamedTrainVal(stream.first_pairs(FIRST_PAIRS), val, str(config.val), stream=stream)
 
