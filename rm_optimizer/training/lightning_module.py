@@ -19,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.losses import configured_pair_losses
-from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload, require_bradley_terry
+from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.model.sharding import (
     in_step,
     is_sharded,
@@ -30,7 +30,7 @@ from rm_optimizer.core.model.sharding import (
     whole,
 )
 from rm_optimizer.core.pairs.pair import BaseRewardModel
-from rm_optimizer.core.storage.loading import PAYLOAD_KEY
+from rm_optimizer.core.storage.loading import PAYLOAD_KEY, checkpoint_payload
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PairBatch
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.optim import build_optimizer, build_schedule, set_train_mode

@@ -19,7 +19,7 @@ from transformers import AutoModelForSequenceClassification
 from rm_optimizer.core.classifier.building import COMPILERS, compile_backbone
 from rm_optimizer.core.classifier.pooling import packed_logits
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.storage.loading import describe_model
+from rm_optimizer.core.storage.loading import checkpoint_payload
 from rm_optimizer.core.tokens.prefix_trees import pack_trees, prefix_tree
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
@@ -113,10 +113,10 @@ def test_the_kernels_of_inductor_agree():
 
 def test_weights_keep_their_names_in_checkpoints_and_exports(tmp_path: Path):
     model = reward_model("llama", num_hidden_layers=1)
-    names, description = list(model.state_dict()), describe_model(model.model, model.tokenizer, model.identity())
+    names, description = list(model.state_dict()), checkpoint_payload(model)
     compile_backbone(model.model, backend="eager")
     assert list(model.state_dict()) == names
-    assert describe_model(model.model, model.tokenizer, model.identity()) == description
+    assert checkpoint_payload(model) == description
     assert model.save_pretrained(tmp_path / "export").is_passed
     reloaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export")
     assert list(reloaded.state_dict()) == list(model.model.state_dict())

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
-from rm_optimizer.core.model.passes import SequenceScorer
+from rm_optimizer.core.classifier.scoring import SequenceScorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.records.files import replacing
 

@@ -2,40 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
-from numpy.typing import NDArray
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rm_optimizer.core.classifier.attention import sharing_obstacle
 from rm_optimizer.core.classifier.building import LoadOptions, build_model, compile_backbone
-from rm_optimizer.core.classifier.head import RewardHead, head_name, initialize_head, install_reward_head
-from rm_optimizer.core.classifier.limits import check_window, default_max_length, refuse_measured
-from rm_optimizer.core.classifier.pooling import last_token_logits, own_logits, packed_logits, pools_last_token
+from rm_optimizer.core.classifier.limits import refuse_measured
 from rm_optimizer.core.classifier.quantization import computing_dtype
+from rm_optimizer.core.classifier.scoring import ClassifierRewardModel, SequenceScorer
 from rm_optimizer.core.model.losses import bradley_terry_loss, split_rewards
-from rm_optimizer.core.model.passes import SequenceScorer
-from rm_optimizer.core.pairs.pair import BaseRewardModel, Prompt, require_finite
-from rm_optimizer.core.rows.natural import Prompts, Texts, paired
+from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.storage.certificate import ParityCertificate, require_parity
 from rm_optimizer.core.storage.export import save_export
-from rm_optimizer.core.storage.loading import LoadedModel, describe_model, load_model, parse_dtype, settle_input
-from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
-from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, RenderFn, belongs_to_model
-from rm_optimizer.core.tokens.padding import PadChoice, choose_pad_token, num_embeddings, set_pad_token_id
-from rm_optimizer.core.tokens.plan import pad_sequences, stacked
-from rm_optimizer.core.tokens.prefix_trees import prefix_tree
+from rm_optimizer.core.storage.loading import LoadedModel, load_model, parse_dtype, settle_input
+from rm_optimizer.core.tokens.chat import RenderFn
+from rm_optimizer.core.tokens.padding import PadChoice
+from rm_optimizer.core.tokens.plan import stacked
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.records.codec import from_values, json_values
+from rm_optimizer.records.codec import from_values
 
 
 class LoadingOptions(TypedDict, total=False):
@@ -61,7 +52,7 @@ class SourceOptions(LoadingOptions, total=False):
     gradient_checkpointing: bool
 
 
-class BradleyTerryRM(BaseRewardModel):
+class BradleyTerryRM(ClassifierRewardModel):
     """A reward for a prompt and a response, with `P(a > b) = sigmoid(reward(a) - reward(b))` (Bradley & Terry, 1952).
 
     It wraps a plain `AutoModelForSequenceClassification` with one label. A decoder's reward is read at the last
@@ -142,12 +133,19 @@ class BradleyTerryRM(BaseRewardModel):
                 "model_name must be a hub id, a folder, a checkpoint, or a transformers classifier with its tokenizer, "
                 f"got {type(model_name).__name__}"
             )
-        super().__init__(name, device)
         recorded = loaded.identity.get("template", {}).get("max_length")
+        super().__init__(
+            name,
+            device,
+            model=loaded.model,
+            tokenizer=loaded.tokenizer,
+            max_length=recorded if max_length is None else max_length,
+            render_fn=render_fn,
+            fresh_head_seed=fresh_head_seed,
+        )
         self.has_default_length = max_length is None and recorded is None
-        self._wrap(loaded, recorded if max_length is None else max_length, render_fn, fresh_head_seed)
         if not isinstance(model_name, PreTrainedModel):
-            self._settle(loaded, gradient_checkpointing=gradient_checkpointing)
+            self._settle(loaded.identity, gradient_checkpointing=gradient_checkpointing)
         if loaded.certificate is not None:
             self.require_certified(loaded.certificate, name)
         if compile_model:
@@ -155,35 +153,9 @@ class BradleyTerryRM(BaseRewardModel):
         if device is not None:
             self.to(device)
 
-    def _wrap(
-        self, loaded: LoadedModel, max_length: int | None, render_fn: RenderFn | None, fresh_head_seed: int | None
-    ) -> None:
-        """Give the classifier its head, and its tokenizer a pad token and the rendering."""
-        model, tokenizer = loaded.model, loaded.tokenizer
-        max_length = default_max_length(model.config, tokenizer) if max_length is None else max_length
-        check_window(model.config, max_length)
-        self.model = model
-        self.tokenizer = tokenizer
-        self.renderer = ConversationRenderer(tokenizer, max_length, render_fn)
-        belongs_to_model(self.renderer)
-        # The responses end in different tokens, a letter and a question mark: one last id means that the rendering ends
-        # every sequence with a fixed token, two that a sequence ends with the response's own last token.
-        last_ids = {encoding.ids[-1] for encoding in self.renderer.encode_batch(["a", "a"], ["b", "9?"])}
-        ends_freely = len(last_ids) > 1
-        self.pad_choice = choose_pad_token(tokenizer, num_embeddings(model), last_ids, ends_freely=ends_freely)
-        self.renderer.refuse_tokens_from(num_embeddings(model))
-        set_pad_token_id(model, self.pad_choice.token_id)
-        model.config.num_labels = 1
-        model.config.problem_type = "regression"
-        model.config.id2label, model.config.label2id = {0: "reward"}, {"reward": 0}
-        self._reads_last_token = pools_last_token(model)
-        head = install_reward_head(model)
-        self.beta = 1.0
-        self.head_init = "from the checkpoint" if fresh_head_seed is None else initialize_head(head, fresh_head_seed)
-
-    def _settle(self, loaded: LoadedModel, *, gradient_checkpointing: bool) -> None:
-        """Set what the source recorded, and refuse a model whose rewards depend on their batch."""
-        model = loaded.model
+    def _settle(self, recorded: Mapping[str, Any], *, gradient_checkpointing: bool) -> None:
+        """Restore what the source recorded, and refuse a model whose rewards depend on their batch."""
+        model = self.model
         if gradient_checkpointing and not model.supports_gradient_checkpointing:
             raise ConfigError(
                 f"expected a model that can recompute activations, got {type(model).__name__}, for which "
@@ -192,13 +164,18 @@ class BradleyTerryRM(BaseRewardModel):
         if gradient_checkpointing:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.eval()
-        if loaded.identity:
-            self._recall(loaded.identity)
+        if recorded:
+            self.renderer.check_identity(recorded["template"])
+            self.head_init = recorded["head_init"]
+            self.beta = float(recorded.get("beta", 1.0))
+            pad_choice = from_values(PadChoice, recorded["pad_token"])
+            if pad_choice.token_id == self.pad_choice.token_id:
+                self.pad_choice = pad_choice
         refuse_measured(
             type(model).__name__,
             self,
             self.reward_head,
-            num_tokens=loaded.tokenizer.vocab_size,
+            num_tokens=self.tokenizer.vocab_size,
             pad_token_id=self.pad_choice.token_id,
             dtype=computing_dtype(model),
         )
@@ -261,37 +238,6 @@ class BradleyTerryRM(BaseRewardModel):
             gradient_checkpointing=gradient_checkpointing,
         )
 
-    @property
-    def max_length(self) -> int:
-        """Most tokens of a sequence."""
-        return self.renderer.max_length
-
-    @property
-    def reward_head(self) -> RewardHead:
-        """The final linear layer."""
-        head: RewardHead = self.model.get_submodule(head_name(self.model))
-        return head
-
-    def head_parameter_names(self) -> list[str]:
-        """Names of the final layer's parameters, as `named_parameters` of this module gives them."""
-        name = head_name(self.model)
-        return [f"model.{name}.{key}" for key, _ in self.reward_head.named_parameters()]
-
-    def forward(
-        self, input_ids: Int[Tensor, "sequences tokens"], attention_mask: Int[Tensor, "sequences tokens"]
-    ) -> Float[Tensor, " sequences"]:
-        """Rewards in float32 (float64 where the weights are).
-
-        Args:
-            input_ids: token ids; decoders take padding on either side, encoders on the right.
-            attention_mask: 1 for tokens, 0 for padding.
-
-        Raises:
-            ValueError: if a sequence attends to nothing, or an encoder's to no first token.
-        """
-        logits = last_token_logits if self._reads_last_token else own_logits
-        return logits(self.model, input_ids, attention_mask).squeeze(-1)
-
     def compute_loss(
         self,
         chosen_ids: Int[Tensor, "pairs chosen_tokens"],
@@ -315,94 +261,6 @@ class BradleyTerryRM(BaseRewardModel):
         chosen, rejected = split_rewards(self(input_ids, attention_mask), "halves")
         return bradley_terry_loss(chosen, rejected, **loss_options)
 
-    def tokenize(self, prompts: Prompts, responses: Texts) -> dict[str, Int[Tensor, "sequences tokens"]]:
-        """`input_ids` and `attention_mask` of the conversations on the model's device, padded on the right.
-
-        Raises:
-            ValueError: if there are not as many prompts as responses.
-        """
-        ids = [encoding.ids for encoding in self.encode(prompts, responses)]
-        input_ids, attention_mask = pad_sequences(ids, self.pad_choice.token_id)
-        return {"input_ids": input_ids.to(self.device), "attention_mask": attention_mask.to(self.device)}
-
-    def score(self, prompts: Prompts, responses: Texts, *, token_budget: int = 16384) -> Float[Tensor, "*sequences"]:
-        """Rewards of the responses on the CPU, in the order given; one number for a text.
-
-        A reward does not depend on the other responses. If the model allows it, a prompt with several responses is
-        computed once.
-
-        Args:
-            prompts: text or messages, one for each response; a single one is that of every response.
-            responses: the responses, or the text of a single one.
-            token_budget: tokens, padding included, of one forward pass.
-
-        Raises:
-            CheckpointError: if a reward is not finite.
-            ValueError: if there are not as many prompts as responses.
-        """
-        rewards = self.score_encoded(self.encode(prompts, responses), token_budget=token_budget)
-        require_finite(rewards.tolist(), lambda index: f"response {index + 1}")
-        return rewards[0] if isinstance(responses, str) else rewards
-
-    def encode(self, prompts: Prompts, responses: Texts) -> list[Encoding]:
-        """Token ids of the conversations, with the numbers of cut tokens.
-
-        Raises:
-            ValueError: if there are not as many prompts as responses.
-        """
-        return self.renderer.encode_batch(*paired(prompts, responses))
-
-    def score_encoded(self, encodings: Sequence[Encoding], *, token_budget: int = 16384) -> Float[Tensor, " sequences"]:
-        """`score` of conversations that `encode` has encoded; a reward may be NaN, see `require_finite`.
-
-        Args:
-            encodings: token ids as `encode` returns them.
-            token_budget: tokens, padding included, of one forward pass.
-        """
-        with self.inference():
-            rewards = SequenceScorer(self, token_budget).rewards([encoding.ids for encoding in encodings])
-        return torch.from_numpy(rewards).to(self.reward_head.weight.dtype)
-
-    def rewards_of(self, batch: AnyPairBatch) -> Float[Tensor, " sequences"]:
-        """Rewards of a micro-batch of pairs on the model's device, interleaved; `batch.split` separates them."""
-        if isinstance(batch, PackedPairBatch):
-            return packed_logits(self.model, batch.trees).squeeze(-1)
-        rewards: Tensor = self(batch.input_ids, batch.attention_mask)
-        return rewards
-
-    def supports_prefix_sharing(self) -> str | None:
-        """Reason why the model cannot compute a prompt once for several responses; None if it can."""
-        if not self._reads_last_token:
-            return f"{type(self.model).__name__} is not a causal decoder: a token's state depends on those after it"
-        return sharing_obstacle(self.model)
-
-    def prefix_parity(self, groups: Sequence[Sequence[NDArray[np.int32]]]) -> float:
-        """Largest difference between rewards with shared prompts and rewards of single sequences.
-
-        Args:
-            groups: token ids, each group a tree; for pairs, a chosen and a rejected sequence.
-        """
-        apart, scorer = [sequence for group in groups for sequence in group], SequenceScorer(self, 1)
-        with self.inference():
-            packed = scorer.packed([prefix_tree(group) for group in groups])
-            return float((packed - scorer.padded(apart)).abs().max())
-
-    @contextlib.contextmanager
-    def inference(self) -> Iterator[None]:
-        """Evaluation mode without gradients; the earlier mode is restored after the block."""
-        was_training = self.training
-        self.eval()
-        try:
-            with torch.inference_mode():
-                yield
-        finally:
-            self.train(was_training)
-
-    def identity(self) -> dict[str, Any]:
-        """Recorded rendering, padding and head of a stored model, as JSON values."""
-        template, pad_token = self.renderer.identity(), json_values(self.pad_choice)
-        return {"template": template, "pad_token": pad_token, "head_init": self.head_init, "beta": self.beta}
-
     def save_pretrained(
         self,
         folder: str | Path,
@@ -423,15 +281,6 @@ class BradleyTerryRM(BaseRewardModel):
             CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.
         """
         return save_export(self, Path(folder), probe=probe, statistics=statistics, beside=beside)
-
-    def _recall(self, identity: Mapping[str, Any]) -> None:
-        """Check the rendering against the recorded one, and restore the recorded head and pad token."""
-        self.renderer.check_identity(identity["template"])
-        self.head_init = identity["head_init"]
-        self.beta = float(identity.get("beta", 1.0))
-        recorded = from_values(PadChoice, identity["pad_token"])
-        if recorded.token_id == self.pad_choice.token_id:
-            self.pad_choice = recorded
 
     def require_certified(self, certificate: ParityCertificate, source: str | Path) -> None:
         """Compare with the shortest rewards of a certificate.
@@ -456,8 +305,3 @@ def require_bradley_terry(model: object) -> None:
             f"model must be a BradleyTerryRM, whose weights, tokens and rendering are read here, got "
             f"{type(model).__name__}; load one with BradleyTerryRM.from_pretrained(FOLDER_OR_NAME)"
         )
-
-
-def checkpoint_payload(model: BradleyTerryRM) -> dict[str, Any]:
-    """Payload of a `.ckpt` under `checkpoint.PAYLOAD_KEY`, from which `from_pretrained` reads the file."""
-    return describe_model(model.model, model.tokenizer, model.identity())

@@ -106,11 +106,6 @@ def describe_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
     return described
 
 
-def described_config(described: Mapping[str, Any]) -> LoraConfig:
-    """Peft configuration from the description of `describe_adapter`."""
-    return import_peft().LoraConfig(**described["config"])
-
-
 def adapter_tensor_names(model: PreTrainedModel) -> frozenset[str]:
     """Names in the model of the tensors that belong to the adapter, those of the head-side modules included."""
     return frozenset(_file_names(model))
@@ -261,21 +256,18 @@ def merged_state(model: PreTrainedModel) -> dict[str, Tensor]:
     for name, module in replaced.items():
         if is_under(name, replaced.keys() - {name}):
             continue
-        merged = _merged(module) if isinstance(module, layer_type) else unpacked(module)
+        layer: Any = module
+        if not isinstance(layer, layer_type):
+            merged = unpacked(layer)
+        elif is_packed(base := layer.get_base_layer()):
+            merged, delta = unpacked(base), layer.get_delta_weight(ADAPTER_NAME)
+            merged["weight"] = (merged["weight"].float() + delta.float()).to(merged["weight"].dtype)
+        else:
+            own = copy.deepcopy(layer)
+            own.merge(safe_merge=True, adapter_names=[ADAPTER_NAME])
+            merged = own.get_base_layer().state_dict()
         kept |= {f"{name}.{key}": value for key, value in merged.items()}
     return kept
-
-
-def _merged(layer: Any) -> dict[str, Tensor]:
-    base = layer.get_base_layer()
-    if is_packed(base):
-        state = unpacked(base)
-        delta = layer.get_delta_weight(ADAPTER_NAME)
-        return state | {"weight": (state["weight"].float() + delta.float()).to(state["weight"].dtype)}
-    own = copy.deepcopy(layer)
-    own.merge(safe_merge=True, adapter_names=[ADAPTER_NAME])
-    merged: dict[str, Tensor] = own.get_base_layer().state_dict()
-    return merged
 
 
 def _file_names(model: PreTrainedModel) -> dict[str, str]:

@@ -6,11 +6,10 @@ import json
 import logging
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import safetensors
 import tokenizers
@@ -18,12 +17,13 @@ import torch
 import transformers
 from jaxtyping import Float
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 import rm_optimizer
 from rm_optimizer.core.classifier.adapters import has_adapter, import_peft
 from rm_optimizer.core.classifier.attention import soft_cap
 from rm_optimizer.core.classifier.quantization import computing_dtype, reading_arguments
+from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
 from rm_optimizer.core.storage.adapter_files import BaseModel, base_of, merged_model, write_adapter
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, TOLERANCE, ParityCertificate, certify
@@ -49,33 +49,8 @@ _PROBE_TOKEN_BUDGET = 8192
 _log = logging.getLogger("rm_optimizer")
 
 
-@runtime_checkable
-class Exportable(Protocol):
-    """Interface of a reward model for an export: the classifier, its tokenizer and rendering, and its own rewards."""
-
-    model: PreTrainedModel
-    tokenizer: PreTrainedTokenizerBase
-    renderer: ConversationRenderer
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the weights."""
-
-    @property
-    def max_length(self) -> int:
-        """Largest number of tokens of a sequence."""
-
-    def identity(self) -> dict[str, Any]:
-        """Description of the model for `export.json`."""
-
-    def score(
-        self, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int
-    ) -> Float[Tensor, " sequences"]:
-        """Reward of each response."""
-
-
 def save_export(
-    reward_model: Exportable,
+    reward_model: ClassifierRewardModel,
     folder: Path,
     *,
     probe: Sequence[tuple[Prompt, str]] | None = None,
@@ -89,12 +64,11 @@ def save_export(
     Raises:
         CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.
     """
-    tolerance = MERGED_TOLERANCE if has_adapter(reward_model.model) else TOLERANCE
-    return _save(reward_model, folder, probe, statistics, _Form(_write_whole, _read_plain, dict, tolerance), beside)
+    return _save(reward_model, folder, probe, statistics, beside=beside)
 
 
 def save_adapter(
-    reward_model: Exportable,
+    reward_model: ClassifierRewardModel,
     folder: Path,
     *,
     probe: Sequence[tuple[Prompt, str]] | None = None,
@@ -116,42 +90,51 @@ def save_adapter(
     """
     if not has_adapter(reward_model.model):
         raise CheckpointError("the model has no adapter to save; save the whole with save_pretrained")
-    base = base_of(reward_model.model)
-    form = _Form(write_adapter, partial(_read_adapted, base=base), lambda: {"base": json_values(base)}, TOLERANCE)
-    return _save(reward_model, folder, probe, statistics, form)
-
-
-@dataclass(frozen=True)
-class _Form:
-    """Form in which a model is stored, and read back without this package."""
-
-    write: Callable[[PreTrainedModel, Path], None]
-    read: Callable[[PreTrainedModel, Path], PreTrainedModel]
-    record: Callable[[], dict[str, Any]]
-    tolerance: Mapping[torch.dtype, float]
+    return _save(reward_model, folder, probe, statistics, base=base_of(reward_model.model))
 
 
 def _save(
-    reward_model: Exportable,
+    reward_model: ClassifierRewardModel,
     folder: Path,
     probe: Sequence[tuple[Prompt, str]] | None,
     statistics: Mapping[str, Any] | None,
-    form: _Form,
+    *,
+    base: BaseModel | None = None,
     beside: Sequence[Path] = (),
 ) -> ParityCertificate:
-    folder = folder.expanduser().resolve()
+    """Write the whole model, or with a `base` the adapter alone, and put it in place once it is certified."""
+    folder, model = folder.expanduser().resolve(), reward_model.model
     is_export = folder.is_dir() and ((folder / EXPORT_FILE).is_file() or not any(folder.iterdir()))
     if folder.exists() and not is_export:
         raise CheckpointError(f"{folder} exists and is not an export of ours; choose a new folder or empty this one")
     try:
         with replacing_folder(folder) as aside, quiet_transformers():
-            form.write(reward_model.model, aside)
+            if base is not None:
+                write_adapter(model, aside)
+            else:
+                (merged_model(model) if has_adapter(model) else model).save_pretrained(aside)
+                if soft_cap(model.config) is not None:  # plain transformers would take a kernel that leaves it out
+                    file = aside / "config.json"
+                    config = json.loads(file.read_text(encoding="utf-8")) | {"attn_implementation": "eager"}
+                    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             reward_model.tokenizer.save_pretrained(aside)
             for file in beside:
                 shutil.copyfile(file, aside / file.name)
-            certificate = _certified(reward_model, aside, DEFAULT_PROBE if probe is None else tuple(probe), form)
-            record = _record(reward_model, certificate, statistics) | form.record() | {DIGESTS: weight_digests(aside)}
-            record["plain_rendering"] = _renders_plainly(reward_model, aside, certificate)
+            stored = _stored_renderer(reward_model, aside)
+            certificate = _certified(reward_model, aside, stored, DEFAULT_PROBE if probe is None else probe, base)
+            record = {
+                "format_version": FORMAT_VERSION,
+                "architecture": type(model).__name__,
+                "dtype": certificate.dtype,
+                "identity": reward_model.identity(),
+                "reward_statistics": None if statistics is None else dict(statistics),
+                "certificate": json_values(certificate),
+                "versions": {"rm_optimizer": rm_optimizer.__version__, "python": platform.python_version()}
+                | {library.__name__: library.__version__ for library in (torch, transformers, tokenizers, safetensors)},
+                **({} if base is None else {"base": json_values(base)}),
+                DIGESTS: weight_digests(aside),
+                "plain_rendering": _renders_plainly(reward_model, aside, stored, certificate),
+            }
             text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
             (aside / EXPORT_FILE).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
@@ -159,27 +142,18 @@ def _save(
     return certificate
 
 
-def _write_whole(model: PreTrainedModel, folder: Path) -> None:
-    (merged_model(model) if has_adapter(model) else model).save_pretrained(folder)
-    if soft_cap(model.config) is not None:  # plain transformers would take a kernel that leaves it out
-        file = folder / "config.json"
-        config = json.loads(file.read_text(encoding="utf-8")) | {"attn_implementation": "eager"}
-        file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _read_plain(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+def _reloaded(model: PreTrainedModel, folder: Path, base: BaseModel | None) -> PreTrainedModel:
+    """The stored model as plain `transformers` reads it, or as plain peft does beside its base."""
     has_code = hasattr(model.config, "auto_map")
-    return AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=has_code)
-
-
-def _read_adapted(model: PreTrainedModel, folder: Path, base: BaseModel) -> PreTrainedModel:
+    if base is None:
+        return AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=has_code)
     attention = {} if soft_cap(model.config) is None else {"attn_implementation": "eager"}
     plain = AutoModelForSequenceClassification.from_pretrained(
         base.source,
         revision=base.revision,
         num_labels=1,
         dtype=model.dtype,
-        trust_remote_code=hasattr(model.config, "auto_map"),
+        trust_remote_code=has_code,
         **reading_arguments(model),
         **attention,
     )
@@ -203,7 +177,7 @@ def _plain_rewards(
     return rewards
 
 
-def _stored_renderer(reward_model: Exportable, folder: Path) -> ConversationRenderer:
+def _stored_renderer(reward_model: ClassifierRewardModel, folder: Path) -> ConversationRenderer:
     """Renderer with the stored tokenizer, as plain `transformers` reads it."""
     renderer = reward_model.renderer
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=hasattr(reward_model.model.config, "auto_map"))
@@ -211,12 +185,14 @@ def _stored_renderer(reward_model: Exportable, folder: Path) -> ConversationRend
 
 
 def _certified(
-    reward_model: Exportable, folder: Path, probe: Sequence[tuple[Prompt, str]], form: _Form
+    reward_model: ClassifierRewardModel,
+    folder: Path,
+    stored: ConversationRenderer,
+    probe: Sequence[tuple[Prompt, str]],
+    base: BaseModel | None,
 ) -> ParityCertificate:
-    prompts, responses = [prompt for prompt, _ in probe], [response for _, response in probe]
-    renderer = reward_model.renderer
-    ids = [encoding.ids for encoding in renderer.encode_batch(prompts, responses)]
-    stored = _stored_renderer(reward_model, folder)
+    model, prompts, responses = reward_model.model, [prompt for prompt, _ in probe], [text for _, text in probe]
+    ids = [encoding.ids for encoding in reward_model.renderer.encode_batch(prompts, responses)]
     if [encoding.ids for encoding in stored.encode_batch(prompts, responses)] != ids:
         raise CheckpointError(
             f"the tokenizer does not survive saving: reloaded by transformers as {type(stored.tokenizer).__name__} it "
@@ -225,10 +201,11 @@ def _certified(
     device = reward_model.device
     with torch.autocast(device.type, enabled=False):
         rewards = reward_model.score(prompts, responses, token_budget=_PROBE_TOKEN_BUDGET)
-        reloaded = _plain_rewards(form.read(reward_model.model, folder), ids, device)
-    dtype = computing_dtype(reward_model.model)
+        reloaded = _plain_rewards(_reloaded(model, folder, base), ids, device)
+    dtype = computing_dtype(model)
     compared = certify(probe, ids, rewards, reloaded, dtype=dtype, device=device)
-    certificate = replace(compared, tolerance=form.tolerance[dtype])
+    is_merged = base is None and has_adapter(model)
+    certificate = replace(compared, tolerance=(MERGED_TOLERANCE if is_merged else TOLERANCE)[dtype])
     if not certificate.is_passed:
         is_half = dtype in (torch.float16, torch.bfloat16)
         raise CheckpointError(
@@ -239,9 +216,10 @@ def _certified(
     return certificate
 
 
-def _plain_agreement(reward_model: Exportable, folder: Path, certificate: ParityCertificate) -> tuple[bool, bool]:
+def _plain_agreement(
+    reward_model: ClassifierRewardModel, stored: ConversationRenderer, certificate: ParityCertificate
+) -> tuple[bool, bool]:
     """True if plain `apply_chat_template` gives the certified tokens, and if a pipeline reads them off its text."""
-    stored = _stored_renderer(reward_model, folder)
     tokenizer, write = stored.tokenizer, stored.tokenizer.apply_chat_template
     as_tokens = as_text = bool(tokenizer.chat_template) and stored.template_hash == reward_model.renderer.template_hash
     for score in certificate.scores if as_tokens else ():
@@ -252,17 +230,19 @@ def _plain_agreement(reward_model: Exportable, folder: Path, certificate: Parity
     return as_tokens, as_text
 
 
-def _renders_plainly(reward_model: Exportable, folder: Path, certificate: ParityCertificate) -> bool:
+def _renders_plainly(
+    reward_model: ClassifierRewardModel, folder: Path, stored: ConversationRenderer, certificate: ParityCertificate
+) -> bool:
     """True if plain `apply_chat_template` of the stored tokenizer gives the certified tokens; otherwise it warns.
 
     The stored tokenizer then adds nothing to a single text, so that a pipeline reads `tokenize=False` right too.
     """
-    renders, is_text_read = _plain_agreement(reward_model, folder, certificate)
+    renders, is_text_read = _plain_agreement(reward_model, stored, certificate)
     files = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if renders and not is_text_read and files[0].is_file():
         before = [file.read_bytes() for file in files]
         add_nothing_to_texts(*files, reward_model.tokenizer.model_input_names)
-        is_text_read = all(_plain_agreement(reward_model, folder, certificate))
+        is_text_read = all(_plain_agreement(reward_model, _stored_renderer(reward_model, folder), certificate))
         for file, content in () if is_text_read else zip(files, before, strict=True):
             file.write_bytes(content)
     if not is_text_read and reward_model.renderer.kind != "custom":
@@ -275,18 +255,3 @@ def _renders_plainly(reward_model: Exportable, folder: Path, certificate: Parity
             else "render with BradleyTerryRM.from_pretrained(...).renderer, or through rm-opt serve",
         )
     return renders
-
-
-def _record(
-    reward_model: Exportable, certificate: ParityCertificate, statistics: Mapping[str, Any] | None
-) -> dict[str, Any]:
-    return {
-        "format_version": FORMAT_VERSION,
-        "architecture": type(reward_model.model).__name__,
-        "dtype": certificate.dtype,
-        "identity": reward_model.identity(),
-        "reward_statistics": None if statistics is None else dict(statistics),
-        "certificate": json_values(certificate),
-        "versions": {"rm_optimizer": rm_optimizer.__version__, "python": platform.python_version()}
-        | {library.__name__: library.__version__ for library in (torch, transformers, tokenizers, safetensors)},
-    }

@@ -30,16 +30,16 @@ from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import extract_commit_hash
 
-from rm_optimizer.core.classifier.adapters import attach, has_untrained_adapter
+from rm_optimizer.core.classifier.adapters import attach, has_untrained_adapter, import_peft
 from rm_optimizer.core.classifier.building import LoadOptions, build, build_arguments, finished, reason_of
 from rm_optimizer.core.classifier.head import head_name, require_trained_head
 from rm_optimizer.core.classifier.quantization import is_quantized, quantization_arguments
+from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.rows.hub import restored_hub
 from rm_optimizer.core.storage.adapter_files import (
     StoredAdapter,
     adapter_tensor_names,
     describe_adapter,
-    described_config,
 )
 from rm_optimizer.core.storage.certificate import ParityCertificate
 from rm_optimizer.core.storage.model_files import (
@@ -65,25 +65,22 @@ WEIGHTS_PREFIX = "model.model."
 """Before the classifier's parameter names: the training module's `model` is a `BradleyTerryRM`, whose `model` it is."""
 
 
-def describe_model(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, identity: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Configuration, class, tokenizer, adapter and identity as JSON values, safe under `torch.load(weights_only=True)`.
+def checkpoint_payload(reward_model: ClassifierRewardModel) -> dict[str, Any]:
+    """Payload of a `.ckpt` under `PAYLOAD_KEY`, from which `from_pretrained` reads the file.
 
-    Args:
-        model: the classifier.
-        tokenizer: its tokenizer; files are stored in base64, since some are binary.
-        identity: rendering, padding and head as in `export.json`.
+    Configuration, class, tokenizer, adapter and identity are JSON values, safe under `torch.load(weights_only=True)`.
+    The tokenizer's files are stored in base64, since some are binary.
     """
+    model = reward_model.model
     with tempfile.TemporaryDirectory() as folder:
-        tokenizer.save_pretrained(folder)
+        reward_model.tokenizer.save_pretrained(folder)
         files = {file.name: base64.b64encode(file.read_bytes()).decode() for file in sorted(Path(folder).iterdir())}
     return {
         "config": json.loads(model.config.to_json_string(use_diff=False)),
         "architecture": {"class": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch.")},
         "tokenizer_files": files,
         "adapter": describe_adapter(model),
-        "export": json.loads(json.dumps(dict(identity))),
+        "export": json.loads(json.dumps(reward_model.identity())),
     }
 
 
@@ -97,7 +94,12 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     try:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path} cannot be read as a checkpoint: {_fault(error)}") from error
+        fault = "it is damaged; copy it again, or take another checkpoint of the run"
+        if isinstance(error, pickle.UnpicklingError):
+            fault = "it holds objects that only code could load, so RM-Optimizer did not write it"
+        elif isinstance(error, PermissionError | FileNotFoundError):
+            fault = str(error.strerror)
+        raise CheckpointError(f"{path} cannot be read as a checkpoint: {fault}") from error
     if not isinstance(content, dict) or PAYLOAD_KEY not in content or "state_dict" not in content:
         raise CheckpointError(f"{path} was not written by RM-Optimizer: it has no '{PAYLOAD_KEY}' entry")
     weights = {
@@ -106,21 +108,6 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         if name.startswith(WEIGHTS_PREFIX)
     }
     return content[PAYLOAD_KEY], weights
-
-
-def _fault(error: Exception) -> str:
-    if isinstance(error, pickle.UnpicklingError):
-        return "it holds objects that only code could load, so RM-Optimizer did not write it"
-    if isinstance(error, PermissionError | FileNotFoundError):
-        return str(error.strerror)
-    return "it is damaged; copy it again, or take another checkpoint of the run"
-
-
-def write_description(payload: Mapping[str, Any], folder: Path) -> None:
-    """Write a payload's configuration and tokenizer as the files that `transformers` reads."""
-    (folder / "config.json").write_text(json.dumps(payload["config"]), encoding="utf-8")
-    for name, content in payload["tokenizer_files"].items():
-        (folder / Path(name).name).write_bytes(base64.b64decode(content))
 
 
 def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Path) -> None:
@@ -324,7 +311,9 @@ def _base_of(config: LoraConfig, recorded: Mapping[str, Any], options: LoadOptio
 def _from_checkpoint(path: Path, options: LoadOptions) -> LoadedModel:
     payload, weights = read_checkpoint(path)
     with tempfile.TemporaryDirectory() as folder:
-        write_description(payload, Path(folder))
+        (Path(folder) / "config.json").write_text(json.dumps(payload["config"]), encoding="utf-8")
+        for name, content in payload["tokenizer_files"].items():
+            (Path(folder) / Path(name).name).write_bytes(base64.b64decode(content))
         config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
     config.name_or_path = tokenizer.name_or_path = str(path)
@@ -332,7 +321,7 @@ def _from_checkpoint(path: Path, options: LoadOptions) -> LoadedModel:
     if described is None:
         model = build(config, options)
     else:
-        lora = described_config(described)
+        lora = import_peft().LoraConfig(**described["config"])
         # A base in four bits is read from its own source.
         model = _base_of(lora, described, options).model if described["is_quantized"] else build(config, options)
         attach(model, lora, seed=options.seed)

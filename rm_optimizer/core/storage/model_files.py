@@ -11,7 +11,6 @@ import os
 import zipfile
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,25 +32,22 @@ _ADVICE = "copy the folder again, or export the model again"
 
 def damage(folder: Path) -> str | None:
     """The first file of a model folder that is damaged, empty or missing, and what to do; None if all look whole."""
-    found = next(chain(_torn_json(folder), _torn_weights(folder), _missing(folder)), None)
+    found = next(_faults(folder), None)
     return None if found is None else f"{found}; {_ADVICE}"
 
 
-def _torn_json(folder: Path) -> Iterator[str]:
+def _faults(folder: Path) -> Iterator[str]:
     for file in sorted(folder.glob("*.json")):
         try:
             json.loads(file.read_text(encoding="utf-8"))
         except ValueError:
             state = "empty" if not file.stat().st_size else "damaged: it is no whole JSON"
             yield f"{file.name} is {state}"
-
-
-def _torn_weights(folder: Path) -> Iterator[str]:
     for index in sorted(folder.glob("*.safetensors.index.json")):
         try:
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (ValueError, KeyError, AttributeError):
-            continue  # told by `_torn_json`
+            continue  # among the JSON files
         lost = sorted(name for name in shards if not (folder / name).is_file())
         yield from (f"{name} is missing, which {index.name} names" for name in lost)
     for file in sorted(folder.glob("*.safetensors")):
@@ -61,9 +57,6 @@ def _torn_weights(folder: Path) -> Iterator[str]:
                 pass
         except (SafetensorError, OSError):
             yield f"{file.name} is empty" if not size else f"{file.name} is truncated: only {size:,} bytes are there"
-
-
-def _missing(folder: Path) -> Iterator[str]:
     if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
         yield "it holds no weights: expected model.safetensors"
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
@@ -163,8 +156,21 @@ def refuse_by_files(source: str) -> None:
         found = find_source(source)
     if found.kind is SourceKind.CHECKPOINT:
         require_archive(Path(found.location))
-    elif found.kind is SourceKind.FOLDER:
-        _refuse_folder(source, Path(found.location))
+    if found.kind is not SourceKind.FOLDER:
+        return
+    folder = Path(found.location)
+    read_record(folder)
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        may_hold_head = any(folder.glob("*.bin")) or "quantization_config" in config or any(_rows_of_one(folder))
+    except (ValueError, OSError, SafetensorError) as error:
+        raise CheckpointError(f"{source} cannot be loaded as a reward model: {damage(folder) or error}") from error
+    if may_hold_head:
+        return
+    if (reason := damage(folder)) is not None:
+        raise CheckpointError(f"{source} cannot be loaded as a reward model: {reason}")
+    saved_as = ", ".join(map(str, config.get("architectures") or ())) or "a model"
+    raise no_trained_head(source, f"it was saved as {saved_as}, and none of its weights is a layer with one output")
 
 
 def require_archive(path: Path) -> None:
@@ -178,21 +184,6 @@ def require_archive(path: Path) -> None:
             f"{path} cannot be read as a checkpoint: it is damaged, or none (such files are zip archives, and this one "
             "has no table of contents); give another file"
         )
-
-
-def _refuse_folder(source: str, folder: Path) -> None:
-    read_record(folder)
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        may_hold_head = any(folder.glob("*.bin")) or "quantization_config" in config or any(_rows_of_one(folder))
-    except (ValueError, OSError, SafetensorError) as error:
-        raise CheckpointError(f"{source} cannot be loaded as a reward model: {damage(folder) or error}") from error
-    if may_hold_head:
-        return
-    if (reason := damage(folder)) is not None:
-        raise CheckpointError(f"{source} cannot be loaded as a reward model: {reason}")
-    saved_as = ", ".join(map(str, config.get("architectures") or ())) or "a model"
-    raise no_trained_head(source, f"it was saved as {saved_as}, and none of its weights is a layer with one output")
 
 
 def _rows_of_one(folder: Path) -> Iterator[bool]:

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
-from rm_optimizer.core.model.passes import SequenceScorer
+from rm_optimizer.core.classifier.scoring import SequenceScorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.loading import parse_dtype
 from rm_optimizer.core.storage.model_files import read_record

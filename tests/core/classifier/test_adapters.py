@@ -19,10 +19,10 @@ from rm_optimizer.core.classifier.adapters import add_adapter, has_adapter, lora
 from rm_optimizer.core.classifier.building import LoadOptions
 from rm_optimizer.core.classifier.head import head_side_modules, require_trainable_head
 from rm_optimizer.core.classifier.quantization import is_quantized, quantization_arguments, unpacked
-from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage import adapter_files
 from rm_optimizer.core.storage.export import save_adapter
-from rm_optimizer.core.storage.loading import PAYLOAD_KEY, load_model
+from rm_optimizer.core.storage.loading import PAYLOAD_KEY, checkpoint_payload, load_model
 from rm_optimizer.errors import CheckpointError, ConfigError, MissingExtra
 from rm_optimizer.optim.param_groups import partition
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind

@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForSequenceClassification
 
-from rm_optimizer.core.model.reward_model import BradleyTerryRM, checkpoint_payload
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message
-from rm_optimizer.core.storage.loading import PAYLOAD_KEY
+from rm_optimizer.core.storage.loading import PAYLOAD_KEY, checkpoint_payload
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from tests.builders import (

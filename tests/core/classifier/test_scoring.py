@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
+from rm_optimizer.core.classifier.scoring import SequenceScorer, reuse_obstacle
 from rm_optimizer.core.model.features import features
-from rm_optimizer.core.model.passes import SequenceScorer, reuse_obstacle
 from rm_optimizer.core.tokens.prefix_trees import TREE_TOKENS
 from tests.builders import DECODERS, FAMILIES, decoder_tokenizer, tiny_reward_model
 
