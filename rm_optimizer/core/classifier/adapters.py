@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -130,37 +130,53 @@ def add_adapter(model: PreTrainedModel, config: AdapterConfig | LoraConfig, *, s
     return trainable_count(model)
 
 
-def _chosen(config: AdapterConfig | LoraConfig) -> LoraConfig:
-    if not isinstance(config, AdapterConfig):
-        return copy.deepcopy(config)
-    return import_peft().LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=config.targets
-    )
-
-
 def prepared_config(model: PreTrainedModel, config: AdapterConfig | LoraConfig) -> LoraConfig:
     """Configuration for peft: the user's choices and the needs of a reward model.
 
     Raises:
         ConfigError: if a target names no layer, or the configuration asks for what could not be saved exactly.
     """
-    wanted = _chosen(config)
+    if isinstance(config, AdapterConfig):
+        wanted = import_peft().LoraConfig(
+            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=config.targets
+        )
+    else:
+        wanted = copy.deepcopy(config)
     require_exact(wanted)
     head_side, beside = head_side_modules(model), parts_beside_text(model)
     wanted.task_type = import_peft().TaskType.SEQ_CLS
     wanted.modules_to_save = sorted({*(wanted.modules_to_save or ()), *head_side})
-    linear = dict(_linear_layers(model))
-    if wanted.target_modules is None or wanted.target_modules == "all-linear":
+    linear = {name: module for name, module in model.named_modules() if _is_linear(module)}
+    targets: Any = wanted.target_modules
+    if targets is None or targets == "all-linear":
         picked = _default_targets(model, linear, beside)
-        wanted.target_modules = {name.rpartition(".")[2] for name in picked}
+        targets = {name.rpartition(".")[2] for name in picked}
         others = [name for name in linear if name not in picked]
     else:
         others = [name for name in linear if is_under(name, (*head_side, *beside))]
         inside = [name for name, _ in model.named_modules() if name not in others and not is_under(name, beside)]
-        _require_targets(wanted.target_modules, inside, linear.keys() - others)
-    wanted.exclude_modules = _excluding(wanted.exclude_modules, others, wanted.target_modules)
-    _set_orientation(wanted, linear)
-    _name_base(wanted, model)
+        # A regular expression names all layers at once, and peft raises an error if none fits.
+        listed = () if isinstance(targets, str) else targets
+        unknown = [target for target in listed if not any(_ends(name, [target]) for name in inside)]
+        if unknown:
+            raise ConfigError(_unknown_targets(linear.keys() - others, ", ".join(sorted(unknown))))
+    # Exclude the linear layers that a target would match by mistake.
+    wrong = others if isinstance(targets, str) else [name for name in others if _ends(name, targets)]
+    given: Any = wanted.exclude_modules
+    if wrong and isinstance(given, str):
+        wanted.exclude_modules = "|".join([f"(?:{given})", *(name.replace(".", r"\.") for name in wrong)])
+    elif wrong:
+        wanted.exclude_modules = {*(given or ()), *wrong}
+    wanted.target_modules = targets
+    # GPT-2's `Conv1D` stores its matrix transposed.
+    kinds = {type(module).__name__ == "Conv1D" for module in linear.values() if not hasattr(module, "out_features")}
+    wanted.fan_in_fan_out = bool(kinds) and all(kinds)
+    # The folder or hub commit from which the base can be loaded again; a `.ckpt` or a random start has none.
+    source = Path(model.name_or_path).expanduser()
+    is_folder = bool(model.name_or_path) and source.is_dir()
+    origin = str(source.resolve()) if is_folder else model.name_or_path
+    wanted.base_model_name_or_path = None if source.is_file() or not origin else origin
+    wanted.revision = None if is_folder else getattr(model.config, "_commit_hash", None)
     return wanted
 
 
@@ -181,7 +197,19 @@ def attach(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
             "the model carries a LoRA adapter already; train that on with adapter=none, or export the model, "
             "which merges it, and start from the export"
         )
-    stored = _injected(model, config, seed)
+    injected = copy.deepcopy(config)
+    injected.modules_to_save, injected.inference_mode = None, False
+    with keeping_random_state(seed=seed):
+        try:
+            import_peft().inject_adapter_in_model(injected, model, ADAPTER_NAME)
+        except ValueError as error:
+            targets = config.target_modules
+            got = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
+            excluded = (*head_side_modules(model), *parts_beside_text(model))
+            layers = [name for name, module in model.named_modules() if _is_linear(module)]
+            usable = [name for name in layers if not is_under(name, excluded)]
+            raise ConfigError(_unknown_targets(usable, got)) from error
+    stored = copy.deepcopy(injected)  # as PEFT completed it; its layers keep the other one
     stored.modules_to_save = config.modules_to_save
     model.peft_config = {ADAPTER_NAME: stored}
     for name, parameter in model.named_parameters():
@@ -193,20 +221,6 @@ def attach(model: PreTrainedModel, config: LoraConfig, *, seed: int) -> None:
     require_trainable_head(model)
 
 
-def _injected(model: PreTrainedModel, config: LoraConfig, seed: int) -> LoraConfig:
-    """Put the layers of a configuration into the model, and return a copy of it as PEFT completed it."""
-    injected = copy.deepcopy(config)
-    injected.modules_to_save, injected.inference_mode = None, False
-    with keeping_random_state(seed=seed):
-        try:
-            import_peft().inject_adapter_in_model(injected, model, ADAPTER_NAME)
-        except ValueError as error:
-            targets = config.target_modules
-            got = targets if isinstance(targets, str) else ", ".join(sorted(targets or ()))
-            raise ConfigError(_unknown_targets(_usable_layers(model), got)) from error
-    return copy.deepcopy(injected)
-
-
 def saved_modules(model: PreTrainedModel) -> tuple[str, ...]:
     """Dotted names of the modules that an adapted classifier trains and saves in full."""
     beside = parts_beside_text(model)
@@ -216,7 +230,7 @@ def saved_modules(model: PreTrainedModel) -> tuple[str, ...]:
 
 def modules_named(model: PreTrainedModel, wanted: Collection[str]) -> tuple[str, ...]:
     """Dotted names of the outermost modules whose names end in one of the wanted ones."""
-    names = [name for name, _ in model.named_modules() if any(f".{name}".endswith(f".{key}") for key in wanted)]
+    names = [name for name, _ in model.named_modules() if _ends(name, wanted)]
     return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
 
 
@@ -229,38 +243,18 @@ def trainable_count(model: PreTrainedModel) -> TrainableCount:
     return TrainableCount(adapter=adapter, head_side=trainable - adapter, trainable=trainable, total=total)
 
 
-def _linear_layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D":
-            yield name, module
+def _ends(name: str, keys: Collection[str]) -> bool:
+    """True if a dotted name ends in one of the keys."""
+    return any(f".{name}".endswith(f".{key}") for key in keys)
 
 
-def _require_targets(targets: str | Collection[str], inside: Collection[str], usable: Collection[str]) -> None:
-    """Refuse a name that no layer has, or that only layers without effect on a reward or trained in full have.
-
-    A regular expression names all layers at once, so that peft raises an error if none fits.
-
-    Args:
-        targets: names to adapt.
-        inside: dotted names of the modules that a reward passes through, without linear layers that train in full.
-        usable: dotted names of the linear layers among them.
-    """
-    if isinstance(targets, str):
-        return
-    unknown = [target for target in targets if not any(f".{name}".endswith(f".{target}") for name in inside)]
-    if unknown:
-        raise ConfigError(_unknown_targets(usable, ", ".join(sorted(unknown))))
+def _is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
 
 
 def _unknown_targets(usable: Collection[str], got: str) -> str:
     known = ", ".join(sorted({name.rpartition(".")[2] for name in usable}))
     return f"adapter.targets must name linear layers of the backbone, got {got}; known: {known}"
-
-
-def _usable_layers(model: PreTrainedModel) -> list[str]:
-    """Dotted names of the linear layers that a reward passes through on its way to the head."""
-    excluded = (*head_side_modules(model), *parts_beside_text(model))
-    return [name for name, _ in _linear_layers(model) if not is_under(name, excluded)]
 
 
 def _default_targets(model: PreTrainedModel, linear: dict[str, nn.Module], beside: Collection[str]) -> set[str]:
@@ -283,34 +277,6 @@ def _default_targets(model: PreTrainedModel, linear: dict[str, nn.Module], besid
             "whose backbone has no linear layer in numbered blocks"
         )
     return picked
-
-
-def _excluding(given: Any, others: list[str], targets: Any) -> Any:
-    """The user's `exclude_modules`, and the linear layers that a target would match by mistake."""
-    if isinstance(targets, str):
-        wrong = others
-    else:
-        wrong = [name for name in others if any(f".{name}".endswith(f".{target}") for target in targets)]
-    if not wrong:
-        return given
-    if isinstance(given, str):
-        return "|".join([f"(?:{given})", *(name.replace(".", r"\.") for name in wrong)])
-    return {*(given or ()), *wrong}
-
-
-def _set_orientation(config: LoraConfig, linear: dict[str, nn.Module]) -> None:
-    """Set peft's option for GPT-2's `Conv1D`, which stores its matrix transposed."""
-    kinds = {type(module).__name__ == "Conv1D" for module in linear.values() if not hasattr(module, "out_features")}
-    config.fan_in_fan_out = bool(kinds) and all(kinds)
-
-
-def _name_base(config: LoraConfig, model: PreTrainedModel) -> None:
-    """Record the folder or hub commit from which the base can be loaded again; a `.ckpt` or a random start has none."""
-    source = Path(model.name_or_path).expanduser()
-    is_folder = bool(model.name_or_path) and source.is_dir()
-    named = str(source.resolve()) if is_folder else model.name_or_path
-    config.base_model_name_or_path = None if source.is_file() or not named else named
-    config.revision = None if is_folder else getattr(model.config, "_commit_hash", None)
 
 
 def require_exact(config: LoraConfig, stored: Path | None = None) -> None:

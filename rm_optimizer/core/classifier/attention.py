@@ -287,17 +287,17 @@ def attention_masks(packed: PackedTrees, config: Any, dtype: torch.dtype) -> Any
     window = getattr(config, "sliding_window", None)
     kinds = set(getattr(config, "layer_types", None) or ())
     windows = {kind: window if kind == "sliding_attention" else None for kind in kinds} or {"": window}
-    masks = {kind: _kernel_mask(packed, config._attn_implementation, width, dtype) for kind, width in windows.items()}
+    kernel, masks = config._attn_implementation, dict[str, Tensor | BlockMask]()
+    for kind, width in windows.items():
+        if takes_blocks(kernel, packed.end.device):
+            masks[kind] = tree_block_mask(packed, width)
+            continue
+        mask = tree_mask(packed, width)
+        if kernel == "eager":
+            lowest, zeros = torch.finfo(dtype).min, torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+            mask = zeros.masked_fill_(~mask, lowest)
+        masks[kind] = mask
     return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def _kernel_mask(packed: PackedTrees, kernel: str, window: int | None, dtype: torch.dtype) -> Tensor | BlockMask:
-    if takes_blocks(kernel, packed.end.device):
-        return tree_block_mask(packed, window)
-    mask = tree_mask(packed, window)
-    if kernel != "eager":
-        return mask
-    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
 def takes_blocks(kernel: str, device: torch.device) -> bool:

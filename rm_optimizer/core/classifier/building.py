@@ -49,13 +49,6 @@ def disable_dropout(config: PretrainedConfig) -> None:
             setattr(config, name, type(value)(0))
 
 
-def disable_dropout_modules(model: nn.Module) -> None:
-    """Set the probability of every dropout module to 0, for models that write it in their code."""
-    for module in model.modules():
-        if isinstance(module, _MODULES):
-            module.p = 0.0
-
-
 @dataclass(frozen=True)
 class LoadOptions:
     """Options for building a classifier.
@@ -133,8 +126,9 @@ def build(config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
 
 def finished(model: PreTrainedModel, options: LoadOptions) -> PreTrainedModel:
     """The classifier in evaluation mode, without dropout unless it is kept, and frozen where no text reaches."""
-    if not options.dropout:
-        disable_dropout_modules(model)
+    for module in () if options.dropout else model.modules():
+        if isinstance(module, _MODULES):  # also where a model writes the probability in its code
+            module.p = 0.0
     freeze_beside_text(model)
     return model.eval()
 
@@ -152,25 +146,21 @@ def build_model(
     Raises:
         ConfigError: if the type or a field is unknown, or the fields do not fit each other.
     """
-    try:
-        return build(_config_from_fields(architecture, tokenizer), options)
-    except (ValueError, ImportError, StrictDataclassError) as error:
-        raise ConfigError(f"model.architecture does not describe a model: {reason_of(error)}") from error
-
-
-def _config_from_fields(architecture: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     fields = dict(architecture)
     kind = str(fields.pop("model_type", ""))
-    if kind not in CONFIG_MAPPING:
-        raise ConfigError(did_you_mean("model.architecture.model_type", kind, CONFIG_MAPPING.keys()))
-    default = CONFIG_MAPPING[kind]()
-    for name in fields:
-        if not hasattr(default, name):
-            raise ConfigError(did_you_mean(f"{kind} field in model.architecture", name, default.to_dict()))
-    names = (f"{role}_token_id" for role in ("pad", "bos", "eos", "cls", "sep"))
-    known = {name: getattr(tokenizer, name) for name in names if hasattr(default, name)}
-    known = {name: value for name, value in known.items() if value is not None or getattr(default, name) is None}
-    return AutoConfig.for_model(kind, **({"vocab_size": len(tokenizer)} | known | fields))
+    try:
+        if kind not in CONFIG_MAPPING:
+            raise ConfigError(did_you_mean("model.architecture.model_type", kind, CONFIG_MAPPING.keys()))
+        default = CONFIG_MAPPING[kind]()
+        for name in fields:
+            if not hasattr(default, name):
+                raise ConfigError(did_you_mean(f"{kind} field in model.architecture", name, default.to_dict()))
+        names = (f"{role}_token_id" for role in ("pad", "bos", "eos", "cls", "sep"))
+        known = {name: getattr(tokenizer, name) for name in names if hasattr(default, name)}
+        known = {name: value for name, value in known.items() if value is not None or getattr(default, name) is None}
+        return build(AutoConfig.for_model(kind, **({"vocab_size": len(tokenizer)} | known | fields)), options)
+    except (ValueError, ImportError, StrictDataclassError) as error:
+        raise ConfigError(f"model.architecture does not describe a model: {reason_of(error)}") from error
 
 
 def reason_of(error: Exception) -> str:

@@ -153,7 +153,13 @@ def bradley_terry_pair_losses(
         >>> [round(loss, 4) for loss in bradley_terry_pair_losses(zeros, zeros).tolist()]
         [0.6931, 0.6931]
     """
-    _check_numbers(beta, label_smoothing, center_rewards, reward_l2)
+    if not beta > 0:
+        raise ValueError(f"beta must be positive, got {beta}")
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
+    for name, value in (("center_rewards", center_rewards), ("reward_l2", reward_l2)):
+        if not value >= 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
     _check_shapes(chosen, rejected=rejected, margin=margin, label=label)
     c, r = _at_least_float32(chosen), _at_least_float32(rejected)
     z = beta * (c - r if margin is None else c - r - _at_least_float32(margin))
@@ -260,13 +266,3 @@ def _check_shapes(chosen: Tensor, **others: Tensor | None) -> None:
                 f"{name} must have the shape of chosen, {tuple(chosen.shape)}, got {tuple(other.shape)}; "
                 "rewards are one number per response, so drop a trailing axis of 1"
             )
-
-
-def _check_numbers(beta: float, label_smoothing: float, center_rewards: float, reward_l2: float) -> None:
-    if not beta > 0:
-        raise ValueError(f"beta must be positive, got {beta}")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must lie in [0, 0.5), got {label_smoothing}")
-    for name, value in (("center_rewards", center_rewards), ("reward_l2", reward_l2)):
-        if not value >= 0:
-            raise ValueError(f"{name} must not be negative, got {value}")
