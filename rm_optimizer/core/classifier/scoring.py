@@ -276,25 +276,18 @@ class SequenceScorer:
             places.setdefault(np.asarray(sequence, dtype=np.int32).tobytes(), []).append(place)
         keys = sorted(places)
         rows = [np.frombuffer(key, dtype=np.int32) for key in keys]
-        for members, rewards in self._passes(rows, self._groups(rows, [places[key] for key in keys], groups)):
-            yield [places[keys[member]] for member in members], rewards
-
-    def _groups(
-        self,
-        rows: Sequence[NDArray[np.int32]],
-        places: Sequence[Sequence[int]],
-        groups: Sequence[Sequence[int]] | None,
-    ) -> list[list[int]]:
-        """Groups of rows that start alike, from groups of places."""
         if not self.shares:
-            return [[row] for row in range(len(rows))]
-        if groups is None:
-            return common_starts(rows)
-        group_of = {place: number for number, group in enumerate(groups) for place in group}
-        members: dict[int, list[int]] = {}
-        for row, its_places in enumerate(places):
-            members.setdefault(group_of[its_places[0]], []).append(row)
-        return list(members.values())
+            grouped = [[row] for row in range(len(rows))]
+        elif groups is None:
+            grouped = common_starts(rows)
+        else:
+            group_of = {place: number for number, group in enumerate(groups) for place in group}
+            rows_of: dict[int, list[int]] = {}
+            for row, key in enumerate(keys):
+                rows_of.setdefault(group_of[places[key][0]], []).append(row)
+            grouped = list(rows_of.values())
+        for members, rewards in self._passes(rows, grouped):
+            yield [places[keys[member]] for member in members], rewards
 
     def _passes(
         self, rows: Sequence[NDArray[np.int32]], groups: Sequence[Sequence[int]]
@@ -305,7 +298,9 @@ class SequenceScorer:
             if len(group) > 1:
                 runs = tree_groups(rows, [group], min(self.token_budget, TREE_TOKENS))
                 tree = prefix_tree([rows[i] for i in group])
-                if self._pays_to_cache(tree, len(runs)):
+                # A cached start must cost less than computing the start again in each run.
+                recomputed, least = len(tree.prefix) * (len(runs) - 1), TREE_TOKENS
+                if self._caches and recomputed > (least if tree.num_tokens <= self.token_budget else 0):
                     for batch, rewards in self._branches(tree):
                         yield [group[i] for i in batch], rewards
                 else:
@@ -326,11 +321,6 @@ class SequenceScorer:
             own = [members[i] for i in batch]
             yield own, self.padded([rows[i] for i in own])
 
-    def _pays_to_cache(self, tree: PrefixTree, num_runs: int) -> bool:
-        """True if a cached start is cheaper than computing the start again in each run."""
-        recomputed = len(tree.prefix) * (num_runs - 1)
-        return self._caches and recomputed > (TREE_TOKENS if tree.num_tokens <= self.token_budget else 0)
-
     def packed(self, trees: Sequence[PrefixTree]) -> Float[Tensor, " sequences"]:
         """Rewards of the trees' branches in one pass, on the CPU."""
         packed = pack_trees(trees, pad_token_id=self.model.pad_choice.token_id).to(self.model.device)
@@ -344,40 +334,27 @@ class SequenceScorer:
 
     def _branches(self, tree: PrefixTree) -> Iterator[tuple[list[int], Tensor]]:
         """Rewards of a tree's branches: its prefix in one pass, then the branches over a copy of its cache."""
-        backbone, device = self.model.model.base_model, self.model.device
+        model, device, depth = self.model.model, self.model.device, len(tree.prefix)
         cache = DynamicCache()
         prefix = torch.from_numpy(tree.prefix.astype(np.int64))[None].to(device)
-        backbone(input_ids=prefix, past_key_values=cache, use_cache=True)
-        most = max(1, CACHED_TOKENS // len(tree.prefix))
-        for batch in length_batches([len(branch) for branch in tree.branches], self.token_budget):
-            for part in (batch[start : start + most] for start in range(0, len(batch), most)):
-                yield part, self._continued(cache, len(tree.prefix), [tree.branches[i] for i in part])
-
-    def _continued(
-        self, cache: DynamicCache, depth: int, branches: Sequence[NDArray[np.int32]]
-    ) -> Float[Tensor, " sequences"]:
-        """Rewards of branches that continue `depth` cached tokens; the cache is left as it was."""
-        model, device = self.model.model, self.model.device
-        ids, mask = pad_sequences(branches, self.model.pad_choice.token_id)
-        last = mask.sum(dim=1) - 1
-        positions = depth + torch.arange(ids.shape[1]).expand_as(ids)
-        attended = torch.cat([mask.new_ones(len(branches), depth), mask], dim=1)
-        hidden = model.base_model(
-            input_ids=ids.to(device),
-            attention_mask=attended.to(device),
-            position_ids=positions.to(device),
-            past_key_values=_repeated(cache, len(branches)),
-            use_cache=True,
-        ).last_hidden_state
-        rows = torch.arange(len(branches), device=device)
-        rewards: Tensor = model.score(hidden[rows, last.to(device)]).squeeze(-1)
-        return rewards.cpu()
-
-
-def _repeated(cache: DynamicCache, times: int) -> DynamicCache:
-    """A cache with the same keys and values for `times` sequences; layers share the memory until they grow."""
-    repeated = DynamicCache()
-    for index, layer in enumerate(cache.layers):
-        keys, values = (kept.expand(times, *kept.shape[1:]) for kept in (layer.keys, layer.values))
-        repeated.update(keys, values, index)
-    return repeated
+        model.base_model(input_ids=prefix, past_key_values=cache, use_cache=True)
+        most = max(1, CACHED_TOKENS // depth)
+        batches = length_batches([len(branch) for branch in tree.branches], self.token_budget)
+        for part in (batch[start : start + most] for batch in batches for start in range(0, len(batch), most)):
+            ids, mask = pad_sequences([tree.branches[i] for i in part], self.model.pad_choice.token_id)
+            last = mask.sum(dim=1) - 1
+            positions = depth + torch.arange(ids.shape[1]).expand_as(ids)
+            attended = torch.cat([mask.new_ones(len(part), depth), mask], dim=1)
+            repeated = DynamicCache()
+            for index, layer in enumerate(cache.layers):  # the copies share the memory until they grow
+                keys, values = (kept.expand(len(part), *kept.shape[1:]) for kept in (layer.keys, layer.values))
+                repeated.update(keys, values, index)
+            hidden = model.base_model(
+                input_ids=ids.to(device),
+                attention_mask=attended.to(device),
+                position_ids=positions.to(device),
+                past_key_values=repeated,
+                use_cache=True,
+            ).last_hidden_state
+            rows = torch.arange(len(part), device=device)
+            yield part, model.score(hidden[rows, last.to(device)]).squeeze(-1).cpu()

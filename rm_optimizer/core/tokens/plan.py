@@ -59,7 +59,15 @@ def length_batches(lengths: Sequence[int] | NDArray[np.integer], token_budget: i
         >>> length_batches([900, 100, 100, 800], token_budget=4000)
         [[0, 3], [1, 2]]
     """
-    return _by_width(np.asarray(lengths, dtype=np.int64), token_budget)
+    _check_budget(token_budget)
+    widths = np.asarray(lengths, dtype=np.int64)
+    order = np.argsort(-widths, kind="stable")
+    batches: list[list[int]] = []
+    start = 0
+    for size in _cheapest_cuts(widths[order], token_budget):
+        batches.append(order[start : start + size].tolist())
+        start += size
+    return batches
 
 
 def micro_batches(
@@ -76,18 +84,7 @@ def micro_batches(
     """
     chosen = np.asarray(indices, dtype=np.int64)
     widths = 2 * lengths[chosen].max(axis=1).astype(np.int64)
-    return [chosen[batch].tolist() for batch in _by_width(widths, token_budget)]
-
-
-def _by_width(widths: NDArray[np.int64], token_budget: int) -> list[list[int]]:
-    _check_budget(token_budget)
-    order = np.argsort(-widths, kind="stable")
-    batches: list[list[int]] = []
-    start = 0
-    for size in _cheapest_cuts(widths[order], token_budget):
-        batches.append(order[start : start + size].tolist())
-        start += size
-    return batches
+    return [chosen[batch].tolist() for batch in length_batches(widths, token_budget)]
 
 
 def _cheapest_cuts(widths: NDArray[np.int64], token_budget: int) -> list[int]:
