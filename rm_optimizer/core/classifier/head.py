@@ -85,7 +85,7 @@ def head_side_modules(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def require_trainable_head(model: PreTrainedModel) -> None:
-    """Refuse to train a model whose reward head is frozen, since its rewards would be those of a random projection.
+    """Refuse to train a model whose reward head is frozen, so that its rewards would come from a random projection.
 
     Raises:
         ConfigError: if a parameter of the final linear layer does not require a gradient.
@@ -102,7 +102,7 @@ def require_trainable_head(model: PreTrainedModel) -> None:
 def require_trained_head(
     model: PreTrainedModel, drawn: Collection[str], source: object, unread: Collection[str] = ()
 ) -> None:
-    """Refuse to score with a model whose rewards would be those of a random projection.
+    """Refuse to score with a model whose rewards would come from a random projection.
 
     Args:
         model: model after loading.

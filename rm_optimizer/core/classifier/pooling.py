@@ -82,7 +82,7 @@ def packed_logits(model: PreTrainedModel, packed: PackedTrees) -> Float[Tensor, 
 def own_logits(
     model: PreTrainedModel, input_ids: Int[Tensor, "sequences tokens"], attention_mask: Int[Tensor, "sequences tokens"]
 ) -> Float[Tensor, "sequences 1"]:
-    """An encoder's logits through its own forward pass; encoders read the first token, so padding stands right.
+    """An encoder's logits through its own forward pass; encoders read the first token, so padding is on the right.
 
     Raises:
         ValueError: if a sequence does not start with an attended token.

@@ -144,7 +144,7 @@ class ClassifierRewardModel(BaseRewardModel):
         computed once.
 
         Args:
-            prompts: text or messages, one for each response; a single one is that of every response.
+            prompts: text or messages, one for each response; a single one belongs to every response.
             responses: the responses, or the text of a single one.
             token_budget: tokens, padding included, of one forward pass.
 

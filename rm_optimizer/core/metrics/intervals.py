@@ -258,7 +258,7 @@ def cluster_bootstrap(
 def cluster_totals(
     rows: Float[np.ndarray, "rows terms"], clusters: Sequence[int] | Sequence[str] | None
 ) -> Float[np.ndarray, "clusters terms"]:
-    """Sums of the rows of each cluster; None takes each row as a cluster of its own.
+    """Sums of the rows of each cluster; None takes each row as one cluster.
 
     Raises:
         ConfigError: if the clusters are not one for each row.

@@ -67,16 +67,16 @@ def roc_auc(
     """Area under the ROC curve of better against worse responses of all prompts, ties one half.
 
     It is the probability that a random better response has a higher reward than a random worse one of any prompt, so it
-    is below the accuracy where prompts differ in their level of reward. The variance is that of the placements, summed
-    over each prompt (DeLong et al., 1988, doi:10.2307/2531595; Obuchowski, 1997, for clusters), with Student's interval
-    over the prompts.
+    is below the accuracy where prompts differ in their level of reward. The variance is the variance of the placements,
+    summed over each prompt (DeLong et al., 1988, doi:10.2307/2531595; Obuchowski, 1997, for clusters), with Student's
+    interval over the prompts.
 
     Args:
         better: rewards of the better responses.
         worse: rewards of the other response of each pair.
         weight: number of pairs that each counts for.
         cluster: prompt of each pair.
-        with_interval: True for a 95 % interval beside the standard error.
+        with_interval: True for a 95 % interval in addition to the standard error.
 
     Example:
         >>> rewards = np.array([2.0, 1.0]), np.array([1.5, 0.0])

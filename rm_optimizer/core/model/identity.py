@@ -51,7 +51,7 @@ def reading_digest(model: BradleyTerryRM) -> str:
 def differing_settings(model: BradleyTerryRM, other: BradleyTerryRM) -> list[str]:
     """Names of the settings by which equal weights and tokens give other rewards or other tokens, sorted.
 
-    Lengths, dropout and the type of the weights are none of them.
+    Lengths, dropout and the type of the weights do not count.
     """
     own, others = _settings(model), _settings(other)
     return sorted(name for name in own.keys() | others.keys() if own.get(name) != others.get(name))

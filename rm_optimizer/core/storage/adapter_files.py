@@ -107,7 +107,7 @@ def describe_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
 
 
 def adapter_tensor_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names in the model of the tensors that belong to the adapter, those of the head-side modules included."""
+    """Names in the model of the tensors that belong to the adapter, head-side modules included."""
     return frozenset(_file_names(model))
 
 
@@ -234,7 +234,7 @@ def _embeddings_name(model: PreTrainedModel) -> str:
 def merged_model(model: PreTrainedModel) -> PreTrainedModel:
     """A plain classifier with the adapter's product added to the frozen weights; the adapted one stays as it is.
 
-    Each layer is merged in a copy of its own, so beside the two models one layer more is held. Matrices in four bits
+    Each layer is merged in a copy, so one layer is held in addition to the two models. Matrices in four bits
     come back in the type they compute in, as exact as they are read.
     """
     config = copy.deepcopy(model.config)

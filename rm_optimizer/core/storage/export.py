@@ -143,7 +143,7 @@ def _save(
 
 
 def _reloaded(model: PreTrainedModel, folder: Path, base: BaseModel | None) -> PreTrainedModel:
-    """The stored model as plain `transformers` reads it, or as plain peft does beside its base."""
+    """The stored model as plain `transformers` reads it, or as plain peft reads it with its base."""
     has_code = hasattr(model.config, "auto_map")
     if base is None:
         return AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=has_code)

@@ -186,7 +186,7 @@ def parse_dtype(dtype: str | torch.dtype | None) -> torch.dtype:
     """A floating type from its name; None is float32.
 
     Raises:
-        ConfigError: if the name is not that of a floating type.
+        ConfigError: if no floating type has the name.
     """
     names = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
     if dtype is None:
@@ -216,7 +216,7 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
 
 
 def _from_adapter(folder: Path, options: LoadOptions) -> LoadedModel:
-    """A base and the adapter trained beside it, which stays an adapter and trainable."""
+    """A base and the adapter trained with it, which stays an adapter and trainable."""
     adapter = StoredAdapter.read(folder)
     base = _base_of(adapter.config, adapter.base, options)
     try:

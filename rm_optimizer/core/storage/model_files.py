@@ -113,7 +113,7 @@ def require_exported_weights(folder: Path, record: Mapping[str, Any]) -> None:
 
     Args:
         folder: holds the weights.
-        record: its `export.json`; nothing is checked where it holds no digests, as those of other people do.
+        record: its `export.json`; nothing is checked where it holds no digests.
 
     Raises:
         CheckpointError: naming the files.
@@ -150,7 +150,7 @@ def refuse_by_files(source: str) -> None:
     """Refuse within a second what loading would refuse later, if the files show the reason.
 
     Raises:
-        CheckpointError: if there is no model, a file is damaged, or no weight can be that of a reward head.
+        CheckpointError: if there is no model, a file is damaged, or no weight fits a reward head.
     """
     with restored_hub():
         found = find_source(source)

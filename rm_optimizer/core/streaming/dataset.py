@@ -42,7 +42,7 @@ class RayPreferenceDataset:
             of these; weights are whole numbers.
         tokenizer: a tokenizer or a `BradleyTerryRM`, for `to_torch_dataloader`.
         max_length: most tokens of a sequence; None is the model's, or what the tokenizer states, at most 1024.
-        held_out_prompts: prompts that the stream must not hold, those of the validation pairs; case and blanks do not
+        held_out_prompts: prompts of the validation pairs, which the stream must not hold; case and blanks do not
             count.
         block_bytes: text of a block, about.
         options: how rows are read, as `ReadOptions` lists them. Shares of bad rows are judged from 1,000 rows on.
@@ -169,7 +169,7 @@ class RayPreferenceDataset:
             start_step: first step to give; pairs before it are counted, which costs as much as giving them. A stream's
                 `position`, kept and set again, costs nothing.
             rank: rank of the process, in [0, world_size).
-            world_size: number of ranks; each has workers of its own.
+            world_size: number of ranks; each has its own workers.
             prefix_sharing: give `PackedPairBatch`es rather than `PairBatch`es.
             mean_weight: mean weight of the pairs, by which a step's loss is divided, as far as it is known.
             num_workers: Ray workers; 0 is one a core.

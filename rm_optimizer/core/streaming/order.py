@@ -127,7 +127,7 @@ class StreamPosition:
 class StreamOrder:
     """The order of a stream, a function of seed and epoch alone.
 
-    An epoch takes the blocks in an order of its own, `window_blocks` at a time, and the pairs of such a window in a
+    An epoch takes the blocks in its own order, `window_blocks` at a time, and the pairs of such a window in a
     random order; without shuffling both are the order of the files.
 
     Args:
@@ -237,7 +237,7 @@ class MacroBatchStream:
             offset = 0
 
     def seek(self, step: int) -> None:
-        """Set the position to that of an optimizer step; blocks before it whose pairs were never counted are read."""
+        """Set the position before an optimizer step; blocks before it whose pairs were never counted are read."""
         before = step
         for epoch in itertools.count():
             seen = 0

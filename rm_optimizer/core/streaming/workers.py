@@ -30,7 +30,7 @@ then waits for its data: a stream that starts in 10 s took 90 s.
 
 
 class BlockWorker:
-    """Worker that tokenizes blocks in a process of its own; a user's mistake is returned as its message."""
+    """Worker that tokenizes blocks in its own process; a user's mistake is returned as its message."""
 
     def __init__(self) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a worker

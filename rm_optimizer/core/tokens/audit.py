@@ -53,7 +53,7 @@ class SplitAudit:
         num_skipped: rows that gave no pair.
         num_prompts: different prompts.
         num_duplicates: pairs equal to an earlier one in prompt, chosen and rejected; not repeats by mixing weight.
-        num_contradictions: comparisons that stand in both orders.
+        num_contradictions: comparisons that occur in both orders.
         num_identical: pairs whose two sides are the same tokens after truncation; training drops them.
         num_truncated: pairs of which a side lost tokens.
         num_uneven_cut: pairs whose two sides lost different parts of their common prompt.
@@ -99,7 +99,7 @@ class SplitAudit:
 
 @dataclass(frozen=True)
 class PromptOverlap:
-    """Prompts that stand in two splits.
+    """Prompts that are in two splits.
 
     Args:
         first: name of one split.
@@ -135,7 +135,7 @@ def audit_pairs(
     Args:
         datasets: data sets by the name of their split.
         renderer: renderer of the conversations; its length limit decides which are truncated.
-        special_tokens: special tokens of its tokenizer, which are counted beside those of common families.
+        special_tokens: special tokens of its tokenizer, which are counted as well as the tokens of common families.
     """
     control = control_tokens(special_tokens)
     splits = {name: _audit_split(dataset, renderer, control) for name, dataset in datasets.items()}

@@ -175,7 +175,7 @@ class MacroBatch:
         return (*sides, "margin", "label", "weight", "pair_index")
 
     def __getitem__(self, name: str) -> Tensor:
-        """One tensor of all pairs of this rank, padded on the right; masked ids are those of padding.
+        """One tensor of all pairs of this rank, padded on the right; masked ids are the pad token.
 
         It is no `collections.abc.Mapping`, which torch and Lightning would take apart and build anew.
 
@@ -328,7 +328,7 @@ class BatchShape:
         _require_rank(self.rank, self.world_size)
 
     def macro_batch(self, collator: PairCollator, positions: NDArray[np.int64], step: int) -> MacroBatch:
-        """This rank's share of the macro-batch of the tokenized pairs at these positions, those of all ranks."""
+        """This rank's share of the macro-batch of the tokenized pairs at these positions."""
         share = rank_share(collator.tokens(positions), positions, self.rank, self.world_size)
         return MacroBatch(
             step=step,

@@ -1,7 +1,7 @@
 """Conversion of conversations to token ids, with one rendering, one pair of special tokens and one rule of truncation.
 
 The whole conversation is rendered to text and tokenized once, because the tokens of a separate prompt and response
-differ from those of both together. A sequence, and so its reward, depends only on its own prompt and response.
+differ from the tokens of both together. A sequence, and so its reward, depends only on its own prompt and response.
 """
 
 from __future__ import annotations
@@ -374,7 +374,7 @@ def belongs_to_model(renderer: ConversationRenderer) -> None:
 
 
 def renderer_of(source: object, max_length: int | None = None) -> ConversationRenderer:
-    """The rendering that a model, the tokenizer of a model, or a plain tokenizer stands for.
+    """The rendering that a model, the tokenizer of a model, or a plain tokenizer means.
 
     A model's tokenizer brings the model's rendering and length, so that both see the same tokens.
 

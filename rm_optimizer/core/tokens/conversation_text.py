@@ -147,7 +147,7 @@ class ChatTemplate:
 def first_lost(contents: Sequence[str], text: str) -> int | None:
     r"""Index of the first content that is not whole in the text, each at its own place; None if all are.
 
-    Blanks at its ends are ignored, since templates strip them, and more blanks may stand inside it, such as an indent.
+    Blanks at its ends are ignored, since templates strip them, and more blanks may be inside it, such as an indent.
     A content may be in the text as a JSON string.
 
     Example:
@@ -179,7 +179,7 @@ def _first_lost_anywhere(contents: Sequence[str], text: str) -> int | None:
 
 
 def _has_blanks(content: str, text: str) -> bool:
-    """True if the content stands in the text with no fewer line breaks and no less indent and blanks than it has."""
+    """True if the content is in the text with no fewer line breaks and no less indent and blanks than it has."""
     words, runs = re.split(r"\s+", content.strip()), re.findall(r"\s+", content.strip())
     gaps = [*(r"[^\S\n]*\n" * run.count("\n") + rf"[^\S\n]{{{len(run.rpartition(chr(10))[2])},}}" for run in runs), ""]
     return re.search("".join(map("".join, zip(map(re.escape, words), gaps, strict=True))), text) is not None

@@ -274,8 +274,8 @@ def require_disjoint_prompts(train: PreferenceDataset, val: PreferenceDataset) -
     """Refuse validation on prompts that training has seen.
 
     Raises:
-        DataError: if any prompt stands in both; the text tells how many, gives one and names the option that permits
-            it.
+        DataError: if any prompt is in both; the text gives their number and one of them, and names the option that
+            permits it.
     """
     prompts = [*distinct_prompts(val).values()]
     seen = frozenset(prompt_keys(distinct_prompts(train).values()))

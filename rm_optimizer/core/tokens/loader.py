@@ -25,7 +25,7 @@ _log = logging.getLogger("rm_optimizer")
 class MacroBatches(Dataset[MacroBatch]):
     """Endless macro-batches by optimizer step; item k is always the same.
 
-    Epoch e visits the pairs in the order `epoch_order(…, seed, e)`, or in that of `order`, `batch_size` at a time. Its
+    Epoch e visits the pairs in the order `epoch_order(…, seed, e)`, or as `order` says, `batch_size` at a time. Its
     last macro-batch may be short and is never dropped. Items do not depend on earlier ones, so a run resumes at step k
     with item k.
 
@@ -39,8 +39,8 @@ class MacroBatches(Dataset[MacroBatch]):
         order: order of the pairs; None shuffles them by the seed.
 
     Raises:
-        ValueError: if a number is out of its range, or the number of positions in an epoch of `order` is not that of
-            the pairs.
+        ValueError: if a number is out of its range, or an epoch of `order` has another number of positions
+            than there are pairs.
         DataError: if there is no pair to train on.
     """
 

@@ -147,7 +147,7 @@ def pad_sequences(
 def stacked(
     upper: Int[Tensor, "pairs upper_tokens"], lower: Int[Tensor, "pairs lower_tokens"], tokens: int, fill: int
 ) -> Int[Tensor, "sequences tokens"]:
-    """Rows of both tensors, those of `upper` first, filled on the right up to `tokens` columns."""
+    """Rows of both tensors, `upper` first, filled on the right up to `tokens` columns."""
     widened = [torch.nn.functional.pad(part, (0, tokens - part.shape[1]), value=fill) for part in (upper, lower)]
     return torch.cat(widened)
 

@@ -42,7 +42,7 @@ _PLAIN = """\
 """
 """Template of `chat.plain_prompt`'s form, or of text pairs, with the special tokens around it."""
 FORMS = ("plain", "pair")
-"""Input forms of a reward model without a chat template: that of `chat.plain_prompt`, and a tokenizer's text pair."""
+"""Input forms of a reward model without a chat template: `chat.plain_prompt`, and a tokenizer's text pair."""
 _ENOUGH = 1 << 20
 _log = logging.getLogger("rm_optimizer")
 
