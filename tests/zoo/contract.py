@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 from rm_optimizer.core.classifier.adapters import add_adapter
-from rm_optimizer.core.classifier.modalities import parts_beside_text
+from rm_optimizer.core.classifier.head import parts_beside_text
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.errors import ConfigError, RMOptimizerError

@@ -18,8 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rm_optimizer.core.classifier.head import head_side_modules, keep_exact, require_trainable_head
-from rm_optimizer.core.classifier.modalities import parts_beside_text
+from rm_optimizer.core.classifier.head import head_side_modules, keep_exact, parts_beside_text, require_trainable_head
 from rm_optimizer.core.classifier.quantization import is_quantized, parameter_size
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.randomness import keeping_random_state

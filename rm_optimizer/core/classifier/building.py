@@ -23,8 +23,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
 
 from rm_optimizer.core.classifier.attention import choose_attention
+from rm_optimizer.core.classifier.head import freeze_beside_text
 from rm_optimizer.core.classifier.limits import refuse_known
-from rm_optimizer.core.classifier.modalities import freeze_beside_text
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 from rm_optimizer.records.randomness import keeping_random_state
 

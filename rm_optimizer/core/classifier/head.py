@@ -1,7 +1,12 @@
-"""Scalar head: one linear layer, in float32 for every type of the backbone."""
+"""Scalar head, one linear layer in float32 for every type of the backbone, and the other parts of a classifier.
+
+The modules on the head's side train in full with every adapter. A multimodal classifier also has parts that text does
+not use: vision towers, projectors, their tokens.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from typing import Any
 
@@ -15,6 +20,7 @@ from rm_optimizer.errors import CheckpointError, ConfigError, no_trained_head
 REWARD_HEAD_PATTERNS = ("pooler",)
 """Parts of names of modules inside a backbone that belong to the reward head's side, as all modules after it do."""
 _HALF = (torch.float16, torch.bfloat16)
+_log = logging.getLogger("rm_optimizer")
 _OTHER_TASKS = ("ForTokenClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForQuestionAnswering")
 """Classes whose head `transformers` would load as a sequence classifier's, since it has the same name and shape."""
 
@@ -82,6 +88,41 @@ def head_side_modules(model: PreTrainedModel) -> tuple[str, ...]:
     outside = [name for name, _ in model.named_children() if name != prefix]
     pooling = [name for name in inside if any(pattern in name for pattern in REWARD_HEAD_PATTERNS)]
     return tuple(name for name in [*pooling, *outside] if any(True for _ in model.get_submodule(name).parameters()))
+
+
+def parts_beside_text(model: PreTrainedModel) -> tuple[str, ...]:
+    """Dotted names of the backbone's modules and parameters outside its text model, poolers excluded.
+
+    There are none in a model that reads text only.
+    """
+    if model.config.get_text_config() is model.config:
+        return ()
+    embedding, prefix = model.get_input_embeddings(), f"{model.base_model_prefix}."
+    text_models = (
+        str(name)
+        for name, module in model.named_modules()
+        if name.startswith(prefix) and isinstance(module, PreTrainedModel) and embedding in module.modules()
+    )
+    found, steps = list[str](), next(text_models, "").split(".")
+    for depth in range(1, len(steps)):  # along the path from the backbone to its text model
+        parent = ".".join(steps[:depth])
+        module = model.get_submodule(parent)
+        parts = [*dict(module.named_children()), *dict(module.named_parameters(recurse=False))]
+        found += [f"{parent}.{part}" for part in parts if part != steps[depth] and "pooler" not in part]
+    return tuple(found)
+
+
+def freeze_beside_text(model: PreTrainedModel) -> None:
+    """Freeze and log the parts that text does not use, so that only parameters with a gradient count as trainable."""
+    sizes = []
+    for part in parts_beside_text(model):
+        frozen = [p for name, p in model.named_parameters() if f"{name}.".startswith(f"{part}.")]
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+        if frozen:
+            sizes.append(f"{part} ({sum(p.numel() for p in frozen):,} parameters)")
+    if sizes:
+        _log.info("only the text of %s is read; frozen: %s", type(model).__name__, ", ".join(sizes))
 
 
 def require_trainable_head(model: PreTrainedModel) -> None:

@@ -26,27 +26,17 @@ def quantization_arguments(config: PretrainedConfig, *, trust_remote_code: bool 
         raise MissingExtra("bitsandbytes", "qlora")
     if not torch.cuda.is_available():
         raise ConfigError("a base in four bits (adapter=qlora) needs a CUDA device, and none is here; use adapter=lora")
-    computes_in = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
     with torch.device("meta"):
         skeleton = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
-    device = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
-    return {"quantization_config": nf4(skeleton, computes_in), "device_map": {"": device}}
-
-
-def nf4(model: PreTrainedModel, computes_in: torch.dtype) -> BitsAndBytesConfig:
-    """The paper's storage: NF4, its constants quantized once more.
-
-    Args:
-        model: a classifier whose head-side modules keep their type.
-        computes_in: type of the matrix products.
-    """
-    return BitsAndBytesConfig(
+    storage = BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=computes_in,
-        llm_int8_skip_modules=list(head_side_modules(model)),
+        bnb_4bit_use_double_quant=True,  # the constants are quantized once more
+        bnb_4bit_compute_dtype=torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16,
+        llm_int8_skip_modules=list(head_side_modules(skeleton)),
     )
+    device = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    return {"quantization_config": storage, "device_map": {"": device}}
 
 
 def is_quantized(model: PreTrainedModel) -> bool:

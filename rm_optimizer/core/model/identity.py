@@ -5,16 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.records.codec import json_values
-
-if TYPE_CHECKING:
-    from rm_optimizer.core.model.reward_model import BradleyTerryRM
 
 _NOT_THE_MODEL = ("_name_or_path", "name_or_path", "transformers_version")
 _OF_THE_FILE = ("architectures", "dtype", "use_cache")
@@ -35,7 +33,7 @@ def tensors_digest(tensors: Mapping[str, Tensor]) -> str:
     return weights.hexdigest()
 
 
-def scorer_digest(model: BradleyTerryRM) -> str:
+def scorer_digest(model: ClassifierRewardModel) -> str:
     """16 hexadecimal digits of everything that determines a reward: weights, configuration, rendering and length.
 
     It does not depend on the model's path, so that new weights under an old path are recognized.
@@ -43,12 +41,12 @@ def scorer_digest(model: BradleyTerryRM) -> str:
     return digest([weights_digest(model.model), *_reading(model)])
 
 
-def reading_digest(model: BradleyTerryRM) -> str:
+def reading_digest(model: ClassifierRewardModel) -> str:
     """`scorer_digest` without the weights; models with the same one differ in weights only."""
     return digest([type(model.model).__name__, *_reading(model)])
 
 
-def differing_settings(model: BradleyTerryRM, other: BradleyTerryRM) -> list[str]:
+def differing_settings(model: ClassifierRewardModel, other: ClassifierRewardModel) -> list[str]:
     """Names of the settings by which equal weights and tokens give other rewards or other tokens, sorted.
 
     Lengths, dropout and the type of the weights do not count.
@@ -57,7 +55,7 @@ def differing_settings(model: BradleyTerryRM, other: BradleyTerryRM) -> list[str
     return sorted(name for name in own.keys() | others.keys() if own.get(name) != others.get(name))
 
 
-def _settings(model: BradleyTerryRM) -> dict[str, Any]:
+def _settings(model: ClassifierRewardModel) -> dict[str, Any]:
     """Configuration, adapter, rendering and padding by name."""
     config, *_ = _reading(model)
     adapters: Mapping[str, Any] = getattr(model.model, "peft_config", {})
@@ -66,7 +64,7 @@ def _settings(model: BradleyTerryRM) -> dict[str, Any]:
     return kept | scales | {"tokenizer or template": model.renderer.template_hash, "padding": model.pad_choice}
 
 
-def _reading(model: BradleyTerryRM) -> list[Any]:
+def _reading(model: ClassifierRewardModel) -> list[Any]:
     """Configuration, rendering and padding as JSON values."""
     config = json.loads(model.model.config.to_json_string(use_diff=False))
     kept = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}

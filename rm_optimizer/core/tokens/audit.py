@@ -7,7 +7,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,11 +15,9 @@ from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_w
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.rows.messages import control_tokens
 from rm_optimizer.core.tokens.cache import cut_counts, encoded_chunks
+from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
 from rm_optimizer.records.codec import JsonRecord
-
-if TYPE_CHECKING:
-    from rm_optimizer.core.tokens.chat import ConversationRenderer
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 """Quantiles of the token lengths; the last is the longest."""
