@@ -182,23 +182,13 @@ def _switch(config: PretrainedConfig, trust_remote_code: bool, *, level: int) ->
     """Switch between SDPA and the model's other kernels on CUDA; None if it has no SDPA, or SDPA computes otherwise."""
     if _obstacle(config, "sdpa", torch.float32, trust_remote_code):
         return None
-    blocks = _flex_obstacle(config, trust_remote_code)
+    blocks = _obstacle(config, "flex_attention", torch.float32, trust_remote_code)
     varlen = _obstacle(config, "flash_attention_2", torch.bfloat16, trust_remote_code)
     if blocks is not None:
         _say_once(logging.INFO, f"shared prompts use sdpa with a dense mask: flex_attention: {blocks}")
     if varlen is not None:
         _say_once(level, f"padded sequences use sdpa: flash_attention_2: {varlen}")
     return AttentionSwitch(has_blocks=blocks is None, has_varlen=varlen is None).name
-
-
-def _flex_obstacle(config: PretrainedConfig, trust_remote_code: bool) -> str | None:
-    text = config.get_text_config()
-    channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if channels < LEAST_HEAD_DIM:
-        return f"needs heads of at least {LEAST_HEAD_DIM} channels, these have {channels}"
-    if getattr(text, "attention_dropout", 0.0):
-        return "has no dropout, set model.dropout to false"
-    return _obstacle(config, "flex_attention", torch.float32, trust_remote_code)
 
 
 def _obstacle(config: PretrainedConfig, kernel: str, dtype: torch.dtype, trust_remote_code: bool) -> str | None:
@@ -209,6 +199,13 @@ def _obstacle(config: PretrainedConfig, kernel: str, dtype: torch.dtype, trust_r
             return str(MissingExtra("flash-attn", "flash"))
         if dtype not in HALF:
             return f"needs weights in float16 or bfloat16, these are {str(dtype).removeprefix('torch.')}"
+    if kernel == "flex_attention":
+        text = config.get_text_config()
+        channels = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+        if channels < LEAST_HEAD_DIM:
+            return f"needs heads of at least {LEAST_HEAD_DIM} channels, these have {channels}"
+        if getattr(text, "attention_dropout", 0.0):
+            return "has no dropout, set model.dropout to false"
     if kernel == "eager":
         return None
     if kernel in ("sdpa", "flex_attention") and soft_cap(config) is not None:
