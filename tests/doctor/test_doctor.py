@@ -18,10 +18,10 @@ import torch
 from rich.console import Console
 from typer import Exit
 
+from rm_optimizer.core.classifier import scoring
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.head import RewardHead
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.model import reward_model as reward_model_module
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.overlap import TrainedPairs, pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
@@ -174,18 +174,18 @@ def read_at_the_end(model, input_ids, attention_mask):
 
 
 def test_pooling_the_last_column_is_found(model, monkeypatch):
-    monkeypatch.setattr(reward_model_module, "last_token_logits", read_at_the_end)
+    monkeypatch.setattr(scoring, "last_token_logits", read_at_the_end)
     assert failed(diagnose(model, seed=0)) == {"padding", "plain_forward", "prefix_sharing", "save_reload"}
 
 
 def test_rewards_that_depend_on_the_row_are_found(model, monkeypatch):
-    right = reward_model_module.last_token_logits
+    right = scoring.last_token_logits
 
     def by_row(*inputs):
         logits = right(*inputs)
         return logits + torch.arange(len(logits))[:, None]
 
-    monkeypatch.setattr(reward_model_module, "last_token_logits", by_row)
+    monkeypatch.setattr(scoring, "last_token_logits", by_row)
     probe = probe_ids(model)
     assert doctor_model.batch(model, probe).status is Status.fail
     assert doctor_model.padding(model, probe).status is Status.fail

@@ -11,10 +11,9 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 
-from rm_optimizer.core.classifier import attention, pooling
+from rm_optimizer.core.classifier import attention, pooling, scoring
 from rm_optimizer.core.classifier.attention import choose_attention
 from rm_optimizer.core.classifier.building import disable_dropout
-from rm_optimizer.core.model import passes
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Scorer
@@ -89,7 +88,7 @@ def test_several_responses_to_a_prompt_score_as_each_alone(family: str, monkeypa
     alone = torch.cat([model.score([prompt], [response]) for prompt, response in zip(prompts, responses, strict=True)])
     packed = []
     monkeypatch.setattr(
-        passes, "pack_trees", lambda trees, **options: packed.append(trees) or pack_trees(trees, **options)
+        scoring, "pack_trees", lambda trees, **options: packed.append(trees) or pack_trees(trees, **options)
     )
     for budget in (1, 100, 250, 16384):
         rewards = model.score(prompts, responses, token_budget=budget)
