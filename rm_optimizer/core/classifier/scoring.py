@@ -26,7 +26,7 @@ from rm_optimizer.core.classifier.pooling import last_token_logits, own_logits, 
 from rm_optimizer.core.pairs.pair import BaseRewardModel, require_finite
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
-from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding, RenderFn, belongs_to_model
+from rm_optimizer.core.tokens.chat import MODEL_RENDERERS, ConversationRenderer, Encoding, RenderFn
 from rm_optimizer.core.tokens.padding import choose_pad_token, num_embeddings, set_pad_token_id
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences, row_batches
 from rm_optimizer.core.tokens.prefix_trees import (
@@ -80,7 +80,7 @@ class ClassifierRewardModel(BaseRewardModel):
         self.model = model
         self.tokenizer = tokenizer
         self.renderer = ConversationRenderer(tokenizer, max_length, render_fn)
-        belongs_to_model(self.renderer)
+        MODEL_RENDERERS[id(tokenizer)] = self.renderer
         # The responses end in different tokens, a letter and a question mark: one last id means that the rendering ends
         # every sequence with a fixed token, two that a sequence ends with the response's own last token.
         last_ids = {encoding.ids[-1] for encoding in self.renderer.encode_batch(["a", "a"], ["b", "9?"])}

@@ -18,14 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_messages, digest
 from rm_optimizer.core.rows.messages import require_characters
-from rm_optimizer.core.tokens.conversation_text import (
-    PIN_MARK,
-    PINNED_DATE,
-    ChatTemplate,
-    Turn,
-    pinned_template,
-    plain_prompt,
-)
+from rm_optimizer.core.tokens.conversation_text import ChatTemplate, Turn, plain_prompt
 from rm_optimizer.core.tokens.tokenizer import added_tokens, require_one_template
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 
@@ -40,8 +33,8 @@ PROBES: tuple[tuple[tuple[Message, ...], str], ...] = (
     ((Message("system", "Be brief."), Message("user", "Why?")), "Because."),
 )
 _log = logging.getLogger("rm_optimizer")
-_OF_MODELS: WeakValueDictionary[int, ConversationRenderer] = WeakValueDictionary()
-"""Renderers of living models by the `id` of their tokenizer, which such a renderer keeps alive."""
+MODEL_RENDERERS: WeakValueDictionary[int, ConversationRenderer] = WeakValueDictionary()
+"""Renderers of living models by the `id` of their tokenizer, which such a renderer keeps alive, for `renderer_of`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +89,7 @@ class ConversationRenderer:
         if max_length <= (special := len(self._lead) + len(self._end)):
             raise ValueError(f"max_length must exceed the {special} special tokens of a sequence, got {max_length}")
         if self.kind == "chat_template":
-            tokenizer.chat_template = pinned_template(tokenizer.chat_template)
+            self._template.pin()
         self._closing = self.closing() if self.is_written else ()
         self.template_hash, self.probe_rendering = self._probe()
 
@@ -130,8 +123,7 @@ class ConversationRenderer:
     @property
     def pinned_date(self) -> str | None:
         """The date that the chat template is pinned to; None if it inserts no date."""
-        is_pinned = self.kind == "chat_template" and PIN_MARK in self.tokenizer.get_chat_template()
-        return PINNED_DATE if is_pinned else None
+        return self._template.pinned_date if self.kind == "chat_template" else None
 
     @property
     def pad_token_id(self) -> int:
@@ -338,16 +330,16 @@ class ConversationRenderer:
         if self._closing:
             return len(self._closing) * (tuple(ids[-len(self._closing) :]) == self._closing)
         stop = len(ids)
-        while stop and self._is_blank(ids[stop - 1]):
+        while stop:
+            token = ids[stop - 1]
+            if token not in self._blank:
+                is_special = token in self.tokenizer.all_special_ids
+                self._blank[token] = not is_special and not self.tokenizer.decode([token]).strip()
+            if not self._blank[token]:
+                break
             stop -= 1
         start = max(0, stop - len(self._end))
         return len(ids) - start if self._end and tuple(ids[start:stop]) == self._end else 0
-
-    def _is_blank(self, token: int) -> bool:
-        if token not in self._blank:
-            special = token in self.tokenizer.all_special_ids
-            self._blank[token] = not special and not self.tokenizer.decode([token]).strip()
-        return self._blank[token]
 
     def _cut(self, prompts: Sequence[Prompt], sequences: Sequence[list[int]]) -> list[Encoding]:
         """Encodings of sequences that are too long; a response starts where its sequence leaves the prompt alone."""
@@ -368,11 +360,6 @@ class ConversationRenderer:
         return encodings
 
 
-def belongs_to_model(renderer: ConversationRenderer) -> None:
-    """Let `renderer_of` find a model's renderer by its tokenizer."""
-    _OF_MODELS[id(renderer.tokenizer)] = renderer
-
-
 def renderer_of(source: object, max_length: int | None = None) -> ConversationRenderer:
     """The rendering that a model, the tokenizer of a model, or a plain tokenizer means.
 
@@ -385,7 +372,7 @@ def renderer_of(source: object, max_length: int | None = None) -> ConversationRe
     Raises:
         TypeError: if it is none of these.
     """
-    own: object = _OF_MODELS.get(id(source))
+    own: object = MODEL_RENDERERS.get(id(source))
     own = getattr(source, "renderer", source) if own is None else own
     if isinstance(own, ConversationRenderer):
         is_same = max_length in (None, own.max_length)

@@ -54,17 +54,6 @@ def pin_dates(template: str) -> str:
     return pinned if pinned == template else PIN_MARK + pinned
 
 
-def pinned_template(template: str | dict[str, str]) -> str | dict[str, str]:
-    """A tokenizer's chat template, or each of its named ones, with pinned dates; a change is logged."""
-    if isinstance(template, dict):
-        pinned: str | dict[str, str] = {name: pin_dates(text) for name, text in template.items()}
-    else:
-        pinned = pin_dates(template)
-    if pinned != template:
-        _log.warning("the chat template inserts today's date; it is pinned to %s", PINNED_DATE)
-    return pinned
-
-
 def transcript(messages: Sequence[Message]) -> str:
     r"""Several messages as one text, for tokenizers without a chat template.
 
@@ -96,6 +85,26 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._unprinted: dict[tuple[str, ...], int | None] = {}
+
+    def pin(self) -> None:
+        """Fix the dates of the tokenizer's template, or of each of its named ones; a change is logged.
+
+        Raises:
+            ConfigError: if a date cannot be pinned.
+        """
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            pinned: str | dict[str, str] = {name: pin_dates(text) for name, text in template.items()}
+        else:
+            pinned = pin_dates(template)
+        if pinned != template:
+            _log.warning("the chat template inserts today's date; it is pinned to %s", PINNED_DATE)
+        self._tokenizer.chat_template = pinned
+
+    @property
+    def pinned_date(self) -> str | None:
+        """The date that the template is pinned to; None if it inserts no date."""
+        return PINNED_DATE if PIN_MARK in self._tokenizer.get_chat_template() else None
 
     def rendered(self, turns: Sequence[Turn], *, open_turn: bool = False) -> str:
         """The conversation as text.
