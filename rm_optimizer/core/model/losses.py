@@ -7,7 +7,7 @@ and has the right gradient for margins of any finite size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from jaxtyping import Float
@@ -17,9 +17,6 @@ from torch.nn.functional import logsigmoid
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.registry import Registry
-
-PairLayout = Literal["interleaved", "halves"]
-"""Order of the two sides of pairs in one stacked batch: `c0 r0 c1 r1 …`, or all chosen and then all rejected."""
 
 
 class PairLoss(Protocol):
@@ -86,33 +83,6 @@ def _require_pairwise(name: str, loss: PairLoss) -> None:
     inputs = chosen.requires_grad_(), rejected.requires_grad_()
     if not torch.autograd.gradcheck(losses, inputs, raise_exception=False):
         raise ConfigError(f"the loss '{name}' must be differentiable in both rewards; leave out detach and item")
-
-
-def split_rewards(
-    rewards: Float[Tensor, " sequences"], layout: PairLayout = "interleaved"
-) -> tuple[Float[Tensor, " pairs"], Float[Tensor, " pairs"]]:
-    """Rewards of one stacked batch as (chosen, rejected).
-
-    Args:
-        rewards: one reward for each sequence, two sequences for each pair.
-        layout: "interleaved" has pair i in rows 2i (chosen) and 2i + 1; "halves" has every chosen response first.
-
-    Raises:
-        ValueError: if the shape is not `(2 * pairs,)` or the layout is unknown.
-
-    Example:
-        >>> chosen, rejected = split_rewards(torch.tensor([1.0, 2.0, 3.0, 4.0]))
-        >>> chosen.tolist(), rejected.tolist()
-        ([1.0, 3.0], [2.0, 4.0])
-    """
-    if rewards.ndim != 1 or rewards.shape[0] % 2:
-        raise ValueError(f"rewards must have shape (2 * pairs,), got {tuple(rewards.shape)}")
-    if layout == "interleaved":
-        return rewards[0::2], rewards[1::2]
-    if layout == "halves":
-        half = rewards.shape[0] // 2
-        return rewards[:half], rewards[half:]
-    raise ValueError(f"layout must be 'interleaved' or 'halves', got {layout!r}")
 
 
 def bradley_terry_pair_losses(

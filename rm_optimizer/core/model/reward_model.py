@@ -16,7 +16,7 @@ from rm_optimizer.core.classifier.building import LoadOptions, build_model, comp
 from rm_optimizer.core.classifier.limits import refuse_measured
 from rm_optimizer.core.classifier.quantization import computing_dtype
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel, SequenceScorer
-from rm_optimizer.core.model.losses import bradley_terry_loss, split_rewards
+from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.storage.certificate import ParityCertificate, require_parity
 from rm_optimizer.core.storage.export import save_export
@@ -258,8 +258,8 @@ class BradleyTerryRM(ClassifierRewardModel):
         tokens = max(chosen_ids.shape[1], rejected_ids.shape[1])
         input_ids = stacked(chosen_ids, rejected_ids, tokens, self.pad_choice.token_id)
         attention_mask = stacked(chosen_mask, rejected_mask, tokens, 0)
-        chosen, rejected = split_rewards(self(input_ids, attention_mask), "halves")
-        return bradley_terry_loss(chosen, rejected, **loss_options)
+        rewards = self(input_ids, attention_mask)
+        return bradley_terry_loss(rewards[: len(chosen_ids)], rewards[len(chosen_ids) :], **loss_options)
 
     def save_pretrained(
         self,

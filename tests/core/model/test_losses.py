@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rm_optimizer.core.model import losses
-from rm_optimizer.core.model.losses import bradley_terry_loss, bradley_terry_pair_losses, split_rewards
+from rm_optimizer.core.model.losses import bradley_terry_loss, bradley_terry_pair_losses
 
 LOG2 = math.log(2)
 
@@ -185,15 +185,6 @@ def test_bfloat16_rewards_are_computed_in_float32_also_under_autocast():
         assert torch.equal(bradley_terry_loss(chosen, rejected), expected)
 
 
-def test_both_layouts_of_a_stacked_batch_give_the_same_pairs():
-    chosen, rejected = pairs()
-    interleaved = torch.stack([chosen, rejected], dim=1).flatten()
-    for rewards, layout in ((interleaved, "interleaved"), (torch.cat([chosen, rejected]), "halves")):
-        c, r = split_rewards(rewards, layout)
-        assert torch.equal(c, chosen)
-        assert torch.equal(r, rejected)
-
-
 def test_matches_a_linear_model_fitted_to_its_optimum():
     # The logistic Hessian of the mean loss in the weights is X' diag(p (1 - p)) X / N.
     features = torch.randn(20, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
@@ -219,8 +210,6 @@ def test_a_trailing_axis_is_an_error_and_never_broadcast(production: ModuleType,
 def test_rewards_that_are_not_one_axis_are_an_error(production: ModuleType, shape: tuple[int, ...]):
     with pytest.raises(ValueError, match=r"chosen must have shape \(pairs,\)"):
         production.bradley_terry_loss(torch.zeros(shape), torch.zeros(shape))
-    with pytest.raises(ValueError, match=r"rewards must have shape \(2 \* pairs,\)"):
-        production.split_rewards(torch.zeros(shape))
 
 
 def test_the_tests_import_hook_refuses_wrong_shapes():
@@ -228,7 +217,7 @@ def test_the_tests_import_hook_refuses_wrong_shapes():
         bradley_terry_loss(torch.zeros(3), torch.zeros(3, 1))
 
 
-def test_impossible_arguments_are_named(production: ModuleType):
+def test_impossible_arguments_are_named():
     zeros = torch.zeros(2)
     bad = {"beta": 0.0, "label_smoothing": 0.5, "center_rewards": -1.0, "reward_l2": math.nan}
     for name, value in bad.items():
@@ -236,10 +225,6 @@ def test_impossible_arguments_are_named(production: ModuleType):
             bradley_terry_loss(zeros, zeros, **{name: value})
     with pytest.raises(ValueError, match="at least one pair"):
         bradley_terry_loss(torch.zeros(0), torch.zeros(0))
-    with pytest.raises(ValueError, match="shape"):
-        split_rewards(torch.zeros(3))
-    with pytest.raises(ValueError, match="layout must be"):
-        production.split_rewards(torch.zeros(4), "columns")
 
 
 @pytest.mark.slow
