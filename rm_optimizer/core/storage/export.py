@@ -68,11 +68,7 @@ def save_export(
 
 
 def save_adapter(
-    reward_model: ClassifierRewardModel,
-    folder: Path,
-    *,
-    probe: Sequence[tuple[Prompt, str]] | None = None,
-    statistics: Mapping[str, Any] | None = None,
+    reward_model: ClassifierRewardModel, folder: Path, *, statistics: Mapping[str, Any] | None = None
 ) -> ParityCertificate:
     """Write the LoRA factors and head-side modules alone, in peft's format, with tokenizer and `export.json`.
 
@@ -81,7 +77,6 @@ def save_adapter(
     Args:
         reward_model: a model with an adapter.
         folder: folder of the export, which may replace an earlier export and nothing else.
-        probe: prompts and responses to compare on; None takes a fixed set.
         statistics: statistics of the rewards on validation data (mean, std, …), JSON values.
 
     Raises:
@@ -90,7 +85,7 @@ def save_adapter(
     """
     if not has_adapter(reward_model.model):
         raise CheckpointError("the model has no adapter to save; save the whole with save_pretrained")
-    return _save(reward_model, folder, probe, statistics, base=base_of(reward_model.model))
+    return _save(reward_model, folder, None, statistics, base=base_of(reward_model.model))
 
 
 def _save(
