@@ -34,7 +34,7 @@ class PointLoss:
     Args:
         loss: weighted mean over the pairs.
         loss_standard_error: its standard error over pairs; pairs of one prompt count as one.
-        accuracy: weighted share of pairs ranked as labeled; ties count one half.
+        accuracy: weighted share of pairs ranked as labeled, without those labeled 0.5; ties count one half.
         accuracy_standard_error: standard error of the accuracy, likewise.
     """
 
@@ -71,8 +71,9 @@ class LossAt:
             rewards = self._objective.rewards_at(weights, batch)
             losses = self._objective.pair_losses(rewards, batch)
             chosen, rejected = batch.split(rewards)
-            right = 0.5 + 0.5 * torch.sign((chosen - rejected) * (2 * batch.label - 1))
-            columns = (batch.pair_index, batch.weight, losses, right)
+            side = torch.sign(2 * batch.label - 1)
+            right = 0.5 + 0.5 * torch.sign((chosen - rejected) * side)
+            columns = (batch.pair_index, batch.weight, losses, right, batch.weight * side.abs())
             rows.append(torch.stack([column.double().cpu() for column in columns], dim=1))
         return _summary(torch.cat(rows).numpy(), self._sample)
 
@@ -82,20 +83,22 @@ class LossAt:
         return [sum((t * parts[index] for index, t in steps), start=origin.detach()) for origin, parts in each]
 
 
-def _summary(rows: Float[np.ndarray, "pairs 4"], sample: PairSample) -> PointLoss:
+def _summary(rows: Float[np.ndarray, "pairs 5"], sample: PairSample) -> PointLoss:
     """Weighted means with errors over prompts as clusters; pairs are sorted, so that micro-batches do not matter."""
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     prompts = np.array([sample.prompts[int(index)] for index in rows[:, 0]])
-    weight = rows[:, 1]
-    values = [_clustered_mean(column, weight, prompts) for column in (rows[:, 2], rows[:, 3])]
-    return PointLoss(*values[0], *values[1])
+    loss = _clustered_mean(rows[:, 2], rows[:, 1], prompts)
+    decided = rows[:, 4] > 0  # a pair labeled 0.5 has no better response
+    if not decided.any():
+        return PointLoss(*loss, math.nan, math.nan)
+    return PointLoss(*loss, *_clustered_mean(rows[decided, 3], rows[decided, 4], prompts[decided]))
 
 
 def _clustered_mean(values: np.ndarray, weight: np.ndarray, clusters: NDArray[np.int64]) -> tuple[float, float]:
     """`sum w x / sum w` and its standard error `sqrt(C / (C - 1) sum_c (sum_{i in c} w_i (x_i - mean) / sum w)^2)`."""
     share = weight / weight.sum()
     mean = float(share @ values)
-    totals = np.bincount(clusters, share * (values - mean))
+    totals = np.bincount(np.unique(clusters, return_inverse=True)[1], share * (values - mean))
     count = len(totals)
     error = math.sqrt(count / (count - 1) * float(totals @ totals)) if count > 1 and math.isfinite(mean) else math.nan
     return mean, error
