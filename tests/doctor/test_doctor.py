@@ -327,7 +327,12 @@ def test_cutting_the_response_is_found(model, monkeypatch):
     assert doctor_text.truncation(model).status is Status.ok
     cut = model.renderer._cut
     monkeypatch.setattr(
-        model.renderer, "_cut", lambda ids, start: replace(cut(ids, start), ids=tuple(ids[: model.max_length]))
+        model.renderer,
+        "_cut",
+        lambda prompts, sequences: [
+            replace(found, ids=tuple(ids[: model.max_length]))
+            for found, ids in zip(cut(prompts, sequences), sequences, strict=True)
+        ],
     )
     assert doctor_text.truncation(model).status is Status.fail
 
