@@ -178,7 +178,13 @@ CALLS: Mapping[str, tuple[str, str, str, Any, Mapping[str, str]]] = {
     "hardware.num_threads": ("rm_optimizer.training.run.torch.set_num_threads", "0", "1", 1, {}),
     "hardware.pass_tokens": (f"{LOADERS}.MacroBatches", "micro_token_budget", "777", 777, {}),
     "hardware.eval_pass_tokens": (f"{LOADERS}.score_pairs", "token_budget", "777", 777, {}),
-    "data.streaming_store_mb": (STREAM, "store_mb", "99", 99, {"data.streaming": "ray", "training.max_steps": "2"} | STREAMED),
+    "data.streaming_store_mb": (
+        STREAM,
+        "store_mb",
+        "99",
+        99,
+        {"data.streaming": "ray", "training.max_steps": "2"} | STREAMED,
+    ),
     "hardware.num_workers": (f"{LOADERS}.MacroBatchLoader", "num_workers", "1", 1, {}),
 }
 """For an option: the call, its argument, the value as it is typed and as it must arrive, and what else is set."""
