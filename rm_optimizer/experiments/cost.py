@@ -13,7 +13,7 @@ import pytorch_lightning as pl
 
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training.callbacks.loop import evaluation_of
+from rm_optimizer.training.callbacks.evaluation import evaluation_of
 from rm_optimizer.training.run import run_training
 
 MEASURED_STEPS = 3

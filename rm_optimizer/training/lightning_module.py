@@ -37,8 +37,8 @@ from rm_optimizer.optim import build_optimizer, build_schedule, set_train_mode
 from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
-from rm_optimizer.training.divergence import diverged
 from rm_optimizer.training.folder.record import RUN_KEY, RunRecord
+from rm_optimizer.training.stopping import diverged
 from rm_optimizer.training.strategy import ShardedStrategy
 
 ADAMW_LR = 1.0e-5

@@ -28,14 +28,14 @@ from rm_optimizer.records.files import write_text
 from rm_optimizer.schema import ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.data import OWN_MARGINS, DataConfig
+from rm_optimizer.training.callbacks.evaluation import Evaluation
 from rm_optimizer.training.callbacks.evaluation_plan import PairMetric, require_monitored
-from rm_optimizer.training.callbacks.loop import Evaluation
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.data.run_data import data_module, load_data, order_of
-from rm_optimizer.training.folder.metrics_csv import COLUMNS
 from rm_optimizer.training.folder.record import TOY_WARNING, RunRecord, Start, is_toy, recorded
 from rm_optimizer.training.folder.start import require_same_order, require_same_pairs
 from rm_optimizer.training.lightning_module import RunModule
+from rm_optimizer.training.loggers import COLUMNS
 
 log = logging.getLogger("rm_optimizer")
 

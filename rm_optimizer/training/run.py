@@ -31,10 +31,8 @@ from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.coming_from import counterpart
 from rm_optimizer.schema.compose import model_overrides
 from rm_optimizer.training.callbacks.evaluation_plan import PairMetric
-from rm_optimizer.training.callbacks.interrupt import StopNow, StopSignal, stopped_at_once
 from rm_optimizer.training.callbacks.run_callback import require_callbacks
 from rm_optimizer.training.data.run_data import pairs_in_memory
-from rm_optimizer.training.finishing import finish
 from rm_optimizer.training.fitting import fit
 from rm_optimizer.training.folder.lock import run_lock
 from rm_optimizer.training.folder.record import RunResult, new_folder, write_record
@@ -42,6 +40,7 @@ from rm_optimizer.training.folder.start import begin, ended_run, require_same_or
 from rm_optimizer.training.loggers import log_outcome, open_loggers, require_wandb_key
 from rm_optimizer.training.preparation import Run, prepare
 from rm_optimizer.training.processes import require_devices
+from rm_optimizer.training.stopping import StopNow, StopSignal, stopped_at_once
 
 log = logging.getLogger("rm_optimizer")
 
@@ -220,7 +219,7 @@ def _fitted_and_finished(
     options = run.config.logger
     with StopSignal() as stop, open_loggers(options, run_dir, run.record.options) as loggers:
         try:
-            result = finish(run, fit(run, stop, checkpoint, callbacks, loggers))
+            result = fit(run, stop, checkpoint, callbacks, loggers)
         except StopNow:
             raise Interrupted(stopped_at_once(run_dir)) from None
         except TrainingDiverged as error:

@@ -24,7 +24,7 @@ from rm_optimizer.core.tokens.prefix_trees import pack_trees, prefix_tree
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.callbacks import loop as callbacks
+from rm_optimizer.training.folder import checkpoints
 from tests.builders import tiny_reward_model
 
 Build = Callable[..., TrainConfig]
@@ -147,7 +147,7 @@ def test_a_run_resumes_with_and_without_compilation(
             raise MemoryError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(callbacks, "prune", dies)
+        patch.setattr(checkpoints, "prune", dies)
         patch.setattr(
             "rm_optimizer.training.preparation.compile_backbone", lambda model: compile_backbone(model, backend="eager")
         )

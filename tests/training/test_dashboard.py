@@ -9,7 +9,7 @@ from rm_optimizer.core.metrics.pairwise import ESTIMATES
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training.callbacks.calibration import CALIBRATION_COLUMNS
 from rm_optimizer.training.callbacks.curvature import CURVATURE_COLUMNS
-from rm_optimizer.training.folder.metrics_csv import COLUMNS
+from rm_optimizer.training.loggers import COLUMNS
 
 pytest.importorskip("wandb_workspaces")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "wandb_dashboard.py"

@@ -17,8 +17,8 @@ from rm_optimizer.errors import DiskError
 from rm_optimizer.records.files import writing
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
-from rm_optimizer.training.callbacks import loop as callbacks
-from rm_optimizer.training.folder.metrics_csv import MetricsCSV
+from rm_optimizer.training.callbacks import evaluation as callbacks
+from rm_optimizer.training.loggers import MetricsCSV
 
 Build = Callable[..., TrainConfig]
 

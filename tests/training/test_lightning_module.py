@@ -11,7 +11,7 @@ import torch
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training.trainer import build_trainer
+from rm_optimizer.training.fitting import build_trainer
 from tests.builders import prepared_run
 
 Build = Callable[..., TrainConfig]

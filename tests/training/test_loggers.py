@@ -18,8 +18,7 @@ from rm_optimizer.schema import LoggerConfig, TrainConfig
 from rm_optimizer.schema.config import WandbMode
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.folder.metrics_csv import MetricsCSV
-from rm_optimizer.training.loggers import log_figure, log_histogram, require_wandb_key
+from rm_optimizer.training.loggers import MetricsCSV, log_figure, log_histogram, require_wandb_key
 from tests.logged import wandb_history, wandb_records
 
 Build = Callable[..., TrainConfig]

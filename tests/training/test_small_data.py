@@ -70,7 +70,7 @@ def test_the_smallest_groups_are_taken_together_but_for_the_monitored_one(tmp_pa
 def test_a_nearly_unique_source_is_cut_and_said(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    monkeypatch.setattr("rm_optimizer.training.callbacks.loop.MOST_GROUPS", 3)
+    monkeypatch.setattr("rm_optimizer.training.callbacks.evaluation.MOST_GROUPS", 3)
     rows = [{"prompt": f"{i}", "chosen": f"y {i}", "rejected": "n", "source": f"s{i}"} for i in range(30)]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = [f"data.train={tmp_path}/pairs.jsonl", "data.val_fraction=0.4", "training.max_steps=1"]

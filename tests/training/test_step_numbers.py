@@ -22,10 +22,11 @@ from rm_optimizer.optim import OPTIMIZERS, build_optimizer, build_schedule, set_
 from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig
-from rm_optimizer.training.folder.checkpoints import checkpoint_path, last_good_checkpoint
+from rm_optimizer.training.fitting import build_trainer
+from rm_optimizer.training.folder.checkpoints import checkpoint_path
 from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.preparation import Run
-from rm_optimizer.training.trainer import build_trainer
+from rm_optimizer.training.stopping import last_good_checkpoint
 from tests.builders import prepared_run
 
 Build = Callable[..., TrainConfig]
@@ -157,7 +158,7 @@ def test_divergence_that_an_evaluation_meets_names_step_and_good_checkpoint(
 def test_divergence_of_the_exported_weights_is_no_traceback(small_config: Build, tmp_path: Path):
     run = prepared_run(small_config(tmp_path, "training.max_steps=1"))
     rewards = run.datamodule.score_validation(run.module.model)
-    from rm_optimizer.training.divergence import require_finite
+    from rm_optimizer.training.stopping import require_finite
 
     broken = dataclasses.replace(rewards, chosen=rewards.chosen * math.nan)
     with pytest.raises(TrainingDiverged, match=r"reward became nan .* after step 4 .* checkpoint does not exist"):

@@ -24,7 +24,7 @@ from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.schema import compose, typed
 from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.training import RewardModelLightning, RunResult, train_reward_model
-from rm_optimizer.training.trainer import build_trainer, quiet_libraries
+from rm_optimizer.training.fitting import build_trainer, quiet_libraries
 from tests.builders import prepared_run
 from tests.training.conftest import small_config as small_config
 

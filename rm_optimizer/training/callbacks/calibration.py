@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.records.files import writing
 from rm_optimizer.schema.config import CalibrationConfig
-from rm_optimizer.training.callbacks.loop import evaluation_of
+from rm_optimizer.training.callbacks.evaluation import evaluation_of
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.loggers import log_figure

@@ -94,17 +94,6 @@ def require_monitored(monitor: str, val: PreferenceDataset) -> None:
         raise ConfigError(did_you_mean("training.monitor", monitor, (f"val/{column}/{x}/accuracy" for x in groups)))
 
 
-def warn_of_unmeasured(monitor: str, best: BestSoFar) -> None:
-    """Warn if the monitored metric had no finite value at any evaluation, so that no weights were selected."""
-    if best.value is None:
-        log.warning(
-            "training.monitor=%s had no finite value at any evaluation; the weights of the last one, after step %d, "
-            "are exported",
-            monitor,
-            best.step,
-        )
-
-
 LARGEST_SHARE = 0.2
 """Share of the work of all steps that evaluations take unless the user sets a number."""
 PER_EPOCH = 10

@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 import statistics
+import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from torch import Tensor, nn
 
-from rm_optimizer.core.tokens.batching import MacroBatch
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch
 from rm_optimizer.records.files import write_text, writing
-from rm_optimizer.training.callbacks.cost import (
-    ModelFlops,
-    computed_tokens,
-    peak_bf16_flops,
-    restart_rss_peak,
-    rss_bytes,
-    rss_source,
-)
 from rm_optimizer.training.lightning_module import RunModule
 
 log = logging.getLogger("rm_optimizer")
@@ -154,3 +153,160 @@ def _sentence(median: dict[str, float], num_steps: int, path: Path) -> str:
         f"padding {median['padding_share']:.1%}; {memory} {median[memory] / 2**20:,.0f} MiB{mfu} "
         f"(medians of {num_steps} steps, in {path})"
     )
+
+
+PEAK_BF16_FLOPS: Mapping[str, float] = MappingProxyType(
+    {
+        "B200": 2.25e15,  # NVIDIA DGX B200 datasheet (36 PFLOP/s of bf16 with sparsity over 8 GPUs)
+        "H200 NVL": 835.5e12,  # NVIDIA H200 datasheet
+        "H200": 989.5e12,  # NVIDIA H200 datasheet, SXM
+        "H100 NVL": 835.5e12,  # NVIDIA H100 datasheet
+        "H100 PCIe": 756e12,  # NVIDIA H100 datasheet of 2022
+        "H100": 989.5e12,  # NVIDIA H100 datasheet, SXM
+        "A100": 312e12,  # NVIDIA A100 datasheet, PCIe and SXM alike
+        "A10": 125e12,  # NVIDIA A10 datasheet
+        "L40S": 362e12,  # NVIDIA L40S datasheet
+        "L4": 121e12,  # NVIDIA L4 datasheet
+        "RTX 4090": 165.2e12,  # NVIDIA Ada architecture whitepaper, float32 accumulation
+        "RTX 3090": 71e12,  # NVIDIA GA102 architecture whitepaper, float32 accumulation
+    }
+)
+"""Dense bfloat16 peak in FLOP/s by words of the device's name; some datasheets print twice that, for sparsity."""
+OTHER_CHIPS = {"MIG", "Laptop", "Ti", "D"}
+"""Words of the name of a device that is only a part or a variant of a chip in the table."""
+
+
+def peak_bf16_flops(device_name: str) -> float | None:
+    """Dense bfloat16 peak of a chip in FLOP/s, or None if it is not in the table.
+
+    Example:
+        >>> peak_bf16_flops("NVIDIA H100 80GB HBM3"), peak_bf16_flops("NVIDIA A100-SXM4-40GB"), peak_bf16_flops("TPU")
+        (989500000000000.0, 312000000000000.0, None)
+    """
+    words = set(device_name.replace("-", " ").split())
+    known = sorted(PEAK_BF16_FLOPS, key=len, reverse=True)
+    names = [name for name in known if words.issuperset(name.split())]
+    return PEAK_BF16_FLOPS[names[0]] if names and words.isdisjoint(OTHER_CHIPS) else None
+
+
+@dataclass(frozen=True)
+class ModelFlops:
+    """Operations of one training step on a batch, without recomputation and padding.
+
+    ``tokens (2 N + 2 N_back + 2 N_trained) + keys 4 L d (1 + 2 N_back / N)``. For each token, each weight of a matrix
+    is multiplied and added once in the forward pass, once for the gradient of its input and once for its own gradient.
+    Each key that a query attends to takes 4 d operations in each of L layers, and twice that backwards. If everything
+    is trained, this is the 6 N and the attention term of Chowdhery et al., 2022 (PaLM, arXiv 2204.02311, appendix B).
+    There are two deviations: embeddings are looked up, not multiplied, and a causal query counts only the keys it
+    attends to.
+
+    Args:
+        forward: N, weights in matrices, embeddings left out.
+        backward: N_back, weights among them after the first trainable parameter; before it no gradient is computed.
+        trained: N_trained, trainable weights among them.
+        attention: L d, layers times the width of the queries.
+        is_causal: True if a token attends only to those before it.
+    """
+
+    forward: int
+    backward: int
+    trained: int
+    attention: int
+    is_causal: bool
+
+    @classmethod
+    def of_model(cls, model: BradleyTerryRM) -> ModelFlops | None:
+        """The counts of a model, or None if the formula does not hold: experts, sliding windows, recurrence."""
+        config = model.model.config.get_text_config()
+        if not _is_plain_transformer(config, model.renderer.max_length):
+            return None
+        forward = backward = trained = 0
+        for count, trains in _matrices(model.model):
+            forward += count
+            trained += count if trains else 0
+            backward += count if trained else 0
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        attention = config.num_hidden_layers * config.num_attention_heads * width
+        is_causal = any(getattr(module, "is_causal", False) is True for module in model.model.modules())
+        return cls(forward, backward, trained, attention, is_causal)
+
+    def of_batch(self, batch: AnyPairBatch) -> float:
+        """Operations of one forward and backward pass over a micro-batch, padding left out."""
+        per_token = 2 * (self.forward + self.backward + self.trained)
+        per_key = 4 * self.attention * (1 + self.backward / max(self.forward, 1) * 2)
+        return per_token * computed_tokens(batch) + per_key * _attended_keys(batch, self.is_causal)
+
+
+def computed_tokens(batch: AnyPairBatch) -> int:
+    """Tokens that a pass over the batch computes, without padding: a shared prompt once if the batch shares it."""
+    return batch.num_unique_tokens if isinstance(batch, PackedPairBatch) else batch.num_tokens
+
+
+def _is_plain_transformer(config: Any, max_length: int) -> bool:
+    """True if every token uses every weight and attends to every token (before it)."""
+    experts = ("num_experts", "num_local_experts", "n_routed_experts")
+    if any(getattr(config, name, None) for name in experts) or not getattr(config, "num_attention_heads", None):
+        return False
+    kinds = set(getattr(config, "layer_types", None) or ())
+    if kinds - {"full_attention", "sliding_attention"}:
+        return False
+    window = getattr(config, "sliding_window", None) or getattr(config, "local_attention", None)
+    return not window or window >= max_length or (bool(kinds) and "sliding_attention" not in kinds)
+
+
+def _matrices(model: nn.Module) -> list[tuple[int, bool]]:
+    """Weights of each matrix and whether it trains, in the order of the forward pass; those in four bits whole."""
+    found = []
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            continue
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, nn.Linear) and parameter is module.weight:
+                found.append((module.in_features * module.out_features, parameter.requires_grad))
+            elif parameter.dim() >= 2:
+                found.append((parameter.numel(), parameter.requires_grad))
+    return found
+
+
+def _attended_keys(batch: AnyPairBatch, is_causal: bool) -> int:
+    """Pairs of a query and a key that it attends to, over the computed tokens of the batch."""
+    if not isinstance(batch, PackedPairBatch):
+        lengths = batch.attention_mask.sum(dim=1)
+        return int(_triangle(lengths).sum()) if is_causal else int((lengths * lengths).sum())
+    last = batch.trees.last
+    lengths = batch.trees.position_ids.flatten()[last] + 1
+    shared = lengths[1::2] - (last[1::2] - last[0::2])
+    return int(_triangle(lengths).sum() - _triangle(shared).sum())
+
+
+def _triangle(lengths: Tensor) -> Tensor:
+    return torch.div(lengths * (lengths + 1), 2, rounding_mode="floor")
+
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def restart_rss_peak() -> bool:
+    """Let the kernel's peak of resident memory begin at the present value; False on a system that cannot."""
+    try:
+        _CLEAR.write_text("5", encoding="ascii")  # 5 resets the peak and nothing else (proc(5))
+    except OSError:
+        return False
+    return True
+
+
+def rss_source() -> str:
+    """Source of the numbers on this system, in words."""
+    if restart_rss_peak():
+        return "highest resident set of the training process over each step, as the kernel counts it"
+    return "highest resident set of the training process since its start (getrusage)"
+
+
+def rss_bytes() -> tuple[int, int]:
+    """Resident memory of this process and its peak; on a system without `/proc`, twice the peak since its start."""
+    if _STATUS.exists():
+        lines = dict(line.split(":") for line in _STATUS.read_text(encoding="ascii").splitlines())
+        present, peak = (int(lines[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+        return present, peak
+    highest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (highest if sys.platform == "darwin" else highest * 1024,) * 2  # kilobytes but on macOS (getrusage(2))

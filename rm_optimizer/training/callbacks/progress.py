@@ -1,4 +1,4 @@
-"""A line of progress every minute if no terminal shows a bar: nohup, SLURM, CI."""
+"""Progress of a run: a bar in a terminal, or else a line every minute (nohup, SLURM, CI)."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytorch_lightning as pl
+from pytorch_lightning.callbacks import RichProgressBar
 from rich.console import Console
 
 from rm_optimizer.training.lightning_module import RunModule
@@ -78,6 +79,23 @@ class ProgressLines(pl.Callback):
             f"step {step} of {module.num_steps}: loss {loss:.4f}, accuracy {accuracy:.3f}, "
             f"{speed:.1f} pairs/s with evaluations, {duration(left)} left"
         )
+
+
+class StepProgress(RichProgressBar):
+    """Lightning's bar over the optimizer steps of the run, with metrics of the step and of the last validation."""
+
+    def get_metrics(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule
+    ) -> dict[str, int | str | float | dict[str, float]]:
+        """Training loss and accuracy of the step, and the last validation accuracy."""
+        assert isinstance(pl_module, RunModule)
+        shown = {"loss": "train/loss", "acc": "train/accuracy"}
+        metrics: dict[str, int | str | float | dict[str, float]]
+        metrics = {name: f"{pl_module.step_metrics.get(key, float('nan')):.3f}" for name, key in shown.items()}
+        return metrics | {"val": f"{pl_module.validation_metrics.get('val/accuracy', float('nan')):.3f}"}
+
+    def _get_train_description(self, current_epoch: int) -> str:
+        return "training"
 
 
 def duration(seconds: float) -> str:

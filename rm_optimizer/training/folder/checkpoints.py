@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,17 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.optim.schedules import lr_factor
+from rm_optimizer.records.files import writing
 from rm_optimizer.records.randomness import random_state, set_random_state
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema.optimizers import ScheduleConfig
+from rm_optimizer.training.lightning_module import RunModule
+from rm_optimizer.training.stopping import StopSignal
+
+log = logging.getLogger("rm_optimizer")
+
+TEMPORARY = Path(tempfile.gettempdir())
+"""Folder in which Lightning writes a checkpoint before it is moved to the run folder."""
 
 
 def random_states() -> list[dict[str, Any]]:
@@ -57,20 +66,80 @@ def save_checkpoint(trainer: pl.Trainer, path: Path, *, weights_only: bool = Fal
     return path
 
 
-def last_good_checkpoint(run_dir: Path, before: int) -> Path | None:
-    """The newest periodic checkpoint of fewer than `before` steps, else the best one, else None."""
-    run = RunFolder(run_dir)
-    older, best = [path for step, path in run.checkpoints.items() if step < before], run.best_checkpoint
-    return older[-1] if older else best if best.exists() else None
-
-
 def prune(run_dir: Path, keep: int) -> None:
     """Remove all but the newest `keep` periodic checkpoints."""
     for path in list(RunFolder(run_dir).checkpoints.values())[:-keep]:
         path.unlink(missing_ok=True)
 
 
-log = logging.getLogger("rm_optimizer")
+class Checkpoints(pl.Callback):
+    """Callback that saves a checkpoint every `every` steps, after the last one, and when a stop is requested.
+
+    Args:
+        run_dir: the run folder.
+        every: optimizer steps between checkpoints.
+        keep: number of newest checkpoints to keep.
+        stop: True if the user asked to stop.
+        before_saving: function that the first process calls before each checkpoint, for files that must not be older.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        *,
+        every: int,
+        keep: int,
+        stop: StopSignal,
+        before_saving: Callable[[], None] | None = None,
+    ) -> None:
+        self.run_dir = run_dir
+        self.every = every
+        self.keep = keep
+        self.stop = stop
+        self.before_saving = before_saving
+        self._random_states: list[dict[str, Any]] | None = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Restore generators; end a run that was stopped in the evaluation before its first step."""
+        if self._random_states is not None:
+            set_random_states(self._random_states)
+        if self._stops(trainer):
+            self._save(trainer, pl_module)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The random generators' states on every rank."""
+        return {"random": random_states()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Keep the generators' states until training starts."""
+        self._random_states = state_dict["random"]
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Save a checkpoint when it is due, and end the run when a stop is requested."""
+        assert isinstance(pl_module, RunModule)
+        step = trainer.global_step
+        if self._stops(trainer) or step % self.every == 0 or step == pl_module.num_steps:
+            self._save(trainer, pl_module)
+
+    def _stops(self, trainer: pl.Trainer) -> bool:
+        """True if any process received a signal, since it may reach a single one, or each at another step."""
+        stops = bool(trainer.strategy.reduce_boolean_decision(self.stop.requested, all=False))
+        # a signal during this reduction counts at the next one, since it is not reset here
+        self.stop.requested = self.stop.requested or stops
+        trainer.should_stop = trainer.should_stop or stops
+        return stops
+
+    def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, RunModule)
+        path = checkpoint_path(self.run_dir, trainer.global_step)
+        with writing(path, first_in=TEMPORARY):
+            if trainer.is_global_zero and self.before_saving is not None:
+                self.before_saving()
+            pl_module.last_checkpoint = save_checkpoint(trainer, path)
+        if trainer.is_global_zero:
+            prune(self.run_dir, self.keep)
 
 
 class Extension(pl.Callback):

@@ -34,7 +34,7 @@ from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import lightning_module, train_reward_model
 from rm_optimizer.training.callbacks import curvature as training_curvature
-from rm_optimizer.training.callbacks import loop as callbacks
+from rm_optimizer.training.callbacks import evaluation as callbacks
 from rm_optimizer.training.callbacks.curvature import (
     VECTOR_TOKENS,
     HessianCallback,
@@ -42,6 +42,7 @@ from rm_optimizer.training.callbacks.curvature import (
     costs_in_steps,
     undisturbed,
 )
+from rm_optimizer.training.folder import checkpoints
 
 Build = Callable[..., TrainConfig]
 WATCHED = [
@@ -242,7 +243,7 @@ def test_a_resumed_run_takes_the_same_steps_and_its_measurement_begins_anew(
             raise MemoryError("killed")
 
     with monkeypatch.context() as patch:
-        patch.setattr(callbacks, "prune", dies)
+        patch.setattr(checkpoints, "prune", dies)
         with pytest.raises(MemoryError):
             train_reward_model(cut, callbacks=option_callbacks(cut))
     train_reward_model(small_config(tmp_path / "cut", *options, "resume=auto"), callbacks=option_callbacks(cut))

@@ -25,8 +25,7 @@ from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.training import RunResult, train_reward_model
-from rm_optimizer.training.callbacks.cost import ModelFlops, peak_bf16_flops
-from rm_optimizer.training.callbacks.memory_profile import step_rates
+from rm_optimizer.training.callbacks.memory_profile import ModelFlops, peak_bf16_flops, step_rates
 from tests.builders import fresh_reward_model
 
 Build = Callable[..., TrainConfig]
@@ -102,7 +101,7 @@ def test_a_rank_without_pairs_has_no_rates():
 
 
 MEASURED = """
-from rm_optimizer.training.callbacks.cost import restart_rss_peak, rss_bytes
+from rm_optimizer.training.callbacks.memory_profile import restart_rss_peak, rss_bytes
 
 before, _ = rss_bytes()
 block = b"x" * 320_000_000

@@ -16,7 +16,7 @@ from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockToken
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.callbacks import loop as callbacks
+from rm_optimizer.training.folder import checkpoints
 from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 
 Build = Callable[..., TrainConfig]
@@ -102,7 +102,7 @@ def test_the_pairs_read_so_far_are_on_disk_before_each_checkpoint(
     def counted(run_dir: Path, keep: int) -> None:
         counts.append(len(TrainedPairs.read(run_dir / TRAINED_PAIRS_FILE).pairs))
 
-    monkeypatch.setattr(callbacks, "prune", counted)
+    monkeypatch.setattr(checkpoints, "prune", counted)
     train_reward_model(small_config(tmp_path / "run", *options))
     assert counts[0] >= 16
     assert counts[-1] == 100

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rm_optimizer.records.run_folder import read_rows
-from rm_optimizer.training.folder.metrics_csv import COLUMNS, MetricsCSV
+from rm_optimizer.training.loggers import COLUMNS, MetricsCSV
 
 
 def record(folder: Path, steps: range, resume_step: int | None = None) -> MetricsCSV:

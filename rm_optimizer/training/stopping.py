@@ -1,17 +1,29 @@
-"""Ctrl-C and SIGTERM end a run within seconds and leave a checkpoint; a second one ends it at once."""
+"""Early ends of a run: a signal of the user, and a number that is not finite.
+
+Ctrl-C and SIGTERM end a run within seconds and leave a checkpoint; a second one ends it at once.
+"""
 
 from __future__ import annotations
 
 import logging
 import signal
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import numpy as np
+
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
+from rm_optimizer.errors import TrainingDiverged
+from rm_optimizer.evaluation.pair_rewards import PairRewards
 from rm_optimizer.records.run_folder import RunFolder
 
 log = logging.getLogger("rm_optimizer")
+
+SHOWN = 8
+"""Pairs that the message names."""
 
 
 class StopNow(BaseException):
@@ -84,3 +96,47 @@ def stopped_at_once(run_dir: Path) -> str:
     newest = list(RunFolder(run_dir).checkpoints.values())
     saved = f"the newest checkpoint is {newest[-1]}; resume=auto continues there" if newest else "nothing was saved yet"
     return f"stopped at once, without a checkpoint of this step; {saved}"
+
+
+def last_good_checkpoint(run_dir: Path, before: int) -> Path | None:
+    """The newest periodic checkpoint of fewer than `before` steps, else the best one, else None."""
+    run = RunFolder(run_dir)
+    older, best = [path for step, path in run.checkpoints.items() if step < before], run.best_checkpoint
+    return older[-1] if older else best if best.exists() else None
+
+
+def diverged(what: str, ids: Sequence[str], run_dir: Path, *, weights_of: int) -> TrainingDiverged:
+    """The error for a number that is not finite.
+
+    Args:
+        what: the number, its value and the place where it occurred.
+        ids: the pairs on which it occurred.
+        run_dir: the run folder, whose checkpoints are searched.
+        weights_of: first step whose weights are known to be bad; older checkpoints are good.
+    """
+    named = ", ".join(ids[:SHOWN]) + (f" and {len(ids) - SHOWN} more" if len(ids) > SHOWN else "")
+    good = last_good_checkpoint(run_dir, weights_of)
+    saved = f"is {good}" if good else "does not exist"
+    return TrainingDiverged(
+        f"{what} on pairs {named}; the last good checkpoint {saved}; lower optimizer.lr or look at these pairs"
+    )
+
+
+def require_finite(rewards: PairRewards, data: PreferenceDataset, run_dir: Path, step: int) -> None:
+    """Raise an error if validation gave a reward that is not finite.
+
+    Args:
+        rewards: rewards of the validation pairs.
+        data: the validation pairs.
+        run_dir: the run folder.
+        step: optimizer steps that the weights had taken.
+
+    Raises:
+        TrainingDiverged: naming the step, the pairs and the last good checkpoint.
+    """
+    bad = ~(np.isfinite(rewards.chosen) & np.isfinite(rewards.rejected))
+    if bad.any():
+        both = np.concatenate([rewards.chosen, rewards.rejected])
+        what = f"the reward became {both[~np.isfinite(both)][0]} in the evaluation after step {step}"
+        ids = [data[int(index)].pair_id for index in rewards.pair_index[bad]]
+        raise diverged(what, ids, run_dir, weights_of=step)

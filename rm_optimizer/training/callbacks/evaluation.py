@@ -1,11 +1,10 @@
-"""Actions between optimizer steps: evaluation, checkpoints, early and requested stops."""
+"""Evaluations between the optimizer steps of a run: metrics, the best weights, and the early stop."""
 
 from __future__ import annotations
 
 import logging
-import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from numpy.typing import NDArray
-from pytorch_lightning.callbacks import RichProgressBar
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.losses import configured_pair_losses
@@ -29,27 +27,17 @@ from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import LossConfig, TrainConfig
 from rm_optimizer.schema.monitors import monitored_group
 from rm_optimizer.training.callbacks.evaluation_plan import BestSoFar, PairMetric, plan_of
-from rm_optimizer.training.callbacks.interrupt import StopSignal
 from rm_optimizer.training.callbacks.progress import ProgressLines
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
-from rm_optimizer.training.divergence import require_finite
-from rm_optimizer.training.folder.checkpoints import (
-    checkpoint_path,
-    prune,
-    random_states,
-    save_checkpoint,
-    set_random_states,
-)
+from rm_optimizer.training.folder.checkpoints import TEMPORARY, save_checkpoint
 from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.loggers import log_histogram
+from rm_optimizer.training.stopping import StopSignal, require_finite
 
 log = logging.getLogger("rm_optimizer")
 
 MOST_GROUPS = 50
 """Most sources or subsets that an evaluation reports separately."""
-
-TEMPORARY = Path(tempfile.gettempdir())
-"""Folder in which Lightning writes a checkpoint before it is moved to the run folder."""
 
 
 @dataclass(frozen=True)
@@ -232,93 +220,6 @@ class Evaluation(pl.Callback):
 def evaluation_of(trainer: pl.Trainer) -> Evaluation:
     """The callback that evaluates a run."""
     return next(callback for callback in trainer.callbacks if isinstance(callback, Evaluation))  # type: ignore[attr-defined]
-
-
-class StepProgress(RichProgressBar):
-    """Lightning's bar over the optimizer steps of the run, with metrics of the step and of the last validation."""
-
-    def get_metrics(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule
-    ) -> dict[str, int | str | float | dict[str, float]]:
-        """Training loss and accuracy of the step, and the last validation accuracy."""
-        assert isinstance(pl_module, RunModule)
-        shown = {"loss": "train/loss", "acc": "train/accuracy"}
-        metrics: dict[str, int | str | float | dict[str, float]]
-        metrics = {name: f"{pl_module.step_metrics.get(key, float('nan')):.3f}" for name, key in shown.items()}
-        return metrics | {"val": f"{pl_module.validation_metrics.get('val/accuracy', float('nan')):.3f}"}
-
-    def _get_train_description(self, current_epoch: int) -> str:
-        return "training"
-
-
-class Checkpoints(pl.Callback):
-    """Callback that saves a checkpoint every `every` steps, after the last one, and when a stop is requested.
-
-    Args:
-        run_dir: the run folder.
-        every: optimizer steps between checkpoints.
-        keep: number of newest checkpoints to keep.
-        stop: True if the user asked to stop.
-        before_saving: function that the first process calls before each checkpoint, for files that must not be older.
-    """
-
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        every: int,
-        keep: int,
-        stop: StopSignal,
-        before_saving: Callable[[], None] | None = None,
-    ) -> None:
-        self.run_dir = run_dir
-        self.every = every
-        self.keep = keep
-        self.stop = stop
-        self.before_saving = before_saving
-        self._random_states: list[dict[str, Any]] | None = None
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Restore generators; end a run that was stopped in the evaluation before its first step."""
-        if self._random_states is not None:
-            set_random_states(self._random_states)
-        if self._stops(trainer):
-            self._save(trainer, pl_module)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The random generators' states on every rank."""
-        return {"random": random_states()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Keep the generators' states until training starts."""
-        self._random_states = state_dict["random"]
-
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """Save a checkpoint when it is due, and end the run when a stop is requested."""
-        assert isinstance(pl_module, RunModule)
-        step = trainer.global_step
-        if self._stops(trainer) or step % self.every == 0 or step == pl_module.num_steps:
-            self._save(trainer, pl_module)
-
-    def _stops(self, trainer: pl.Trainer) -> bool:
-        """True if any process received a signal, since it may reach a single one, or each at another step."""
-        stops = bool(trainer.strategy.reduce_boolean_decision(self.stop.requested, all=False))
-        # a signal during this reduction counts at the next one, since it is not reset here
-        self.stop.requested = self.stop.requested or stops
-        trainer.should_stop = trainer.should_stop or stops
-        return stops
-
-    def _save(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, RunModule)
-        path = checkpoint_path(self.run_dir, trainer.global_step)
-        with writing(path, first_in=TEMPORARY):
-            if trainer.is_global_zero and self.before_saving is not None:
-                self.before_saving()
-            pl_module.last_checkpoint = save_checkpoint(trainer, path)
-        if trainer.is_global_zero:
-            prune(self.run_dir, self.keep)
 
 
 def _validation_loss(
