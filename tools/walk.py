@@ -28,6 +28,7 @@ FEW = [
     "data.synthetic.num_train=320",
     "data.synthetic.num_val=100",
     "training.max_steps=20",
+    "training.checkpoint_every=20",  # else every step of so short a run saves, and no plain one is seen
 ]
 NUM_REQUESTS = 6
 

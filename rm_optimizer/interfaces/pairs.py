@@ -7,12 +7,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, cast
 
 from typer import Option
 
-from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.schema.data import MAX_BAD_SHARE, DataConfig, KwiseRule, OnBadRow, Spelling
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema.data import DataConfig, ReadOptions, Spelling, read_config
 
 if TYPE_CHECKING:
     from rm_optimizer.core.tokens.dataset import PreferenceDataset
@@ -26,31 +26,26 @@ class PairOptions:
 
     format: Annotated[
         str, Option("--format", help="Row format: auto, explicit, hh, messages, lists, winner or kwise.")
-    ] = "auto"
+    ] = DataConfig.format
     columns: Annotated[
         list[str], Option("--columns", metavar="OURS=THEIRS", help="Map a column name; may be repeated.")
     ] = field(default_factory=list)
-    on_bad_row: Annotated[str, Option("--on-bad-row", help="Action for a bad row: error or drop.")] = "error"
+    on_bad_row: Annotated[str, Option("--on-bad-row", help="Action for a bad row: error or drop.")] = (
+        DataConfig.on_bad_row.value
+    )
     winner: Annotated[
         str | None,
         Option("--winner", metavar="FIRST,SECOND,TIE", help="Values of the winner column; | separates alternatives."),
     ] = None
     max_bad_share: Annotated[
         float, Option("--max-bad-share", min=0, max=1, help="Largest share of a file's rows to drop as bad.")
-    ] = MAX_BAD_SHARE
+    ] = DataConfig.max_bad_share
     kwise_rule: Annotated[
         str, Option("--kwise-rule", help="Pairs to make of a list of responses: all, best_worst or adjacent.")
-    ] = "all"
+    ] = DataConfig.kwise_rule.value
     label: Annotated[
         float, Option("--label", min=0, max=1, help="P(chosen > rejected) for rows without a label; 0.5 for ties.")
     ] = 1.0
-
-    def _require_known(self) -> None:
-        """Refuse a value that is not among its flag's choices."""
-        choices = {"--on-bad-row": (self.on_bad_row, OnBadRow), "--kwise-rule": (self.kwise_rule, KwiseRule)}
-        for flag, (value, kind) in choices.items():
-            if value not in (known := [choice.value for choice in kind]):
-                raise ConfigError(did_you_mean(flag, value, known))
 
     def load(self, source: str | Sequence[str]) -> PreferenceDataset:
         """Read one source, or several as one data set, each an argument of `PreferenceDataset`.
@@ -62,19 +57,13 @@ class PairOptions:
         from rm_optimizer.core.rows.readers import source_files
         from rm_optimizer.core.tokens.dataset import load_pairs
 
-        self._require_known()
+        given = {name: value for name, value in vars(self).items() if name in ReadOptions.__annotations__}
+        given["columns"] = self.column_mapping()
+        options = read_config("rm-opt", cast(ReadOptions, given), Spelling.flags)
         sources = [source] if isinstance(source, str) else source
         named = Counter(file for name in sources for part in source_files(name) for file in part.files)
         if twice := [file for file, count in named.items() if count > 1]:
             raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")
-        options = DataConfig(
-            format=self.format,
-            columns=self.column_mapping(),
-            winner=self.winner,
-            kwise_rule=KwiseRule(self.kwise_rule),
-            on_bad_row=OnBadRow(self.on_bad_row),
-            max_bad_share=self.max_bad_share,
-        )
         with Spelling.flags.used():
             data = load_pairs([{"path": name, "label": self.label} for name in sources], options)
         for note in data.notes:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypedDict
 
-from rm_optimizer.errors import did_you_mean
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.checks import Options, needing, require, within
 
 
@@ -65,8 +65,11 @@ class Spelling(StrEnum):
             >>> Spelling.flags.option("on_bad_row", "drop"), Spelling.hydra.option("on_bad_row", "drop")
             ('--on-bad-row drop', 'data.on_bad_row=drop')
         """
-        forms = {"hydra": f"data.{name}={value}", "flags": f"--{name.replace('_', '-')} {value}"}
-        return forms.get(self.value, f'{name}="{value}"')
+        return {"hydra": "{}={}", "flags": "{} {}"}.get(self.value, '{}="{}"').format(self.name_of(name), value)
+
+    def name_of(self, option: str) -> str:
+        """Name of an option of reading data as the user types it, such as `data.on_bad_row` or `--on-bad-row`."""
+        return {"hydra": f"data.{option}", "flags": f"--{option.replace('_', '-')}"}.get(self.value, option)
 
     def columns(self, mapping: Mapping[str, str]) -> str:
         """A column mapping, our name to the file's, as the user types it.
@@ -204,24 +207,27 @@ class ReadOptions(TypedDict, total=False):
     seed: int
 
 
-def read_config(call: str, options: ReadOptions) -> DataConfig:
-    """The options as those of a run.
+def read_config(call: str, options: ReadOptions, entrance: Spelling = Spelling.python) -> DataConfig:
+    """The options as those of a run, refused by the names that the user typed.
 
     Args:
         call: name of the call that they are keywords of.
         options: the options.
+        entrance: form in which the user typed them.
 
     Raises:
         TypeError: if an option is unknown.
-        ConfigError: if a value is out of its range.
+        ConfigError: if a value is unknown or out of its range.
     """
     known, values = [*ReadOptions.__annotations__], dict[str, Any](options)
     for name in values:
         if name not in known:
             raise TypeError(did_you_mean(f"argument of {call}", name, known))
     for name, kind in (("kwise_rule", KwiseRule), ("on_bad_row", OnBadRow)):
-        if name in values:
-            values[name] = kind(values[name])
+        if (value := values.get(name)) is not None:
+            if value not in [*kind]:
+                raise ConfigError(did_you_mean(entrance.name_of(name), str(value), [*kind]))
+            values[name] = kind(value)
     if "seed" in values:
         values["split_seed"] = values.pop("seed")
     return DataConfig(**values)

@@ -29,12 +29,11 @@ from rm_optimizer.schema import HardwareConfig
 from rm_optimizer.schema.data import Streaming
 from rm_optimizer.training.callbacks.evaluation_plan import PER_EPOCH
 from rm_optimizer.training.callbacks.memory_profile import PROFILE_COLUMNS, PROFILE_ROWS, MemoryProfile
-from rm_optimizer.training.callbacks.progress import ProgressLines, StepProgress, shows_bars
 from rm_optimizer.training.callbacks.run_callback import columns_of
 from rm_optimizer.training.folder.checkpoints import Checkpoints, extension_at
 from rm_optimizer.training.folder.model_card import write_card
 from rm_optimizer.training.folder.record import RUN_KEY, DataSummary, RunResult, RunStatus
-from rm_optimizer.training.loggers import COLUMNS, MetricsCSV
+from rm_optimizer.training.loggers import COLUMNS, MetricsCSV, ProgressLines, StepProgress, shows_bars
 from rm_optimizer.training.preparation import Run, list_skipped
 from rm_optimizer.training.stopping import StopSignal, require_finite, stopped_after
 from rm_optimizer.training.strategy import cluster_plugins, strategy_of

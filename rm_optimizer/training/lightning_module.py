@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytorch_lightning as pl
 import torch
 from jaxtyping import Float
 from pytorch_lightning.strategies import ParallelStrategy
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from rm_optimizer.core.classifier.quantization import is_quantized
@@ -185,10 +183,18 @@ class RewardModelLightning(pl.LightningModule):
         if (batch.label != 1).any() or (batch.weight != 1).any():
             raise DataError(f"{type(self.model).__name__}.compute_loss reads no labels and no weights; leave them out")
         sides = [(batch.input_ids[side::2], batch.attention_mask[side::2]) for side in (0, 1)]
-        loss = self.model.compute_loss(*sides[0], *sides[1])
-        with torch.no_grad():
-            margins = self.model(*sides[0]) - self.model(*sides[1])
-        return loss.expand(batch.num_pairs), margins
+        rewards: dict[int, Tensor] = {}  # by the identity of the ids that `compute_loss` gives the model
+
+        def keep(module: nn.Module, given: tuple[Any, ...], named: dict[str, Any], reward: Tensor) -> None:
+            rewards[id(given[0] if given else named.get("input_ids"))] = reward.detach()
+
+        with self.model.register_forward_hook(keep, with_kwargs=True):
+            loss = self.model.compute_loss(*sides[0], *sides[1])
+        with torch.no_grad():  # a second pass, for a loss that computes the rewards in another way
+            chosen, rejected = (
+                rewards[id(ids)] if id(ids) in rewards else self.model(ids, mask) for ids, mask in sides
+            )
+        return loss.expand(batch.num_pairs), chosen - rejected
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add everything that `BradleyTerryRM.from_pretrained` needs to load the `.ckpt`."""
@@ -225,6 +231,7 @@ class RunModule(RewardModelLightning):
         self.automatic_optimization = False
         self.gradient_clip_norm = config.training.gradient_clip_norm
         self.pair_ids = datamodule.pair_ids
+        self.pin_memory = datamodule.pin_memory
         self.steps_per_epoch = datamodule.steps_per_epoch
         self.run_dir = Path(config.output_dir)
         self.record: RunRecord | None = None
@@ -239,6 +246,10 @@ class RunModule(RewardModelLightning):
         if isinstance(strategy, ShardedStrategy) and not is_sharded(self.model):
             shard_model(self.model, strategy.device_mesh["data_parallel"])
 
+    def transfer_batch_to_device(self, batch: MacroBatch, device: torch.device, dataloader_idx: int) -> MacroBatch:
+        """Move every micro-batch to the device."""
+        return batch.to(device, non_blocking=self.pin_memory)
+
     def training_step(self, batch: MacroBatch, batch_idx: int) -> None:
         """Take one optimizer step on a macro-batch and leave its metrics in `step_metrics`."""
         optimizer, schedule = self.optimizers(), self.lr_schedulers()
@@ -246,95 +257,91 @@ class RunModule(RewardModelLightning):
         assert isinstance(schedule, LRScheduler), "one schedule a run"
         learning_rate = max(group["lr"] for group in optimizer.param_groups)
         passes: list[dict[str, float]] = []
-        forward = _autocast_now(self.device.type)
+        device = self.device.type
+        forward = torch.autocast(  # the present autocast, as a context that can be entered again
+            device,
+            dtype=torch.get_autocast_dtype(device),
+            enabled=torch.is_autocast_enabled(device),
+            cache_enabled=torch.is_autocast_cache_enabled(),
+        )
 
         def closure() -> Tensor:
             optimizer.zero_grad()
             with forward:
                 totals = self._accumulate(batch)
             norm = self._clip()
-            self._check_finite(batch, totals, norm)
+            self._check_finite(batch, totals["loss"], norm)
             passes.append(totals | {"grad_norm": norm})
             return torch.tensor(totals["loss"])
 
         # Lightning's autocast is meant for the forward pass; the optimizers' own matrix products stay in float32.
-        with torch.autocast(self.device.type, enabled=False):
+        with torch.autocast(device, enabled=False):
             optimizer.step(closure=closure)
         schedule.step()
-        self._count(passes, learning_rate, len(batch.pair_index))
-
-    def _count(self, passes: Sequence[Mapping[str, float]], learning_rate: float, num_pairs: int) -> None:
-        """Store and log the metrics of a step, and count its pairs and passes."""
-        metrics = {**passes[0], "lr": learning_rate, "num_pairs": num_pairs}
+        metrics = {**passes[0], "lr": learning_rate, "num_pairs": len(batch.pair_index)}
         self.step_metrics = {f"train/{name}": value for name, value in metrics.items()}
-        self.pairs_seen += num_pairs
+        self.pairs_seen += len(batch.pair_index)
         self.passes_made += len(passes)
         epoch = {"epoch": self.global_step / self.steps_per_epoch}
         for logger in self.trainer.loggers:
             logger.log_metrics({**epoch, **self.step_metrics}, step=self.global_step)
 
     def _accumulate(self, batch: MacroBatch) -> dict[str, float]:
-        world_size = self.trainer.world_size
+        """Add the gradient of the macro-batch, and return its loss, accuracy and margin over all ranks."""
+        strategy, micro, is_sharded = self.trainer.strategy, batch.micro, self.is_sharded
+        if is_sharded:  # its ranks make passes together, so some follow with weight zero
+            count = most_over_ranks(len(micro), self.device)
+            micro = tuple(each for each, _ in in_step(micro, spare_batch(self.model, self.device), count))
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
-        passes = self._passes(batch.micro)
-        for number, micro in enumerate(passes, 1):
-            synchronize = number == len(passes)
-            with contextlib.nullcontext() if synchronize else self._without_reduction():
-                losses, margins = self.pair_losses(micro)
-                share = (losses * micro.weight).sum() / batch.total_weight
-                self.manual_backward(share * world_size)  # DDP and FSDP2 take the mean over ranks, we need the sum
-            sums += torch.cat([share.detach().double()[None], _decided_sums(margins, micro)])
-        if not batch.micro and not is_sharded(self.model):
-            self._join_reduction()
-        if world_size > 1:
-            sums = self.trainer.strategy.reduce(sums, reduce_op="sum")
+        for number, pairs in enumerate(micro, 1):
+            waits: AbstractContextManager[None] = contextlib.nullcontext()
+            if number < len(micro) and is_sharded:  # gradients stay on this rank up to the last pass
+                waits = unreduced_gradients(self.model)
+            elif number < len(micro) and isinstance(strategy, ParallelStrategy):
+                waits = strategy.block_backward_sync()
+            with waits:
+                losses, margins = self.pair_losses(pairs)
+                share = (losses * pairs.weight).sum() / batch.total_weight
+                # DDP and FSDP2 take the mean over ranks, we need the sum
+                self.manual_backward(share * self.trainer.world_size)
+            sums += torch.cat([share.detach().double()[None], _decided_sums(margins, pairs)])
+        if not micro:  # the other ranks wait for the reduction of this one's gradients, which are zero
+            nothing = [(parameter * 0).sum() for parameter in self.parameters() if parameter.requires_grad]
+            self.manual_backward(torch.stack(nothing).sum())
+        if self.trainer.world_size > 1:
+            sums = strategy.reduce(sums, reduce_op="sum")
         loss, correct, margin, decided = sums.tolist()
-        means = {"accuracy": correct / decided, "mean_margin": margin / decided} if decided else _NOTHING_DECIDED
-        return {"loss": loss, **means}
+        share_of = (lambda total: total / decided) if decided else (lambda total: float("nan"))
+        return {"loss": loss, "accuracy": share_of(correct), "mean_margin": share_of(margin)}
 
-    def _passes(self, micro: tuple[AnyPairBatch, ...]) -> tuple[AnyPairBatch, ...]:
-        """The micro-batches; under FSDP2 ones of weight zero follow, up to the largest number on any rank."""
-        if not is_sharded(self.model):
-            return micro
-        count = most_over_ranks(len(micro), self.device)
-        return tuple(batch for batch, _ in in_step(micro, spare_batch(self.model, self.device), count))
+    @property
+    def is_sharded(self) -> bool:
+        """True if FSDP2 splits the model over the ranks."""
+        return isinstance(self.trainer.strategy, ShardedStrategy)
 
     def _clip(self) -> float:
         """Clip the gradients by the norm over all shards, and return the norm before."""
         limit = self.gradient_clip_norm or float("inf")
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return float(whole(torch.nn.utils.clip_grad_norm_(trainable, limit)))
+        norm = torch.nn.utils.clip_grad_norm_(trainable, limit)
+        return float(whole(norm) if self.is_sharded else norm)
 
-    def _check_finite(self, batch: MacroBatch, totals: dict[str, float], norm: float) -> None:
-        if np.isfinite(totals["loss"]) and np.isfinite(norm):
+    def _check_finite(self, batch: MacroBatch, loss: float, norm: float) -> None:
+        if math.isfinite(loss) and math.isfinite(norm):
             return
-        is_loss = not np.isfinite(totals["loss"])
-        name, value = ("loss", totals["loss"]) if is_loss else ("gradient norm", norm)
-        what = f"the {name} became {value} at step {self.global_step + 1}"
+        is_loss = not math.isfinite(loss)
+        what = f"the {'loss' if is_loss else 'gradient norm'} became {loss if is_loss else norm} at step"
         # a checkpoint of the same weights would have the same loss
         bad_from = self.global_step if is_loss else self.global_step + 1
-        raise diverged(what, self.pair_ids(batch.pair_index), self.run_dir, weights_of=bad_from)
+        raise diverged(
+            f"{what} {self.global_step + 1}", self.pair_ids(batch.pair_index), self.run_dir, weights_of=bad_from
+        )
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add the run's record to what the `.ckpt` needs to be loaded."""
         super().on_save_checkpoint(checkpoint)
         if self.record is not None:
             checkpoint[PAYLOAD_KEY][RUN_KEY] = self.record.payload(self.global_step)
-
-    def _join_reduction(self) -> None:
-        """Add zero gradients on a rank without pairs, since the other ranks wait for its reduction."""
-        nothing = [(parameter * 0).sum() for parameter in self.parameters() if parameter.requires_grad]
-        self.manual_backward(torch.stack(nothing).sum())
-
-    def _without_reduction(self) -> AbstractContextManager[None]:
-        """Keep the gradients of backward passes in the block on this rank."""
-        strategy = self.trainer.strategy
-        if is_sharded(self.model):
-            return unreduced_gradients(self.model)
-        return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else contextlib.nullcontext()
-
-
-_NOTHING_DECIDED = {"accuracy": float("nan"), "mean_margin": float("nan")}
 
 
 def _decided_sums(margins: Float[Tensor, " pairs"], batch: AnyPairBatch) -> Float[Tensor, " 3"]:
@@ -343,13 +350,3 @@ def _decided_sums(margins: Float[Tensor, " pairs"], batch: AnyPairBatch) -> Floa
     lead = side * margins.double()
     right = 0.5 + 0.5 * torch.sign(lead)
     return torch.stack([right, lead, torch.ones_like(lead)]) @ (batch.weight.double() * side.abs())
-
-
-def _autocast_now(device_type: str) -> torch.autocast:
-    """The present autocast as a context that can be entered again."""
-    return torch.autocast(
-        device_type,
-        dtype=torch.get_autocast_dtype(device_type),
-        enabled=torch.is_autocast_enabled(device_type),
-        cache_enabled=torch.is_autocast_cache_enabled(),
-    )

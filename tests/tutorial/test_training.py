@@ -283,8 +283,10 @@ class Bag(BaseRewardModel):
     def __init__(self) -> None:
         super().__init__()
         self.rewards = torch.nn.Embedding(400, 1)
+        self.passes = 0
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        self.passes += 1
         return (self.rewards(input_ids)[..., 0] * attention_mask).sum(1) / attention_mask.sum(1)
 
     def compute_loss(self, chosen_ids: Tensor, chosen_mask: Tensor, rejected_ids: Tensor, rejected_mask: Tensor) -> Any:
@@ -311,6 +313,10 @@ def test_a_model_of_ones_own_trains_by_its_loss(trained: RunResult):
     assert float(trainer.callback_metrics["val/loss"]) == pytest.approx(own.item(), rel=1e-5)
     assert own.item() < 3.5, "it began at 4"
     assert float(trainer.callback_metrics["val/accuracy"]) == 1
+    before = module.model.passes
+    loss, sums = module._measured(whole)
+    assert (loss.item(), sums[2].item()) == (pytest.approx(own.item()), len(items)), "loss and correctly ranked pairs"
+    assert module.model.passes == before + 2, "one pass for each side"
     labeled = torch.utils.data.default_collate([item | {"label": torch.tensor(0.5)} for item in items])
     with pytest.raises(DataError, match="compute_loss reads no labels"):
         module.training_step(labeled, 0)

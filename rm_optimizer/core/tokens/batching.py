@@ -329,7 +329,9 @@ class BatchShape:
 
     def macro_batch(self, collator: PairCollator, positions: NDArray[np.int64], step: int) -> MacroBatch:
         """This rank's share of the macro-batch of the tokenized pairs at these positions."""
-        share = rank_share(collator.tokens(positions), positions, self.rank, self.world_size)
+        share = positions
+        if self.world_size > 1:
+            share = rank_share(collator.tokens(positions), positions, self.rank, self.world_size)
         return MacroBatch(
             step=step,
             micro=tuple(map(collator, collator.micro_batches(share, self.micro_token_budget))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
@@ -149,6 +149,40 @@ class MacroBatchLoader(DataLoader[MacroBatch]):
                     "slow or lost disk, or raise data.fetch_timeout"
                 ) from error
             yield batch
+
+
+class StepLoader:
+    """The macro-batches of a run, with the state that Lightning saves and restores.
+
+    Its length is the run's, so that step numbers continue after a resume.
+
+    Args:
+        load: function that loads the macro-batches from a step to before another.
+        num_steps: optimizer steps of the run.
+    """
+
+    def __init__(self, load: Callable[[int, int], Iterator[MacroBatch]], num_steps: int) -> None:
+        self._load, self._num_steps = load, num_steps
+        self._start = self.step = 0
+
+    def __len__(self) -> int:
+        """Optimizer steps of the whole run."""
+        return self._num_steps
+
+    def __iter__(self) -> Iterator[MacroBatch]:
+        """Macro-batches from the loader's present step on."""
+        self.step = self._start
+        for batch in self._load(self._start, self._num_steps):
+            self.step = batch.step + 1
+            yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        """The number of steps taken."""
+        return {"step": self.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Continue after the steps taken."""
+        self._start = state["step"]
 
 
 class PairLoader(MacroBatchLoader):

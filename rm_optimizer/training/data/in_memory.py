@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
-import torch
 from numpy.typing import NDArray
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -22,7 +21,7 @@ from rm_optimizer.core.tokens.batching import MacroBatch, pair_collator
 from rm_optimizer.core.tokens.cache import TokenizedPairs, TruncationReport, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
-from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader
+from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader, StepLoader
 from rm_optimizer.errors import ConversationRefused, DataError
 from rm_optimizer.evaluation.pair_rewards import PairRewards, score_pairs
 from rm_optimizer.evaluation.prompt_sharing import shares_prefixes
@@ -32,38 +31,6 @@ log = logging.getLogger("rm_optimizer")
 
 FEW_PAIRS = 10
 """Number of pairs of a split below which a warning is logged."""
-
-
-class StepLoader:
-    """Training steps from `start_step` on, with the state that Lightning saves and restores.
-
-    Its length is that of the whole run, so that step numbers continue after a resume.
-    """
-
-    def __init__(self, module: PreferenceDataModule, num_steps: int) -> None:
-        self._module = module
-        self._num_steps = num_steps
-        self._start = 0
-        self.step = 0
-
-    def __len__(self) -> int:
-        """Optimizer steps of the whole run."""
-        return self._num_steps
-
-    def __iter__(self) -> Iterator[MacroBatch]:
-        """Macro-batches from the loader's present step on."""
-        self.step = self._start
-        for batch in self._module.steps(self._start, self._num_steps):
-            self.step = batch.step + 1
-            yield batch
-
-    def state_dict(self) -> dict[str, int]:
-        """The number of steps taken."""
-        return {"step": self.step}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue after the steps taken."""
-        self._start = state["step"]
 
 
 class PreferenceDataModule(pl.LightningDataModule):
@@ -165,17 +132,18 @@ class PreferenceDataModule(pl.LightningDataModule):
 
     def train_dataloader(self) -> StepLoader:
         """The run's macro-batches, one an optimizer step."""
-        return StepLoader(self, self.num_steps)
+        return StepLoader(self.steps, self.num_steps)
 
     def steps(self, start_step: int, num_steps: int) -> Iterator[MacroBatch]:
         """Macro-batches of steps `start_step` to `num_steps`, this rank's share of each."""
-        yield from MacroBatchLoader(
+        loader = MacroBatchLoader(
             self._macro_batches(),
             range(start_step, num_steps),
             num_workers=self.config.num_workers,
             fetch_timeout=self.config.fetch_timeout,
             pin_memory=self.pin_memory,
         )
+        return iter(loader)
 
     def _macro_batches(self) -> MacroBatches:
         trainer = self.trainer
@@ -208,10 +176,6 @@ class PreferenceDataModule(pl.LightningDataModule):
             should_stop=should_stop,
             positions=positions,
         )
-
-    def transfer_batch_to_device(self, batch: MacroBatch, device: torch.device, dataloader_idx: int) -> MacroBatch:
-        """Move every micro-batch to the device."""
-        return batch.to(device, non_blocking=self.pin_memory)
 
     def pair_ids(self, pair_index: np.ndarray) -> list[str]:
         """Ids of training pairs."""

@@ -10,7 +10,7 @@ import pytest
 
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.callbacks.progress import ProgressLines
+from rm_optimizer.training.loggers import ProgressLines
 
 
 def test_a_line_comes_at_most_once_a_minute(caplog: pytest.LogCaptureFixture):

@@ -13,15 +13,15 @@ from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.core.tokens.loader import MacroBatches
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training.data import in_memory
-from rm_optimizer.training.data.in_memory import PreferenceDataModule
+from rm_optimizer.training.preparation import Run
 from tests.builders import prepared_run
 
 Build = Callable[..., TrainConfig]
 
 
-def module_of(config: TrainConfig) -> PreferenceDataModule:
+def run_of(config: TrainConfig) -> Run:
     Path(config.output_dir).mkdir(exist_ok=True)
-    return prepared_run(config).datamodule
+    return prepared_run(config)
 
 
 @pytest.mark.parametrize("pins", [False, True])
@@ -44,19 +44,19 @@ def test_pinning_reaches_the_loader_and_the_transfer(
 
     monkeypatch.setattr(in_memory, "MacroBatchLoader", Loader)
     monkeypatch.setattr(MacroBatch, "to", moved)
-    module = module_of(small_config(tmp_path / "run", f"hardware.pin_memory={str(pins).lower()}"))
-    batch = next(module.steps(0, 1))
-    module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
+    run = run_of(small_config(tmp_path / "run", f"hardware.pin_memory={str(pins).lower()}"))
+    batch = next(run.datamodule.steps(0, 1))
+    run.module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
     assert asked == [pins, pins]
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_pinned_batch_is_the_batch_on_a_gpu(small_config: Build, tmp_path: Path):
-    module = module_of(small_config(tmp_path / "run", "hardware.pin_memory=true"))
-    batch = next(module.steps(0, 1))
+    run = run_of(small_config(tmp_path / "run", "hardware.pin_memory=true"))
+    batch = next(run.datamodule.steps(0, 1))
     assert all(micro.label.is_pinned() for micro in batch.micro)
-    there = module.transfer_batch_to_device(batch, torch.device("cuda"), 0)
+    there = run.module.transfer_batch_to_device(batch, torch.device("cuda"), 0)
     for ours, theirs in zip(there.micro, batch.micro, strict=True):
         assert torch.equal(ours.pair_index.cpu(), theirs.pair_index)
         assert torch.equal(ours.label.cpu(), theirs.label)
