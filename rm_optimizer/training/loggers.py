@@ -20,7 +20,7 @@ from pytorch_lightning.callbacks import RichProgressBar
 from pytorch_lightning.loggers import Logger, TensorBoardLogger, WandbLogger
 from rich.console import Console
 
-from rm_optimizer.core.metrics.pairwise import ESTIMATES, PairwiseMetrics
+from rm_optimizer.core.metrics.pairwise import ESTIMATES
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.files import csv_table, replacing, writing
 from rm_optimizer.records.locations import BEST_FOLDER
@@ -263,12 +263,6 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
             logger.log_table(name, columns, cells, step=step)
 
 
-def _scores(group: PairwiseMetrics) -> dict[str, float | int | None]:
-    accuracy = group.accuracy
-    interval = {"accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high}
-    return {"pairs": group.num_pairs, **interval, "nll": group.nll.value}
-
-
 def log_outcome(loggers: Iterable[Logger], result: RunResult, *, log_model: bool) -> None:
     """Log the metrics of the exported weights with their intervals, and those of each group.
 
@@ -277,33 +271,33 @@ def log_outcome(loggers: Iterable[Logger], result: RunResult, *, log_model: bool
         result: the run's result.
         log_model: True to log the exported model as an artifact by reference; `wandb sync` uploads its files.
     """
-    loggers = list(loggers)
-    for column, groups in result.metrics.groups.items():
-        rows = [{column: name} | _scores(group) for name, group in groups.items()]
+    loggers, metrics = list(loggers), result.metrics
+    for column, groups in metrics.groups.items():
+        rows = []
+        for name, group in groups.items():
+            accuracy = group.accuracy
+            interval = {"accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high}
+            rows.append({column: name, "pairs": group.num_pairs, **interval, "nll": group.nll.value})
         log_table(loggers, f"best/by_{column}", rows, result.best_step)
+    summary: dict[str, float | int | str | None] = {"best/step": result.best_step, "status": result.status.value}
+    for name in ESTIMATES:
+        estimate = getattr(metrics, name)
+        summary |= {
+            f"best/{name}": estimate.value,
+            f"best/{name}_low": estimate.low,
+            f"best/{name}_high": estimate.high,
+        }
     for logger in loggers:
-        if isinstance(logger, WandbLogger):
-            logger.experiment.summary.update(_summary(result))
-            if log_model:
-                _log_model(logger, result)
+        if not isinstance(logger, WandbLogger):
+            continue
+        logger.experiment.summary.update(summary)
+        if log_model:
+            import wandb
 
-
-def _summary(result: RunResult) -> dict[str, float | int | str | None]:
-    estimates = {name: getattr(result.metrics, name) for name in ESTIMATES}
-    values = {f"best/{name}": estimate.value for name, estimate in estimates.items()}
-    ends = {
-        f"best/{name}_{end}": getattr(estimate, end) for name, estimate in estimates.items() for end in ("low", "high")
-    }
-    return values | ends | {"best/step": result.best_step, "status": result.status.value}
-
-
-def _log_model(logger: WandbLogger, result: RunResult) -> None:
-    import wandb
-
-    metadata = {"step": result.best_step, "monitor": result.monitor, "accuracy": result.metrics.accuracy.value}
-    artifact = wandb.Artifact(f"model-{result.run_id}", type="model", metadata=metadata)
-    artifact.add_dir(str(Path(result.run_dir) / BEST_FOLDER), policy="immutable")
-    logger.experiment.log_artifact(artifact, aliases=["best"])
+            about = {"step": result.best_step, "monitor": result.monitor, "accuracy": metrics.accuracy.value}
+            artifact = wandb.Artifact(f"model-{result.run_id}", type="model", metadata=about)
+            artifact.add_dir(str(Path(result.run_dir) / BEST_FOLDER), policy="immutable")
+            logger.experiment.log_artifact(artifact, aliases=["best"])
 
 
 SECONDS = 60.0
@@ -341,8 +335,15 @@ class ProgressLines(pl.Callback):
     ) -> None:
         """Log the step if a line is due."""
         assert isinstance(pl_module, RunModule)
-        if trainer.is_global_zero and self._is_due():
-            log.info("%s", self._step_line(trainer.global_step, pl_module))
+        if not (trainer.is_global_zero and self._is_due()):
+            return
+        step, num_steps = trainer.global_step, pl_module.num_steps
+        seconds = max(self.clock() - self._started, 1e-9)
+        left = seconds / max(step - self._first_step, 1) * (num_steps - step)
+        loss, accuracy = (pl_module.step_metrics.get(f"train/{name}", float("nan")) for name in ("loss", "accuracy"))
+        speed = (pl_module.pairs_seen - self._pairs_before) / seconds
+        told = "step %d of %d: loss %.4f, accuracy %.3f, %.1f pairs/s with evaluations, %s left"
+        log.info(told, step, num_steps, loss, accuracy, speed, duration(left))
 
     def evaluated(self, total: int, done: int) -> None:
         """Log the progress of an evaluation if a line is due.
@@ -360,16 +361,6 @@ class ProgressLines(pl.Callback):
             return False
         self._last = now
         return True
-
-    def _step_line(self, step: int, module: RunModule) -> str:
-        seconds = max(self.clock() - self._started, 1e-9)
-        left = seconds / max(step - self._first_step, 1) * (module.num_steps - step)
-        loss, accuracy = (module.step_metrics.get(f"train/{name}", float("nan")) for name in ("loss", "accuracy"))
-        speed = (module.pairs_seen - self._pairs_before) / seconds
-        return (
-            f"step {step} of {module.num_steps}: loss {loss:.4f}, accuracy {accuracy:.3f}, "
-            f"{speed:.1f} pairs/s with evaluations, {duration(left)} left"
-        )
 
 
 class StepProgress(RichProgressBar):

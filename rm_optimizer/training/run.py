@@ -8,7 +8,6 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from inspect import signature
-from pathlib import Path
 from types import MappingProxyType
 from typing import Never, TypeAlias
 
@@ -38,7 +37,7 @@ from rm_optimizer.training.folder.lock import run_lock
 from rm_optimizer.training.folder.record import RunResult, new_folder, write_record
 from rm_optimizer.training.folder.start import begin, ended_run, require_same_order, require_same_pairs
 from rm_optimizer.training.loggers import log_outcome, open_loggers, require_wandb_key
-from rm_optimizer.training.preparation import Run, prepare
+from rm_optimizer.training.preparation import prepare
 from rm_optimizer.training.processes import require_devices
 from rm_optimizer.training.stopping import StopNow, StopSignal, stopped_at_once
 
@@ -205,26 +204,14 @@ def run_training(
         run = prepare(config, start, data, order, metrics)
         if is_first_rank:
             write_record(run.record, config.data if data is None else None, run_dir)
-        return _fitted_and_finished(run, start.checkpoint, callbacks, run_dir, is_first_rank=is_first_rank)
-
-
-def _fitted_and_finished(
-    run: Run, checkpoint: Path | None, callbacks: Sequence[Callback], run_dir: Path, *, is_first_rank: bool
-) -> RunResult:
-    """Fit, evaluate and export, and log the outcome.
-
-    Raises:
-        Interrupted: if the user stops the run.
-    """
-    options = run.config.logger
-    with StopSignal() as stop, open_loggers(options, run_dir, run.record.options) as loggers:
-        try:
-            result = fit(run, stop, checkpoint, callbacks, loggers)
-        except StopNow:
-            raise Interrupted(stopped_at_once(run_dir)) from None
-        except TrainingDiverged as error:
-            write_text(run_dir / DIVERGED_FILE, json.dumps({"error": str(error)}) + "\n")
-            raise
-        if is_first_rank:
-            log_outcome(loggers, result, log_model=options.log_model)
-        return result
+        with StopSignal() as stop, open_loggers(config.logger, run_dir, run.record.options) as loggers:
+            try:
+                result = fit(run, stop, start.checkpoint, callbacks, loggers)
+            except StopNow:
+                raise Interrupted(stopped_at_once(run_dir)) from None
+            except TrainingDiverged as error:
+                write_text(run_dir / DIVERGED_FILE, json.dumps({"error": str(error)}) + "\n")
+                raise
+            if is_first_rank:
+                log_outcome(loggers, result, log_model=config.logger.log_model)
+            return result

@@ -1,4 +1,4 @@
-"""Parallel strategies of a run, and compilation of its backbone."""
+"""Parallel strategies of a run."""
 
 from __future__ import annotations
 
@@ -74,20 +74,16 @@ class ShardedStrategy(ModelParallelStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Take this rank's shard of each of the optimizers' states."""
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            optimizer.load_state_dict(_sharded_state(optimizer, state))
-
-
-def _sharded_state(optimizer: Optimizer, state: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's shards of a state of whole tensors; ids number the parameters in the order of the groups."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    shards = {
-        key: {
-            name: shard_like(value, parameters[key]) if isinstance(value, Tensor) else value
-            for name, value in values.items()
-        }
-        for key, values in state["state"].items()
-    }
-    return {**state, "state": shards}
+            # ids number the parameters in the order of the groups
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            shards = {
+                key: {
+                    name: shard_like(value, parameters[key]) if isinstance(value, Tensor) else value
+                    for name, value in values.items()
+                }
+                for key, values in state["state"].items()
+            }
+            optimizer.load_state_dict({**state, "state": shards})
 
 
 def strategy_of(hardware: HardwareConfig) -> str | ShardedStrategy:

@@ -66,15 +66,13 @@ class CalibrationCallback(RunCallback):
         latest, step = evaluation.latest, trainer.global_step
         if latest is None or latest.step != step or not trainer.is_global_zero:
             return
-        if is_last or (step // evaluation.every) % self.config.every == 0:
-            self._log(trainer, latest.metrics, step, evaluation.run_dir / FIGURES)
-
-    def _log(self, trainer: pl.Trainer, metrics: PairwiseMetrics, step: int, figures: Path) -> None:
+        if not is_last and (step // evaluation.every) % self.config.every:
+            return
         for logger in trainer.loggers:
-            logger.log_metrics(calibration_values(metrics), step=step)
-        path = figures / f"reliability-step-{step:08d}.png"
+            logger.log_metrics(calibration_values(latest.metrics), step=step)
+        path = evaluation.run_dir / FIGURES / f"reliability-step-{step:08d}.png"
         with writing(path):
-            log_figure(trainer.loggers, "calibration/reliability", self.draw(metrics, path), step)
+            log_figure(trainer.loggers, "calibration/reliability", self.draw(latest.metrics, path), step)
 
 
 def calibration_values(metrics: PairwiseMetrics) -> dict[str, float]:

@@ -5,21 +5,21 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import pytorch_lightning as pl
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature, MeasurementFactory
 from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.optim import set_train_mode
-from rm_optimizer.optim.stability import Stability, stability_of
+from rm_optimizer.optim.stability import stability_of
 from rm_optimizer.records.randomness import keeping_random_state
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.config import HessianConfig
@@ -168,32 +168,45 @@ class HessianCallback(RunCallback):
             100 * self._share(),
         )
         if self.config.every is None and self._plan.left(SHARE) >= 0 and self._share() > SHARE:
-            log.warning(self._by_the_clock(trainer.global_step - self._plan.start))
-
-    def _by_the_clock(self, num_steps: int) -> str:
-        """Warn with a spacing that keeps the share of the time, if the counted one exceeded it."""
-        outside = time.perf_counter() - self._started - self.seconds
-        every = math.ceil(self.seconds / self.num_measured * num_steps / outside * (1 - SHARE) / SHARE)
-        return (
-            f"curvature took more than {SHARE:.0%} of the time: a measurement here takes longer than the count of "
-            f"gradients and tokens by which measurements are spaced; training.hessian.every={every} keeps to it"
-        )
+            outside = time.perf_counter() - self._started - self.seconds
+            num_steps = trainer.global_step - self._plan.start
+            log.warning(
+                "curvature took more than %.0f%% of the time: a measurement here takes longer than the count of "
+                "gradients and tokens by which measurements are spaced; training.hessian.every=%d keeps to it",
+                100 * SHARE,
+                math.ceil(self.seconds / self.num_measured * num_steps / outside * (1 - SHARE) / SHARE),
+            )
 
     def _measure(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, RunModule)
-        started = time.perf_counter()
-        with undisturbed(pl_module.model), torch.enable_grad():
+        started, model = time.perf_counter(), pl_module.model
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        assert isinstance(data, PreferenceDataModule), "a run has its pairs"
+        with undisturbed(model), torch.enable_grad():
             set_train_mode(trainer.optimizers[0], False)
             try:
-                pl_module.model.eval()
-                self._measure_curvature = self._measure_curvature or self.factory(
-                    pl_module.model, self._drawn(trainer, pl_module), pl_module.loss_config
-                )
+                model.eval()
+                if self._measure_curvature is None:
+                    sample = draw_pairs(  # by the run's seed, without a global generator
+                        model,
+                        data.data.train.pairs,
+                        self.config.num_pairs,
+                        data.seed,
+                        token_budget=data.batching.micro_token_budget,
+                        fewest=1,
+                        tokenized=data.train_tokens,
+                    )
+                    self.num_pairs = sample.num_pairs
+                    batches: list[AnyPairBatch] = [batch.to(model.device) for batch in sample.batches]
+                    self._measure_curvature = self.factory(model, batches, pl_module.loss_config)
                 stability = stability_of(trainer.optimizers[0])
-                measurement = self._measure_curvature(_by_name(pl_module.model, stability))
+                by_parameter, scales = stability.scales, None
+                if by_parameter is not None:
+                    scales = {name: by_parameter[p] for name, p in model.named_parameters() if p in by_parameter}
+                measurement = self._measure_curvature(scales)
             finally:
                 set_train_mode(trainer.optimizers[0], True)
-        costs = costs_in_steps(measurement, _data(trainer).pairs_a_step / trainer.world_size)
+        costs = costs_in_steps(measurement, data.pairs_a_step / trainer.world_size)
         self._plan.taken(trainer.global_step, *costs)
         seconds = time.perf_counter() - started
         self.seconds += seconds
@@ -203,37 +216,11 @@ class HessianCallback(RunCallback):
             "curvature/seconds": seconds,
             "curvature/share_of_training_time": self._share(),
         }
-        _log(trainer, values)
-
-    def _drawn(self, trainer: pl.Trainer, module: RunModule) -> list[AnyPairBatch]:
-        """Training pairs drawn by the run's seed, without a global generator."""
-        data = _data(trainer)
-        sample = draw_pairs(
-            module.model,
-            data.data.train.pairs,
-            self.config.num_pairs,
-            data.seed,
-            token_budget=data.batching.micro_token_budget,
-            fewest=1,
-            tokenized=data.train_tokens,
-        )
-        self.num_pairs = sample.num_pairs
-        return [batch.to(module.model.device) for batch in sample.batches]
+        for logger in trainer.loggers:
+            logger.log_metrics(values, step=trainer.global_step)
 
     def _share(self) -> float:
         return self.seconds / max(time.perf_counter() - self._started, 1e-9)
-
-
-def _data(trainer: pl.Trainer) -> PreferenceDataModule:
-    data = trainer.datamodule  # type: ignore[attr-defined]
-    assert isinstance(data, PreferenceDataModule), "a run has its pairs"
-    return data
-
-
-def _by_name(model: nn.Module, stability: Stability) -> dict[str, Tensor] | None:
-    """Scales of the trained parameters by name; None where there are none."""
-    scales = stability.scales
-    return None if scales is None else {name: scales[p] for name, p in model.named_parameters() if p in scales}
 
 
 def curvature_values(measurement: CurvatureMeasurement) -> dict[str, float]:
@@ -268,8 +255,3 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
         for module, training in modes:
             module.training = training
-
-
-def _log(trainer: pl.Trainer, values: Mapping[str, float]) -> None:
-    for logger in trainer.loggers:
-        logger.log_metrics(dict(values), step=trainer.global_step)

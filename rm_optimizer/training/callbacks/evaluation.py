@@ -118,15 +118,17 @@ class Evaluation(pl.Callback):
         if not is_ended and (self.latest is None or self.latest.step != trainer.global_step):
             self._evaluate(trainer, pl_module)
 
-    def _evaluate(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert isinstance(pl_module, RunModule)
+    def _evaluate(self, trainer: pl.Trainer, pl_module: RunModule) -> None:
         started = time.perf_counter()
         with evaluation_weights(trainer.optimizers[0]):
             try:
-                self._evaluate_weights(trainer, pl_module)
-                self.missed = False
+                with trainer.precision_plugin.forward_context():
+                    rewards = self.rewards(pl_module.model, sample=self._sample)
             except ScoringStopped:
                 self.missed = True
+            else:
+                self._record(trainer, pl_module, rewards)
+                self.missed = False
         self.seconds += time.perf_counter() - started
 
     def metrics(self, rewards: PairRewards, *, num_bootstrap: int, seed: int) -> PairwiseMetrics:
@@ -166,33 +168,26 @@ class Evaluation(pl.Callback):
             positions=sample,
         )
 
-    def _evaluate_weights(self, trainer: pl.Trainer, pl_module: RunModule) -> None:
-        step = trainer.global_step
-        with trainer.precision_plugin.forward_context():
-            rewards = self.rewards(pl_module.model, sample=self._sample)
-        require_finite(rewards, self.datamodule.data.val, self.run_dir, step)
+    def _record(self, trainer: pl.Trainer, pl_module: RunModule, rewards: PairRewards) -> None:
+        """Log and write the numbers of an evaluation, and save its weights if they are the best so far."""
+        step, val = trainer.global_step, self.datamodule.data.val
+        require_finite(rewards, val, self.run_dir, step)
         metrics = self.metrics(rewards, num_bootstrap=0, seed=0)
         values = {f"val/{name}": value for name, value in metrics.flat().items()}
         values |= {f"val/{name}": value for name, value in self.own_metrics(rewards).items()}
-        values["val/loss"] = _validation_loss(rewards, self.datamodule.data.val, pl_module.loss_config, metrics)
+        values["val/loss"] = _validation_loss(rewards, val, pl_module.loss_config, metrics)
         for logger in trainer.loggers:
             logger.log_metrics({"epoch": step / self.datamodule.steps_per_epoch, **values}, step=step)
         pl_module.validation_metrics = values
         self.latest = Evaluated(step, metrics)
         if trainer.is_global_zero:
-            self._write(trainer, rewards, self.latest)
-        self._judge(trainer, values)
-
-    def _write(self, trainer: pl.Trainer, rewards: PairRewards, evaluated: Evaluated) -> None:
-        folder = self.run_dir / "evaluations" / f"step-{evaluated.step:08d}"
-        with writing(folder):
-            write_evaluation(folder, rewards, evaluated.metrics, self.datamodule.val_tokens.report, evaluated.step)
-        shown = {"chosen_reward": rewards.chosen, "rejected_reward": rewards.rejected, "margin": rewards.margin}
-        for name, values in shown.items():
-            log_histogram(trainer.loggers, f"val/{name}", values, evaluated.step)
-
-    def _judge(self, trainer: pl.Trainer, values: dict[str, float]) -> None:
-        if self.best.update(values.get(self.config.monitor, float("nan")), trainer.global_step):
+            folder = self.run_dir / "evaluations" / f"step-{step:08d}"
+            with writing(folder):
+                write_evaluation(folder, rewards, metrics, self.datamodule.val_tokens.report, step)
+            for name in ("chosen", "rejected"):
+                log_histogram(trainer.loggers, f"val/{name}_reward", getattr(rewards, name), step)
+            log_histogram(trainer.loggers, "val/margin", rewards.margin, step)
+        if self.best.update(values.get(self.config.monitor, float("nan")), step):
             path = RunFolder(self.run_dir).best_checkpoint
             with writing(path, first_in=TEMPORARY):
                 save_checkpoint(trainer, path, weights_only=True)

@@ -83,10 +83,15 @@ class MemoryProfile(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: MacroBatch, batch_idx: int
     ) -> None:
         """Stop the clock and log the step."""
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize(pl_module.device)
+        device = pl_module.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         seconds = time.perf_counter() - self._started
-        values = {"step_seconds": seconds} | self._memory(pl_module.device) | step_rates(batch, seconds)
+        if device.type == "cuda":
+            names, peaks = GPU_MEMORY, (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+        else:
+            names, peaks = CPU_MEMORY, rss_bytes()
+        values = {"step_seconds": seconds} | dict(zip(names, peaks, strict=True)) | step_rates(batch, seconds)
         if self._flops is not None and self._peak_flops is not None:
             values["mfu"] = sum(map(self._flops.of_batch, batch.micro)) / seconds / self._peak_flops
         self.steps.append(values)
@@ -95,27 +100,32 @@ class MemoryProfile(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the medians, and log them in one line."""
-        if trainer.is_global_zero and self.steps:
-            path = self.run_dir / PROFILE_FILE
-            with writing(path):
-                write_text(path, json.dumps(self._summary(pl_module.device), indent=2) + "\n")
-            log.info("%s", _sentence(medians(self.steps), len(self.steps), path))
-
-    def _memory(self, device: torch.device) -> dict[str, float]:
-        if device.type != "cuda":
-            return dict(zip(CPU_MEMORY, rss_bytes(), strict=True))
-        peaks = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
-        return dict(zip(GPU_MEMORY, peaks, strict=True))
-
-    def _summary(self, device: torch.device) -> dict[str, Any]:
+        if not (trainer.is_global_zero and self.steps):
+            return
+        device, path = pl_module.device, self.run_dir / PROFILE_FILE
         on_gpu = device.type == "cuda"
-        return {
+        median = {name: statistics.median(step[name] for step in self.steps) for name in self.steps[0]}
+        summary = {
             "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
             "memory": "peak of the CUDA allocator over each step" if on_gpu else rss_source(),
             "peak_bf16_flops": self._peak_flops,
             "num_steps": len(self.steps),
-            "median": medians(self.steps),
+            "median": median,
         }
+        with writing(path):
+            write_text(path, json.dumps(summary, indent=2) + "\n")
+        memory = GPU_MEMORY[0] if on_gpu else CPU_MEMORY[1]
+        log.info(
+            "profile: %s tokens/s moved, %s unique; padding %s; %s %s MiB%s (medians of %d steps, in %s)",
+            f"{median['tokens_per_second']:,.0f}",
+            f"{median['unique_tokens_per_second']:,.0f}",
+            f"{median['padding_share']:.1%}",
+            memory,
+            f"{median[memory] / 2**20:,.0f}",
+            f", MFU {median['mfu']:.1%}" if "mfu" in median else "",
+            len(self.steps),
+            path,
+        )
 
 
 def step_rates(batch: MacroBatch, seconds: float) -> dict[str, float]:
@@ -137,22 +147,6 @@ def step_rates(batch: MacroBatch, seconds: float) -> dict[str, float]:
     }
     padding = 1 - sum(map(computed_tokens, batch.micro)) / moved if moved else 0.0
     return {name: count / seconds for name, count in counts.items()} | {"padding_share": padding}
-
-
-def medians(steps: list[dict[str, float]]) -> dict[str, float]:
-    """Median of each measured number over the steps."""
-    return {name: statistics.median(step[name] for step in steps) for name in steps[0]}
-
-
-def _sentence(median: dict[str, float], num_steps: int, path: Path) -> str:
-    memory = next(name for name in (GPU_MEMORY[0], CPU_MEMORY[1]) if name in median)
-    mfu = f", MFU {median['mfu']:.1%}" if "mfu" in median else ""
-    return (
-        f"profile: {median['tokens_per_second']:,.0f} tokens/s moved, "
-        f"{median['unique_tokens_per_second']:,.0f} unique; "
-        f"padding {median['padding_share']:.1%}; {memory} {median[memory] / 2**20:,.0f} MiB{mfu} "
-        f"(medians of {num_steps} steps, in {path})"
-    )
 
 
 PEAK_BF16_FLOPS: Mapping[str, float] = MappingProxyType(

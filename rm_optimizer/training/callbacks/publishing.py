@@ -108,9 +108,15 @@ class PublishWeights(RunCallback):
             return
         set_train_mode(trainer.optimizers[0], False)
         try:
-            weights = _weights(pl_module.model)
+            weights: BradleyTerryRM | Mapping[str, Tensor] = pl_module.model
+            if is_sharded(pl_module.model):  # gathered from the ranks, so every rank takes part
+                weights = {name: whole(value).cpu() for name, value in pl_module.model.model.state_dict().items()}
             if self._publisher is not None:
-                self._publish(self._publisher, weights, f"{self._run}-step-{step}")
+                self._publisher.publish(weights, f"{self._run}-step-{step}")
+        except RMOptimizerError as error:
+            if self.config.on_failure is OnFailure.error:
+                raise
+            log.warning("%s; training continues (publish.on_failure=warn)", error)
         finally:
             set_train_mode(trainer.optimizers[0], True)
 
@@ -127,22 +133,7 @@ class PublishWeights(RunCallback):
             self._publisher.close()
             self._publisher = None
 
-    def _publish(self, publisher: Publisher, weights: BradleyTerryRM | Mapping[str, Tensor], version: str) -> None:
-        try:
-            publisher.publish(weights, version)
-        except RMOptimizerError as error:
-            if self.config.on_failure is OnFailure.error:
-                raise
-            log.warning("%s; training continues (publish.on_failure=warn)", error)
-
 
 def run_name(run_id: str, first_step: int) -> str:
     """Beginning of the names of a run's versions; a new one each time that the run is resumed after a step."""
     return run_id[:RUN_DIGITS] + (f"-{secrets.token_hex(2)}" if first_step else "")
-
-
-def _weights(model: BradleyTerryRM) -> BradleyTerryRM | Mapping[str, Tensor]:
-    """The model, or its tensors gathered from the ranks; every rank must take part."""
-    if not is_sharded(model):
-        return model
-    return {name: whole(value).cpu() for name, value in model.model.state_dict().items()}

@@ -39,16 +39,6 @@ class RunCallback(pl.Callback):
         """
 
 
-def _require_foreign(callback: object) -> None:
-    """Refuse an object that is not a callback, and a callback that the run replaces."""
-    if not isinstance(callback, Callback):
-        raise TypeError(f"callbacks must be Lightning callbacks, got {callback!r}")
-    for kind, options in OWN.items():
-        if isinstance(callback, kind):
-            name = type(callback).__name__
-            raise ConfigError(f"a run does the work of {name} itself; set {options}, and leave out the callback")
-
-
 def require_callbacks(config: TrainConfig, callbacks: Sequence[Callback]) -> None:
     """Refuse callbacks that do not support the run, and options whose callback was not passed.
 
@@ -57,7 +47,12 @@ def require_callbacks(config: TrainConfig, callbacks: Sequence[Callback]) -> Non
         ConfigError: naming the option.
     """
     for callback in callbacks:
-        _require_foreign(callback)
+        if not isinstance(callback, Callback):
+            raise TypeError(f"callbacks must be Lightning callbacks, got {callback!r}")
+        for kind, options in OWN.items():
+            if isinstance(callback, kind):
+                name = type(callback).__name__
+                raise ConfigError(f"a run does the work of {name} itself; set {options}, and leave out the callback")
     ours = [callback for callback in callbacks if isinstance(callback, RunCallback)]
     passed = {callback.option for callback in ours}
     for option, is_on in (

@@ -18,7 +18,7 @@ from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.overlap import TrainedPairs, pair_fingerprints
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.tokens.batching import MacroBatch, pair_collator
-from rm_optimizer.core.tokens.cache import TokenizedPairs, TruncationReport, tokenize_pairs
+from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader, StepLoader
@@ -223,11 +223,7 @@ def _tokenized(
             f"no {split} pair is left of {len(dataset)}: the two responses of each are equal after truncation "
             f"to model.max_length={renderer.max_length} tokens; raise it"
         )
-    _log_cut(split, tokens.report)
-    return dataset, tokens
-
-
-def _log_cut(split: str, cut: TruncationReport) -> None:
+    cut = tokens.report
     if cut.num_prompt_cut or cut.num_response_cut or cut.num_identical_dropped:
         log.info(
             "%s: of %d pairs, %d lose prompt tokens at model.max_length=%d (%d more on one side than on the other), "
@@ -241,3 +237,4 @@ def _log_cut(split: str, cut: TruncationReport) -> None:
             cut.num_identical_dropped,
             "are dropped" if split == "training" else "count as ties",
         )
+    return dataset, tokens

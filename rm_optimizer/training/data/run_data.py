@@ -94,7 +94,12 @@ def training_margins(pairs: PreferenceDataset, source: str, *, num_processes: in
             "the pair_rewards.jsonl that rm-opt evaluate writes for the training pairs"
         )
     else:
-        return _model_margins(pairs, source)
+        model = BradleyTerryRM.from_pretrained(source)
+        prompts = [pair.prompt for pair in pairs]
+        chosen, rejected = ([getattr(pair, side) for pair in pairs] for side in ("chosen", "rejected"))
+        margins = (model.score(prompts, chosen) - model.score(prompts, rejected)).tolist()
+        found = [_for_label(pair, margin) for pair, margin in zip(pairs, margins, strict=True)]
+        lacking = f"data.curriculum={source} gives every pair a margin"
     missing = [number for number, margin in enumerate(found, start=1) if margin is None]
     if missing:
         raise DataError(
@@ -127,15 +132,6 @@ def _file_margins(path: Path) -> dict[str, float]:
 def _for_label(pair: PreferencePair, margin: float) -> float:
     """Margin of the preferred response over the other, from that of `chosen` over `rejected`; 0 for a tie."""
     return margin * float(np.sign(pair.label - 0.5))
-
-
-def _model_margins(pairs: PreferenceDataset, source: str) -> Float[np.ndarray, " pairs"]:
-    """Margins by a saved reward model."""
-    model = BradleyTerryRM.from_pretrained(source)
-    prompts = [pair.prompt for pair in pairs]
-    chosen, rejected = ([getattr(pair, side) for pair in pairs] for side in ("chosen", "rejected"))
-    margins = (model.score(prompts, chosen) - model.score(prompts, rejected)).tolist()
-    return np.maximum([_for_label(pair, margin) for pair, margin in zip(pairs, margins, strict=True)], 0.0)
 
 
 def pairs_in_memory(train: object, val: object, config: DataConfig) -> TrainVal:

@@ -54,7 +54,14 @@ def stream_pairs(config: DataConfig, max_steps: int | None) -> StreamedTrainVal:
         ConfigError: if streaming lacks an option that it needs, or has one that it cannot follow.
         DataError: if a source or row is bad, or prompts overlap and that is not allowed.
     """
-    _require_streamable(config, max_steps)
+    for option, is_wrong, reason in (
+        ("data.train", config.train is None, "be set, since the synthetic world is in memory already"),
+        ("data.val", config.val is None, "be set, since validation cannot be split off pairs that are not yet read"),
+        ("training.max_steps", max_steps is None, "be set, since the pairs of an epoch are not yet counted"),
+        ("data.max_pairs", config.max_pairs is not None, "be null; limit the run by training.max_steps"),
+    ):
+        if is_wrong:
+            raise ConfigError(f"with data.streaming=ray, {option} must {reason}")
     val = load_pairs(config.val, config)
     stream = RayPreferenceDataset(
         config.train,
@@ -67,17 +74,6 @@ def stream_pairs(config: DataConfig, max_steps: int | None) -> StreamedTrainVal:
         held_out_prompts=() if config.allow_prompt_overlap else [*distinct_prompts(val).values()],
     )
     return StreamedTrainVal(stream.first_pairs(FIRST_PAIRS), val, str(config.val), stream=stream)
-
-
-def _require_streamable(config: DataConfig, max_steps: int | None) -> None:
-    for option, is_wrong, reason in (
-        ("data.train", config.train is None, "be set, since the synthetic world is in memory already"),
-        ("data.val", config.val is None, "be set, since validation cannot be split off pairs that are not yet read"),
-        ("training.max_steps", max_steps is None, "be set, since the pairs of an epoch are not yet counted"),
-        ("data.max_pairs", config.max_pairs is not None, "be null; limit the run by training.max_steps"),
-    ):
-        if is_wrong:
-            raise ConfigError(f"with data.streaming=ray, {option} must {reason}")
 
 
 class StreamLoader:

@@ -173,20 +173,18 @@ class Extension(pl.Callback):
                 scheduler.optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
             ):
                 group["lr"] = peak * factor(done)
-        if trainer.is_global_zero:
-            log.warning("%s", self._sentence(done))
-
-    def _sentence(self, done: int) -> str:
-        """The change of length, and of the learning rates if there is one."""
         before, after = lr_factor(self.schedule, self.from_steps), lr_factor(self.schedule, self.to_steps)
-        told = f"the run is extended from {self.from_steps} to {self.to_steps} steps after step {done}"
         if all(before(step) == after(step) for step in range(done + 1)):
-            return f"{told}; its learning rates are those of a run of {self.to_steps} steps"
-        return (
-            f"{told}; the {self.schedule.name} schedule of {self.to_steps} steps applies from there on: the learning "
-            f"rate of step {done + 1} is {after(done):.3g} of its peak ({before(done):.3g} as planned before), so the "
-            f"result is not that of a run that was started with {self.to_steps} steps"
-        )
+            effect = f"its learning rates are those of a run of {self.to_steps} steps"
+        else:
+            effect = (
+                f"the {self.schedule.name} schedule of {self.to_steps} steps applies from there on: the learning rate "
+                f"of step {done + 1} is {after(done):.3g} of its peak ({before(done):.3g} as planned before), so the "
+                f"result is not that of a run that was started with {self.to_steps} steps"
+            )
+        if trainer.is_global_zero:
+            told = "the run is extended from %d to %d steps after step %d; %s"
+            log.warning(told, self.from_steps, self.to_steps, done, effect)
 
 
 def extension_at(step: int, extensions: tuple[dict[str, Any], ...], schedule: ScheduleConfig) -> list[pl.Callback]:

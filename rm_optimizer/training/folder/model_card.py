@@ -19,7 +19,7 @@ from rm_optimizer.records.locations import EXPORT_FILE
 from rm_optimizer.records.quoting import markdown_line, markdown_table
 from rm_optimizer.records.recall import paths_of
 from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
-from rm_optimizer.training.folder.record import TOY_WARNING, DataSummary, RunResult, is_toy
+from rm_optimizer.training.folder.record import TOY_WARNING, RunResult, is_toy
 
 CARD_FILE = "README.md"
 """File in the folder of the exported model, which the hub shows."""
@@ -179,10 +179,7 @@ def _measured_weaknesses(result: RunResult) -> Iterator[str]:
             name, worst = min(large.items(), key=lambda item: item[1].accuracy.value)
             accuracy = _shown(worst.accuracy)
             yield f"Lowest accuracy of {len(large)} by {column}: {name}, {accuracy} on {worst.num_pairs} pairs."
-    yield from _losses_of_data(result.data)
-
-
-def _losses_of_data(data: DataSummary) -> Iterator[str]:
+    data = result.data
     for split, cut in data.truncation.items():
         if cut["num_prompt_cut"] or cut["num_response_cut"]:
             yield (

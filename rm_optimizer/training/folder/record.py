@@ -244,18 +244,6 @@ class Start:
         return checkpoint_step(self.checkpoint) if self.checkpoint else 0
 
 
-def _extensions(before: RunRecord, step: int, num_steps: int) -> tuple[dict[str, int], ...]:
-    """Changes of a run's length, including that of the resumption at a step."""
-    if num_steps < before.num_steps:
-        raise ConfigError(
-            f"resume=auto makes a run longer, not shorter, but training.max_steps and training.epochs gave "
-            f"{before.num_steps} steps, give {num_steps}; restore them, or choose another hydra.run.dir"
-        )
-    if num_steps == before.num_steps:
-        return before.extensions
-    return (*before.extensions, {"after_step": step, "from_steps": before.num_steps, "to_steps": num_steps})
-
-
 def recorded(start: Start, data: TrainVal, order: PairOrder | None, num_steps: int) -> RunRecord:
     """Record of the run that starts now, which its checkpoints contain.
 
@@ -264,13 +252,21 @@ def recorded(start: Start, data: TrainVal, order: PairOrder | None, num_steps: i
     """
     before = start.before
     train, val = data.fingerprints
+    extensions: tuple[dict[str, int], ...] = () if before is None else before.extensions
+    if before is not None and num_steps < before.num_steps:
+        raise ConfigError(
+            f"resume=auto makes a run longer, not shorter, but training.max_steps and training.epochs gave "
+            f"{before.num_steps} steps, give {num_steps}; restore them, or choose another hydra.run.dir"
+        )
+    if before is not None and num_steps > before.num_steps:
+        extensions += ({"after_step": start.step, "from_steps": before.num_steps, "to_steps": num_steps},)
     return RunRecord(
         run_id=before.run_id if before else secrets.token_hex(8),
         train_fingerprint=train,
         val_fingerprint=val,
         num_steps=num_steps,
         options=start.options,
-        extensions=() if before is None else _extensions(before, start.step, num_steps),
+        extensions=extensions,
         order=identity_of(order),
     )
 

@@ -88,51 +88,42 @@ def begin(request: RunRequest, *, is_first_rank: bool) -> Start:
         CheckpointError: if the checkpoint is of another run, or of a version that recorded none.
         ConfigError: if the options differ from the checkpoint's, or a finished run has no checkpoint to extend it from.
     """
+    run_dir, run = request.run_dir, RunFolder(request.run_dir)
     if is_first_rank:
-        (request.run_dir / DIVERGED_FILE).unlink(missing_ok=True)
-    checkpoint = _newest_checkpoint(request.run_dir) if request.resume == Resume.auto else None
-    if checkpoint is None:
-        _begin_anew(request.run_dir, request.resume, is_first_rank)
-        return Start(request.options)
-    before = read_record(checkpoint, request.run_dir)
-    require_same_options(before.options, request.options)
-    return Start(request.options, checkpoint, before)
-
-
-def _begin_anew(run_dir: Path, resume: Resume, is_first_rank: bool) -> None:
-    run = RunFolder(run_dir)
+        (run_dir / DIVERGED_FILE).unlink(missing_ok=True)
+    checkpoint = _newest_checkpoint(run_dir) if request.resume == Resume.auto else None
+    if checkpoint is not None:
+        before = read_record(checkpoint, run_dir)
+        require_same_options(before.options, request.options)
+        return Start(request.options, checkpoint, before)
     results = run.results
-    if resume == Resume.auto and RESULT_FILE in results:
+    if request.resume == Resume.auto and RESULT_FILE in results:
         raise ConfigError(
             f"resume=auto needs a checkpoint to extend the finished run in {run_dir}, but checkpoints/ holds no whole "
             "one; set the options back, set resume=restart, or choose another hydra.run.dir"
         )
-    if is_first_rank and (results or (resume == Resume.restart and run.is_used)):
+    if is_first_rank and (results or (request.resume == Resume.restart and run.is_used)):
         log.info("starting a new run in %s; the files of the run before are removed", run_dir)
         clear(run_dir)
     if is_first_rank:
         (run_dir / TRAINED_PAIRS_FILE).unlink(missing_ok=True)  # left by a start that failed before its first step
+    return Start(request.options)
 
 
 def _newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest intact periodic checkpoint; a damaged one is skipped with a warning."""
+    """The newest intact periodic checkpoint; one that its zip archive's checksums reject is skipped with a warning."""
     for step, path in reversed(RunFolder(run_dir).checkpoints.items()):
-        if damage := _damage(path):
-            log.warning("skipping the damaged checkpoint %s (%s)", path, damage)
-            continue
-        log.info("resuming after step %d from %s", step, path)
-        return path
+        try:
+            with zipfile.ZipFile(path) as archive:
+                broken = archive.testzip()
+            damage = f"checksum of {broken} does not match" if broken else None
+        except (OSError, zipfile.BadZipFile, EOFError) as error:
+            damage = str(error)
+        if damage is None:
+            log.info("resuming after step %d from %s", step, path)
+            return path
+        log.warning("skipping the damaged checkpoint %s (%s)", path, damage)
     return None
-
-
-def _damage(path: Path) -> str | None:
-    """Defect of a checkpoint file, by the checksums of its zip archive; None if there is none."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            broken = archive.testzip()
-    except (OSError, zipfile.BadZipFile, EOFError) as error:
-        return str(error)
-    return f"checksum of {broken} does not match" if broken else None
 
 
 def require_same_pairs(before: RunRecord | DataSummary, data: TrainVal | None) -> None:
@@ -177,19 +168,10 @@ def require_same_order(before: RunRecord | DataSummary, order: PairOrder | None)
 def clear(run_dir: Path) -> None:
     """Remove the files of a run from its folder; links to folders and other files stay."""
     for name in LEFT:
-        path = run_dir / name
-        if path.is_dir():
-            _empty(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _empty(folder: Path) -> None:
-    if not folder.is_symlink():
-        shutil.rmtree(folder)
-        return
-    for path in folder.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink()
+        linked = run_dir / name
+        is_link = linked.is_symlink() and linked.is_dir()
+        for path in linked.iterdir() if is_link else [linked]:
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
