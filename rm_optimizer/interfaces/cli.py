@@ -9,23 +9,16 @@ import typer
 
 from rm_optimizer import __version__
 from rm_optimizer.interfaces.commands import compare
-from rm_optimizer.interfaces.commands.analyze import analyze
 from rm_optimizer.interfaces.commands.bon import bon
-from rm_optimizer.interfaces.commands.data_check import data_check
-from rm_optimizer.interfaces.commands.doctor import doctor
+from rm_optimizer.interfaces.commands.data import data_check, data_clean
 from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_train
-from rm_optimizer.interfaces.commands.evaluate import evaluate
-from rm_optimizer.interfaces.commands.labels.clean import data_clean
-from rm_optimizer.interfaces.commands.labels.label import label
-from rm_optimizer.interfaces.commands.labels.scaling import scaling
-from rm_optimizer.interfaces.commands.labels.select import label_import, select
+from rm_optimizer.interfaces.commands.evaluate import doctor, evaluate, report, score
+from rm_optimizer.interfaces.commands.labels import label, label_import, scaling, select
 from rm_optimizer.interfaces.commands.look_up import info, params
 from rm_optimizer.interfaces.commands.readiness import readiness
-from rm_optimizer.interfaces.commands.report import report
 from rm_optimizer.interfaces.commands.rlhf import rlhf
-from rm_optimizer.interfaces.commands.score import score
 from rm_optimizer.interfaces.commands.serve import serve
-from rm_optimizer.interfaces.commands.train import train
+from rm_optimizer.interfaces.commands.train import analyze, train
 from rm_optimizer.interfaces.field_flags import with_field_flags
 from rm_optimizer.interfaces.groups import (
     DEFAULT,

@@ -244,7 +244,10 @@ def composed(
     try:
         with composing(overrides, name):
             loader = GlobalHydra.instance().config_loader()
-            _check_group_values(overrides, loader)
+            for item in OverridesParser.create().parse_overrides(list(overrides)):
+                options = loader.get_group_options(item.key_or_group, ObjectType.CONFIG)
+                if options and isinstance(item.value(), int | float):  # for which Hydra raises a bare ValueError
+                    raise ConfigError(did_you_mean(item.key_or_group, str(item.value()), options))
             config = _composed(completed(overrides), name, config_dir)
             if not sweeps:
                 _require_no_sweep(config, overrides)
@@ -333,14 +336,6 @@ def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int 
             _check_writable("hydra.run.dir" if job is None else "hydra.sweep.dir", Path(folder))
         _check_writable("output_dir", Path(own.output_dir))
     return built
-
-
-def _check_group_values(overrides: Sequence[str], loader: ConfigLoader) -> None:
-    """Refuse values such as `training=1`, for which Hydra raises a bare ValueError."""
-    for item in OverridesParser.create().parse_overrides(list(overrides)):
-        options = loader.get_group_options(item.key_or_group, ObjectType.CONFIG)
-        if options and isinstance(item.value(), int | float):
-            raise ConfigError(did_you_mean(item.key_or_group, str(item.value()), options))
 
 
 def _check_writable(option: str, folder: Path) -> None:

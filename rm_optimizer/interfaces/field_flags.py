@@ -23,7 +23,14 @@ def with_field_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     kinds: dict[str, Any] = {
         item.name: item.annotation for item in own.parameters.values() if is_dataclass(item.annotation)
     }
-    flags = {name: _parameters(kind) for name, kind in kinds.items()}
+    flags: dict[str, list[Parameter]] = {name: [] for name in kinds}
+    for name, kind in kinds.items():
+        hints = get_type_hints(kind, include_extras=True)
+        for field in fields(kind):
+            default = field.default if field.default_factory is MISSING else field.default_factory()
+            default = Parameter.empty if default is MISSING else default
+            one = Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name])
+            flags[name].append(one)
 
     @wraps(command)
     def run(**options: Any) -> Any:
@@ -37,17 +44,6 @@ def with_field_flags(command: Callable[..., Any]) -> Callable[..., Any]:
     run.__signature__ = own.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {item.name: item.annotation for item in parameters}
     return run
-
-
-def _parameters(kind: Any) -> list[Parameter]:
-    """One parameter for each field, with its default."""
-    hints = get_type_hints(kind, include_extras=True)
-    found = []
-    for field in fields(kind):
-        default = field.default if field.default_factory is MISSING else field.default_factory()
-        default = Parameter.empty if default is MISSING else default
-        found.append(Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=hints[field.name]))
-    return found
 
 
 def refuse_unread(context: Context, when: str, *names: str) -> None:

@@ -49,11 +49,6 @@ OF_OPTIMIZERS = "optimizers"
 """Command of `rm-opt compare` that runs if none is named and `--optimizers` is given."""
 
 
-def _unnamed(args: list[str]) -> str:
-    """Command of `rm-opt compare` for arguments that name none."""
-    return OF_OPTIMIZERS if any(word.partition("=")[0] == f"--{OF_OPTIMIZERS}" for word in args) else DEFAULT
-
-
 class DefaultCommands(Commands):
     """A group whose command may be omitted: `compare RUN RUN`, and `compare --optimizers A,B`."""
 
@@ -66,7 +61,8 @@ class DefaultCommands(Commands):
         if args and args[0] in self.commands and Path(args[0]).is_dir():
             raise ConfigError(f"'{args[0]}' is a command and a folder here; write ./{args[0]} for the folder")
         if args and args[0] not in (*self.commands, "-h", "--help"):
-            args = [_unnamed(args), *args]
+            of_optimizers = any(word.partition("=")[0] == f"--{OF_OPTIMIZERS}" for word in args)
+            args = [OF_OPTIMIZERS if of_optimizers else DEFAULT, *args]
         return super().parse_args(ctx, args)
 
 
@@ -86,17 +82,13 @@ class RootCommands(Commands):
                 if not args and type(error).__name__ == "NoArgsIsHelpError":
                     error.show()
                     sys.exit(error.exit_code)
-                raise ConfigError(_usage_sentence(error)) from error
+                text = " ".join(error.format_message().split()).rstrip(".")
+                command = error.ctx.command_path if error.ctx is not None else "rm-opt"
+                told = f"{text[:1].lower()}{text[1:]}; {command} --help lists what there is"
+                raise ConfigError(told) from error
             if code == Interrupted.exit_code:  # typer returns it for Ctrl-C, without a message
                 raise Interrupted("stopped")
         sys.exit(code)
-
-
-def _usage_sentence(error: Any) -> str:
-    """Sentence about an error in flags or arguments, with the command that lists them."""
-    text = " ".join(error.format_message().split()).rstrip(".")
-    command = error.ctx.command_path if error.ctx is not None else "rm-opt"
-    return f"{text[:1].lower()}{text[1:]}; {command} --help lists what there is"
 
 
 class HydraCommand(TyperCommand):

@@ -55,16 +55,11 @@ def filling(folder: Path) -> Iterator[None]:
 @contextmanager
 def printed_beside(json_file: Path | None) -> Iterator[None]:
     """Redirect the block's output to standard error if the JSON goes to standard output."""
-    is_taken = json_file is not None and _is_standard_output(json_file)
+    is_taken = False
+    with suppress(OSError):  # a file that is not there yet is another one
+        is_taken = json_file is not None and os.path.samestat(json_file.stat(), os.fstat(1))
     with redirect_stdout(sys.stderr) if is_taken else nullcontext():
         yield
-
-
-def _is_standard_output(path: Path) -> bool:
-    try:
-        return os.path.samestat(path.stat(), os.fstat(1))
-    except OSError:
-        return False
 
 
 def write_json(path: Path | None, text: str) -> None:

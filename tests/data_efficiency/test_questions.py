@@ -14,7 +14,7 @@ from rm_optimizer.data_efficiency.feature_rules import RULES
 from rm_optimizer.data_efficiency.questions import questions_of, read_answers, read_questions, write_questions
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
-from rm_optimizer.interfaces.commands.labels.select import DEFAULT_RULE
+from rm_optimizer.interfaces.commands.labels import DEFAULT_RULE
 from rm_optimizer.rl_coupling.ensemble import EnsembleReference
 from rm_optimizer.rl_coupling.ensemble_folder import save_ensemble
 from tests.builders import tiny_reward_model

@@ -36,9 +36,8 @@ from rm_optimizer.doctor.diagnosis import Diagnosis, Status
 from rm_optimizer.doctor.doctor import CHECKS, Examination, diagnose
 from rm_optimizer.doctor.probe_conversations import probe_ids
 from rm_optimizer.errors import CheckpointError, DataError
-from rm_optimizer.interfaces.commands.doctor import doctor
-from rm_optimizer.interfaces.pairs import PairOptions
-from rm_optimizer.interfaces.saved_model import SavedModel
+from rm_optimizer.interfaces.commands.evaluate import doctor
+from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
 from rm_optimizer.reporting.doctor_table import print_diagnosis
 from rm_optimizer.rl_coupling import openrlhf_reward_func
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from rm_optimizer import PreferenceDataset, PreferencePair, RayPreferenceDataset, register_layout
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.interfaces.pairs import PairOptions
+from rm_optimizer.interfaces.inputs import PairOptions
 from tests.builders import fresh_reward_model
 
 KEYS = {"chosen_input_ids", "chosen_attention_mask", "rejected_input_ids", "rejected_attention_mask"}

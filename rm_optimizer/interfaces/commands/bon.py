@@ -12,7 +12,7 @@ from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError, DataError, Interrupted, RewardServerUnavailable
 from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge, require_other
-from rm_optimizer.interfaces.saved_model import SavedModel, notes_on
+from rm_optimizer.interfaces.inputs import SavedModel, notes_on
 from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.interfaces.pairs import PairOptions
-from rm_optimizer.interfaces.saved_model import SavedModel
+from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
 
 if TYPE_CHECKING:
     from rm_optimizer.core.pairs.pair import PreferencePair

@@ -1,22 +1,29 @@
-"""`rm-opt evaluate`: metrics of a saved model on preference pairs."""
+"""`rm-opt evaluate`, `score`, `doctor` and `report`: measurements of saved models and runs."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections import defaultdict, deque
+from collections.abc import Sequence
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Option
+from typer import Argument, Exit, Option
 
-from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.interfaces.outputs import filling, made_folder
-from rm_optimizer.interfaces.pairs import PairOptions
-from rm_optimizer.interfaces.saved_model import SavedModel
+from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
+from rm_optimizer.interfaces.inputs import PairOptions, SavedModel, cut_notes, length_note
+from rm_optimizer.interfaces.outputs import filling, made_folder, printed_beside, write_json
+from rm_optimizer.records.files import write_text
+from rm_optimizer.schema.registry import import_plugins
 
 if TYPE_CHECKING:
-    from rm_optimizer.core.pairs.pair import PreferencePair
-    from rm_optimizer.core.tokens.dataset import PreferenceDataset
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+    from rm_optimizer.core.pairs.pair import PreferencePair, Prompt
+    from rm_optimizer.evaluation.score_file import CountedRewards
+    from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
 RESULTS = Path("outputs", "evaluate")
 """Default folder of results."""
@@ -46,9 +53,14 @@ def evaluate(
 
     Prints a table, and writes JSON and plots. Repeat a stopped command to continue it.
     """
+    import numpy as np
+
+    from rm_optimizer.data_efficiency.votes import vote_calibration, votes_of
     from rm_optimizer.evaluation.saved_model import evaluate_model
     from rm_optimizer.records.files import held
     from rm_optimizer.records.ledger import progress
+    from rm_optimizer.records.run_folder import RunFolder
+    from rm_optimizer.reporting.labels import report_votes
     from rm_optimizer.reporting.run_report import draw_evaluation, print_evaluation
 
     data = pair_options.load(sources)
@@ -79,22 +91,217 @@ def evaluate(
         print_evaluation(f"{saved.checkpoint} on {what}", evaluation)
         if evaluation.num_skipped:
             print(f"rows that give no pair: {evaluation.num_skipped}")
-        _report_votes(folder, data, model.beta, bootstrap, seed)
+        by_id: defaultdict[str, deque[PreferencePair]] = defaultdict(deque)
+        for pair in data.pairs:
+            by_id[pair.pair_id].append(pair)
+        scored = RunFolder(folder).pair_rewards()
+        if (votes := votes_of([by_id[row.pair_id].popleft() for row in scored])) is not None:
+            margins = np.array([row.chosen - row.rejected for row in scored])[votes.positions]
+            calibration = vote_calibration(margins, votes, beta=model.beta, num_bootstrap=bootstrap, seed=seed)
+            report_votes(calibration, folder)
         print(f"metrics, rewards and plots: {folder}")
 
 
-def _report_votes(folder: Path, data: PreferenceDataset, beta: float, bootstrap: int, seed: int) -> None:
-    """Compare the model with the votes of annotators, if pairs have votes."""
-    import numpy as np
+USAGE = "give either --prompt TEXT and --response TEXT, or an input and an output file"
+REPORT_SUFFIX = ".report.json"
+"""Suffix of the file that describes the rewards of an output: model, length limit and counts of cut texts."""
 
-    from rm_optimizer.data_efficiency.votes import vote_calibration, votes_of
-    from rm_optimizer.records.run_folder import RunFolder
-    from rm_optimizer.reporting.labels import report_votes
 
-    pairs: defaultdict[str, deque[PreferencePair]] = defaultdict(deque)
-    for pair in data.pairs:
-        pairs[pair.pair_id].append(pair)
-    rows = RunFolder(folder).pair_rewards()
-    if (votes := votes_of([pairs[row.pair_id].popleft() for row in rows])) is not None:
-        margins = np.array([row.chosen - row.rejected for row in rows])[votes.positions]
-        report_votes(vote_calibration(margins, votes, beta=beta, num_bootstrap=bootstrap, seed=seed), folder)
+def score(
+    saved: SavedModel,
+    in_file: Annotated[Path | None, Argument(help="JSONL (also .gz), CSV or Parquet file to score.")] = None,
+    out_file: Annotated[Path | None, Argument(help="File for the same rows with a column `reward`.")] = None,
+    prompt: Annotated[str | None, Option("--prompt", help="Prompt of the responses to score.")] = None,
+    responses: Annotated[list[str], Option("--response", help="Response to score; may be repeated.")] = [],  # noqa: B006
+    token_budget: Annotated[
+        int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
+    ] = 16384,
+    ensemble: Annotated[
+        str | None,
+        Option("--ensemble", help="For an ensemble's folder: mean, min or uwo, which combine its members."),
+    ] = None,
+    penalty: Annotated[
+        float, Option("--penalty", min=0, help="Standard deviations that uwo subtracts from the mean.")
+    ] = 1.0,
+) -> None:
+    """Print rewards of responses, or add them to a file.
+
+    The output file has a column `reward`. Repeat a stopped command to continue a file.
+    """
+    names_responses = prompt is not None and bool(responses) and in_file is None and out_file is None
+    names_files = prompt is None and not responses and in_file is not None and out_file is not None
+    if not (names_responses or names_files):
+        raise ConfigError(USAGE)
+    if names_responses and not (prompt or "").strip():
+        raise ConfigError("--prompt must not be empty")
+    if not all(response.strip() for response in responses):
+        raise ConfigError("--response must not be empty")
+    if ensemble is None and (Path(saved.checkpoint) / "ensemble.json").is_file():
+        raise ConfigError(f"{saved.checkpoint} is an ensemble; add --ensemble mean, min or uwo")
+    scorer: LocalScorer | RewardModelEnsemble
+    if ensemble is None:
+        scorer = LocalScorer(saved.load(), token_budget)
+        where, default = f"{scorer.model.max_length} tokens", length_note(scorer.model)
+    else:
+        scorer, where, default = _ensemble(saved, ensemble, penalty, token_budget), "the members' lengths", None
+    if in_file is None or out_file is None:
+        num_cut, stream = _print_scores(scorer, prompt or "", responses), sys.stderr
+        num = len(responses)
+    else:
+        num, *num_cut = _score_file(scorer, saved.checkpoint, in_file, out_file)
+        stream = sys.stdout
+    for note in (*cut_notes(where, num, *num_cut), *([default] if default else [])):
+        print(f"warning: {note}", file=stream)
+
+
+class LocalScorer:
+    """A saved reward model with a limit on the memory of a forward pass.
+
+    Args:
+        model: the model, on its device.
+        token_budget: most tokens in one forward pass, padding included.
+    """
+
+    def __init__(self, model: BradleyTerryRM, token_budget: int) -> None:
+        self.model = model
+        self.token_budget = token_budget
+
+    def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
+        """Rewards of the responses in the given order, and counts of cut prompts and responses."""
+        from rm_optimizer.evaluation.score_file import score_counted
+
+        return score_counted(self.model, prompts, responses, token_budget=self.token_budget)
+
+
+def _ensemble(saved: SavedModel, aggregation: str, penalty: float, token_budget: int) -> RewardModelEnsemble:
+    from rm_optimizer.rl_coupling.ensemble import Aggregation
+    from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
+
+    if aggregation not in list(Aggregation):
+        raise ConfigError(did_you_mean("--ensemble", aggregation, Aggregation))
+    return load_ensemble(
+        Path(saved.checkpoint),
+        aggregation=aggregation,
+        penalty=penalty,
+        load=lambda source: replace(saved, checkpoint=source).load(),
+        token_budget=token_budget,
+    )
+
+
+def _print_scores(scorer: LocalScorer | RewardModelEnsemble, prompt: str, responses: Sequence[str]) -> list[int]:
+    """Print the reward of each response, one on each line, and return the counts of cut prompts and responses.
+
+    An ensemble also prints the spread over its members.
+    """
+    from rm_optimizer.core.pairs.pair import require_finite
+
+    prompts = [prompt] * len(responses)
+    if isinstance(scorer, LocalScorer):
+        counted = scorer.score_counted(prompts, responses)
+        require_finite(counted.rewards, lambda index: f"response {index + 1}")
+        lines = [f"{reward:.6f}" for reward in counted.rewards]
+    else:
+        predictions, counted = scorer.predict_counted(prompts, responses)
+        lines = [
+            f"{reward:.6f} ± {found.std_reward:.6f}{'  uncertain' if found.is_high_uncertainty else ''}"
+            for reward, found in zip(counted.rewards, predictions, strict=True)
+        ]
+    print("\n".join(lines))
+    return [counted.num_prompt_cut, counted.num_response_cut]
+
+
+def _score_file(
+    scorer: LocalScorer | RewardModelEnsemble, checkpoint: str, source: Path, target: Path
+) -> tuple[int, ...]:
+    """Write `source` with a column `reward` to `target`, continuing an earlier call that was stopped.
+
+    A JSON file beside the target describes the rewards. Returns the number of responses, and of cut ones.
+    """
+    from rm_optimizer.core.model.identity import scorer_digest
+    from rm_optimizer.evaluation.score_file import score_file
+    from rm_optimizer.records.ledger import progress
+
+    about: dict[str, str | int] = {"model": checkpoint}
+    if isinstance(scorer, LocalScorer):
+        about |= {"model_digest": scorer_digest(scorer.model), "max_length": scorer.model.max_length}
+        by = ""
+    else:
+        about |= {"model_digest": scorer.digest(), "aggregation": scorer.aggregation}
+        by = f" by {len(scorer)} members"
+    name = str(about["model_digest"])
+    try:
+        with progress("scoring", "rows") as show:
+            scored = score_file(scorer, source, target, scorer_name=name, on_progress=lambda rows: show(rows, None))
+    except KeyboardInterrupt:
+        raise Interrupted("stopped; the same command goes on from the rows scored so far") from None
+    write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(about | asdict(scored), indent=2) + "\n")
+    print(f"{scored.num_rows} rows scored{by}: {target}")
+    return scored.num_responses, scored.num_prompt_cut or 0, scored.num_response_cut or 0
+
+
+def doctor(
+    saved: SavedModel,
+    pair_options: PairOptions,
+    sources: Annotated[list[str], Option("--data", "-d", help="Pairs of one split; may be repeated.")] = [],  # noqa: B006
+    json_file: Annotated[Path | None, Option("--json", help="Also write the diagnosis to this JSON file.")] = None,
+    show_all: Annotated[bool, Option("--all", help="Also print the checks that passed.")] = False,
+    max_pairs: Annotated[int, Option("--max-pairs", min=1, help="Most pairs to score, over all splits.")] = 256,
+    token_budget: Annotated[
+        int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
+    ] = 8192,
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of samples and random labels.")] = 0,
+    plugins: Annotated[list[str], Option("--plugin", help="Module that registers checks; may be repeated.")] = [],  # noqa: B006
+) -> None:
+    """Check a model and its pairs for common defects.
+
+    Exits with 4 if a check fails, and with 0 if there are only warnings.
+    """
+    from rm_optimizer.core.pairs.overlap import TrainedPairs
+    from rm_optimizer.doctor.doctor import diagnose
+    from rm_optimizer.records.ledger import stages
+    from rm_optimizer.records.locations import resolve_source
+    from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
+    from rm_optimizer.reporting.doctor_table import print_diagnosis
+    from rm_optimizer.training.folder.model_card import write_card
+    from rm_optimizer.training.folder.record import RunResult
+
+    import_plugins(plugins)
+    data = pair_options.load_splits(sources, "--data")
+    model = saved.load(seed)
+    data = {name: dataset.accepted_by(model.renderer) for name, dataset in data.items()}
+    trained = TrainedPairs.recorded(saved.checkpoint)
+    limits = {"max_pairs": max_pairs, "token_budget": token_budget}
+    with stages() as on_stage:
+        diagnosis = diagnose(model, data, seed=seed, trained=trained, on_stage=on_stage, **limits)
+    with printed_beside(json_file):
+        print_diagnosis(diagnosis, show_all=show_all)
+        if dropped := [row for dataset in data.values() for row in dataset.skipped]:
+            print(f"rows that give no pair: {len(dropped)}, the first: {dropped[0]}")
+        if note := length_note(model):
+            print(f"note: {note}")
+    write_json(json_file, diagnosis.to_json())
+    run = RunFolder.of(saved.checkpoint)
+    result = None if run is None else RunResult.read(run.path)
+    if run is not None and result is not None and Path(resolve_source(saved.checkpoint).location) == run.export:
+        write_text(run.path / DOCTOR_FILE, diagnosis.to_json() + "\n")
+        print(f"kept in {run.path / DOCTOR_FILE}, and in the model's card {write_card(run.path, result)}")
+    raise Exit(diagnosis.exit_code)
+
+
+def report(
+    folder: Annotated[Path, Argument(help="Folder of a finished run, several runs or a study.")],
+    output: Annotated[Path | None, Option("--output", "-o", help="Folder of the page; default: FOLDER/report.")] = None,
+    form: Annotated[
+        Literal["html", "md"], Option("--format", help="html writes the page; md prints Markdown for a pull request.")
+    ] = "html",
+) -> None:
+    """Write a page about a run, several runs or a study.
+
+    It shows results with intervals, pictures and settings, and lists missing parts. It needs no network.
+    """
+    from rm_optimizer.reporting.pages.folder_page import folder_markdown, write_page
+
+    if form == "md":
+        print(folder_markdown(folder), end="")
+    else:
+        print(f"page: {write_page(folder, output)}")

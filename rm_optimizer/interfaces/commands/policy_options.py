@@ -11,7 +11,7 @@ from typer import Context, Option
 
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.interfaces.field_flags import refuse_unread
-from rm_optimizer.interfaces.saved_model import SavedModel
+from rm_optimizer.interfaces.inputs import SavedModel
 from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:

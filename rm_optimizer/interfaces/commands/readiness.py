@@ -13,9 +13,8 @@ from typer import Context, Exit, Option
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge, require_other
 from rm_optimizer.interfaces.field_flags import refuse_unread
+from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
 from rm_optimizer.interfaces.outputs import filling, made_folder
-from rm_optimizer.interfaces.pairs import PairOptions
-from rm_optimizer.interfaces.saved_model import SavedModel
 from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
@@ -188,7 +187,14 @@ def readiness(
     run = RunFolder.of(saved.checkpoint)
     rows = [] if run is None else run.metrics(run.best_step)
     curvature = [row["curvature_top_eigenvalue"] for row in rows if row.get("curvature_top_eigenvalue")]
-    folder = made_folder(output or _folder(saved.checkpoint))
+    path = Path(saved.checkpoint).expanduser()
+    if run is not None:
+        beside = run.path / "readiness"
+    elif path.exists():
+        beside = (path if path.is_dir() else path.parent) / "readiness"
+    else:
+        beside = WITHOUT_A_RUN / saved.checkpoint.replace("/", "--")
+    folder = made_folder(output or beside)
     with filling(folder):
         pool = _pool(model, data, responses, options, folder)
         if oracle.ask is not None and pool is not None:
@@ -306,15 +312,3 @@ def _write_questions(pool: ResponsePool, algorithm: str, options: ReadinessOptio
     if not pairs:
         raise DataError("the policy's responses to each prompt are all equal, so there is nothing to ask")
     write_questions(questions_of(pairs, np.arange(len(pairs)), seed=options.seed), path)
-
-
-def _folder(checkpoint: str) -> Path:
-    """Folder of the results: in the run, else in the model's own folder, else by the model's name."""
-    from rm_optimizer.records.run_folder import RunFolder
-
-    run, path = RunFolder.of(checkpoint), Path(checkpoint).expanduser()
-    if run is not None:
-        return run.path / "readiness"
-    if path.exists():
-        return (path if path.is_dir() else path.parent) / "readiness"
-    return WITHOUT_A_RUN / checkpoint.replace("/", "--")

@@ -12,7 +12,7 @@ from rm_optimizer.interfaces.launch import as_overrides
 from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
-    from rm_optimizer.rl_coupling.rlhf import PolicyCheckpoint, RLHFResult
+    from rm_optimizer.rl_coupling.rlhf import PolicyCheckpoint
 
 
 def rlhf(
@@ -65,9 +65,28 @@ def rlhf(
     config = checked(overrides, RLHFRunConfig, name="rlhf")
     made_folder(output)
     from rm_optimizer.experiments.rlhf import run_rlhf  # which a mistyped option does not wait for
+    from rm_optimizer.reporting.figures import save_figure
+    from rm_optimizer.reporting.policy_plots import plot_overoptimization, plot_policy_run
 
     result = run_rlhf(config, on_stage=lambda stage: print(stage, flush=True), on_checkpoint=_print_checkpoint)
-    _report(result, output)
+    save_figure(plot_policy_run(result), output / "rlhf.png")
+    last = result.checkpoints[-1]
+    print(f"proxy reward: {last.proxy_gain} above the start policy's after {last.step} steps")
+    if result.best_gold_gain is not None:
+        print(
+            f"gold reward: {result.best_gold_gain} above the start policy's at its best, after "
+            f"{result.best_gold_step} steps; {last.gold_gain} after {last.step}"
+        )
+    if result.curve is not None:
+        save_figure(plot_overoptimization(result.curve), output / "overoptimization.png")
+        print(result.curve.verdict("the last checkpoint"))
+        if nearer := len(result.checkpoints) - len(result.curve.points):
+            print(
+                f"checkpoints left out of the fit (not of the fall), nearer to the start than an earlier one: {nearer}"
+            )
+    if result.stop_reason == "disagreement":
+        print(f"stopped: the reward models disagree too much; the policy is that of step {result.step}")
+    print(f"policy after {result.step} steps: {result.policy}")
 
 
 def _print_checkpoint(checkpoint: PolicyCheckpoint) -> None:
@@ -79,28 +98,3 @@ def _print_checkpoint(checkpoint: PolicyCheckpoint) -> None:
     if checkpoint.disagreement is not None:
         parts.append(f"disagreement {checkpoint.disagreement.value:.3f}")
     print("  ".join(parts), flush=True)
-
-
-def _report(result: RLHFResult, folder: Path) -> None:
-    """Draw the pictures and print the run's results."""
-    from rm_optimizer.reporting.figures import save_figure
-    from rm_optimizer.reporting.policy_plots import plot_overoptimization, plot_policy_run
-
-    save_figure(plot_policy_run(result), folder / "rlhf.png")
-    last = result.checkpoints[-1]
-    print(f"proxy reward: {last.proxy_gain} above the start policy's after {last.step} steps")
-    if result.best_gold_gain is not None:
-        print(
-            f"gold reward: {result.best_gold_gain} above the start policy's at its best, after "
-            f"{result.best_gold_step} steps; {last.gold_gain} after {last.step}"
-        )
-    if result.curve is not None:
-        save_figure(plot_overoptimization(result.curve), folder / "overoptimization.png")
-        print(result.curve.verdict("the last checkpoint"))
-        if nearer := len(result.checkpoints) - len(result.curve.points):
-            print(
-                f"checkpoints left out of the fit (not of the fall), nearer to the start than an earlier one: {nearer}"
-            )
-    if result.stop_reason == "disagreement":
-        print(f"stopped: the reward models disagree too much; the policy is that of step {result.step}")
-    print(f"policy after {result.step} steps: {result.policy}")

@@ -41,22 +41,17 @@ def serve(options: ServeOptions) -> None:
         if options.warning is not None:
             print(f"rm-opt serve: warning: {options.warning}", file=sys.stderr, flush=True)
         refuse_by_files(options.checkpoint)
-        if not _takes_vllm(options):
+        takes_vllm = options.engine == "vllm"
+        if options.engine == "auto" and importlib.util.find_spec("vllm") is not None:
+            from rm_optimizer.serving.vllm.folder import suits_vllm
+
+            takes_vllm = suits_vllm(options.checkpoint)
+        if not takes_vllm:
             _serve(options, listening)
             return
     from rm_optimizer.serving.vllm.supervisor import serve_with_vllm
 
     serve_with_vllm(options)  # it binds the address itself
-
-
-def _takes_vllm(options: ServeOptions) -> bool:
-    if options.engine != "auto":
-        return options.engine == "vllm"
-    if importlib.util.find_spec("vllm") is None:
-        return False
-    from rm_optimizer.serving.vllm.folder import suits_vllm
-
-    return suits_vllm(options.checkpoint)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -161,13 +156,6 @@ async def _answer(service: RewardService, options: ServeOptions) -> None:
     Raises:
         RMOptimizerError: if the model cannot be loaded, does not match its certificate, or its engine has failed.
     """
-    await _load(service, options)
-    while service.engine.failure is None:
-        await asyncio.sleep(WATCH_SECONDS)
-    raise RMOptimizerError(f"the server cannot answer any more: {service.engine.failure}")
-
-
-async def _load(service: RewardService, options: ServeOptions) -> None:
     url = options.url
     print(f"rm-opt serve: loading {options.checkpoint}; {url}/health answers meanwhile", flush=True)
     await service.start()
@@ -184,3 +172,6 @@ async def _load(service: RewardService, options: ServeOptions) -> None:
         f"{description.device}, passes of {description.token_budget} tokens; {shown}); API at {url}/docs",
         flush=True,
     )
+    while service.engine.failure is None:
+        await asyncio.sleep(WATCH_SECONDS)
+    raise RMOptimizerError(f"the server cannot answer any more: {service.engine.failure}")

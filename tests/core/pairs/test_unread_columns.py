@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset, RayPreferenceDataset, load_training_data
-from rm_optimizer.interfaces.pairs import PairOptions
+from rm_optimizer.interfaces.inputs import PairOptions
 from rm_optimizer.schema import DataConfig
 
 TEXT = "The {} harbor was closed for the winter, and so the ships lay still."

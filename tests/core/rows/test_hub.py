@@ -15,8 +15,8 @@ from rm_optimizer.core.rows.hub import hub_obstacle
 from rm_optimizer.core.rows.readers import read_rows
 from rm_optimizer.core.storage.model_files import refuse_by_files
 from rm_optimizer.errors import CheckpointError, DataError
-from rm_optimizer.interfaces.commands.data_check import data_check
-from rm_optimizer.interfaces.pairs import PairOptions
+from rm_optimizer.interfaces.commands.data import data_check
+from rm_optimizer.interfaces.inputs import PairOptions
 
 RESPONSE = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
 

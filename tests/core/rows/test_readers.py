@@ -16,7 +16,7 @@ from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
 from rm_optimizer.core.rows.readers import is_hub_name, read_rows, row_unit, source_name
 from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import DataError
-from rm_optimizer.interfaces.pairs import PairOptions
+from rm_optimizer.interfaces.inputs import PairOptions
 from rm_optimizer.schema import DataConfig
 
 ROWS = [{"prompt": "Hi", "chosen": 'Hello,\n"you"', "rejected": "ß"}, {"prompt": "Bye", "chosen": "b", "rejected": "c"}]

@@ -1,16 +1,18 @@
-"""`rm-opt select` and `rm-opt label-import`: the choice of pairs to label, and the import of people's labels."""
+"""`rm-opt select`, `label`, `label-import` and `scaling`: choice of pairs to label, answers, and their worth."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError, Interrupted
+from rm_optimizer.interfaces.commands.compare import Executors, Workers
 from rm_optimizer.interfaces.field_flags import refuse_unread
-from rm_optimizer.interfaces.pairs import PairOptions
+from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
 
 if TYPE_CHECKING:
     import numpy as np
@@ -121,10 +123,16 @@ def _pool(
     import numpy as np
 
     from rm_optimizer.core.pairs.orders import random_positions
+    from rm_optimizer.core.rows.readers import read_rows
     from rm_optimizer.core.tokens.dataset import PreferenceDataset
     from rm_optimizer.data_efficiency.questions import asked_once
 
-    pairs = _unlabeled(source, pool)
+    of_pool = source
+    if Path(pool).is_file() and not source.columns:  # its sides are the two responses if it names no better one
+        _, first = next(read_rows(pool, lambda number, reason: None), (0, {}))
+        if {"response_a", "response_b"} <= first.keys() and not {"chosen", "winner"} & first.keys():
+            of_pool = replace(source, columns=["chosen=response_a", "rejected=response_b"], label=0.5)
+    pairs = of_pool.load(pool)
     known = [] if not labeled else [*source.load(labeled)]
     asked = asked_once(pairs)
     if num_repeats := len(pairs) - len(asked):
@@ -138,19 +146,7 @@ def _pool(
     return PreferenceDataset([*left, *known]), is_labeled
 
 
-def _unlabeled(source: PairOptions, pool: str) -> PreferenceDataset:
-    """Pairs of the pool's file; its sides are `response_a` and `response_b` if it names no better one."""
-    from rm_optimizer.core.rows.readers import read_rows
-
-    if Path(pool).is_file() and not source.columns:
-        _, first = next(read_rows(pool, lambda number, reason: None), (0, {}))
-        if {"response_a", "response_b"} <= first.keys() and not {"chosen", "winner"} & first.keys():
-            return replace(source, columns=["chosen=response_a", "rejected=response_b"], label=0.5).load(pool)
-    return source.load(pool)
-
-
 def _scorer(model: str, max_length: int | None) -> BradleyTerryRM | RewardModelEnsemble:
-    from rm_optimizer.interfaces.saved_model import SavedModel
     from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE, load_ensemble
 
     def load(checkpoint: str) -> BradleyTerryRM:
@@ -159,3 +155,93 @@ def _scorer(model: str, max_length: int | None) -> BradleyTerryRM | RewardModelE
     if (Path(model) / ENSEMBLE_FILE).is_file():
         return load_ensemble(Path(model), load=load)
     return load(model)
+
+
+def label(
+    questions: Annotated[Path, Argument(help="File of questions from rm-opt select: CSV, JSONL or JSON.")],
+    port: Annotated[int, Option("--port", min=0, max=65535, help="Port of the page; 0 picks a free one.")] = 0,
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of the sides on which responses are shown.")] = 0,
+) -> None:
+    """Ask the questions on a local page. Keys: A, B, T for a tie, S to skip, U to undo.
+
+    Every answer is saved at once, in NAME.labels.jsonl beside the questions. Repeat a stopped command to continue it.
+    """
+    from rm_optimizer.data_efficiency.labeling_page import PageServer, open_answer_log
+    from rm_optimizer.data_efficiency.questions import read_questions
+
+    read = read_questions(questions)
+    found = {item.pair_id: item for item, _ in read}
+    answered = {item.pair_id for item, chances in read if any(chance is not None for chance in chances)}
+    with (
+        open_answer_log(questions, [*found.values()], answered=answered, seed=seed) as log,
+        PageServer(log, questions.name, port) as server,
+    ):
+        print(f"{log.num_questions - log.num_answered:,} of {log.num_questions:,} questions are open")
+        print(f"open {server.url}\nCtrl-C stops; the same command goes on", flush=True)
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            print()
+        print(f"{log.num_answered:,} of {log.num_questions:,} questions are answered")
+    if (share := log.first_share) is not None:
+        print(f"the response shown first was preferred in {share} of the answers; half means no habit of a side")
+    print(f"rm-opt label-import {questions} --out FILE reads the answers")
+
+
+OWNED = MappingProxyType(
+    {
+        "data.max_pairs": "--sizes says how many pairs",
+        "data.split_seed": "each run has its own seed",
+        "seed": "--seeds says how many",
+        "output_dir": "runs are in the folder of the study",
+        "hydra.run.dir": "runs are in the folder of the study",
+    }
+)
+"""Options that the study sets itself, each with the reason."""
+
+
+def scaling(
+    folder: Annotated[Path, Argument(help="Folder of the study.")],
+    overrides: Annotated[list[str] | None, Argument(help="Options of all runs, as for rm-opt train.")] = None,
+    sizes: Annotated[
+        str | None,
+        Option(
+            "--sizes", help="Numbers of training pairs, such as 500,1000,2000,4000; default: all, halved four times."
+        ),
+    ] = None,
+    seeds: Annotated[int, Option("--seeds", min=2, help="Runs at each size.")] = 3,
+    gain: Annotated[float, Option("--gain", help="Gain in accuracy to plan for, in percentage points.")] = 2.0,
+    executor: Executors = "process",
+    workers: Workers = None,
+) -> None:
+    """Estimate how many more pairs a gain in accuracy needs.
+
+    Trains at several sizes, and fits accuracy and NLL over the number of pairs. Writes scaling.json and pictures of the
+    curves into FOLDER. Repeat a stopped command to continue it.
+    """
+    from rm_optimizer.data_efficiency.scaling import measure_scaling
+    from rm_optimizer.experiments.study import TrialLines
+    from rm_optimizer.experiments.training_trials import require_shared
+    from rm_optimizer.experiments.trial import executor_named
+    from rm_optimizer.interfaces.command_line import checked
+    from rm_optimizer.reporting.labels import print_scaling, write_scaling
+    from rm_optimizer.schema import TrainConfig
+
+    require_shared(overrides or [], OWNED, "a scaling study")
+    try:
+        given = None if sizes is None else [int(size) for size in sizes.split(",")]
+    except ValueError:
+        raise ConfigError(f"--sizes must be whole numbers with commas between them, got '{sizes}'") from None
+    config = checked(overrides or [], TrainConfig, writable=False)
+    report = measure_scaling(
+        config,
+        folder,
+        sizes=given,
+        num_seeds=seeds,
+        gain=gain / 100,
+        executor=executor_named(executor, workers),
+        watch=TrialLines.of,
+    )
+    write_scaling(report, folder)
+    print_scaling(report)
+    print(f"numbers and pictures: {folder}")
