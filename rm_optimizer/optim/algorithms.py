@@ -180,7 +180,11 @@ class ScheduleFreeAdamW(Optimizer):
             raise RuntimeError("ScheduleFreeAdamW.step in evaluation mode; call set_train_mode(optimizer, True) before")
         loss = loss_of(closure)
         for group in self.param_groups:
-            average_weight = _advance(group)
+            group["step"] += 1
+            group["lr_max"] = max(group["lr"], group["lr_max"])
+            weight = group["lr_max"] ** group["weight_lr_power"]
+            group["weight_sum"] += weight
+            average_weight = float(weight / group["weight_sum"]) if group["weight_sum"] else 0.0  # c of the new z
             for p in group["params"]:
                 if p.grad is not None:
                     self._update(p, p.grad, group, average_weight)
@@ -205,15 +209,6 @@ class ScheduleFreeAdamW(Optimizer):
         y.lerp_(z, average_weight)
         y.add_(d, alpha=lr * (beta1 * (1 - average_weight) - 1))
         z.sub_(d, alpha=lr)
-
-
-def _advance(group: dict[str, Any]) -> float:
-    """Count one step of the group, and return the weight ``c`` of the new ``z`` in the average."""
-    group["step"] += 1
-    group["lr_max"] = max(group["lr"], group["lr_max"])
-    weight = group["lr_max"] ** group["weight_lr_power"]
-    group["weight_sum"] += weight
-    return float(weight / group["weight_sum"]) if group["weight_sum"] else 0.0
 
 
 def set_train_mode(optimizer: Optimizer, training: bool) -> None:

@@ -7,7 +7,7 @@ only once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import sqrt
@@ -107,7 +107,10 @@ def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, p
         raise ConfigError(f"optimizer={name} must compute {wanted} passes in a step, got {passes}; leave this arm out")
     with_gradient = 0
     for group, weights, rate in zip(optimizer.param_groups, before.weights, before.rates, strict=True):
-        steps, rule = list(_first_steps(group, weights, rate)), RULES.get(group["algorithm"])
+        steps, rule = [], RULES.get(group["algorithm"])
+        for p, start in zip(group["params"], weights, strict=True):
+            if p.grad is not None and rate > 0 and bool(p.grad.any()):
+                steps.append(FirstStep(start, start - p.detach(), p.grad, group, rate))
         with_gradient += len(steps)
         if rule is not None and (lack := rule(steps)) is not None:
             raise ConfigError(
@@ -116,12 +119,6 @@ def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, p
             )
     if not with_gradient:
         raise ConfigError(f"optimizer={name} had no gradient in its first step, so nothing trains; leave this arm out")
-
-
-def _first_steps(group: Mapping[str, Any], weights: tuple[Tensor, ...], rate: float) -> Iterator[FirstStep]:
-    for p, start in zip(group["params"], weights, strict=True):
-        if p.grad is not None and rate > 0 and bool(p.grad.any()):
-            yield FirstStep(start, start - p.detach(), p.grad, group, rate)
 
 
 def _adam(steps: list[FirstStep]) -> str | None:

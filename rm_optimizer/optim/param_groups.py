@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -63,7 +63,10 @@ def role_of(name: str, parameter: nn.Parameter, module: nn.Module, *, backbone: 
     path, kind = name.split("."), type(module).__name__
     if "lora_A" in path or "lora_B" in path:
         return Role.lora
-    if _is_table(path, parameter, module):
+    is_matrix = path[-1] == "weight" and parameter.ndim == 2
+    if isinstance(module, nn.Embedding) or (kind.endswith("Embedding") and is_matrix):
+        return Role.embedding
+    if "lora_embedding_A" in path or "lora_embedding_B" in path:
         return Role.embedding
     if isinstance(module, NORMS) or kind.endswith("Norm"):
         return Role.norm
@@ -71,31 +74,15 @@ def role_of(name: str, parameter: nn.Parameter, module: nn.Module, *, backbone: 
         return Role.bias
     if isinstance(module, _ConvNd) or kind.endswith(("Experts", "Router")):
         return Role.other
-    if path[-1] == "weight" and parameter.ndim == 2 and (kind.endswith("Linear") or isinstance(module, nn.Linear)):
-        return _role_of_linear(name, parameter, backbone)
-    if path[-1] == "weight" and kind == "Conv1D":
-        return _role_of_linear(name, parameter, backbone)
-    return _role_by_shape(parameter, kind)
-
-
-def _is_table(path: Sequence[str], parameter: nn.Parameter, module: nn.Module) -> bool:
-    if "lora_embedding_A" in path or "lora_embedding_B" in path or isinstance(module, nn.Embedding):
-        return True
-    return type(module).__name__.endswith("Embedding") and path[-1] == "weight" and parameter.ndim == 2
-
-
-def _role_of_linear(name: str, parameter: nn.Parameter, backbone: str) -> Role:
-    path, inside = name.split("."), name.startswith(backbone)
-    if parameter.shape[0] == 1 and not (inside and backbone):
-        raise ConfigError(f"{name} has one output, so it is a reward head and must be among the head names")
-    if parameter.shape[0] == 1 or path[-2] in GATES:
-        return Role.other
-    return Role.hidden if inside and not any("pooler" in part for part in path) else Role.new
-
-
-def _role_by_shape(parameter: nn.Parameter, kind: str) -> Role | None:
-    """Role of a parameter by its shape alone."""
-    if sum(size > 1 for size in parameter.shape) < 2:
+    is_linear = is_matrix and (kind.endswith("Linear") or isinstance(module, nn.Linear))
+    if is_linear or (path[-1] == "weight" and kind == "Conv1D"):
+        inside = name.startswith(backbone)
+        if parameter.shape[0] == 1 and not (inside and backbone):
+            raise ConfigError(f"{name} has one output, so it is a reward head and must be among the head names")
+        if parameter.shape[0] == 1 or path[-2] in GATES:
+            return Role.other
+        return Role.hidden if inside and not any("pooler" in part for part in path) else Role.new
+    if sum(size > 1 for size in parameter.shape) < 2:  # a vector
         return Role.norm if "Norm" in kind else Role.bias
     return None if parameter.ndim == 2 else Role.other
 
@@ -225,8 +212,15 @@ def partition(model: nn.Module, *, head_names: Collection[str]) -> ParamPartitio
         ConfigError: if nothing is trainable, a head name is no parameter, or a layer with one output after the
             backbone is not among the head names.
     """
-    _require_parameters(model, head_names)
-    backbone, block_lists, num_layers = backbone_prefix(model), _block_lists(model), 0
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if absent := sorted(set(head_names) - names):
+        raise ConfigError(f"head names must be parameters of the model, got {', '.join(absent)}")
+    if not any(p.requires_grad for p in model.parameters()):
+        raise ConfigError("nothing is trainable: every parameter of the model is frozen")
+    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    trained = {name for name, module in lists.items() if any(p.requires_grad for p in module.parameters())}
+    block_lists = trained or set(lists)  # frozen blocks are not layers, unless all are
+    backbone, num_layers = backbone_prefix(model), 0
     found: dict[int, RoledParameter] = {}
     unknown = []
     for module_name, module in model.named_modules():
@@ -245,13 +239,6 @@ def partition(model: nn.Module, *, head_names: Collection[str]) -> ParamPartitio
     return ParamPartition(tuple(found.values()), num_layers, tuple(unknown))
 
 
-def _block_lists(model: nn.Module) -> set[str]:
-    """Names of the module lists with a trainable parameter, since frozen blocks are not layers; all if none has one."""
-    lists = {name: module for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
-    trained = {name for name, module in lists.items() if any(p.requires_grad for p in module.parameters())}
-    return trained or set(lists)
-
-
 def _block(name: str, block_lists: Collection[str]) -> int | None:
     """Number, from 1, of the block that holds a parameter, in the outermost module list; None outside the blocks."""
     parts = name.split(".")
@@ -259,12 +246,3 @@ def _block(name: str, block_lists: Collection[str]) -> int | None:
         if part.isdigit() and ".".join(parts[:depth]) in block_lists:
             return int(part) + 1
     return None
-
-
-def _require_parameters(model: nn.Module, head_names: Collection[str]) -> None:
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    absent = sorted(set(head_names) - names)
-    if absent:
-        raise ConfigError(f"head names must be parameters of the model, got {', '.join(absent)}")
-    if not any(p.requires_grad for p in model.parameters()):
-        raise ConfigError("nothing is trainable: every parameter of the model is frozen")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -204,16 +204,11 @@ def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule
         ConfigError: if the combination is refused, with the reason.
     """
     refuses = OPTIMIZERS[config.name].refuses
-    for setup, option in _setups(hardware, schedule):
-        if setup in refuses:
-            raise ConfigError(f"optimizer={config.name} does not go with {option}: {refuses[setup]}; {HINTS[setup]}")
-
-
-def _setups(hardware: HardwareConfig, schedule: ScheduleConfig) -> Iterator[tuple[TrainingSetup, str]]:
-    """Setups of the run that the registry may refuse, each with the option that sets it."""
     kinds: dict[str, TrainingSetup] = {SHARDED_STRATEGY: "fsdp2", "fsdp": "fsdp1", "deepspeed": "deepspeed"}
     kind = next((kind for start, kind in kinds.items() if hardware.strategy.startswith(start)), None)
-    if kind is not None:
-        yield kind, f"hardware.strategy={hardware.strategy}"
+    setups: list[tuple[TrainingSetup, str]] = [] if kind is None else [(kind, f"hardware.strategy={hardware.strategy}")]
     if schedule.name is not ScheduleName.constant:
-        yield "decay", f"schedule.name={schedule.name.value}"
+        setups.append(("decay", f"schedule.name={schedule.name.value}"))
+    for setup, option in setups:
+        if setup in refuses:
+            raise ConfigError(f"optimizer={config.name} does not go with {option}: {refuses[setup]}; {HINTS[setup]}")

@@ -36,7 +36,11 @@ def lr_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float]:
     Raises:
         ConfigError: if warm-up and decay do not fit into the run.
     """
-    warmup, start = _warmup_steps(config, num_steps), _decay_start(config, num_steps)
+    # Without rounding first, 0.07 * 100 = 7.000000000000001 would become 8. A short run still has one step at the peak.
+    warmup = min(math.ceil(round(config.warmup_ratio * num_steps, 9)), num_steps - 1)
+    if config.warmup_steps is not None:
+        warmup = config.warmup_steps
+    start = num_steps if config.decay_ratio is None else num_steps - max(1, round(config.decay_ratio * num_steps))
     option = "schedule.warmup_steps" if config.warmup_steps is not None else "schedule.warmup_ratio"
     room = f"leave room before step {start}, where the decay of a run of {num_steps} steps starts"
     require(warmup < num_steps, option, f"be shorter than the run of {num_steps} steps", f"{warmup} steps")
@@ -51,19 +55,6 @@ def lr_factor(config: ScheduleConfig, num_steps: int) -> Callable[[int], float]:
         return lowest + (1 - lowest) * shape(min(max(progress, 0.0), 1.0))
 
     return factor
-
-
-def _warmup_steps(config: ScheduleConfig, num_steps: int) -> int:
-    if config.warmup_steps is not None:
-        return config.warmup_steps
-    # Without rounding first, 0.07 * 100 = 7.000000000000001 would become 8. A short run still has one step at the peak.
-    return min(math.ceil(round(config.warmup_ratio * num_steps, 9)), num_steps - 1)
-
-
-def _decay_start(config: ScheduleConfig, num_steps: int) -> int:
-    if config.decay_ratio is None:
-        return num_steps
-    return num_steps - max(1, round(config.decay_ratio * num_steps))
 
 
 SHAPES: dict[ScheduleName, Callable[[float], float]] = {

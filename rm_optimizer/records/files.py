@@ -47,7 +47,11 @@ def writing(path: Path, *, first_in: Path | None = None) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
-        if _is_elsewhere(error, path) or (found := disk_error(error, path, first_in)) is None:
+        named, number = getattr(error, "filename", None), _error_number(error)
+        is_elsewhere = isinstance(named, str) and not Path(named).is_relative_to(path.parent)
+        if is_elsewhere and number in (errno.EACCES, errno.EPERM):  # a file that was perhaps only read
+            raise
+        if (found := disk_error(error, path, first_in)) is None:
             raise
         raise DiskError(f"{found} and go on with resume=auto in the same run folder") from error
 
@@ -67,7 +71,11 @@ def disk_error(error: Exception, path: Path | None = None, first_in: Path | None
     written = path or named
     if written is None:
         return DiskError(f"a file cannot be written ({reason}); {REMEDIES[number]}")
-    return DiskError(_sentence(written, named, reason, REMEDIES[number], first_in))
+    told = f"{written} cannot be written ({reason})"
+    if named not in (None, written):
+        told = f"{written} cannot be written ({named}: {reason})"
+    folders = f"{written.parent} or {first_in}, where it is written first," if first_in else f"{written.parent}"
+    return DiskError(f"{told}; {REMEDIES[number]} in {folders}")
 
 
 def _error_number(error: OSError | SafetensorError) -> int:
@@ -76,19 +84,6 @@ def _error_number(error: OSError | SafetensorError) -> int:
         return error.errno or 0
     found = re.search(r"os error (\d+)", str(error))
     return int(found.group(1)) if found else 0
-
-
-def _is_elsewhere(error: OSError | SafetensorError, path: Path) -> bool:
-    """True if permission is missing for a file outside the written folder, which was perhaps only read."""
-    named = getattr(error, "filename", None)
-    beside = not isinstance(named, str) or Path(named).is_relative_to(path.parent)
-    return _error_number(error) in (errno.EACCES, errno.EPERM) and not beside
-
-
-def _sentence(path: Path, named: Path | None, reason: object, remedy: str, first_in: Path | None) -> str:
-    where = f"{path} cannot be written" + (f" ({named}: {reason})" if named not in (None, path) else f" ({reason})")
-    folders = f"{path.parent} or {first_in}, where it is written first," if first_in else f"{path.parent}"
-    return f"{where}; {remedy} in {folders}"
 
 
 UNSUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)

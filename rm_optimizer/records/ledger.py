@@ -37,7 +37,16 @@ def progress(what: str, unit: str) -> Iterator[OnProgress]:
     """
     console = Console(stderr=True)
     if not console.is_terminal:
-        yield _lines(what, unit)
+        started = last = time.monotonic()
+
+        def print_line(done: int, total: int | None) -> None:
+            nonlocal last
+            now = time.monotonic()
+            if now - last >= SECONDS_BETWEEN_LINES:
+                last = now
+                print(f"{what}: {_count(done, total, unit)}, {now - started:.0f} s", file=sys.stderr, flush=True)
+
+        yield print_line
         return
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[count]}"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as bar:
@@ -59,19 +68,6 @@ def stages() -> Iterator[Callable[[str, int, int], None]]:
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("loading")
         yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
-
-
-def _lines(what: str, unit: str) -> OnProgress:
-    started = last = time.monotonic()
-
-    def show(done: int, total: int | None) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last >= SECONDS_BETWEEN_LINES:
-            last = now
-            print(f"{what}: {_count(done, total, unit)}, {now - started:.0f} s", file=sys.stderr, flush=True)
-
-    return show
 
 
 def _count(done: int, total: int | None, unit: str) -> str:

@@ -58,7 +58,14 @@ def resolve_source(source: str | Path) -> Source:
         is_adapter, is_whole = (path / ADAPTER_FILE).is_file(), any(map(_WEIGHTS.fullmatch, os.listdir(path)))
         if is_adapter and is_whole:
             raise CheckpointError(f"{path} holds an adapter and the weights of a whole model; keep one of them there")
-        return Source(SourceKind.ADAPTER, str(path)) if is_adapter else Source(SourceKind.FOLDER, _model_folder(path))
+        if is_adapter:
+            return Source(SourceKind.ADAPTER, str(path))
+        for folder in (path, path / BEST_FOLDER):
+            if (folder / "config.json").is_file():
+                return Source(SourceKind.FOLDER, str(folder))
+        raise CheckpointError(
+            f"no model in the folder {path}: expected config.json, or {BEST_FOLDER}/config.json in a run folder"
+        )
     if path.is_file():
         if path.suffix != ".ckpt":
             raise CheckpointError(f"expected a model folder, a .ckpt file or a hub id, got the file {path}")
@@ -68,15 +75,6 @@ def resolve_source(source: str | Path) -> Source:
             f"no model at {source}: the path does not exist; check it, or give a hub id such as org/name"
         )
     return Source(SourceKind.HUB, str(source))
-
-
-def _model_folder(path: Path) -> str:
-    for folder in (path, path / BEST_FOLDER):
-        if (folder / "config.json").is_file():
-            return str(folder)
-    raise CheckpointError(
-        f"no model in the folder {path}: expected config.json, or {BEST_FOLDER}/config.json in a run folder"
-    )
 
 
 def _means_a_path(source: str | Path) -> bool:

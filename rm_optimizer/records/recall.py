@@ -39,9 +39,9 @@ def recalled(overrides: Sequence[str]) -> list[str]:
         return []
     options = run.options
     values: dict[str, Any] = {"seed": options["seed"]}
-    values |= _flat("loss", options["loss"], LossConfig)
+    values |= dict(_leaves("loss", options["loss"], LossConfig))
     if "data.train" not in typed:
-        values |= {"split": "train"} | _flat("data", {**options["data"], **_sources(run)}, DataConfig)
+        values |= {"split": "train", **dict(_leaves("data", {**options["data"], **_sources(run)}, DataConfig))}
     found = [f"{name}={written(value)}" for name, value in values.items()]
     return [*found, f"output_dir={written(str(run.landscape(str(checkpoint), '${landscape.type}')))}"]
 
@@ -107,12 +107,8 @@ def override_values(overrides: Sequence[str]) -> dict[str, Any]:
     return {item.key_or_group: item.value() for item in parsed}
 
 
-def _flat(prefix: str, values: Mapping[str, Any], kind: type) -> dict[str, Any]:
-    """Dotted names and values of the fields that the dataclass still has."""
-    return dict(_leaves(prefix, values, kind))
-
-
 def _leaves(prefix: str, values: Mapping[str, Any], kind: type) -> Iterator[tuple[str, Any]]:
+    """Dotted names and values of the fields that the dataclass still has."""
     hints = get_type_hints(kind)
     for field in fields(kind):
         if field.name not in values:
