@@ -174,21 +174,16 @@ def typed(config: DictConfig, kind: type[ConfigT]) -> ConfigT:
     from rm_optimizer.schema.diagnose import explain, require_finite
 
     try:
-        built = OmegaConf.to_object(config if HydraConfig.initialized() else _without_hydra(config))
+        if not HydraConfig.initialized() and OmegaConf.is_interpolation(config, "output_dir"):
+            checked = config.copy()
+            checked.output_dir = "."
+            OmegaConf.to_object(checked)  # a mistake elsewhere is named first
+            raise ConfigError(
+                "output_dir must be given where Hydra does not choose it; add 'output_dir=FOLDER' to the overrides"
+            )
+        built = OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
         raise ConfigError(explain(error, ())) from error
     require_finite(config)
     assert isinstance(built, kind), f"composed {type(built).__name__}, not {kind.__name__}"
     return built
-
-
-def _without_hydra(config: DictConfig) -> DictConfig:
-    """The configuration with `output_dir` missing where Hydra, which is not running, would have chosen it."""
-    if not OmegaConf.is_interpolation(config, "output_dir"):
-        return config
-    checked = config.copy()
-    checked.output_dir = "."
-    OmegaConf.to_object(checked)  # a mistake elsewhere is named first
-    raise ConfigError(
-        "output_dir must be given where Hydra does not choose it; add 'output_dir=FOLDER' to the overrides"
-    )

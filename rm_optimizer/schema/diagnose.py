@@ -33,6 +33,7 @@ WORDS = {
     str: "text",
     dict: "a mapping {name: value}",
     list: "a list [a, b]",
+    types.NoneType: "null",
 }
 
 
@@ -148,44 +149,23 @@ def unknown_option(option: str, root: DictConfig) -> str:
 
 def _type_sentence(error: ValidationError, option: str, overrides: Sequence[str]) -> str:
     """Expected kind of value and the value as typed."""
-    got = next(
-        (line.partition("=")[2] for line in reversed(overrides) if line.partition("=")[0].lstrip("+") == option), None
-    )
-    got = got if got is not None else _quoted_value(error)
-    hint = _hint(error.object_type, option.rpartition(".")[2])
-    chosen = next((kind for kind in _alternatives(hint) if isinstance(kind, type) and issubclass(kind, Enum)), None)
-    if chosen is not None:
-        return did_you_mean(option, got, [member.name for member in chosen])
+    typed = [line.partition("=")[2] for line in overrides if line.partition("=")[0].lstrip("+") == option]
+    quoted = re.search(r"[Vv]alue '([^']*)'", str(error))
+    got = typed[-1] if typed else quoted.group(1) if quoted else _first_line(error)
+    owner, hint = error.object_type, None
+    if isinstance(owner, type) and is_dataclass(owner):
+        hint = get_type_hints(owner).get(option.rpartition(".")[2])
     if hint is None:
         return f"{option} does not take the value '{got}': {_first_line(error)}"
-    return f"{option} must be {_in_words(hint)}, got '{got}'"
-
-
-def _quoted_value(error: ValidationError) -> str:
-    found = re.search(r"[Vv]alue '([^']*)'", str(error))
-    return found.group(1) if found else _first_line(error)
-
-
-def _hint(owner: Any, field: str) -> Any:
-    return get_type_hints(owner).get(field) if isinstance(owner, type) and is_dataclass(owner) else None
-
-
-def _alternatives(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _in_words(hint: Any) -> str:
-    """`int | None` in words: "an integer or null"."""
-    known = [_one_in_words(kind) for kind in _alternatives(hint)]
-    return " or ".join(known)
-
-
-def _one_in_words(kind: Any) -> str:
-    if kind is types.NoneType:
-        return "null"
-    if isinstance(kind, type) and is_dataclass(kind):
-        return "a group of options, set one by one"
-    return WORDS.get(get_origin(kind) or kind, "of another type")
+    words = []
+    for kind in get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,):
+        if isinstance(kind, type) and issubclass(kind, Enum):
+            return did_you_mean(option, got, [member.name for member in kind])
+        if isinstance(kind, type) and is_dataclass(kind):
+            words.append("a group of options, set one by one")
+        else:
+            words.append(WORDS.get(get_origin(kind) or kind, "of another type"))
+    return f"{option} must be {' or '.join(words)}, got '{got}'"
 
 
 def _first_line(error: BaseException) -> str:
