@@ -231,7 +231,6 @@ class RunModule(RewardModelLightning):
         self.automatic_optimization = False
         self.gradient_clip_norm = config.training.gradient_clip_norm
         self.pair_ids = datamodule.pair_ids
-        self.pin_memory = datamodule.pin_memory
         self.steps_per_epoch = datamodule.steps_per_epoch
         self.run_dir = Path(config.output_dir)
         self.record: RunRecord | None = None
@@ -245,10 +244,6 @@ class RunModule(RewardModelLightning):
         strategy = self.trainer.strategy
         if isinstance(strategy, ShardedStrategy) and not is_sharded(self.model):
             shard_model(self.model, strategy.device_mesh["data_parallel"])
-
-    def transfer_batch_to_device(self, batch: MacroBatch, device: torch.device, dataloader_idx: int) -> MacroBatch:
-        """Move every micro-batch to the device."""
-        return batch.to(device, non_blocking=self.pin_memory)
 
     def training_step(self, batch: MacroBatch, batch_idx: int) -> None:
         """Take one optimizer step on a macro-batch and leave its metrics in `step_metrics`."""

@@ -35,8 +35,9 @@ class _Pairs:
         """Number of pairs in the batch."""
         return int(self.pair_index.shape[0])
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> Self:
-        """The batch on a device."""
+    def to(self, device: torch.device | str) -> Self:
+        """The batch on a device; nothing waits for a copy from page-locked memory."""
+        non_blocking = self.pair_index.is_pinned()
         return type(self)(*(field.to(device, non_blocking=non_blocking) for field in vars(self).values()))
 
     def pin_memory(self) -> Self:
@@ -196,9 +197,9 @@ class MacroBatch:
         width = max(part.shape[1] for part in parts)
         return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
-    def to(self, device: torch.device | str, non_blocking: bool = False) -> MacroBatch:
+    def to(self, device: torch.device | str) -> MacroBatch:
         """The micro-batches on a device."""
-        return replace(self, micro=tuple(batch.to(device, non_blocking) for batch in self.micro))
+        return replace(self, micro=tuple(batch.to(device) for batch in self.micro))
 
     def pin_memory(self) -> MacroBatch:
         """The micro-batches in page-locked memory."""

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.core.tokens.loader import MacroBatches
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training.data import in_memory
@@ -38,16 +37,20 @@ def test_pinning_reaches_the_loader_and_the_transfer(
         def __iter__(self) -> Any:
             return iter(self.batches)
 
-    def moved(batch: MacroBatch, device: Any, non_blocking: bool = False) -> MacroBatch:
-        asked.append(non_blocking)
-        return batch
-
     monkeypatch.setattr(in_memory, "MacroBatchLoader", Loader)
-    monkeypatch.setattr(MacroBatch, "to", moved)
     run = run_of(small_config(tmp_path / "run", f"hardware.pin_memory={str(pins).lower()}"))
     batch = next(run.datamodule.steps(0, 1))
-    run.module.transfer_batch_to_device(batch, torch.device("cpu"), 0)
-    assert asked == [pins, pins]
+    move = torch.Tensor.to
+
+    def moved(tensor: torch.Tensor, device: Any, non_blocking: bool) -> torch.Tensor:
+        asked.append(non_blocking)
+        return move(tensor, device)
+
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: pins)
+    monkeypatch.setattr(torch.Tensor, "to", moved)
+    batch.to("cpu")
+    assert len(asked) > 5
+    assert set(asked) == {pins}
 
 
 @pytest.mark.gpu
@@ -56,7 +59,7 @@ def test_a_pinned_batch_is_the_batch_on_a_gpu(small_config: Build, tmp_path: Pat
     run = run_of(small_config(tmp_path / "run", "hardware.pin_memory=true"))
     batch = next(run.datamodule.steps(0, 1))
     assert all(micro.label.is_pinned() for micro in batch.micro)
-    there = run.module.transfer_batch_to_device(batch, torch.device("cuda"), 0)
+    there = batch.to("cuda")
     for ours, theirs in zip(there.micro, batch.micro, strict=True):
         assert torch.equal(ours.pair_index.cpu(), theirs.pair_index)
         assert torch.equal(ours.label.cpu(), theirs.label)
