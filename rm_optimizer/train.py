@@ -109,7 +109,7 @@ def option_callbacks(config: TrainConfig) -> list[Callback]:
     found: list[Callback] = []
     if config.training.calibration.enabled:
         from rm_optimizer.reporting.run_report import draw_reliability
-        from rm_optimizer.training.callbacks.calibration import CalibrationCallback
+        from rm_optimizer.training.callbacks.evaluation import CalibrationCallback
 
         found.append(CalibrationCallback(config.training.calibration, draw_reliability))
     if config.training.hessian.is_on:

@@ -1,13 +1,15 @@
-"""Sentences for mistakes in options, and refusal of values that no option allows. Imports no torch."""
+"""Sentences for mistakes in options, with other libraries' names for ours, and refusal of values. Imports no torch."""
 
 from __future__ import annotations
 
+import csv
 import math
 import re
 import types
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
@@ -24,7 +26,6 @@ from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from rm_optimizer.errors import did_you_mean, nearest
 from rm_optimizer.schema.checks import require
-from rm_optimizer.schema.coming_from import counterpart
 
 WORDS = {
     int: "an integer",
@@ -181,3 +182,28 @@ def require_finite(config: DictConfig) -> None:
     for option, _, value in walk_options(config):
         if isinstance(value, float) and not math.isfinite(value):
             require(False, option, "be a finite number", value)
+
+
+LIBRARIES = ("TRL", "OpenRLHF", "LLaMA-Factory")
+
+
+@cache
+def counterparts() -> tuple[dict[str, str], ...]:
+    """Rows of the table: `ours`, `meaning`, and the names of each library, separated by blanks."""
+    with Path(__file__).with_name("coming_from.csv").open(encoding="utf-8", newline="") as file:
+        return tuple(csv.DictReader(file))
+
+
+def counterpart(name: str) -> str | None:
+    """Sentence about the option here that does what another library's option does; None for an unknown name.
+
+    Example:
+        >>> counterpart("num_train_epochs")
+        'for num_train_epochs of TRL and LLaMA-Factory set training.epochs (passes over the pairs)'
+    """
+    rows = [row for row in counterparts() if any(name in row[library].split() for library in LIBRARIES)]
+    if not rows:
+        return None
+    libraries = [library for library in LIBRARIES if any(name in row[library].split() for row in rows)]
+    options = ", or ".join(f"{row['ours']} ({row['meaning']})" for row in rows)
+    return f"for {name} of {' and '.join(libraries)} set {options}"

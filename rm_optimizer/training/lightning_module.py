@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +288,7 @@ class RunModule(RewardModelLightning):
             micro = tuple(each for each, _ in in_step(micro, spare_batch(self.model, self.device), count))
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         for number, pairs in enumerate(micro, 1):
-            waits: AbstractContextManager[None] = contextlib.nullcontext()
+            waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if number < len(micro) and is_sharded:  # gradients stay on this rank up to the last pass
                 waits = unreduced_gradients(self.model)
             elif number < len(micro) and isinstance(strategy, ParallelStrategy):

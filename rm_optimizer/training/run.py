@@ -27,8 +27,8 @@ from rm_optimizer.records.recall import written
 from rm_optimizer.records.run_folder import DIVERGED_FILE, require_usable
 from rm_optimizer.records.run_options import RunRequest
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.schema.coming_from import counterpart
 from rm_optimizer.schema.compose import model_overrides
+from rm_optimizer.schema.diagnose import counterpart
 from rm_optimizer.training.callbacks.evaluation_plan import PairMetric
 from rm_optimizer.training.callbacks.run_callback import require_callbacks
 from rm_optimizer.training.data.run_data import pairs_in_memory

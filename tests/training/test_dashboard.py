@@ -7,8 +7,8 @@ import pytest
 
 from rm_optimizer.core.metrics.pairwise import ESTIMATES
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.training.callbacks.calibration import CALIBRATION_COLUMNS
 from rm_optimizer.training.callbacks.curvature import CURVATURE_COLUMNS
+from rm_optimizer.training.callbacks.evaluation import CALIBRATION_COLUMNS
 from rm_optimizer.training.loggers import COLUMNS
 
 pytest.importorskip("wandb_workspaces")

@@ -14,7 +14,7 @@ from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import RunResult, train_reward_model
-from rm_optimizer.training.callbacks.calibration import calibration_values
+from rm_optimizer.training.callbacks.evaluation import calibration_values
 from rm_optimizer.training.data import in_memory
 
 Build = Callable[..., TrainConfig]
