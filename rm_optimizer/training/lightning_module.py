@@ -282,14 +282,14 @@ class RunModule(RewardModelLightning):
 
     def _accumulate(self, batch: MacroBatch) -> dict[str, float]:
         """Add the gradient of the macro-batch, and return its loss, accuracy and margin over all ranks."""
-        strategy, micro, is_sharded = self.trainer.strategy, batch.micro, self.is_sharded
-        if is_sharded:  # its ranks make passes together, so some follow with weight zero
+        strategy, micro = self.trainer.strategy, batch.micro
+        if self.splits_model:  # its ranks make passes together, so some follow with weight zero
             count = most_over_ranks(len(micro), self.device)
             micro = tuple(each for each, _ in in_step(micro, spare_batch(self.model, self.device), count))
         sums = torch.zeros(4, dtype=torch.float64, device=self.device)
         for number, pairs in enumerate(micro, 1):
             waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-            if number < len(micro) and is_sharded:  # gradients stay on this rank up to the last pass
+            if number < len(micro) and self.splits_model:  # gradients stay on this rank up to the last pass
                 waits = unreduced_gradients(self.model)
             elif number < len(micro) and isinstance(strategy, ParallelStrategy):
                 waits = strategy.block_backward_sync()
@@ -305,11 +305,11 @@ class RunModule(RewardModelLightning):
         if self.trainer.world_size > 1:
             sums = strategy.reduce(sums, reduce_op="sum")
         loss, correct, margin, decided = sums.tolist()
-        share_of = (lambda total: total / decided) if decided else (lambda total: float("nan"))
-        return {"loss": loss, "accuracy": share_of(correct), "mean_margin": share_of(margin)}
+        accuracy, mean_margin = (total / decided if decided else math.nan for total in (correct, margin))
+        return {"loss": loss, "accuracy": accuracy, "mean_margin": mean_margin}
 
     @property
-    def is_sharded(self) -> bool:
+    def splits_model(self) -> bool:
         """True if FSDP2 splits the model over the ranks."""
         return isinstance(self.trainer.strategy, ShardedStrategy)
 
@@ -318,7 +318,7 @@ class RunModule(RewardModelLightning):
         limit = self.gradient_clip_norm or float("inf")
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(trainable, limit)
-        return float(whole(norm) if self.is_sharded else norm)
+        return float(whole(norm) if self.splits_model else norm)
 
     def _check_finite(self, batch: MacroBatch, loss: float, norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(norm):
