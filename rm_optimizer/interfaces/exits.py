@@ -28,7 +28,9 @@ def one_exit() -> Iterator[None]:
     Raises:
         SystemExit: with the exit code.
     """
-    _replace_what_a_terminal_cannot_show()
+    for stream in (sys.stdout, sys.stderr):  # a question mark for a character that their encoding lacks
+        if not (stream.encoding or "").lower().replace("-", "").startswith("utf") and hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
     try:
         if hasattr(signal, "pthread_sigmask"):
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # blocked by `launch.become`
@@ -66,27 +68,19 @@ def rank() -> int:
 
 def _system_refusal(error: Exception) -> int | None:
     """Report that a file or standard output cannot be written, and return the exit code; None for a bug."""
-    is_asked = isinstance(error, OSError) and error.filename is None and error.errno in _OF_OUTPUT
-    refused = _output_refusal() if is_asked else None
-    if isinstance(refused, BrokenPipeError):
-        return _output_closed()
-    if refused is not None:
-        _discard_output()
-        return report(DiskError(f"standard output cannot be written ({refused.strerror})"))
+    if isinstance(error, OSError) and error.filename is None and error.errno in _OF_OUTPUT:
+        try:  # the error does not name its stream, so one more line break is written to standard output
+            sys.stdout.flush()
+            os.write(sys.stdout.fileno(), b"\n")
+        except BrokenPipeError:
+            return _output_closed()
+        except OSError as refused:
+            _discard_output()
+            return report(DiskError(f"standard output cannot be written ({refused.strerror})"))
     from rm_optimizer.records.files import disk_error
 
     found = disk_error(error)
     return None if found is None else report(found)
-
-
-def _output_refusal() -> OSError | None:
-    """Error of writing one more line break to standard output; the first error does not name its stream."""
-    try:
-        sys.stdout.flush()
-        os.write(sys.stdout.fileno(), b"\n")
-    except OSError as refused:
-        return refused
-    return None
 
 
 def _output_closed() -> int:
@@ -100,10 +94,3 @@ def _discard_output() -> None:
     """Redirect standard output to the null device, so that Python's last flush does not fail again."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def _replace_what_a_terminal_cannot_show() -> None:
-    """Let the streams print a question mark for a character that their encoding lacks, instead of failing."""
-    for stream in (sys.stdout, sys.stderr):
-        if not (stream.encoding or "").lower().replace("-", "").startswith("utf") and hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")

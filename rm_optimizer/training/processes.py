@@ -61,25 +61,6 @@ def require_launched(hardware: HardwareConfig) -> None:
     )
 
 
-def _devices(accelerator: str, wanted: int) -> tuple[int, str]:
-    """Number and kind of the devices that a run would use.
-
-    Raises:
-        ConfigError: if it names GPUs, and there are none.
-    """
-    if accelerator == "cpu" or (accelerator == "auto" and wanted == 1):
-        return num_cores() if wanted > 1 else 1, "processor cores"
-    import torch
-
-    num_gpus = torch.cuda.device_count() or int(torch.backends.mps.is_available())
-    if accelerator != "auto" and not num_gpus:
-        raise ConfigError(
-            f"hardware.accelerator={accelerator} (as hardware=h100 sets it) needs a GPU, and torch finds none "
-            "on this machine; write hardware=cpu or hardware=auto, or install a torch with CUDA"
-        )
-    return (num_gpus, "GPUs") if num_gpus else (num_cores(), "processor cores")
-
-
 def require_devices(hardware: HardwareConfig) -> None:
     """Refuse devices that this machine does not have; torch is imported only if it is needed.
 
@@ -92,7 +73,17 @@ def require_devices(hardware: HardwareConfig) -> None:
             f"hardware.num_nodes={hardware.num_nodes} needs torchrun or SLURM to start the processes of each machine; "
             "start the command with one of them, or set hardware.num_nodes=1"
         )
-    found, kind = _devices(accelerator, wanted)
+    found, kind = num_cores() if wanted > 1 else 1, "processor cores"
+    if accelerator != "cpu" and (accelerator != "auto" or wanted > 1):
+        import torch
+
+        num_gpus = torch.cuda.device_count() or int(torch.backends.mps.is_available())
+        if accelerator != "auto" and not num_gpus:
+            raise ConfigError(
+                f"hardware.accelerator={accelerator} (as hardware=h100 sets it) needs a GPU, and torch finds none "
+                "on this machine; write hardware=cpu or hardware=auto, or install a torch with CUDA"
+            )
+        found, kind = (num_gpus, "GPUs") if num_gpus else (num_cores(), "processor cores")
     if wanted > found:
         raise ConfigError(f"hardware.devices must be at most {found}, the {kind} of this machine, got {wanted}")
 

@@ -287,11 +287,8 @@ class StreamLoader:
 
     def __iter__(self) -> Iterator[MacroBatch]:
         """Macro-batches from the position on, to the last step of the run."""
-        self._stream = self._module.open_stream()
-        self._stream.position = self._start
-        return self._until_last(self._stream)
-
-    def _until_last(self, stream: MacroBatchStream) -> Iterator[MacroBatch]:
+        stream = self._stream = self._module.open_stream()
+        stream.position = self._start
         batches = iter(stream)
         while stream.position.step < self._module.num_steps:
             batch = next(batches)
