@@ -24,7 +24,7 @@ from hydra.core.global_hydra import GlobalHydra
 from typer.testing import CliRunner
 
 from rm_optimizer.interfaces.cli import app
-from rm_optimizer.interfaces.commands import analyze, train
+from rm_optimizer.interfaces.commands import train
 from tests.bad_input import world
 
 SECONDS = 30.0
@@ -518,8 +518,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def in_this_process(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(folder)
-    for command in (train, analyze):
-        monkeypatch.setattr(command, "become", _become)
+    monkeypatch.setattr(train, "become", _become)
     monkeypatch.setattr(sys, "argv", ["rm-opt"])
     monkeypatch.setattr(subprocess, "Popen", _start_nothing)
     monkeypatch.setattr(SpawnProcess, "start", _start_nothing)

@@ -156,6 +156,13 @@ async def _answer(service: RewardService, options: ServeOptions) -> None:
     Raises:
         RMOptimizerError: if the model cannot be loaded, does not match its certificate, or its engine has failed.
     """
+    await _load(service, options)
+    while service.engine.failure is None:
+        await asyncio.sleep(WATCH_SECONDS)
+    raise RMOptimizerError(f"the server cannot answer any more: {service.engine.failure}")
+
+
+async def _load(service: RewardService, options: ServeOptions) -> None:
     url = options.url
     print(f"rm-opt serve: loading {options.checkpoint}; {url}/health answers meanwhile", flush=True)
     await service.start()
@@ -172,6 +179,3 @@ async def _answer(service: RewardService, options: ServeOptions) -> None:
         f"{description.device}, passes of {description.token_budget} tokens; {shown}); API at {url}/docs",
         flush=True,
     )
-    while service.engine.failure is None:
-        await asyncio.sleep(WATCH_SECONDS)
-    raise RMOptimizerError(f"the server cannot answer any more: {service.engine.failure}")
