@@ -63,7 +63,7 @@ from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.reporting.tables import new_table, output_console
 from rm_optimizer.schema.config import Attention
-from rm_optimizer.training.folder.checkpoints import checkpoint_path
+from rm_optimizer.training.callbacks.checkpoints import checkpoint_path
 from rm_optimizer.training.preparation import build_model
 from rm_optimizer.training.run import run_training
 

@@ -1,4 +1,4 @@
-"""From the first optimizer step of a run to its result: steps, evaluation and export of the best weights."""
+"""Fit of a run: its optimizer steps, and the evaluation and export of its best weights."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from rm_optimizer.records.provenance import commit, machine, versions
 from rm_optimizer.records.run_folder import METRICS_FILE, PAIR_REWARDS_FILE, RunFolder, checkpoint_step
 from rm_optimizer.schema import HardwareConfig
 from rm_optimizer.schema.data import Streaming
+from rm_optimizer.training.callbacks.checkpoints import Checkpoints, extension_at
 from rm_optimizer.training.callbacks.evaluation_plan import PER_EPOCH
 from rm_optimizer.training.callbacks.memory_profile import PROFILE_COLUMNS, PROFILE_ROWS, MemoryProfile
 from rm_optimizer.training.callbacks.run_callback import columns_of
-from rm_optimizer.training.folder.checkpoints import Checkpoints, extension_at
 from rm_optimizer.training.folder.model_card import write_card
 from rm_optimizer.training.folder.record import RUN_KEY, DataSummary, RunResult, RunStatus
 from rm_optimizer.training.loggers import COLUMNS, MetricsCSV, ProgressLines, StepProgress, shows_bars

@@ -24,7 +24,7 @@ from rm_optimizer.core.tokens.prefix_trees import pack_trees, prefix_tree
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.folder import checkpoints
+from rm_optimizer.training.callbacks import checkpoints
 from tests.builders import tiny_reward_model
 
 Build = Callable[..., TrainConfig]

@@ -22,8 +22,8 @@ from rm_optimizer.optim import OPTIMIZERS, build_optimizer, build_schedule, set_
 from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig
+from rm_optimizer.training.callbacks.checkpoints import checkpoint_path
 from rm_optimizer.training.fitting import build_trainer
-from rm_optimizer.training.folder.checkpoints import checkpoint_path
 from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.preparation import Run
 from rm_optimizer.training.stopping import last_good_checkpoint

@@ -33,9 +33,9 @@ from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.schema.landscape import SpectrumOptions
+from rm_optimizer.training.callbacks.checkpoints import checkpoint_path
 from rm_optimizer.training.callbacks.evaluation import evaluation_of
 from rm_optimizer.training.callbacks.memory_profile import rss_bytes
-from rm_optimizer.training.folder.checkpoints import checkpoint_path
 from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.run import run_training
 

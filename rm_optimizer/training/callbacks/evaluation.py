@@ -27,10 +27,10 @@ from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import LossConfig, TrainConfig
 from rm_optimizer.schema.config import CalibrationConfig
 from rm_optimizer.schema.monitors import monitored_group
+from rm_optimizer.training.callbacks.checkpoints import TEMPORARY, save_checkpoint
 from rm_optimizer.training.callbacks.evaluation_plan import BestSoFar, PairMetric, plan_of
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
-from rm_optimizer.training.folder.checkpoints import TEMPORARY, save_checkpoint
 from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.loggers import ProgressLines, log_figure, log_histogram
 from rm_optimizer.training.stopping import StopSignal, require_finite

@@ -33,6 +33,7 @@ from rm_optimizer.schema import LossConfig, TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import lightning_module, train_reward_model
+from rm_optimizer.training.callbacks import checkpoints
 from rm_optimizer.training.callbacks import curvature as training_curvature
 from rm_optimizer.training.callbacks import evaluation as callbacks
 from rm_optimizer.training.callbacks.curvature import (
@@ -42,7 +43,6 @@ from rm_optimizer.training.callbacks.curvature import (
     costs_in_steps,
     undisturbed,
 )
-from rm_optimizer.training.folder import checkpoints
 
 Build = Callable[..., TrainConfig]
 WATCHED = [

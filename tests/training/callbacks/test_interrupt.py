@@ -20,8 +20,8 @@ from rm_optimizer.errors import Interrupted
 from rm_optimizer.evaluation import pair_rewards as evaluate
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
+from rm_optimizer.training.callbacks.checkpoints import Checkpoints
 from rm_optimizer.training.data import in_memory
-from rm_optimizer.training.folder.checkpoints import Checkpoints
 from rm_optimizer.training.stopping import StopNow, StopSignal
 
 

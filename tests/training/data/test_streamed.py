@@ -16,7 +16,7 @@ from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockToken
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.folder import checkpoints
+from rm_optimizer.training.callbacks import checkpoints
 from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 
 Build = Callable[..., TrainConfig]

@@ -29,7 +29,7 @@ def assert_same_outcome(left: Path, right: Path) -> None:
 
 def stopped_after(step: int, config: TrainConfig, monkeypatch: pytest.MonkeyPatch, **given: Any) -> None:
     """Run until just after the checkpoint of `step`, then die without any clean-up of ours."""
-    from rm_optimizer.training.folder import checkpoints
+    from rm_optimizer.training.callbacks import checkpoints
 
     def dies(run_dir: Path, keep: int) -> None:
         newest = sorted((run_dir / "checkpoints").glob("step-*.ckpt"))[-1]
