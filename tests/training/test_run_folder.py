@@ -257,7 +257,7 @@ def test_a_finished_run_without_checkpoints_is_not_extended(used: Path, small_co
         train_reward_model(small_config(used, "resume=auto", "training.max_steps=9"))
 
 
-@pytest.mark.parametrize("name", ["run.write_record", "finishing.write_evaluation", "finishing.write_pair_rewards"])
+@pytest.mark.parametrize("name", ["run.write_record", "fitting.write_evaluation", "fitting.write_pair_rewards"])
 def test_a_run_killed_between_two_writes_goes_on(
     small_config: Build, finished_run: RunResult, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ):
