@@ -87,18 +87,15 @@ def _summary(rows: Float[np.ndarray, "pairs 5"], sample: PairSample) -> PointLos
     """Weighted means with errors over prompts as clusters; pairs are sorted, so that micro-batches do not matter."""
     rows = rows[np.argsort(rows[:, 0], kind="stable")]
     prompts = np.array([sample.prompts[int(index)] for index in rows[:, 0]])
-    loss = _clustered_mean(rows[:, 2], rows[:, 1], prompts)
-    decided = rows[:, 4] > 0  # a pair labeled 0.5 has no better response
-    if not decided.any():
-        return PointLoss(*loss, math.nan, math.nan)
-    return PointLoss(*loss, *_clustered_mean(rows[decided, 3], rows[decided, 4], prompts[decided]))
+    values = [_clustered_mean(rows[:, 2], rows[:, 1], prompts), _clustered_mean(rows[:, 3], rows[:, 4], prompts)]
+    return PointLoss(*values[0], *values[1])
 
 
 def _clustered_mean(values: np.ndarray, weight: np.ndarray, clusters: NDArray[np.int64]) -> tuple[float, float]:
     """`sum w x / sum w` and its standard error `sqrt(C / (C - 1) sum_c (sum_{i in c} w_i (x_i - mean) / sum w)^2)`."""
-    share = weight / weight.sum()
+    share, counts = weight / (weight.sum() or math.nan), weight > 0
     mean = float(share @ values)
-    totals = np.bincount(np.unique(clusters, return_inverse=True)[1], share * (values - mean))
+    totals = np.bincount(np.unique(clusters[counts], return_inverse=True)[1], (share * (values - mean))[counts])
     count = len(totals)
     error = math.sqrt(count / (count - 1) * float(totals @ totals)) if count > 1 and math.isfinite(mean) else math.nan
     return mean, error
