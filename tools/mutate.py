@@ -233,7 +233,7 @@ def tried(copy: Path, change: Change, timeout: float, broken: dict[str, bool]) -
     path, began = copy / change.file, time.monotonic()
     whole = path.read_bytes()
     end = change.start + len(change.old.encode())
-    assert whole[change.start : end].decode() == change.old, "the copy is not what the changes were drawn from"
+    assert whole[change.start : end].decode() == change.old, "the work tree changed between the draw and the copy"
     changed = whole[: change.start] + change.new.encode() + whole[end:]
 
     def write(content: bytes) -> None:

