@@ -152,13 +152,16 @@ class EncodedPairs:
 
     @classmethod
     def of(cls, pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> EncodedPairs:
-        """Encode both sequences of each pair.
+        """Encode both sequences of each pair; a response in many pairs is encoded once.
 
         Raises:
             ConversationRefused: if the chat template refuses a conversation.
         """
-        prompts = [pair.prompt for pair in pairs for _ in range(2)]
-        sides = renderer.encode_batch(prompts, [text for pair in pairs for text in (pair.chosen, pair.rejected)])
+        given = [(pair.prompt, response) for pair in pairs for response in (pair.chosen, pair.rejected)]
+        distinct = dict.fromkeys(given)
+        found = renderer.encode_batch([prompt for prompt, _ in distinct], [response for _, response in distinct])
+        encoding_of = dict(zip(distinct, found, strict=True))
+        sides = [encoding_of[side] for side in given]
         both = [(chosen.ids, rejected.ids) for chosen, rejected in zip(sides[0::2], sides[1::2], strict=True)]
         kept = (ids for pair in both if pair[0] != pair[1] for ids in pair)
         return cls(

@@ -25,6 +25,9 @@ class CharacterRenderer:
         self.max_length = max_length
         self.num_calls = 0
 
+    def encode_batch(self, prompts: list[Prompt], responses: list[str]) -> list[Encoded]:
+        return [self.encode(prompt, response) for prompt, response in zip(prompts, responses, strict=True)]
+
     def encode(self, prompt: Prompt, response: str) -> Encoded:
         self.num_calls += 1
         text = "".join(message.content for message in as_messages(prompt))
