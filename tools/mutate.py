@@ -63,6 +63,8 @@ class Change:
 
     file: str
     line: int
+    source: str
+    """The line as it is, which finds a change again when lines move."""
     kind: str
     before: str
     after: str
@@ -75,8 +77,8 @@ class Change:
 def candidates(root: Path, file: str) -> list[Change]:
     """Every change of a file."""
     text = (root / file).read_bytes()
-    starts = [0]
-    for line in text.splitlines(keepends=True):
+    starts, lines = [0], text.splitlines(keepends=True)
+    for line in lines:
         starts.append(starts[-1] + len(line))
     found = []
     for node in _changeable(ast.parse(text)):
@@ -86,7 +88,9 @@ def candidates(root: Path, file: str) -> list[Change]:
         for kind, before, new in _mutants(node):
             edit = {"start": start, "old": text[start:end].decode(), "new": f"({new})"}
             after = before.partition("(")[0] + "(...)" if kind == "keyword" else new
-            found.append(Change(file=file, line=node.lineno, kind=kind, before=before, after=after, **edit))
+            source = lines[node.lineno - 1].decode().strip()
+            where = {"file": file, "line": node.lineno, "source": source}
+            found.append(Change(**where, kind=kind, before=before, after=after, **edit))
     return found
 
 
@@ -170,12 +174,9 @@ def planted(root: Path) -> list[Change]:
         text = (root / row["file"]).read_text(encoding="utf-8")
         if text.count(row["before"]) != 1:
             raise SystemExit(f"expected {row['before']!r} once in {row['file']}, got {text.count(row['before'])} times")
-        start = len(text[: text.index(row["before"])].encode())
-        line = text.encode()[:start].count(b"\n") + 1
-        edit = {"start": start, "old": row["before"], "new": row["after"]}
-        changes.append(
-            Change(**{key: row[key] for key in ("file", "before", "after")}, line=line, kind=row["kind"], **edit)
-        )
+        lead = text[: text.index(row["before"])]
+        edit = {"start": len(lead.encode()), "old": row["before"], "new": row["after"]}
+        changes.append(Change(**row, line=lead.count("\n") + 1, source=row["before"], **edit))
     return changes
 
 
@@ -282,17 +283,17 @@ def worker(changes: list[Change], results: Path, timeout: float) -> None:
 
 def report(results: Path) -> None:
     """Print the shares by room, and each change that no test has seen and nobody has judged."""
-    judged = {
-        (row["file"], row["before"], row["after"]): row["verdict"] for row in _table(ROOT / ORACLES / "survivors.tsv")
-    }
+    key = ("file", "source", "before", "after")
+    rows = _table(ROOT / ORACLES / "survivors.tsv")
+    judged = {tuple(row[name] for name in key): row["verdict"] for row in rows}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for each in map(json.loads, results.read_text(encoding="utf-8").splitlines()):
         seen = "quick" if each["quick"] else "oracle" if each["oracle"] else None
-        verdict = seen or judged.get((each["file"], each["before"], each["after"]), "not judged")
+        verdict = seen or judged.get(tuple(each[name] for name in key), "not judged")
         for room in (each["room"], "all"):
             counts[room][verdict] += 1
         if verdict == "not judged":
-            print(*(each[key] for key in ("file", "before", "after")), sep="\t")
+            print(*(each[name] for name in key), sep="\t")
     for room in sorted(counts, key=lambda name: (name == "all", name)):
         found = counts[room]
         of = found.total() - found["equal"] - found["cosmetic"]
@@ -328,8 +329,8 @@ def main() -> None:
     options.results.parent.mkdir(parents=True, exist_ok=True)
     options.results.touch()
     done = [json.loads(line) for line in options.results.read_text(encoding="utf-8").splitlines()]
-    known = {(each["file"], each["before"], each["after"], each["line"]) for each in done}
-    left = [each for each in changes if (each.file, each.before, each.after, each.line) not in known]
+    known = {(each["file"], each["start"], each["new"]) for each in done}
+    left = [each for each in changes if (each.file, each.start, each.new) not in known]
     os.environ |= {
         "OMP_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",

@@ -125,34 +125,45 @@ def dense(family: str, loss: str, root: Path) -> Dense:
 
 @cache
 def matrices(family: str, loss: str, root: Path) -> dict[str, np.ndarray]:
-    """Gradient, Jacobian of the rewards, each pair's Hessian, and the three matrices over all pairs."""
+    """Gradient, and each pair's Gauss-Newton and Fisher matrix with their weighted means over pairs."""
     d = dense(family, loss, root)
     vector = d.point.requires_grad_()
     rewards = d.rewards(vector)
-    flat = rewards.flatten()
-    first = [torch.autograd.grad(each, vector, create_graph=True)[0] for each in flat]
-    jacobian = torch.stack(first).detach()
-    unit = torch.eye(len(vector), dtype=torch.float64)
-    seconds = [torch.autograd.grad(g, vector, unit, retain_graph=True, is_grads_batched=True)[0] for g in first]
-    at = rewards.detach().requires_grad_()
-    losses = d.pair_losses(at)
-    slope = torch.autograd.grad(losses.sum(), at, create_graph=True)[0]
-    block = torch.stack([torch.autograd.grad(slope[:, k].sum(), at, retain_graph=True)[0] for k in (0, 1)], dim=1)
-    rows = jacobian.view(len(ROWS), 2, -1)
-    newton = torch.einsum("pai,pab,pbj->pij", rows, block, rows)
-    hessian = newton + torch.einsum("pa,paij->pij", slope, torch.stack(seconds).view(*rows.shape, -1))
+    rows = torch.stack([torch.autograd.grad(each, vector, retain_graph=True)[0] for each in rewards.flatten()])
+    rows = rows.view(len(ROWS), 2, -1)
+    slope, block = of_outputs(d, rewards)
     slopes = torch.einsum("pa,pai->pi", slope, rows)
-    w = torch.from_numpy(WEIGHT)
-    found = {
-        "gradient": w @ slopes,
-        "pairs": hessian,
-        "pair newton": newton,
-        "pair fisher": torch.einsum("pi,pj->pij", slopes, slopes),
-        "hessian": torch.einsum("p,pij->ij", w, hessian),
-        "gauss_newton": torch.einsum("p,pij->ij", w, newton),
-        "fisher": torch.einsum("p,pi,pj->ij", w, slopes, slopes),
-    }
+    newton, w = torch.einsum("pai,pab,pbj->pij", rows, block, rows), torch.from_numpy(WEIGHT)
+    found = {"gradient": w @ slopes, "pair newton": newton, "pair fisher": torch.einsum("pi,pj->pij", slopes, slopes)}
+    found |= {"gauss_newton": torch.einsum("p,pij->ij", w, newton)}
+    found |= {"fisher": torch.einsum("p,pi,pj->ij", w, slopes, slopes)}
     return {name: value.detach().numpy() for name, value in found.items()}
+
+
+@cache
+def hessians(family: str, loss: str, root: Path) -> np.ndarray:
+    """Hessian of each pair's loss."""
+    d = dense(family, loss, root)
+    vector = d.point.requires_grad_()
+    rewards, seconds = d.rewards(vector), []
+    slope = of_outputs(d, rewards)[0]
+    unit = torch.eye(len(vector), dtype=torch.float64)
+    for pair, sides in zip(rewards, slope, strict=True):  # the rewards' own curvature, weighted by the loss's slope
+        gradient = torch.autograd.grad(pair @ sides, vector, create_graph=True)[0]
+        seconds.append(torch.autograd.grad(gradient, vector, unit, retain_graph=True, is_grads_batched=True)[0])
+    return matrices(family, loss, root)["pair newton"] + torch.stack(seconds).numpy()
+
+
+def of_outputs(d: Dense, rewards: Tensor) -> tuple[Tensor, Tensor]:
+    """Slope and second derivative of each pair's loss by its two rewards."""
+    at = rewards.detach().requires_grad_()
+    slope = torch.autograd.grad(d.pair_losses(at).sum(), at, create_graph=True)[0]
+    block = [torch.autograd.grad(slope[:, k].sum(), at, retain_graph=True)[0] for k in (0, 1)]
+    return slope.detach(), torch.stack(block, dim=1)
+
+
+def hessian(family: str, loss: str, root: Path) -> np.ndarray:
+    return np.einsum("p,pij->ij", WEIGHT, hessians(family, loss, root))
 
 
 def analyzed(family: str, loss: str, root: Path, matrix: str, method: str, **options: Any) -> dict[str, Any]:
@@ -193,20 +204,21 @@ def test_the_full_hessian_and_every_number_of_it(family: str, loss: str, root: P
     found = analyzed(
         family, loss, root, "hessian", "full", effective_rank=True, sam_rho=0.1, num_sampled=1, num_probes=2
     )
-    values, vectors = np.linalg.eigh(m["hessian"])
+    whole = hessian(family, loss, root)
+    values, vectors = np.linalg.eigh(whole)
     values, top, g = values[::-1], vectors[:, -1], m["gradient"]
     assert found["eigenvalues"] == pytest.approx(values, abs=tolerance * values[0])
     assert (found["num_parameters"], found["num_pairs"]) == (len(values), len(ROWS))
     assert found["trace"]["value"] == pytest.approx(values.sum(), rel=tolerance)
     d, length = dense(family, loss, root), np.linalg.norm(g)
     at = d.loss(d.point).item()
-    image = m["hessian"] @ g
+    image = whole @ g
     geometry = {"loss": at, "gradient_norm": length, "rho": 0.1, "num_pairs": len(ROWS)}
     geometry |= {"sam_sharpness": d.loss(d.point + 0.1 * torch.from_numpy(g / length)).item() - at}
     geometry |= {"gradient_curvature": g @ image / length**2}
     geometry |= {"gradient_alignment": g @ image / length / np.linalg.norm(image)}
     assert found["geometry"] == pytest.approx(geometry, rel=20 * tolerance)
-    curvature = np.einsum("i,pij,j->p", top, m["pairs"], top)
+    curvature = np.einsum("i,pij,j->p", top, hessians(family, loss, root), top)
     assert found["sampling"][0]["standard_error"] == pytest.approx(jackknifed(curvature), rel=1e-3)
     sizes, newton = np.sort(np.abs(values))[::-1], np.abs(np.linalg.eigvalsh(m["gauss_newton"]))
     shares, of_newton = sizes / sizes.sum(), newton / newton.sum()
@@ -259,7 +271,7 @@ def test_gauss_newton_and_fisher(kind: str, loss: str, method: str, root: Path):
 def test_lanczos_by_each_product_and_at_each_end(product: str, which: str, root: Path):
     options = {"product": product, "which": which, "top_k": 3, "tolerance": 1e-7}
     found = analyzed("bert", "every term", root, "hessian", "lanczos", **options)
-    values = np.linalg.eigvalsh(matrices("bert", "every term", root)["hessian"])[::-1]
+    values = np.linalg.eigvalsh(hessian("bert", "every term", root))[::-1]
     expected = {"both": [*values[:3], *values[-3:]], "largest": values[:3], "smallest": values[-3:]}
     expected["magnitude"] = sorted(values[np.argsort(-np.abs(values))[:3]], reverse=True)
     assert found["eigenvalues"] == pytest.approx(list(expected[which]), rel=1e-5)
@@ -269,15 +281,15 @@ def test_lanczos_by_each_product_and_at_each_end(product: str, which: str, root:
 def test_each_estimate_of_the_trace_lies_within_its_error(method: str, root: Path):
     options = {"trace_method": method, "num_probes": 30, "top_k": 2}
     trace = analyzed("bert", "every term", root, "hessian", "lanczos", **options)["trace"]
-    whole = np.trace(matrices("bert", "every term", root)["hessian"])
+    whole = np.trace(hessian("bert", "every term", root))
     assert abs(trace["value"] - whole) < 4 * trace["standard_error"] + 1e-6
-    assert trace["standard_error"] < 0.35 * np.linalg.norm(matrices("bert", "every term", root)["hessian"])
+    assert trace["standard_error"] < 0.35 * np.linalg.norm(hessian("bert", "every term", root))
 
 
 def test_the_density_has_the_moments_of_the_matrix(root: Path):
     options = {"num_probes": 8, "probe_steps": 6, "top_k": 2, "with_density": True}
     density = analyzed("bert", "every term", root, "hessian", "lanczos", **options)["density"]
-    values = np.linalg.eigvalsh(matrices("bert", "every term", root)["hessian"])
+    values = np.linalg.eigvalsh(hessian("bert", "every term", root))
     exact = np.array(density["exact"])
     for power in range(4):
         probes = [
@@ -289,8 +301,8 @@ def test_the_density_has_the_moments_of_the_matrix(root: Path):
 
 
 def test_slices_along_eigenvectors_are_the_losses_there(root: Path):
-    d, m = dense("bert", "every term", root), matrices("bert", "every term", root)
-    values, vectors = np.linalg.eigh(m["hessian"])
+    d = dense("bert", "every term", root)
+    values, vectors = np.linalg.eigh(hessian("bert", "every term", root))
     vectors = vectors[:, np.argsort(-np.abs(values))]
     given = [
         f"checkpoint={folder('bert', root)}",
