@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.storage.loading import read_checkpoint
@@ -22,7 +22,7 @@ from rm_optimizer.landscape.analysis_context import (
     AnalysisContext,
     AnalysisResult,
 )
-from rm_optimizer.landscape.estimates.by_pair import CurvatureByPair, curvature_by_pair
+from rm_optimizer.landscape.estimates.by_pair import curvature_by_pair
 from rm_optimizer.landscape.hessian import Matrix
 from rm_optimizer.landscape.layers import (
     BlockCurvature,
@@ -43,7 +43,7 @@ from rm_optimizer.landscape.surface.directions import (
     filter_normalized,
     trajectory_plane,
 )
-from rm_optimizer.landscape.surface.grid import MISSING, GridLedger, Points, measure_grid
+from rm_optimizer.landscape.surface.grid import MISSING, GridLedger, PointLoss, Points, measure_grid
 from rm_optimizer.landscape.surface.results import (
     Slice,
     Surface,
@@ -56,29 +56,22 @@ from rm_optimizer.landscape.surface.results import (
     trajectory_grid,
 )
 from rm_optimizer.records.codec import from_values
-from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, LandscapeConfig, SpectrumMethod, SpectrumOptions
+from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, SpectrumMethod, SpectrumOptions
 
 
 def measure_slices(context: AnalysisContext) -> AnalysisResult[Slice]:
     """Measure the loss along lines through the weights."""
-    config = context.config
-    identity = _identity_of_directions(context, config.num_directions)
-    with _points(context, identity, config.num_directions * config.num_points) as ledger:
-        directions = _directions(context, config.num_directions, identity)
-        steps = symmetric_steps(_span(config, directions), config.num_points)
-        is_partial = _measure(context, directions, slice_grid(len(directions.names), steps), ledger)
-    rows = in_rows(ledger.points, len(steps), len(directions.names))
+    count, size = context.config.num_directions, context.config.num_points
+    directions, steps, points, is_partial = _around_weights(context, count, count * size, partial(slice_grid, count))
+    rows = in_rows(points, size, count)
     return AnalysisResult(Slice(context.measured(directions), steps, rows), is_partial)
 
 
 def measure_surface(context: AnalysisContext) -> AnalysisResult[Surface]:
     """Measure the loss over a plane through the weights."""
-    identity = _identity_of_directions(context, 2)
-    with _points(context, identity, context.config.num_points**2) as ledger:
-        directions = _directions(context, 2, identity)
-        steps = symmetric_steps(_span(context.config, directions), context.config.num_points)
-        is_partial = _measure(context, directions, plane_grid(steps, steps), ledger)
-    rows = in_rows(ledger.points, len(steps), len(steps))
+    size = context.config.num_points
+    directions, steps, points, is_partial = _around_weights(context, 2, size**2, lambda steps: plane_grid(steps, steps))
+    rows = in_rows(points, size, size)
     return AnalysisResult(Surface(context.measured(directions), steps, steps, rows), is_partial)
 
 
@@ -101,7 +94,9 @@ def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]
     identity = digest([context.measured_loss.fingerprint(), list(checkpoints)])
     with _points(context, identity, size * size + len(checkpoints)) as ledger:
         subset = select_parameters(context.measured_loss.model, context.measured_loss.params)
-        displacements = displacements_of(map(_weights, checkpoints.values()), subset)
+        weights = (read_checkpoint(path)[1].items() for path in checkpoints.values())
+        named = ({f"model.{name}": tensor for name, tensor in own} for own in weights)  # as the reward model names them
+        displacements = displacements_of(named, subset)
         plane = trajectory_plane(displacements)
         x, y = plane_ranges(plane, size)
         moves = Directions(
@@ -180,36 +175,42 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
         with_density=context.config.type == AnalysisType.density,
         state_file=context.folder / STATE_FILE,
     )
-    spectrum = replace(spectrum, source=str(context.subject), by_pair=_by_pair(context, spectrum))
+    described, curvatures, by_pair = context.measured_loss.described, spectrum.pair_curvatures, None
+    if described and curvatures is not None:
+        by_pair = curvature_by_pair(curvatures, described)
+    spectrum = replace(spectrum, source=str(context.subject), by_pair=by_pair)
     is_partial = spectrum.status == SpectrumStatus.interrupted
     if is_partial and not spectrum.eigenvalues:
         raise KeyboardInterrupt
     return AnalysisResult(spectrum, is_partial, is_kept=(context.folder / STATE_FILE).exists())
 
 
-def _by_pair(context: AnalysisContext, spectrum: HessianSpectrum) -> CurvatureByPair | None:
-    """Origin of the top eigenvalue, where the curvature of each pair was measured."""
-    described = context.measured_loss.described
-    if spectrum.pair_curvatures is None or not described:
-        return None
-    return curvature_by_pair(spectrum.pair_curvatures, described)
+def _around_weights(
+    context: AnalysisContext, count: int, num_points: int, grid_of: Callable[[Sequence[float]], Points]
+) -> tuple[Directions, tuple[float, ...], Mapping[int, PointLoss], bool]:
+    """Directions from the weights, steps along them, losses by the number of the point, and True after an interruption.
 
-
-def _identity_of_directions(context: AnalysisContext, count: int) -> str:
-    """Identity of the directions of an analysis."""
+    Args:
+        context: context of the analysis.
+        count: number of directions; those of an earlier call of the same analysis are used again.
+        num_points: number of points of the grid.
+        grid_of: points of the grid for the steps.
+    """
     measured_loss, config = context.measured_loss, context.config
     how = [config.directions.value, count, measured_loss.sample.seed, config.tolerance, config.max_products]
-    return digest([measured_loss.fingerprint(), *how])
-
-
-def _directions(context: AnalysisContext, count: int, identity: str) -> Directions:
-    """Directions of an earlier call of the same analysis, or new ones."""
-    path = context.folder / DIRECTIONS_FILE
-    found = Directions.load(path, identity)
-    if found is None:
-        found = _new_directions(context, count)
-        found.save(path, identity)
-    return found
+    identity, path = digest([measured_loss.fingerprint(), *how]), context.folder / DIRECTIONS_FILE
+    with _points(context, identity, num_points) as ledger:
+        directions = Directions.load(path, identity)
+        if directions is None:
+            directions = _new_directions(context, count)
+            directions.save(path, identity)
+        span = config.span
+        if span is None:  # 1, or where a parabola with the largest eigenvalue's curvature rises by 1 nat
+            largest = max((abs(value) for value in directions.values or ()), default=0.0)
+            span = (2 / largest) ** 0.5 if largest > 0 else 1.0
+        steps = symmetric_steps(span, config.num_points)
+        is_partial = _measure(context, directions, grid_of(steps), ledger)
+    return directions, steps, ledger.points, is_partial
 
 
 def _new_directions(context: AnalysisContext, count: int) -> Directions:
@@ -226,14 +227,6 @@ def _new_directions(context: AnalysisContext, count: int) -> Directions:
     if found.eigenvectors is None or found.status == SpectrumStatus.interrupted:
         raise KeyboardInterrupt
     return along_eigenvectors(found.eigenvalues, found.eigenvectors, found.converged, count)
-
-
-def _span(config: LandscapeConfig, directions: Directions) -> float:
-    """Span of the options; by default 1, or where a parabola with the largest eigenvalue's curvature rises by 1 nat."""
-    if config.span is not None:
-        return config.span
-    largest = max((abs(value) for value in directions.values or ()), default=0.0)
-    return (2 / largest) ** 0.5 if largest > 0 else 1.0
 
 
 @contextmanager
@@ -265,11 +258,6 @@ def _measure(context: AnalysisContext, directions: Directions, points: Points, l
             raise
         return True
     return False
-
-
-def _weights(path: Path) -> dict[str, Tensor]:
-    """Weights of a checkpoint by the reward model's names."""
-    return {f"model.{name}": tensor for name, tensor in read_checkpoint(path)[1].items()}
 
 
 _MATRICES: Mapping[AnalysisType, Matrix] = {AnalysisType.gauss_newton: "gauss_newton", AnalysisType.fisher: "fisher"}

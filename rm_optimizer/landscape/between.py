@@ -23,7 +23,6 @@ from rm_optimizer.core.storage.loading import load_weights
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult, ReadWeights
 from rm_optimizer.landscape.estimates.by_pair import clusters_of
-from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.visualization import LandscapeRecord
 from rm_optimizer.records.codec import from_values, json_values
@@ -176,32 +175,23 @@ def _path(context: AnalysisContext, start: Weights, end: Weights, ends: tuple[in
     rows: list[np.ndarray] = []
     for done, position in enumerate(positions.tolist()):
         context.on_point(done, len(positions))
-        load_weights(measured.model.model, _between(start, end, position), Path("path"))
-        rows.append(_weighted_losses(measured))
+        between = {  # buffers that are not floating-point are those of the start
+            name: torch.lerp(value, end[name], position) if value.is_floating_point() else value
+            for name, value in start.items()
+        }
+        load_weights(measured.model.model, between, Path("path"))
+        with measured.measuring() as objective, torch.no_grad():
+            losses = [
+                objective.pair_losses(objective.rewards_at(objective.parameters, batch), batch) * batch.weight
+                for batch in objective.batches
+            ]
+            rows.append(np.asarray(torch.cat(losses).double().cpu()))
     weights = torch.cat([batch.weight for batch in measured.sample.batches]).double().cpu().numpy()
     columns = np.column_stack([*rows, weights])
     sums = cluster_totals(columns, clusters_of(measured.sample.batches, measured.sample.prompts))
     barrier = barrier_of(sums, seed=measured.sample.seed)
-    losses = columns[:, :-1].sum(axis=0) / weights.sum()
-    return LossPath(*ends, tuple(positions.tolist()), tuple(losses.tolist()), barrier)
-
-
-def _between(start: Weights, end: Weights, position: float) -> Weights:
-    """Interpolated weights; buffers that are not floating-point are those of the start."""
-    return {
-        name: torch.lerp(value, end[name], position) if value.is_floating_point() else value
-        for name, value in start.items()
-    }
-
-
-def _weighted_losses(measured: MeasuredLoss) -> Float[np.ndarray, " pairs"]:
-    """Weight times loss of each pair at the model's weights, in the order of the micro-batches."""
-    with measured.measuring() as objective, torch.no_grad():
-        losses = [
-            objective.pair_losses(objective.rewards_at(objective.parameters, batch), batch) * batch.weight
-            for batch in objective.batches
-        ]
-        return np.asarray(torch.cat(losses).double().cpu().numpy())
+    losses_at = columns[:, :-1].sum(axis=0) / weights.sum()
+    return LossPath(*ends, tuple(positions.tolist()), tuple(losses_at.tolist()), barrier)
 
 
 def barrier_of(sums: Float[np.ndarray, "clusters terms"], *, seed: int, num_bootstrap: int = 1000) -> Estimate:
@@ -215,13 +205,12 @@ def barrier_of(sums: Float[np.ndarray, "clusters terms"], *, seed: int, num_boot
         seed: seed of the resampling.
         num_bootstrap: number of resamples.
     """
-    (rise,) = cluster_bootstrap(sums, _rise, num_bootstrap=num_bootstrap, seed=seed)
+
+    def rise_of(totals: Float[np.ndarray, "... terms"]) -> Float[np.ndarray, "... one"]:
+        losses = totals[..., :-1] / totals[..., -1:]
+        ends = np.maximum(losses[..., 0], losses[..., -1])
+        return np.asarray((losses[..., 1:-1].max(axis=-1) - ends)[..., None])
+
+    (rise,) = cluster_bootstrap(sums, rise_of, num_bootstrap=num_bootstrap, seed=seed)
     low, high = (None if end is None else max(end, 0.0) for end in (rise.low, rise.high))
     return replace(rise, value=max(rise.value, 0.0), low=low, high=high)
-
-
-def _rise(sums: Float[np.ndarray, "... terms"]) -> Float[np.ndarray, "... one"]:
-    """Largest mean loss between the ends less the larger mean loss of the ends, from totals as in `barrier_of`."""
-    losses = sums[..., :-1] / sums[..., -1:]
-    ends = np.maximum(losses[..., 0], losses[..., -1])
-    return np.asarray((losses[..., 1:-1].max(axis=-1) - ends)[..., None])

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.records.codec import JsonRecord
@@ -62,11 +60,17 @@ def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: i
     if not 1 <= count <= available:
         raise ConfigError(f"top_k must lie in [1, {available}], the largest eigenvalues of both spectra, got {count}")
     at_bottom = min(first.num_bottom, second.num_bottom, count)
+    overlap, trace_ratio = None, None
+    if first.eigenvectors is not None and second.eigenvectors is not None:
+        old, new = (each[:count].double() for each in (first.eigenvectors, second.eigenvectors))
+        overlap = float((old @ new.to(old.device).T).square().sum() / count)
+    if first.trace is not None and second.trace is not None and first.trace.value:
+        trace_ratio = second.trace.value / first.trace.value
     return SpectrumComparison(
         ratios=_ratios(second.eigenvalues[:count], first.eigenvalues[:count]),
         bottom_ratios=_ratios(second.eigenvalues[::-1][:at_bottom], first.eigenvalues[::-1][:at_bottom]),
-        trace_ratio=_trace_ratio(first, second),
-        subspace_overlap=_overlap(first, second, count),
+        trace_ratio=trace_ratio,
+        subspace_overlap=overlap,
         num_compared=count,
         num_pairs=(first.num_pairs, second.num_pairs),
     )
@@ -74,18 +78,3 @@ def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: i
 
 def _ratios(new: Sequence[float], old: Sequence[float]) -> tuple[float, ...]:
     return tuple(after / before if before else float("nan") for after, before in zip(new, old, strict=True))
-
-
-def _trace_ratio(first: HessianSpectrum, second: HessianSpectrum) -> float | None:
-    if first.trace is None or second.trace is None or first.trace.value == 0:
-        return None
-    return second.trace.value / first.trace.value
-
-
-def _overlap(first: HessianSpectrum, second: HessianSpectrum, count: int) -> float | None:
-    if first.eigenvectors is None or second.eigenvectors is None:
-        return None
-    products = (
-        first.eigenvectors[:count].double() @ second.eigenvectors[:count].double().to(first.eigenvectors.device).T
-    )
-    return float(torch.as_tensor(products).square().sum() / count)

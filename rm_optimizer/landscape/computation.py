@@ -120,18 +120,9 @@ class SpectrumComputation:
             ConfigError: if more eigenvalues are wanted than the matrix has.
             KeyboardInterrupt: if the user stopped it before there were eigenvalues.
         """
-        if self.method != "lanczos":
-            self.operator.on_product = on_product
-        self._solve()
-        self.operator.on_product = on_product
-        try:
-            if not self.is_interrupted:
-                self._estimate()
-        except KeyboardInterrupt:
-            self.is_interrupted = True
-
-    def _solve(self) -> None:
         operator, tolerance = self.operator, self.options.tolerance
+        if self.method != "lanczos":
+            operator.on_product = on_product
         if self.method == "lanczos":
             self.pairs = self._by_lanczos()
         elif self.method == "power_iteration":
@@ -148,6 +139,12 @@ class SpectrumComputation:
             self.gram = self._gram(operator, num_vectors=self.top_k)
             self.pairs, self.is_exhaustive = gram_pairs(self.gram, operator), True
             self.trace = _exact(self.gram.trace, operator)
+        operator.on_product = on_product
+        try:
+            if not self.is_interrupted:
+                self._estimate()
+        except KeyboardInterrupt:
+            self.is_interrupted = True
 
     def _by_lanczos(self) -> Eigenpairs:
         matrix, options = SupportedOperator(self.operator), self.options
@@ -261,13 +258,18 @@ class SpectrumComputation:
             self.pairs if self.pairs.is_orthonormal and len(self.pairs.vectors) == len(self.pairs.values) else None
         )
         if self.with_density:
+            at_once = 1  # random vectors whose bases share memory; products with kept graphs have nothing to share
+            if not (isinstance(operator, HessianOperator) and operator.product == KeptGraph.name):
+                room = self._memory_of_vectors() - self.pairs.vectors.nbytes
+                basis = (options.probe_steps + 1) * _bytes_of_vector(operator)
+                at_once = max(1, min(VECTORS_AT_ONCE, room // basis))
             self.density = spectral_density(
                 operator,
                 num_probes=options.num_probes,
                 num_steps=options.probe_steps,
                 seed=self.seed + 1,
                 found=removable,
-                at_once=self._probes_at_once(),
+                at_once=at_once,
             )
             self.trace = self.trace or self.density.moment(1)
         if self.trace is None and options.num_probes:
@@ -283,14 +285,6 @@ class SpectrumComputation:
             known = self.gram if isinstance(operator, OutputOperator) and operator.curvature == "gauss_newton" else None
             limit = options.memory_bytes or ROW_BYTES
             self.gauss_newton_rank = effective_rank(operator.objective, known, limit)
-
-    def _probes_at_once(self) -> int:
-        """Number of random vectors whose Lanczos bases share memory; 1 if products have nothing to share."""
-        if isinstance(self.operator, HessianOperator) and self.operator.product == KeptGraph.name:
-            return 1
-        room = self._memory_of_vectors() - self.pairs.vectors.nbytes
-        basis = (self.options.probe_steps + 1) * _bytes_of_vector(self.operator)
-        return max(1, min(VECTORS_AT_ONCE, room // basis))
 
     def _add_sampling(self) -> None:
         """Add the errors of the first eigenvalues over pairs, and cross-fitted values of the largest ones."""

@@ -8,7 +8,6 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -29,7 +28,7 @@ from rm_optimizer.landscape.computation import SpectrumComputation, known_ends
 from rm_optimizer.landscape.estimates.by_pair import clusters_of
 from rm_optimizer.landscape.estimates.cross_fitting import FEW_PROMPTS, num_prompts
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputOperator
-from rm_optimizer.landscape.operators.objective import PairObjective, measuring
+from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.operators.parameters import TRAINABLE
 from rm_optimizer.landscape.operators.single_pairs import pairs_digest
 from rm_optimizer.landscape.solvers.krylov import remove_states
@@ -208,7 +207,13 @@ class HessianAnalyzer:
         kind = matrix or ("gauss_newton" if method == "gauss_newton_exact" else "hessian")
         options, began = options or _DIRECT, time.perf_counter()
         _check_choices(method, kind, self.dtype, options)
-        with self._measuring(pairs, num_pairs) as (objective, known_prompts):
+        fewest = FEWEST if self.group is None else 0
+        batches, known_prompts = fixed_batches(
+            self.model, pairs, token_budget=self.token_budget, num_pairs=num_pairs, seed=self.seed, fewest=fewest
+        )
+        with measuring(
+            self.model, batches, self.loss or LossConfig(), params=self.params, dtype=self.dtype, group=self.group
+        ) as objective:
             operator: LossOperator = (
                 HessianOperator(objective, product=options.product, graph_memory_bytes=options.memory_bytes)
                 if kind == "hessian"
@@ -236,17 +241,6 @@ class HessianAnalyzer:
         if state_file is not None and not found.is_interrupted:
             remove_states(state_file)
         return spectrum
-
-    @contextmanager
-    def _measuring(self, pairs: PairSource, num_pairs: int | None) -> Iterator[tuple[PairObjective, Prompts | None]]:
-        fewest = FEWEST if self.group is None else 0
-        batches, prompts = fixed_batches(
-            self.model, pairs, token_budget=self.token_budget, num_pairs=num_pairs, seed=self.seed, fewest=fewest
-        )
-        with measuring(
-            self.model, batches, self.loss or LossConfig(), params=self.params, dtype=self.dtype, group=self.group
-        ) as objective:
-            yield objective, prompts
 
     def _spectrum(self, found: SpectrumComputation, matrix: str, wall_seconds: float) -> HessianSpectrum:
         operator, pairs, objective = found.operator, found.pairs, found.operator.objective

@@ -13,7 +13,7 @@ import torch
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
-from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_pairs, load_training_data
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, load_pairs, load_training_data
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.draws import PairSample, draw_pairs
 from rm_optimizer.landscape.estimates.by_pair import DescribedPair, pair_indices
@@ -90,7 +90,11 @@ def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -
     model = BradleyTerryRM.from_pretrained(checkpoint or options.checkpoint, max_length=options.max_length)
     if torch.cuda.is_available():
         model.to("cuda")
-    _warn_of_other_beta(model.beta, options)
+    if model.beta not in (1.0, options.loss.beta):
+        _log.warning(
+            "the loss is measured with loss.beta=%g, but %s was trained with %g; loss.beta=%g measures that loss",
+            options.loss.beta, options.checkpoint, model.beta, model.beta,
+        )  # fmt: skip
     wanted = options.landscape.params
     params = wanted if isinstance(wanted, str) else tuple(map(str, wanted))
     select_parameters(model, params)
@@ -120,17 +124,15 @@ def _described(pairs: Sequence[PreferencePair], sample: PairSample) -> dict[int,
     return {index: described(pairs[index]) for index in indices}
 
 
-def _warn_of_other_beta(trained: float, options: AnalyzeConfig) -> None:
-    """Warn if the loss has another inverse temperature than the model was trained with."""
-    if trained not in (1.0, options.loss.beta):
-        _log.warning(
-            "the loss is measured with loss.beta=%g, but %s was trained with %g; loss.beta=%g measures that loss",
-            options.loss.beta, options.checkpoint, trained, trained,
-        )  # fmt: skip
-
-
 def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
-    if options.data.train is None and RunFolder.of(options.checkpoint) is None:
+    """Pairs that the options name; those of a run must be those that it was trained on.
+
+    Raises:
+        ConfigError: if the options name none and no run records them.
+        DataError: if the fingerprints differ from those of the run.
+    """
+    run = RunFolder.of(options.checkpoint)
+    if options.data.train is None and run is None:
         raise ConfigError(
             f"data.train must name pairs, since no run folder of {options.checkpoint} records them; "
             "add --data PAIRS (data.train=PAIRS)"
@@ -138,24 +140,13 @@ def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
     if options.split == Split.all and options.data.train is not None:
         return load_pairs(options.data.train, options.data)
     data = load_training_data(options.data)
-    _require_data_of_run(options, data)
-    return data.val if options.split == Split.val else data.train
-
-
-def _require_data_of_run(options: AnalyzeConfig, data: TrainVal) -> None:
-    """Refuse pairs that differ from those that the run was trained on.
-
-    Raises:
-        DataError: if their fingerprints differ.
-    """
-    run = RunFolder.of(options.checkpoint)
+    found = data.val if options.split == Split.val else data.train
     identity = run.identity if run is not None else None
     if run is None or identity is None:
-        return
-    as_trained = {**run.options["data"], **identity.sources}
-    read = options_of(options.data)
+        return found
+    as_trained, read = {**run.options["data"], **identity.sources}, options_of(options.data)
     if any(read[name] != as_trained.get(name) for name in read if not is_among(f"data.{name}", FREE)):
-        return
+        return found
     is_streamed = options.data.streaming != Streaming.off  # its training fingerprint is that of the files
     train = identity.train_fingerprint if is_streamed else data.train.fingerprint
     for option, was, now in (
@@ -168,3 +159,4 @@ def _require_data_of_run(options: AnalyzeConfig, data: TrainVal) -> None:
                 f"{run.path} was trained on (fingerprint was {was}, is {now}); bring them back, or name pairs with "
                 "--data PAIRS"
             )
+    return found

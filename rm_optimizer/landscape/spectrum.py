@@ -212,7 +212,8 @@ def condition_number(spectrum: HessianSpectrum) -> Quantity:
     (size, bound), note = ranked[-1], f"|lambda|_1 / |lambda|_k, k = {len(ranked)}"
     if size <= 2 * bound:
         limit = (largest[0] - largest[1]) / (size + bound)
-        why = "error bound" if _is_rough(spectrum) else f"limit of {spectrum.dtype}"
+        is_exact = spectrum.method in ("full", "gauss_newton_exact")  # to rounding, not iterated to a tolerance
+        why = f"limit of {spectrum.dtype}" if is_exact else "error bound"
         return Quantity(Estimate(limit, None, 0, limit, None, IntervalKind.bounds), note=f"{note}, {why}")
     return Quantity(_divided(_within(*largest), size, bound), note=note)
 
@@ -341,11 +342,6 @@ def _ranked(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
     return [(size, bound) for size, bound in sizes if size >= max(map(abs, inner))]
 
 
-def _is_rough(spectrum: HessianSpectrum) -> bool:
-    """True if eigenvalues were iterated to a tolerance and not computed to rounding."""
-    return spectrum.method not in ("full", "gauss_newton_exact")
-
-
 def _top(spectrum: HessianSpectrum) -> list[tuple[float, float]]:
     """The largest eigenvalues without a gap, with their error bounds."""
     listed = _listed(spectrum)
@@ -368,21 +364,16 @@ def _largest(spectrum: HessianSpectrum) -> tuple[float, float] | str:
 
 def _of_all(spectrum: HessianSpectrum, terms: Terms, combine: Combine) -> Quantity:
     """Function of totals over all eigenvalues; zeros add nothing to any of the terms in use."""
-    if _has_all(spectrum):
-        return _of_listed(spectrum, terms, combine)
-    if spectrum.density is None:
-        return Quantity(None, _NEEDS_ALL)
-    return Quantity(spectrum.density.statistic(terms, combine))
-
-
-def _of_listed(spectrum: HessianSpectrum, terms: Terms, combine: Combine) -> Quantity:
-    """Function of the listed eigenvalues, with the sum of the changes by each eigenvalue's error bound."""
+    if not _has_all(spectrum):
+        density = spectrum.density
+        return Quantity(None, _NEEDS_ALL) if density is None else Quantity(density.statistic(terms, combine))
     values, bounds = np.array(spectrum.eigenvalues), np.array(spectrum.error_bounds)
     if not values.any():
         return Quantity(None, "every eigenvalue is 0")
     each = terms(values)
     totals = each.sum(axis=1)
     value = float(combine(totals))
+    # the error is the sum of the changes by each eigenvalue's error bound
     changes = [np.abs(combine(totals[:, None] + terms(values + moved) - each) - value) for moved in (bounds, -bounds)]
     return Quantity(_within(value, float(np.maximum(*changes).sum())))
 

@@ -15,7 +15,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement
 from rm_optimizer.landscape.operators.differences import GradientDifferences, ScaledDifferences
-from rm_optimizer.landscape.operators.objective import PairObjective, measuring
+from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, unit
 from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.schema import LossConfig
@@ -94,10 +94,13 @@ class _Measurement:
         dtype = torch.float64 if self.model.reward_head.weight.dtype == torch.float64 else torch.float32
         with measuring(self.model, self.micro_batches, self.loss, dtype=dtype, twice=False) as objective:
             hessian = GradientDifferences(objective)
-            top = self._followed(hessian, self.vectors, self.num_products)
+            top = self._top(hessian, self.vectors, self.num_products)
             self.vectors = top.vectors
-            random = RandomVectors(hessian, self.seed + 1)
-            sharpness = None if scales is None else self._sharpness(objective, hessian, scales)
+            random, sharpness = RandomVectors(hessian, self.seed + 1), None
+            if scales is not None:
+                scale = objective.subset.flatten([scales[name] for name in objective.subset.names])
+                scaled = self._top(ScaledDifferences(hessian, scale), self.scaled_vectors, 1)
+                self.scaled_vectors, sharpness = scaled.vectors, scaled.value
             return CurvatureMeasurement(
                 top_eigenvalue=top.value,
                 residual=top.residual,
@@ -111,14 +114,12 @@ class _Measurement:
                 preconditioned_sharpness=sharpness,
             )
 
-    def _sharpness(self, objective: PairObjective, hessian: GradientDifferences, scales: Mapping[str, Tensor]) -> float:
-        scale = objective.subset.flatten([scales[name] for name in objective.subset.names])
-        top = self._followed(ScaledDifferences(hessian, scale), self.scaled_vectors, 1)
-        self.scaled_vectors = top.vectors
-        return top.value
-
-    def _followed(self, matrix: Differences, vectors: Tensor | None, num_products: int) -> _Top:
-        return _found(matrix, self.seed) if vectors is None else _followed(matrix, vectors[:num_products])
+    def _top(self, matrix: Differences, vectors: Tensor | None, num_products: int) -> _Top:
+        if vectors is not None:
+            return _followed(matrix, vectors[:num_products])
+        most = min(FIRST_PRODUCTS, matrix.dimension)
+        pairs = lanczos(matrix, min(2, most), tolerance=TOLERANCE, max_products=most, seed=self.seed)
+        return _Top(float(pairs.values[0]), pairs.vectors, float(pairs.residuals[0]))
 
 
 def num_gradients(num_products: int, num_numbers: int) -> float:
@@ -132,12 +133,6 @@ class _Top:
     vectors: Float[Tensor, "vectors parameters"]
     """Vector of the largest Ritz value, and that of the second largest if there is one."""
     residual: float
-
-
-def _found(hessian: Differences, seed: int) -> _Top:
-    most = min(FIRST_PRODUCTS, hessian.dimension)
-    pairs = lanczos(hessian, min(2, most), tolerance=TOLERANCE, max_products=most, seed=seed)
-    return _Top(float(pairs.values[0]), pairs.vectors, float(pairs.residuals[0]))
 
 
 def _followed(hessian: Differences, vectors: Float[Tensor, "vectors parameters"]) -> _Top:

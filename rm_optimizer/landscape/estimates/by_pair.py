@@ -122,8 +122,14 @@ def _along_all(objective: PairObjective, vector: Tensor, known: float | None, fi
 
 def _along(objective: PairObjective, batch: AnyPairBatch, vector: Tensor, step: float) -> Tensor:
     """Central difference of slopes along the vector, since some activations have no second forward derivative."""
+
+    def losses(*weights: Tensor) -> Tensor:
+        return objective.pair_losses(objective.rewards_at(weights, batch), batch)
+
+    direction = tuple(objective.subset.unflatten(vector))
     try:
-        ahead, behind = (_slopes(objective, batch, vector, place) for place in (step, -step))
+        with torch.no_grad():
+            ahead, behind = (jvp(losses, objective.moved(at * vector), direction)[1] for at in (step, -step))
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, NotImplementedError) as error:
@@ -131,16 +137,8 @@ def _along(objective: PairObjective, batch: AnyPairBatch, vector: Tensor, step: 
             f"{type(objective.model.model).__name__} has no forward derivatives; set num_sampled=0 to do without the "
             "sampling error over pairs"
         ) from error
-    return (ahead - behind) / (2 * step)
-
-
-@torch.no_grad()
-def _slopes(objective: PairObjective, batch: AnyPairBatch, vector: Tensor, place: float) -> Tensor:
-    def losses(*weights: Tensor) -> Tensor:
-        return objective.pair_losses(objective.rewards_at(weights, batch), batch)
-
-    slopes: Tensor = jvp(losses, objective.moved(place * vector), tuple(objective.subset.unflatten(vector)))[1]
-    return slopes
+    difference: Tensor = (ahead - behind) / (2 * step)
+    return difference
 
 
 HEAVIEST = 10
@@ -252,20 +250,13 @@ def curvature_by_pair(found: PairCurvatures, described: Mapping[int, DescribedPa
     shares = parts / (float(parts.sum()) or 1.0)
     order = np.argsort(-np.abs(shares))[:HEAVIEST]
     heaviest = tuple(PairShare(pairs[i], float(found.along[i, 0]), float(shares[i])) for i in order)
-    columns = list(dict.fromkeys(column for pair in pairs for column in pair.groups))
-    groups = [
-        _group(found, shares, column, name, [pair.groups.get(column) == name for pair in pairs])
-        for column in columns
-        for name in sorted({pair.groups[column] for pair in pairs if column in pair.groups})
-    ]
+    groups: list[GroupCurvature] = []
+    for column in dict.fromkeys(column for pair in pairs for column in pair.groups):
+        for name in sorted({pair.groups[column] for pair in pairs if column in pair.groups}):
+            inside = np.flatnonzero([pair.groups.get(column) == name for pair in pairs])
+            weights = found.weights[inside]
+            along = (found.along[inside] * weights[:, None]).sum(axis=0) / weights.sum()
+            own = [] if found.gram is None else found.gram.values_of(inside)[: found.along.shape[1]].tolist()
+            share = float(shares[inside].sum())
+            groups.append(GroupCurvature(column, name, len(inside), tuple(along.tolist()), share, tuple(own)))
     return CurvatureByPair(tuple(groups), heaviest)
-
-
-def _group(
-    found: PairCurvatures, shares: Float[np.ndarray, " pairs"], column: str, name: str, is_member: Sequence[bool]
-) -> GroupCurvature:
-    inside = np.flatnonzero(is_member)
-    weights = found.weights[inside]
-    along = (found.along[inside] * weights[:, None]).sum(axis=0) / weights.sum()
-    own = [] if found.gram is None else found.gram.values_of(inside)[: found.along.shape[1]].tolist()
-    return GroupCurvature(column, name, len(inside), tuple(along.tolist()), float(shares[inside].sum()), tuple(own))

@@ -219,20 +219,17 @@ def not_cross_fitted(
     parts = []
     if found < num_top:
         ranks = f"largest {num_top}" if found + 1 == num_top else f"largest {found + 1} to {num_top}"
-        parts.append(f"{ranks}: {_why_not(found, num_asked, num_nonzero, prompts)}")
+        reason = f"halves of the pairs have {found} eigenvalues above 0"
+        if prompts < FEWEST_PROMPTS and num_asked:
+            reason = f"{prompts} prompts, and halves of halves need at least {FEWEST_PROMPTS}"
+        elif found == num_asked:
+            reason = f"num_sampled={num_asked}"
+        elif found == num_nonzero:
+            reason = "0 within the error bound"
+        parts.append(f"{ranks}: {reason}")
     if lists_smallest:
         parts.append("smallest: only the largest are")
     return "; ".join(parts)
-
-
-def _why_not(found: int, num_asked: int, num_nonzero: int, prompts: int) -> str:
-    if prompts < FEWEST_PROMPTS and num_asked:
-        return f"{prompts} prompts, and halves of halves need at least {FEWEST_PROMPTS}"
-    if found == num_asked:
-        return f"num_sampled={num_asked}"
-    if found == num_nonzero:
-        return "0 within the error bound"
-    return f"halves of the pairs have {found} eigenvalues above 0"
 
 
 def part_of(objective: PairObjective, pairs: Pairs) -> PairObjective:

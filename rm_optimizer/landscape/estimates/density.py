@@ -149,35 +149,28 @@ def spectral_density(
     nodes, weights, products = [], [], 0
     free = operator.dimension - (0 if found is None else len(found.values))
     for start in range(0, num_probes if free else 0, at_once):
-        for size, state in _iterated(rest, min(at_once, num_probes - start), min(num_steps, free), random):
+        probes: list[tuple[float, KrylovState]] = []
+        for _ in range(min(at_once, num_probes - start)):
+            probe = random.signs(1)
+            probe = rest.project(probe) if isinstance(rest, DeflatedOperator) else probe
+            size, state = length(probe[0]), KrylovState()
+            state.basis.append(probe[0] / size)
+            probes.append((size, state))
+        running = [state for _, state in probes]
+        for _ in range(min(num_steps, free)):  # in lockstep, each until its space is exhausted
+            if not running:
+                break
+            images = rest.apply(torch.stack([state.basis.last() for state in running]))
+            for state, image in zip(running, images, strict=True):
+                absorb(rest, state, random, image)
+            running = [state for state in running if not state.num_restarts]
+        for size, state in probes:
             theta, vectors = state.ritz()
             nodes.append(tuple(theta.tolist()))
             weights.append(tuple((size**2 * vectors[0] ** 2).tolist()))
             products += state.num_products
     exact = () if found is None else tuple(found.values.tolist())
     return SpectralDensity(exact, tuple(nodes), tuple(weights), operator.dimension, products)
-
-
-def _iterated(
-    operator: SymmetricOperator, num_probes: int, num_steps: int, random: RandomVectors
-) -> list[tuple[float, KrylovState]]:
-    """Lengths of random vectors, and Lanczos iterations from them in lockstep, each until its space is exhausted."""
-    probes: list[tuple[float, KrylovState]] = []
-    for _ in range(num_probes):
-        probe = random.signs(1)
-        probe = operator.project(probe) if isinstance(operator, DeflatedOperator) else probe
-        size, state = length(probe[0]), KrylovState()
-        state.basis.append(probe[0] / size)
-        probes.append((size, state))
-    running = [state for _, state in probes]
-    for _ in range(num_steps):
-        if not running:
-            break
-        products = operator.apply(torch.stack([state.basis.last() for state in running]))
-        for state, product in zip(running, products, strict=True):
-            absorb(operator, state, random, product)
-        running = [state for state in running if not state.num_restarts]
-    return probes
 
 
 def _one_step_less(nodes: tuple[float, ...], weights: tuple[float, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -219,13 +212,11 @@ class DensityCurve:
         density: share of all eigenvalues per unit at each; integrates to 1.
         standard_error: standard error over random vectors, without the quadrature's own error; NaN for one vector, 0 if
             every eigenvalue is known.
-        width: standard deviation of the normal for one eigenvalue; a node is as wide as the distance to its neighbors.
     """
 
     grid: Float[np.ndarray, " points"]
     density: Float[np.ndarray, " points"]
     standard_error: Float[np.ndarray, " points"]
-    width: float
 
 
 def density_curve(density: SpectralDensity) -> DensityCurve:
@@ -241,4 +232,4 @@ def density_curve(density: SpectralDensity) -> DensityCurve:
         error = np.std(curves, axis=0, ddof=1) / math.sqrt(len(curves))
     else:
         error = np.full(_POINTS, math.nan if curves else 0.0)
-    return DensityCurve(grid, density.on_grid(grid, width=width), error, width)
+    return DensityCurve(grid, density.on_grid(grid, width=width), error)

@@ -57,7 +57,7 @@ def hutchpp_trace(
     """
     _require_products(num_products, 6, "hutchpp")
     random, third = RandomVectors(operator, seed), num_products // 3
-    basis = _orthonormal(operator.apply(random.signs(third)))
+    basis = torch.linalg.qr(operator.apply(random.signs(third)).T)[0].T.contiguous()
     known = float((basis.double() * operator.apply(basis).double()).sum())
     rest = DeflatedOperator(operator, basis)
     return _mean_of_probes(rest, random, num_products - 2 * third, known=known, is_semidefinite=is_semidefinite)
@@ -278,11 +278,6 @@ def _chi_squared(quadratic: np.ndarray, squares: np.ndarray, known: float) -> Es
     tails = ((1 + CONFIDENCE) / 2, (1 - CONFIDENCE) / 2)
     low, high = (known + freedom * mean / float(chi2.ppf(tail, freedom)) for tail in tails)
     return Estimate(known + mean, math.sqrt(variance / count), count, low, high, IntervalKind.chi_squared)
-
-
-def _orthonormal(rows: Tensor) -> Tensor:
-    basis: Tensor = torch.linalg.qr(rows.T)[0]
-    return basis.T.contiguous()
 
 
 def _require_products(got: int, least: int, method: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from jaxtyping import Float
@@ -20,26 +20,26 @@ VECTORS_AT_ONCE = 4
 OutputCurvature = Literal["gauss_newton", "fisher"]
 
 
-class SymmetricOperator(Protocol):
-    """A symmetric matrix that multiplies vectors."""
+class SymmetricOperator(ABC):
+    """A symmetric matrix that multiplies vectors.
 
-    @property
-    def dimension(self) -> int:
-        """Rows of the matrix."""
+    Args:
+        dimension: rows of the matrix.
+        dtype: type of the vectors.
+        device: device of the vectors.
+    """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Type of the vectors."""
+    def __init__(self, dimension: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.dimension = dimension
+        self.dtype = dtype
+        self.device = device
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the vectors."""
-
+    @abstractmethod
     def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
         """The matrix times each row."""
 
 
-class MatrixOperator:
+class MatrixOperator(SymmetricOperator):
     """Symmetric matrix that is stored as such.
 
     Example:
@@ -48,17 +48,15 @@ class MatrixOperator:
     """
 
     def __init__(self, matrix: Float[Tensor, "parameters parameters"]) -> None:
+        super().__init__(len(matrix), matrix.dtype, matrix.device)
         self.matrix = matrix
-        self.dimension = matrix.shape[0]
-        self.dtype = matrix.dtype
-        self.device = matrix.device
 
     def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
         """The matrix times each row."""
         return vectors @ self.matrix
 
 
-class DeflatedOperator:
+class DeflatedOperator(SymmetricOperator):
     """`P A P` with `P` the projection that removes orthonormal vectors.
 
     Args:
@@ -70,12 +68,10 @@ class DeflatedOperator:
     def __init__(
         self, operator: SymmetricOperator, vectors: Float[Tensor, "removed parameters"], *, value: float = 0.0
     ) -> None:
+        super().__init__(operator.dimension, operator.dtype, operator.device)
         self.operator = operator
         self.value = value
         self.vectors = vectors.to(operator.device, operator.dtype)
-        self.dimension = operator.dimension
-        self.dtype = operator.dtype
-        self.device = operator.device
 
     def project(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
         """The vectors without their components along the removed ones."""
@@ -89,22 +85,20 @@ class DeflatedOperator:
         return self.project(self.operator.apply(left)).add_(vectors - left, alpha=self.value)
 
 
-class LossOperator(ABC):
+class LossOperator(SymmetricOperator):
     """Common part of the operators of a loss; `on_product` receives the number of products so far."""
 
     def __init__(self, objective: PairObjective) -> None:
+        super().__init__(objective.subset.num_parameters, objective.dtype, objective.device)
         self.objective = objective
         self.num_products = 0
         self.on_product: Callable[[int], None] = lambda num_products: None
-        self.dimension = objective.subset.num_parameters
-        self.dtype = objective.dtype
-        self.device = objective.device
 
     @abstractmethod
     def _local(self, vectors: Tensor) -> Tensor:
         """Products with this process's part of the matrix, that of its own pairs."""
 
-    def release(self) -> None:  # noqa: B027 - most hold nothing
+    def release(self) -> None:
         """Free memory; the next product builds its contents again."""
 
     def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:

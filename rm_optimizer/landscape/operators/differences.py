@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.tokens.batching import AnyPairBatch
+from rm_optimizer.landscape.operators.base import SymmetricOperator
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.parameters import largest_entry
 from rm_optimizer.landscape.operators.vectors import inner
@@ -29,7 +30,7 @@ is 2 to 4.
 """
 
 
-class GradientDifferences:
+class GradientDifferences(SymmetricOperator):
     """`(g(θ + s v) - g(θ)) / s`, with `s` such that no weight moves further than `LARGEST_MOVE`.
 
     Only first derivatives are needed, so the model keeps its own fused attention. The gradient at `θ` is computed once.
@@ -38,12 +39,10 @@ class GradientDifferences:
     """
 
     def __init__(self, objective: PairObjective) -> None:
+        super().__init__(objective.subset.num_parameters, objective.dtype, objective.device)
         self.objective = objective
         self.num_products = 0
         self.num_numbers = 0
-        self.dimension = objective.subset.num_parameters
-        self.dtype = objective.dtype
-        self.device = objective.device
         norms = torch.stack(torch._foreach_norm([parameter.detach() for parameter in objective.parameters]))
         self._weight_size = float(norms.norm()) / self.dimension**0.5 or 1.0
         self._loss = 0.0
@@ -57,7 +56,16 @@ class GradientDifferences:
         """
         self.objective.require_still()
         self.num_products += len(vectors)
-        products = [self._product(vector) for vector in vectors.to(self.device, self.dtype)]
+        products = []
+        for vector in vectors.to(self.device, self.dtype):
+            if (largest := largest_entry(vector)) == 0:
+                products.append(torch.zeros_like(vector))
+                continue
+            step, here = LARGEST_MOVE[self.dtype] * self._weight_size / largest, self._gradient
+            weights = [weight.requires_grad_() for weight in self.objective.moved(step * vector)]
+            shares = (self._share(weights, batch) for batch in self.objective.batches)
+            parts = (torch.autograd.grad(share, weights, allow_unused=True, materialize_grads=True) for share in shares)
+            products.append(self.objective.total(parts).sub_(here).div_(step))
         return products[0][None] if len(products) == 1 else torch.stack(products)
 
     @torch.no_grad()
@@ -92,25 +100,12 @@ class GradientDifferences:
         self._loss = self.objective.summed_shares(losses)
         return total
 
-    def _product(self, vector: Tensor) -> Tensor:
-        largest = largest_entry(vector)
-        if largest == 0:
-            return torch.zeros_like(vector)
-        step = LARGEST_MOVE[self.dtype] * self._weight_size / largest
-        here = self._gradient
-        weights = [weight.requires_grad_() for weight in self.objective.moved(step * vector)]
-
-        def gradient(batch: AnyPairBatch) -> tuple[Tensor, ...]:
-            return torch.autograd.grad(self._share(weights, batch), weights, allow_unused=True, materialize_grads=True)
-
-        return self.objective.total(map(gradient, self.objective.batches)).sub_(here).div_(step)
-
     def _share(self, weights: Sequence[Tensor], batch: AnyPairBatch) -> Tensor:
         """Share of a micro-batch in the loss at these weights, computed from its rewards in float64."""
         return self.objective.share(self.objective.rewards_at(weights, batch).double(), batch)
 
 
-class ScaledDifferences:
+class ScaledDifferences(SymmetricOperator):
     """`S A S` with a diagonal `S`: for an optimizer with preconditioner `P`, `S = P^{-1/2}` and `A` is the Hessian.
 
     Args:
@@ -119,10 +114,8 @@ class ScaledDifferences:
     """
 
     def __init__(self, matrix: GradientDifferences, scale: Float[Tensor, " parameters"]) -> None:
+        super().__init__(matrix.dimension, matrix.dtype, matrix.device)
         self.matrix = matrix
-        self.dimension = matrix.dimension
-        self.dtype = matrix.dtype
-        self.device = matrix.device
         self.scale = scale.to(self.device, self.dtype)
 
     def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:

@@ -46,37 +46,25 @@ def frozen(model: BradleyTerryRM, subset: ParameterSubset) -> Iterator[None]:
         model: the model.
         subset: parameters to derive by.
     """
+    parameters, chosen = dict(model.named_parameters()), set(subset.names)
+    names = ("training", "_forward_hooks")
+    before = [(module, name, getattr(module, name)) for module in model.modules() for name in names]
+    before += [(parameter, "requires_grad", parameter.requires_grad) for parameter in parameters.values()]
     with ExitStack() as stack:
         enter = stack.enter_context
         enter(keeping_random_state())
-        enter(_evaluation_mode(model))
-        enter(_gradients_to(model, subset))
+        enter(_restored(before))
+        for module in model.eval().modules():  # without hooks that make the output of embeddings a leaf
+            hooks = module._forward_hooks.items()  # by the name that `transformers` 5 and PEFT 0.18 give them
+            left = [(key, hook) for key, hook in hooks if not getattr(hook, "__name__", "").startswith(_HOOK)]
+            module._forward_hooks = OrderedDict(left)
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in chosen)
         enter(torch.inference_mode(False))
         enter(torch.enable_grad())
         enter(torch.autocast(model.device.type, enabled=False))
         if model.reward_head.weight.dtype == torch.float64:
             enter(KeepFloat64())
-        yield
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, without checkpointing and its hooks, which make the output of embeddings a leaf."""
-    names = ("training", "_forward_hooks")
-    with _restored([(module, name, getattr(module, name)) for module in model.modules() for name in names]):
-        for module in model.eval().modules():
-            hooks = module._forward_hooks.items()  # by the name that `transformers` 5 and PEFT 0.18 give them
-            left = [(key, hook) for key, hook in hooks if not getattr(hook, "__name__", "").startswith(_HOOK)]
-            module._forward_hooks = OrderedDict(left)
-        yield
-
-
-@contextmanager
-def _gradients_to(model: nn.Module, subset: ParameterSubset) -> Iterator[None]:
-    parameters, chosen = dict(model.named_parameters()), set(subset.names)
-    with _restored([(parameter, "requires_grad", parameter.requires_grad) for parameter in parameters.values()]):
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name in chosen)
         yield
 
 
@@ -281,24 +269,20 @@ class PairObjective:
         """
         if not values.numel() or math.isfinite(largest_entry(values)):
             return values
-        raise TrainingDiverged(
-            f"the curvature of the loss is not finite {self._culprits()}; load an earlier checkpoint"
-        )
+        found: list[int] = []
+        with torch.no_grad():
+            for batch in self.batches:
+                losses = self.pair_losses(self.model.rewards_of(batch), batch)
+                found += batch.pair_index[~losses.isfinite()].tolist()
+        where = "although every pair's loss is"
+        if found:
+            more = f" and {len(found) - 8} more" if len(found) > 8 else ""
+            where = f"since the loss is NaN or infinite on pairs {', '.join(map(str, found[:8]))}{more}"
+        raise TrainingDiverged(f"the curvature of the loss is not finite {where}; load an earlier checkpoint")
 
     def close(self) -> None:
         """End the measurement."""
         self._is_open = False
-
-    @torch.no_grad()
-    def _culprits(self) -> str:
-        found: list[int] = []
-        for batch in self.batches:
-            losses = self.pair_losses(self.model.rewards_of(batch), batch)
-            found += batch.pair_index[~losses.isfinite()].tolist()
-        if not found:
-            return "although every pair's loss is"
-        more = f" and {len(found) - 8} more" if len(found) > 8 else ""
-        return f"since the loss is NaN or infinite on pairs {', '.join(map(str, found[:8]))}{more}"
 
     @torch.no_grad()
     def _state_now(self) -> tuple[object, ...]:
@@ -362,9 +346,17 @@ def measuring(
         DataError: if there are no pairs.
     """
     subset = select_parameters(model, params)
-    held = model if _is_in(model, dtype) else _copy_in(model, dtype)
+    held = model
+    if any(parameter.is_floating_point() and parameter.dtype != dtype for parameter in model.parameters()):
+        held = copy.copy(model)
+        held._modules = dict(model._modules)
+        inner: nn.Module = copy.deepcopy(model.model)
+        held.model = inner.to(dtype)
     with frozen(held, subset), ExitStack() as stack:
-        there = [_in_type(batch.to(held.device), dtype) for batch in batches]
+        there = []
+        for batch in (batch.to(held.device) for batch in batches):  # numbers of the loss in the type of the measurement
+            sizes = {"margin": batch.margin.to(dtype), "label": batch.label.to(dtype), "weight": batch.weight.to(dtype)}
+            there.append(replace(batch, **sizes))
         objective = PairObjective(held, there, loss, subset, group)
         if objective.num_pairs == 0:
             raise DataError("curvature needs at least one pair, got none")
@@ -401,21 +393,3 @@ def _require_own_loss(objective: PairObjective) -> None:
             f"curvature must be that of the model's own loss, {own:.6g}, got {measured:.6g} from attention that can be "
             "differentiated twice; load the model with attn_implementation=eager, or report its family"
         )
-
-
-def _is_in(model: BradleyTerryRM, dtype: torch.dtype) -> bool:
-    return all(parameter.dtype == dtype for parameter in model.parameters() if parameter.is_floating_point())
-
-
-def _in_type(batch: AnyPairBatch, dtype: torch.dtype) -> AnyPairBatch:
-    """The batch with its numbers in the type of the measurement, so that constants of the loss keep its precision."""
-    return replace(batch, margin=batch.margin.to(dtype), label=batch.label.to(dtype), weight=batch.weight.to(dtype))
-
-
-def _copy_in(model: BradleyTerryRM, dtype: torch.dtype) -> BradleyTerryRM:
-    """The same reward model around a copy of the weights in another type."""
-    copied = copy.copy(model)
-    copied._modules = dict(model._modules)
-    inner: nn.Module = copy.deepcopy(model.model)
-    copied.model = inner.to(dtype)
-    return copied

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -69,11 +69,30 @@ def select_parameters(model: BradleyTerryRM, which: str | Sequence[str] = TRAINA
         ConfigError: if nothing is selected, a name in a list is none, or what is selected is sharded over processes or
             stored in four bits.
     """
-    named = dict(model.named_parameters())
-    chosen = {name: named[name] for name in _names(model, which)}
+    named = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    wanted = [which] if isinstance(which, str) else list(which)
+    names: set[str] = set()
+    for item in wanted:
+        if item == TRAINABLE:
+            found = [name for name, parameter in named.items() if parameter.requires_grad]
+        elif item == HEAD:
+            found = [name for name in model.head_parameter_names() if name in named]
+        else:
+            pattern = "*.lora_*" if item == LORA else item
+            found = [name for name in named if fnmatchcase(name, pattern)]
+        if not found and not _WILDCARDS.intersection(item):
+            raise ConfigError(_nothing(item, list(named)))
+        if not found and len(wanted) > 1:
+            _log.warning("params: the pattern '%s' matches no parameter and selects nothing", item)
+        names.update(found)
+    chosen = {name: parameter for name, parameter in named.items() if name in names}
     if not chosen:
-        raise ConfigError(_nothing(which if isinstance(which, str) else ", ".join(which), list(named)))
-    _refuse_sharded(chosen)
+        raise ConfigError(_nothing(", ".join(wanted), list(dict(model.named_parameters()))))
+    for name, parameter in chosen.items():
+        if isinstance(parameter, DTensor) or getattr(parameter, "_is_flat_param", False):
+            raise ConfigError(
+                f"{name} is sharded over processes (FSDP); load the saved model whole to measure curvature"
+            )
     if is_quantized(model.model):
         raise ConfigError(
             "curvature needs weights that can be differentiated twice, got four-bit ones; merge or reload"
@@ -94,29 +113,6 @@ def parameter_blocks(model: BradleyTerryRM) -> dict[str, ParameterSubset]:
     }
 
 
-def _names(model: BradleyTerryRM, which: str | Sequence[str]) -> list[str]:
-    named = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}
-    wanted = [which] if isinstance(which, str) else list(which)
-    chosen: set[str] = set()
-    for item in wanted:
-        found = _matching(model, named, item)
-        if not found and not _WILDCARDS.intersection(item):
-            raise ConfigError(_nothing(item, list(named)))
-        if not found and len(wanted) > 1:
-            _log.warning("params: the pattern '%s' matches no parameter and selects nothing", item)
-        chosen.update(found)
-    return [name for name in named if name in chosen]
-
-
-def _matching(model: BradleyTerryRM, named: Mapping[str, nn.Parameter], item: str) -> list[str]:
-    if item == TRAINABLE:
-        return [name for name, parameter in named.items() if parameter.requires_grad]
-    if item == HEAD:
-        return [name for name in model.head_parameter_names() if name in named]
-    pattern = "*.lora_*" if item == LORA else item
-    return [name for name in named if fnmatchcase(name, pattern)]
-
-
 def _nothing(which: str, names: list[str]) -> str:
     if which == TRAINABLE:
         return "the model has no trainable parameters, so its loss has no curvature; unfreeze some or name a subset"
@@ -128,14 +124,6 @@ def _nothing(which: str, names: list[str]) -> str:
     known = [TRAINABLE, HEAD, LORA, *names]
     nearest = did_you_mean("params", which, known).split("; ", 1)[1].split(" Known")[0]
     return f"params='{which}' matches no parameter; {nearest if nearest.startswith('did') else f'one is {names[0]}'}"
-
-
-def _refuse_sharded(parameters: dict[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        if isinstance(parameter, DTensor) or getattr(parameter, "_is_flat_param", False):
-            raise ConfigError(
-                f"{name} is sharded over processes (FSDP); load the saved model whole to measure curvature"
-            )
 
 
 def largest_entry(values: Float[Tensor, "*shape"]) -> float:

@@ -8,7 +8,7 @@ import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import ClassVar, TypeAlias
 
@@ -124,23 +124,18 @@ class ForwardOverReverse(ProductMethod):
 
     def over(self, batches: Sequence[AnyPairBatch], vectors: Vectors) -> Vectors:
         """Share of some of the objective's micro-batches in the products."""
-        total = torch.zeros_like(vectors)
-        for batch in batches:
-            total += self._products(batch, vectors)
-        return total
+        objective, total = self.objective, torch.zeros_like(vectors)
 
-    def _products(self, batch: AnyPairBatch, vectors: Tensor) -> Tensor:
-        objective = self.objective
-
-        def share(point: tuple[Tensor, ...]) -> Tensor:
-            return objective.share(objective.rewards_at(point, batch), batch)
-
-        def product(vector: Tensor) -> Tensor:
+        def product(batch: AnyPairBatch, vector: Tensor) -> Tensor:
+            gradient = grad(lambda point: objective.share(objective.rewards_at(point, batch), batch))
             direction = tuple(objective.subset.unflatten(vector))
-            derivative: tuple[Tensor, ...] = jvp(grad(share), (self._point,), (direction,))[1]
+            derivative: tuple[Tensor, ...] = jvp(gradient, (self._point,), (direction,))[1]
             return objective.subset.flatten(derivative)
 
-        return product(vectors[0])[None] if len(vectors) == 1 else vmap(product)(vectors)
+        for batch in batches:
+            of_batch = partial(product, batch)
+            total += of_batch(vectors[0])[None] if len(vectors) == 1 else vmap(of_batch)(vectors)
+        return total
 
 
 @cache
@@ -192,11 +187,9 @@ def choose_product(
         raise ConfigError(did_you_mean("product", name, ("auto", *PRODUCT_METHODS)))
     if not objective.batches:
         return ProductChoice(ReverseOverReverse(objective), reason="this process holds no pairs")
-    return _cheapest(objective, graph_memory_bytes)
-
-
-def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> ProductChoice:
-    trial = _trial(objective)
+    # the smallest micro-batch with `TRIAL_TOKENS`, so that tokens, not calls, determine the cost
+    batches = sorted(objective.batches, key=lambda batch: batch.num_padded_tokens)
+    trial = next((batch for batch in batches if batch.num_padded_tokens >= TRIAL_TOKENS), batches[-1])
     objective.batch_gradient(trial)
     gradient_seconds = _seconds(lambda: objective.batch_gradient(trial), objective.device)
     free = free_bytes(objective.device) * GRAPH_SHARE if graph_memory_bytes is None else graph_memory_bytes
@@ -223,12 +216,6 @@ def _cheapest(objective: PairObjective, graph_memory_bytes: int | None) -> Produ
     return ProductChoice(best, costs, needed, reason)
 
 
-def _trial(objective: PairObjective) -> AnyPairBatch:
-    """Micro-batch for trials: the smallest one with `TRIAL_TOKENS`, so that tokens, not calls, determine the cost."""
-    batches = sorted(objective.batches, key=lambda batch: batch.num_padded_tokens)
-    return next((batch for batch in batches if batch.num_padded_tokens >= TRIAL_TOKENS), batches[-1])
-
-
 def _cost(method: ProductMethod, trial: AnyPairBatch, gradient_seconds: float, failures: list[str]) -> dict[str, float]:
     """Cost of a product in gradients, by name of the method; on failure empty, with a line in `failures`."""
     objective = method.objective
@@ -242,16 +229,12 @@ def _cost(method: ProductMethod, trial: AnyPairBatch, gradient_seconds: float, f
 
 
 def _seconds(compute: Callable[[], object], device: torch.device) -> float:
-    _wait(device)
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    wait(device)
     start = time.perf_counter()
     compute()
-    _wait(device)
+    wait(device)
     return time.perf_counter() - start
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def graph_bytes(kept: KeptGraph, trial: AnyPairBatch) -> int:

@@ -11,7 +11,6 @@ from rm_optimizer.core.classifier.attention import tree_mask
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch, PairBatch
-from rm_optimizer.core.tokens.prefix_trees import PackedTrees
 from rm_optimizer.landscape.operators.objective import PairObjective
 
 
@@ -37,16 +36,12 @@ def _padded(batch: AnyPairBatch, sequences: Sequence[Tensor], positions: Sequenc
 
 
 def _sequences(batch: AnyPairBatch) -> list[Tensor]:
-    if isinstance(batch, PackedPairBatch):
-        return _tree_sequences(batch.trees)
-    return [ids[mask != 0] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
-
-
-def _tree_sequences(trees: PackedTrees) -> list[Tensor]:
-    """Tokens of each sequence: those that its last token attends to."""
+    """Tokens of each sequence; in a tree those that its last token attends to."""
+    if not isinstance(batch, PackedPairBatch):
+        return [ids[mask != 0] for ids, mask in zip(batch.input_ids, batch.attention_mask, strict=True)]
+    trees = batch.trees
     visible = tree_mask(trees)[:, 0]
-    width = trees.input_ids.shape[1]
-    places = [divmod(place, width) for place in trees.last.tolist()]
+    places = [divmod(place, trees.input_ids.shape[1]) for place in trees.last.tolist()]
     return [trees.input_ids[row][visible[row, column]] for row, column in places]
 
 

@@ -18,12 +18,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.landscape.operators.base import LossOperator
+from rm_optimizer.landscape.operators.base import LossOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.parameters import ParameterSubset
 
 SPARE = 4096
 """Unused entries of each table that are kept, so that as many eigenvalues of 0 can be found."""
+
+
+_DESCRIPTIONS = (
+    *("__len__", "dim", "ndimension", "numel", "size", "stride"),
+    *("__get__", "get_device", "is_complex", "is_contiguous", "is_floating_point"),
+)
 
 
 class Support:
@@ -140,23 +146,15 @@ class _Lookups(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         given = {id(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         for table in self._tables:
-            if id(table) in given and not _is_description(func, result):
+            # a property such as type, device or shape reads no values
+            is_description = func.__name__ in _DESCRIPTIONS and not isinstance(result, Tensor)
+            if id(table) in given and not is_description:
                 rows = self._used.setdefault(id(table), torch.zeros(len(table), dtype=torch.bool, device=table.device))
                 rows[args[0] if func is embedding and args[1] is table else slice(None)] = True
         return result
 
 
-_SIZES = ("__len__", "dim", "ndimension", "numel", "size", "stride")
-
-_KINDS = ("__get__", "get_device", "is_complex", "is_contiguous", "is_floating_point")
-
-
-def _is_description(func: Callable[..., Any], result: object) -> bool:
-    """True for reading a property such as type, device or shape, which reads no values."""
-    return func.__name__ in (*_SIZES, *_KINDS) and not isinstance(result, Tensor)
-
-
-class SupportedOperator:
+class SupportedOperator(SymmetricOperator):
     """A matrix of a loss without rows and columns of zeros.
 
     Args:
@@ -167,9 +165,7 @@ class SupportedOperator:
     def __init__(self, operator: LossOperator, support: Support | None = None) -> None:
         self._operator = operator
         self.support = support or support_of(operator.objective)
-        self.dimension = self.support.dimension
-        self.dtype = operator.dtype
-        self.device = operator.device
+        super().__init__(self.support.dimension, operator.dtype, operator.device)
 
     def apply(self, vectors: Float[Tensor, "vectors dimension"]) -> Float[Tensor, "vectors dimension"]:
         """The matrix times each row."""

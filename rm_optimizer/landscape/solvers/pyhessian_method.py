@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from jaxtyping import Float
 from torch import Tensor, nn
 
 from rm_optimizer.core.tokens.batching import AnyPairBatch
@@ -55,8 +54,14 @@ class PyHessianProblem:
         """
         given = [(part, part) for part in self.parts]
         data: dict[str, Any] = {"data": given[0]} if len(given) == 1 else {"dataloader": given}
+        try:
+            library = import_module("pyhessian")
+        except ModuleNotFoundError as error:
+            if error.name != "pyhessian":
+                raise
+            raise MissingExtra("pyhessian", "pyhessian") from error
         on_gpu = self.objective.device.type == "cuda"
-        return _library().hessian(self, lambda loss, _: loss, cuda=on_gpu, **data)
+        return library.hessian(self, lambda loss, _: loss, cuda=on_gpu, **data)
 
     def eval(self) -> PyHessianProblem:
         """Do nothing, since the model's modes are already fixed."""
@@ -152,34 +157,19 @@ def pyhessian_eigenpairs(
     with problem.undone(seed):
         values, vectors = problem.open().eigenvalues(maxIter=max_iterations, tol=tolerance, top_n=top_k)
     operator.num_products += problem.num_products
+    found = torch.tensor(values, dtype=torch.float64)
+    order = found.argsort(descending=True)
     rows = torch.stack([objective.subset.flatten(vector) for vector in vectors]).detach()
-    return _checked(operator, torch.tensor(values, dtype=torch.float64), rows, tolerance, problem.num_products)
-
-
-def _checked(
-    operator: HessianOperator, values: Float[Tensor, " values"], vectors: Tensor, tolerance: float, num_products: int
-) -> Eigenpairs:
-    """The eigenpairs with their residuals, which cost a product each."""
-    order = values.argsort(descending=True)
-    values, vectors = values[order], vectors[order.to(vectors.device)]
-    scaled = values.to(vectors)[:, None] * vectors
-    residuals = ((operator.apply(vectors) - scaled).double().norm(dim=1) / vectors.double().norm(dim=1)).cpu()
+    found, rows = found[order], rows[order.to(rows.device)]
+    scaled = found.to(rows)[:, None] * rows
+    residuals = ((operator.apply(rows) - scaled).double().norm(dim=1) / rows.double().norm(dim=1)).cpu()
     return Eigenpairs(
-        values=values,
-        vectors=vectors,
+        values=found,
+        vectors=rows,
         residuals=residuals,
-        error_bounds=residuals + rounding(operator.dtype, values.numpy()),
-        converged=tuple((residuals <= tolerance * values.abs()).tolist()),
-        num_products=num_products + len(values),
-        orthogonality_loss=orthogonality_loss([vectors]),
+        error_bounds=residuals + rounding(operator.dtype, found.numpy()),
+        converged=tuple((residuals <= tolerance * found.abs()).tolist()),
+        num_products=problem.num_products + len(found),
+        orthogonality_loss=orthogonality_loss([rows]),
         is_orthonormal=False,
     )
-
-
-def _library() -> Any:
-    try:
-        return import_module("pyhessian")
-    except ModuleNotFoundError as error:
-        if error.name != "pyhessian":
-            raise
-        raise MissingExtra("pyhessian", "pyhessian") from error

@@ -87,9 +87,16 @@ def power_iteration(
     images, spent = vectors, 0
     for _ in range(top_k):
         rest = DeflatedOperator(operator, vectors)
-        vector, image, num_products = _dominant(rest, random.normals(1), tolerance, max_products // top_k)
-        spent += num_products
-        vectors, images = torch.cat([vectors, vector]), torch.cat([images, image])
+        vector = unit(rest.project(random.normals(1))[0])[None]
+        for _ in range(max(1, max_products // top_k)):
+            image = operator.apply(vector)
+            left = rest.project(image)
+            spent += 1
+            value, latest = inner(vector[0], left[0]), vector
+            if _residual(vector[0], left[0], value) <= tolerance * abs(value) or not left.any():
+                break
+            vector = unit(left[0])[None]
+        vectors, images = torch.cat([vectors, latest]), torch.cat([images, image])
     small = pairwise_inner(vectors, images).cpu()
     ascending, turn = torch.linalg.eigh((small + small.T) / 2)
     values, turn = ascending.flip(0), turn.T.flip(0).to(vectors)
@@ -99,23 +106,6 @@ def power_iteration(
     bounds = residuals + rounding(operator.dtype, values.numpy())
     converged = tuple((residuals <= tolerance * values.abs()).tolist())
     return Eigenpairs(values, vectors, residuals, bounds, converged, spent, orthogonality_loss([vectors]))
-
-
-def _dominant(
-    operator: DeflatedOperator, start: Tensor, tolerance: float, max_products: int
-) -> tuple[Tensor, Tensor, int]:
-    """Unit vector, its product with the matrix before deflation, and the products spent."""
-    vector = unit(operator.project(start)[0])[None]
-    num_products = 0
-    while True:
-        image = operator.operator.apply(vector)
-        rest = operator.project(image)
-        num_products += 1
-        value = inner(vector[0], rest[0])
-        is_right = _residual(vector[0], rest[0], value) <= tolerance * abs(value)
-        if is_right or num_products >= max_products or not rest.any():
-            return vector, image, num_products
-        vector = unit(rest[0])[None]
 
 
 def _residual(vector: Tensor, image: Tensor, value: float) -> float:

@@ -14,7 +14,6 @@ from itertools import islice
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -66,29 +65,23 @@ class LossAt:
     @torch.no_grad()
     def __call__(self, coordinates: Sequence[float]) -> PointLoss:
         """The loss at these coordinates, one for each direction."""
-        rows, weights = list[Tensor](), self._moved(coordinates)
+        steps = [(index, t) for index, t in enumerate(coordinates) if t != 0]
+        each = zip(self._objective.parameters, self._parts, strict=True)
+        weights = [sum((t * parts[index] for index, t in steps), start=origin.detach()) for origin, parts in each]
+        columns: list[Tensor] = []
         for batch in self._objective.batches:
             rewards = self._objective.rewards_at(weights, batch)
             losses = self._objective.pair_losses(rewards, batch)
             chosen, rejected = batch.split(rewards)
             side = torch.sign(2 * batch.label - 1)
             right = 0.5 + 0.5 * torch.sign((chosen - rejected) * side)
-            columns = (batch.pair_index, batch.weight, losses, right, batch.weight * side.abs())
-            rows.append(torch.stack([column.double().cpu() for column in columns], dim=1))
-        return _summary(torch.cat(rows).numpy(), self._sample)
-
-    def _moved(self, coordinates: Sequence[float]) -> list[Tensor]:
-        steps = [(index, t) for index, t in enumerate(coordinates) if t != 0]
-        each = zip(self._objective.parameters, self._parts, strict=True)
-        return [sum((t * parts[index] for index, t in steps), start=origin.detach()) for origin, parts in each]
-
-
-def _summary(rows: Float[np.ndarray, "pairs 5"], sample: PairSample) -> PointLoss:
-    """Weighted means with errors over prompts as clusters; pairs are sorted, so that micro-batches do not matter."""
-    rows = rows[np.argsort(rows[:, 0], kind="stable")]
-    prompts = np.array([sample.prompts[int(index)] for index in rows[:, 0]])
-    values = [_clustered_mean(rows[:, 2], rows[:, 1], prompts), _clustered_mean(rows[:, 3], rows[:, 4], prompts)]
-    return PointLoss(*values[0], *values[1])
+            own = (batch.pair_index, batch.weight, losses, right, batch.weight * side.abs())
+            columns.append(torch.stack([column.double().cpu() for column in own], dim=1))
+        rows = torch.cat(columns).numpy()
+        rows = rows[np.argsort(rows[:, 0], kind="stable")]  # by pair, so that micro-batches do not matter
+        prompts = np.array([self._sample.prompts[int(index)] for index in rows[:, 0]])
+        loss, accuracy = (_clustered_mean(rows[:, i], rows[:, weight], prompts) for i, weight in ((2, 1), (3, 4)))
+        return PointLoss(*loss, *accuracy)
 
 
 def _clustered_mean(values: np.ndarray, weight: np.ndarray, clusters: NDArray[np.int64]) -> tuple[float, float]:
@@ -150,8 +143,8 @@ def measure_grid(
             f"landscape.processes must be 1 for a model on {measured_loss.model.device}, got {processes}; "
             "several processes share a CPU's cores"
         )
-    measured = _serial if processes == 1 or len(todo) < 2 else _parallel
-    for index, point in measured(measured_loss, directions, [(index, points[index]) for index in todo], processes):
+    tasks = [(index, points[index]) for index in todo]
+    for index, point in _measured(measured_loss, directions, tasks, processes):
         ledger.add(index, point)
         on_point(len(ledger.points), len(points))
 
@@ -159,19 +152,16 @@ def measure_grid(
 Task = tuple[int, tuple[float, ...]]
 
 
-def _serial(
+def _measured(
     measured_loss: MeasuredLoss, directions: Directions, tasks: Sequence[Task], processes: int
 ) -> Iterator[tuple[int, PointLoss]]:
-    with measured_loss.measuring() as objective:
-        loss_at = LossAt(objective, measured_loss.sample, directions)
-        for index, coordinates in tasks:
-            yield index, loss_at(coordinates)
-
-
-def _parallel(
-    measured_loss: MeasuredLoss, directions: Directions, tasks: Sequence[Task], processes: int
-) -> Iterator[tuple[int, PointLoss]]:
-    """Measure in parallel, with two tasks a process at a time, so that an interruption is quick."""
+    """Measure in this process or in several, with two tasks a process at a time, so that an interruption is quick."""
+    if processes == 1 or len(tasks) < 2:
+        with measured_loss.measuring() as objective:
+            loss_at = LossAt(objective, measured_loss.sample, directions)
+            for index, coordinates in tasks:
+                yield index, loss_at(coordinates)
+        return
     threads = max(1, torch.get_num_threads() // processes)
     pool = ProcessPoolExecutor(
         min(processes, len(tasks)),
