@@ -48,7 +48,8 @@ def frozen(model: BradleyTerryRM, subset: ParameterSubset) -> Iterator[None]:
     """
     parameters, chosen = dict(model.named_parameters()), set(subset.names)
     names = ("training", "_forward_hooks")
-    before = [(module, name, getattr(module, name)) for module in model.modules() for name in names]
+    parts: list[Any] = [*model.modules()]
+    before = [(part, name, getattr(part, name)) for part in parts for name in names]
     before += [(parameter, "requires_grad", parameter.requires_grad) for parameter in parameters.values()]
     with ExitStack() as stack:
         enter = stack.enter_context
@@ -355,8 +356,8 @@ def measuring(
     with frozen(held, subset), ExitStack() as stack:
         there = []
         for batch in (batch.to(held.device) for batch in batches):  # numbers of the loss in the type of the measurement
-            sizes = {"margin": batch.margin.to(dtype), "label": batch.label.to(dtype), "weight": batch.weight.to(dtype)}
-            there.append(replace(batch, **sizes))
+            margin, label, weight = (values.to(dtype) for values in (batch.margin, batch.label, batch.weight))
+            there.append(replace(batch, margin=margin, label=label, weight=weight))
         objective = PairObjective(held, there, loss, subset, group)
         if objective.num_pairs == 0:
             raise DataError("curvature needs at least one pair, got none")

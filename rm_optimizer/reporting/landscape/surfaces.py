@@ -100,7 +100,11 @@ def plot_trajectory(result: Trajectory) -> Figure:
     marks: dict[str, Any] = {"marker": "o", "markersize": 4.5, "markeredgecolor": "white"}
     axes.curve(x, y, "checkpoints (loss ± 1 standard error)", color=INK, linewidth=1.4, **marks)
     axes.curve(x[-1], y[-1], "last checkpoint", **_CROSS)
-    for index in _apart(x, y, surface):
+    # first and last checkpoint, and the middle one if its label fits between theirs
+    last, middle = len(x) - 1, len(x) // 2
+    places = np.column_stack([x, y]) / (surface.x[-1] - surface.x[0], surface.y[-1] - surface.y[0])
+    is_free = all(float(np.abs(places[middle] - places[end]).max()) > 0.12 for end in (0, last))
+    for index in [0, middle, last] if is_free else [0, last]:
         is_right = x[index] > (surface.x[0] + surface.x[-1]) / 2
         offset = (-7 if is_right else 7, -15 if 0 < index < len(x) - 1 else 9)
         point, step = result.points[index], f"step {result.steps[index]:,}"
@@ -112,15 +116,6 @@ def plot_trajectory(result: Trajectory) -> Figure:
         )  # fmt: skip
     draw_legend(axes)
     return figure
-
-
-def _apart(x: np.ndarray, y: np.ndarray, surface: Surface) -> list[int]:
-    """First and last checkpoint, and the middle one if its label fits between theirs."""
-    last, middle = len(x) - 1, len(x) // 2
-    span = np.array([surface.x[-1] - surface.x[0], surface.y[-1] - surface.y[0]])
-    places = np.column_stack([x, y]) / span
-    is_free = all(float(np.abs(places[middle] - places[end]).max()) > 0.12 for end in (0, last))
-    return [0, middle, last] if is_free else [0, last]
 
 
 def _caption(measured: GridDescription, result: Slice | Surface | Trajectory) -> str:
@@ -164,22 +159,15 @@ def _draw_contour(figure: Figure, axes: Panel, surface: Surface) -> None:
     filled = axes.contourf(surface.x, surface.y, shown, levels=levels, norm=norm, cmap="viridis")
     lines = axes.contour(surface.x, surface.y, shown, levels=levels[1:-1:2], colors="white", linewidths=0.7)
     axes.clabel(lines, fontsize=7, fmt="%.3g")
-    for text in lines.labelTexts:
-        if not _is_inside(text.get_position(), surface):
-            text.set_visible(False)
+    for text in lines.labelTexts:  # hidden where a text centered there crosses the border
+        places = zip(text.get_position(), (surface.x, surface.y), strict=True)
+        shares = [(value - ends[0]) / (ends[-1] - ends[0]) for value, ends in places]
+        text.set_visible(all(0.06 < share < 0.94 for share in shares))
     bar = figure.colorbar(filled, ax=axes, label="loss (nats a pair)", format="%.3g")
     bar.ax.tick_params(labelsize=8)
     axes.grid(False)
     x, y = (f"{name} ({_unit(surface.measured)})" for name in surface.measured.names[:2])
     axes.set(xlabel=x, ylabel=y)
-
-
-def _is_inside(position: tuple[float, float], surface: Surface) -> bool:
-    """True if a text centered there fits within the border."""
-    shares = [
-        (value - ends[0]) / (ends[-1] - ends[0]) for value, ends in zip(position, (surface.x, surface.y), strict=True)
-    ]
-    return all(0.06 < share < 0.94 for share in shares)
 
 
 def slice_drawings(result: Slice) -> list[Drawing]:

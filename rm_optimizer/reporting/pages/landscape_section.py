@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 from rm_optimizer.landscape.between import BetweenModels
 from rm_optimizer.landscape.evolution import Evolution
@@ -11,12 +12,13 @@ from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.landscape.visualization import LandscapeRecord
+from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.quoting import shell_word
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.document import Block, Drawing, Fold, Listing, Picture
 from rm_optimizer.reporting.landscape.results import drawings, summary_rows
 from rm_optimizer.reporting.landscape.spectrum import has_training_curvature, plot_training_curvature
-from rm_optimizer.reporting.tables import TextTable, cell_text
+from rm_optimizer.reporting.tables import TextTable
 from rm_optimizer.schema.landscape import AnalysisType
 from rm_optimizer.training.folder.record import RunResult
 
@@ -31,7 +33,30 @@ _RESULTS: dict[AnalysisType, type[LandscapeRecord]] = {
     AnalysisType.evolution: Evolution,
     AnalysisType.between: BetweenModels,
 }
+RecordT = TypeVar("RecordT", bound=JsonRecord)
 _PNG_END = b"IEND\xaeB`\x82"
+
+
+def stored(
+    kind: type[RecordT], file: Path, subject: str, missing: list[str], remedy: str = "", *, name: str = ""
+) -> RecordT | None:
+    """The record in a file; None if it is missing or damaged.
+
+    Args:
+        kind: type of the record.
+        file: the file.
+        subject: what it is about, in words.
+        missing: gains a sentence if the file is damaged, or missing and there is a remedy.
+        remedy: sentence on what writes the file.
+        name: name of the file in a sentence; empty takes its own.
+    """
+    try:
+        return kind.from_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        missing += [f"{subject}: {remedy}"] if remedy else []
+    except (ValueError, TypeError, LookupError, AttributeError):
+        missing.append(f"{subject}: {name or file.name} is damaged")
+    return None
 
 
 def landscape_section(run_dir: Path, result: RunResult, missing: list[str]) -> tuple[Block, ...]:
@@ -81,19 +106,18 @@ def _analysis(
         kind = file.stem.removesuffix("_partial")
         if kind not in AnalysisType.__members__:
             continue
-        try:
-            result = _RESULTS[AnalysisType(kind)].from_json(file.read_text(encoding="utf-8"))
-        except (ValueError, TypeError, KeyError, AttributeError):
-            missing.append(f"loss landscape: {file.relative_to(run_dir).as_posix()} is damaged")
+        of_run = file.relative_to(run_dir).as_posix()
+        if (result := stored(_RESULTS[AnalysisType(kind)], file, "loss landscape", missing, name=of_run)) is None:
             continue
         label = f"{folder.name}{', partial' if kind != file.stem else ''}"
         name = f"landscape_{folder.name}"
         for each in drawings(result):
             if each.figure is not None:
                 drawn[each.name] = replace(each, name=f"{name}_{each.name}", caption=f"{each.caption} ({label})")
-        rows = tuple((key, cell_text(value).plain) for key, value in summary_rows(result).items())
-        numbers = Listing(name, TextTable(f"Measured by rm-opt analyze --type {kind}", ("", "value"), rows))
-        tables.append(Fold(f"Numbers of {label}", (numbers,)))
+        table = TextTable(
+            f"Measured by rm-opt analyze --type {kind}", ("", "value"), tuple(summary_rows(result).items())
+        )
+        tables.append(Fold(f"Numbers of {label}", (Listing(name, table),)))
     pictures = []
     for png in sorted(folder.glob("*.png")):
         if png.stem in drawn.keys() | known:

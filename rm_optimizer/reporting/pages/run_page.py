@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 from omegaconf import OmegaConf
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
@@ -15,11 +17,11 @@ from rm_optimizer.records.quoting import shell_word
 from rm_optimizer.records.run_folder import DOCTOR_FILE, METRICS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, RunFolder
 from rm_optimizer.records.run_options import flat
 from rm_optimizer.reporting.document import Answer, Block, Code, Document, Drawing, Fold, Listing, Part
-from rm_optimizer.reporting.pages.ensemble_section import ensemble_section
-from rm_optimizer.reporting.pages.landscape_section import landscape_section
+from rm_optimizer.reporting.pages.landscape_section import landscape_section, stored
 from rm_optimizer.reporting.readiness import readiness_rows
 from rm_optimizer.reporting.run_report import margins_of, plot_accuracy, plot_loss, plot_margins, plot_reliability
 from rm_optimizer.reporting.tables import TextTable, group_rows, metrics_rows
+from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE, EnsembleRecord
 from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
 from rm_optimizer.training.folder.record import RunResult
 
@@ -35,9 +37,21 @@ def run_document(run_dir: Path) -> Document:
     Raises:
         DataError: if the folder holds no run, or one that has not ended.
     """
-    result, missing = _finished(run_dir), list[str]()
-    metrics = result.metrics
-    rows = metrics_rows(metrics)
+    result, missing = RunResult.read(run_dir), list[str]()
+    if result is None:
+        if not RunFolder(run_dir).is_used:
+            raise DataError(
+                f"{run_dir} {'holds no run' if run_dir.is_dir() else 'is no folder with a run'} ({RESULT_FILE} is "
+                "missing) and no study; name the folder of a finished run, of several runs, or of a comparison of "
+                "optimizers"
+            )
+        if (error := RunFolder(run_dir).divergence) is not None:
+            raise DataError(f"{run_dir} holds a run that diverged, so it has no page: {error}")
+        raise DataError(
+            f"{run_dir} holds a run that has no result yet ({RESULT_FILE} is missing or damaged); finish it with "
+            "resume=auto"
+        )
+    metrics, rows = result.metrics, metrics_rows(result.metrics)
     if result.data.ceiling is not None:
         rows["ceiling (gold reward)"] = result.data.ceiling
     title = f"Validation: {result.data.val_origin}; weights of step {result.best_step:,}, best {result.monitor}"
@@ -51,30 +65,13 @@ def run_document(run_dir: Path) -> Document:
             for column in metrics.groups
         ),
         Part("Loss landscape", landscape_section(run_dir, result, missing)),
-        Part("Ensemble", ensemble_section(run_dir, missing)),
+        Part("Ensemble", _ensemble(run_dir, missing)),
         Part("Readiness for reinforcement learning", _readiness(run_dir, missing)),
         Part("Checks by the doctor", _doctor(run_dir, missing)),
-        _settings(run_dir, result),
+        Part("Settings", _settings(run_dir, result)),
         Part("Missing", (tuple(missing),)),
     ]
     return Document(f"{result.model}, {result.optimizer}, seed {result.seed}", _answer(metrics), parts)
-
-
-def _finished(run_dir: Path) -> RunResult:
-    result = RunResult.read(run_dir)
-    if result is not None:
-        return result
-    if not RunFolder(run_dir).is_used:
-        raise DataError(
-            f"{run_dir} {'holds no run' if run_dir.is_dir() else 'is no folder with a run'} ({RESULT_FILE} is missing) "
-            "and no study; name the folder of a finished run, of several runs, or of a comparison of optimizers"
-        )
-    if (error := RunFolder(run_dir).divergence) is not None:
-        raise DataError(f"{run_dir} holds a run that diverged, so it has no page: {error}")
-    raise DataError(
-        f"{run_dir} holds a run that has no result yet ({RESULT_FILE} is missing or damaged); finish it with "
-        "resume=auto"
-    )
 
 
 def _curves(run_dir: Path, result: RunResult, missing: list[str]) -> tuple[Block, ...]:
@@ -111,14 +108,62 @@ def _calibration(run_dir: Path, result: RunResult, missing: list[str]) -> tuple[
     return reliability, Drawing("margins", margins, "Reward of the better response minus the reward of the other")
 
 
-def _readiness(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
-    try:
-        report = RLReadinessReport.from_json((run_dir / _READINESS).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        missing.append(f"readiness: rm-opt readiness {shell_word(str(run_dir))} measures it")
+def _ensemble(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
+    """Members, scales and agreement of the run's ensemble; empty if the run belongs to none.
+
+    An ensemble is searched for in the run folder, its `ensemble/` and its parent folder.
+    """
+    for folder in (run_dir, run_dir / "ensemble", run_dir.parent):
+        if (record := stored(EnsembleRecord, folder / ENSEMBLE_FILE, "ensemble", missing)) is None:
+            continue
+        runs = [RunFolder.of(str(folder / member)) for member in record.members]
+        is_own = [run is not None and run.path.resolve() == run_dir.resolve() for run in runs]
+        if any(is_own):
+            break
+    else:
         return ()
-    except (ValueError, TypeError):
-        missing.append(f"readiness: {_READINESS} is damaged")
+    reference, rows = record.reference, []
+    for member, run, own, mean, std in zip(record.members, runs, is_own, reference.means, reference.stds, strict=True):
+        result = None if run is None else RunResult.read(run.path)
+        accuracy = None if result is None else str(result.metrics.accuracy)
+        rows.append(("this run" if own else member, accuracy, mean, std))
+    caption = (
+        f"Members; mean and standard deviation of their rewards on {reference.num_responses:,} reference responses"
+    )
+    head = ("member", "accuracy [95 %]", "mean reward", "standard deviation")
+    threshold = (
+        f"A response is uncertain where its standardized rewards spread by more than {reference.threshold:.3f}: at "
+        f"most {reference.false_positive_rate:.0%} of responses like the reference ones."
+    )
+    return Listing("ensemble", TextTable(caption, head, tuple(rows))), threshold, _agreement(runs)
+
+
+def _agreement(runs: Sequence[RunFolder | None]) -> tuple[str, ...]:
+    """Sentences on validation pairs that all members order alike and on the others; none if members' pairs differ."""
+    try:
+        rewards = [[] if run is None else run.pair_rewards() for run in runs]
+    except DataError:
+        return ()
+    sides = np.sign(np.array([row.label for row in rewards[0]]) - 0.5)
+    if len({tuple((row.pair_id, row.label) for row in rows) for rows in rewards}) != 1 or not sides.any():
+        return ()
+    # reward of the better response less the other's, for each member
+    margins = (np.array([[row.chosen - row.rejected for row in rows] for rows in rewards]) * sides)[:, sides != 0]
+    agreed = np.abs(np.sign(margins).sum(0)) == len(margins)
+    num_agreed, num_pairs = int(agreed.sum()), agreed.size
+    said = [f"All {len(margins)} members order {num_agreed:,} of the {num_pairs:,} validation pairs alike."]
+    if num_agreed:
+        said.append(f"They are right on {int((margins[0, agreed] > 0).sum()):,} of these.")
+    if num_agreed < num_pairs:
+        right, others = (margins[:, ~agreed] > 0).sum(1).mean(), num_pairs - num_agreed
+        said.append(f"On the other {others:,} pairs a member is right on {right:,.1f}, averaged over members.")
+    return tuple(said)
+
+
+def _readiness(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
+    remedy = f"rm-opt readiness {shell_word(str(run_dir))} measures it"
+    report = stored(RLReadinessReport, run_dir / _READINESS, "readiness", missing, remedy, name=str(_READINESS))
+    if report is None:
         return ()
     rows = tuple((row.title, str(row.value), row.meaning) for row in readiness_rows(report))
     table = TextTable("Measured on the policy's responses", ("", "value", "scale"), rows)
@@ -126,13 +171,9 @@ def _readiness(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
 
 
 def _doctor(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
-    try:
-        diagnosis = Diagnosis.from_json((run_dir / DOCTOR_FILE).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        missing.append(f"checks: rm-opt doctor {shell_word(str(run_dir))} --data PAIRS makes them")
-        return ()
-    except (ValueError, TypeError):
-        missing.append(f"checks: {DOCTOR_FILE} is damaged")
+    remedy = f"rm-opt doctor {shell_word(str(run_dir))} --data PAIRS makes them"
+    diagnosis = stored(Diagnosis, run_dir / DOCTOR_FILE, "checks", missing, remedy)
+    if diagnosis is None:
         return ()
     found = [check for check in diagnosis.checks if check.status in (Status.fail, Status.warn)]
     lines = tuple(f"{check.status.value}, {check.name}: {check.explanation}" for check in found)
@@ -158,16 +199,13 @@ def _answer(metrics: PairwiseMetrics) -> Answer:
     return Answer("bad" if worse else "fair", accuracy, (sample, above, verdict))
 
 
-def _command(run_dir: Path) -> tuple[Block, ...]:
-    """The command line as it was typed, which Hydra stored; nothing for a run from Python or in another folder."""
-    stored = run_dir / ".hydra" / "overrides.yaml"
-    if not stored.is_file():
-        return ()
-    typed = [line for line in map(str, OmegaConf.load(stored)) if not line.startswith(("output_dir=", "resume="))]
-    return "This command trains it again:", Code(" ".join(["rm-opt", "train", *map(shell_word, typed)]))
-
-
-def _settings(run_dir: Path, result: RunResult) -> Part:
+def _settings(run_dir: Path, result: RunResult) -> tuple[Block, ...]:
+    """The command line as it was typed, if Hydra stored it, the machine and the options."""
+    overrides, command = run_dir / ".hydra" / "overrides.yaml", list[Block]()
+    if overrides.is_file():
+        words = map(str, OmegaConf.load(overrides))
+        typed = [shell_word(word) for word in words if not word.startswith(("output_dir=", "resume="))]
+        command = ["This command trains it again:", Code(" ".join(["rm-opt", "train", *typed]))]
     seconds, rate = result.wall_seconds, result.pairs_per_second
     facts = {
         "training pairs": f"{result.data.train_pairs:,}, fingerprint {result.data.train_fingerprint}",
@@ -179,9 +217,5 @@ def _settings(run_dir: Path, result: RunResult) -> Part:
         "commit": result.commit or "n/a",
     }
     options = "\n".join(f"{name}={json.dumps(value)}" for name, value in sorted(flat(result.config)))
-    blocks = (
-        *_command(run_dir),
-        Listing("", TextTable("Run and machine", ("", ""), tuple(facts.items()))),
-        Fold("All options of the run", (Code(options),)),
-    )
-    return Part("Settings", blocks)
+    table = Listing("", TextTable("Run and machine", ("", ""), tuple(facts.items())))
+    return *command, table, Fold("All options of the run", (Code(options),))
