@@ -151,8 +151,7 @@ class SpectrumComputation:
         kept = KeptState(self.operator, matrix.support, self.state_file, self.seed)
         state, self.seconds_before = kept.state, kept.seconds_before
         self.operator.num_products += state.num_products
-        max_basis = self._most_vectors(matrix)
-        expected, first = self._announced(matrix, max_basis), max(1, state.num_products)
+        (max_basis, expected), first = self._planned(matrix), max(1, state.num_products)
 
         def after(progress: Progress) -> None:
             kept.after_product()
@@ -192,17 +191,22 @@ class SpectrumComputation:
             self.searched = self.which
         return pairs.widened(matrix.support)
 
-    def _most_vectors(self, matrix: SupportedOperator) -> int | None:
-        """Vectors of the basis that the limits allow beside the eigenvectors; None for no limit.
+    def _planned(self, matrix: SupportedOperator) -> tuple[int | None, int]:
+        """Vectors of the basis that the limits allow beside the eigenvectors, and expected products, which are logged.
+
+        Most spectra need 10 products and 2 for each eigenvalue. Cross-fitting needs about as many again, and the search
+        for overlooked eigenvalues needs `CHECK_PRODUCTS`.
+
+        Returns:
+            Most vectors of the basis, None for no limit, and products of the search and of what follows.
 
         Raises:
-            ConfigError: if they are too few for the search, or more eigenvalues are wanted than the matrix has.
+            ConfigError: if the vectors are too few for the search, or more eigenvalues are wanted than the matrix has.
         """
-        options, size = self.options, _bytes_of_vector(matrix)
-        wanted = num_wanted(matrix.dimension, self.top_k, self.which)
+        options, size, dimension = self.options, _bytes_of_vector(matrix), matrix.dimension
+        wanted = num_wanted(dimension, self.top_k, self.which)
         kept = wanted if options.keep_vectors else min(self.num_sampled, wanted)
-        least = min(wanted + FEWEST_SPARE, matrix.dimension)
-        has = self._memory_of_vectors()
+        least, has = min(wanted + FEWEST_SPARE, dimension), self._memory_of_vectors()
         room = has // size - kept
         if room < least:
             name, remedy = (
@@ -211,39 +215,31 @@ class SpectrumComputation:
                 else ("the limit", "raise landscape.memory_gib")
             )
             raise ConfigError(
-                f"{wanted} eigenvalues over {matrix.dimension:,} parameters need {(least + kept) * size / 2**30:.2g} "
+                f"{wanted} eigenvalues over {dimension:,} parameters need {(least + kept) * size / 2**30:.2g} "
                 f"GiB for vectors, and {name} is {has / 2**30:.2g} GiB; {remedy}, or lower landscape.top_k or the "
                 "parameters of landscape.params"
             )
-        if options.memory_gib is None and room >= most_products(matrix.dimension, wanted, options.max_products, None):
-            return options.max_basis
-        most = min(room, options.max_basis or room)
-        return None if most >= matrix.dimension else most
-
-    def _memory_of_vectors(self) -> int:
-        """Bytes that vectors may take: the limit, or the free memory that kept graphs leave."""
-        limit = self.options.memory_bytes
-        return int((1 - GRAPH_SHARE) * free_bytes(self.operator.device)) if limit is None else limit
-
-    def _announced(self, matrix: SupportedOperator, max_basis: int | None) -> int:
-        """Log the expected cost of a search, and return the expected products of the search and of what follows.
-
-        Most spectra need 10 products and 2 for each eigenvalue. Cross-fitting needs about as many again, and the search
-        for overlooked eigenvalues needs `CHECK_PRODUCTS`.
-        """
-        wanted, options = num_wanted(matrix.dimension, self.top_k, self.which), self.options
-        most = most_products(matrix.dimension, wanted, options.max_products, max_basis)
-        products = min(10 + 2 * wanted, matrix.dimension, most)
+        max_basis = options.max_basis
+        if options.memory_gib is not None or room < most_products(dimension, wanted, options.max_products, None):
+            limit = min(room, max_basis or room)
+            max_basis = None if limit >= dimension else limit
+        most = most_products(dimension, wanted, options.max_products, max_basis)
+        products = min(10 + 2 * wanted, dimension, most)
         vectors = wanted + (products if max_basis is None else min(products, max_basis))
         probes = options.num_probes * (options.probe_steps if self.with_density else 1)
         check = CHECK_PRODUCTS if options.keep_vectors else 0
         total = products * (2 if self.num_sampled else 1) + check + probes
         _log.info(
-            f"{wanted} eigenvalue{'s' * (wanted > 1)} over {matrix.dimension:,} parameters: about {products} products, "
-            f"at most {most}, and {vectors * _bytes_of_vector(matrix) / 2**30:.2g} GiB for vectors; with what follows "
-            f"about {total} products"
+            f"{wanted} eigenvalue{'s' * (wanted > 1)} over {dimension:,} parameters: about {products} products, "
+            f"at most {most}, and {vectors * size / 2**30:.2g} GiB for vectors; with what follows about {total} "
+            "products"
         )
-        return total
+        return max_basis, total
+
+    def _memory_of_vectors(self) -> int:
+        """Bytes that vectors may take: the limit, or the free memory that kept graphs leave."""
+        limit = self.options.memory_bytes
+        return int((1 - GRAPH_SHARE) * free_bytes(self.operator.device)) if limit is None else limit
 
     def _estimate(self) -> None:
         """Search for overlooked eigenvalues, and add sampling errors, density, trace and rank, in this order."""

@@ -185,25 +185,15 @@ def drawn(figure: Figure, caption: str) -> str:
     has_color_map = any(  # colors represent numbers, with text in black or white over them
         axes.images or any(each.get_array() is not None for each in axes.collections) for axes in figure.axes
     )
-    return _captioned(_inline(stream.getvalue().decode(), alt, keeps_colors=has_color_map), caption)
-
-
-def _inline(svg: str, alt: str, *, keeps_colors: bool) -> str:
-    """An SVG from matplotlib as an element of the page, without references to addresses.
-
-    Args:
-        svg: the file's text.
-        alt: words for those who do not see it.
-        keeps_colors: False gives ink and paper the colors of the page.
-    """
-    body = svg[svg.index("<defs>", svg.index("</metadata>")) :].replace("\n", " ")
-    if not keeps_colors:
-        for name, color in _PAGE_COLORS.items():
-            body = re.sub(color, f"var(--{name})", body, flags=re.IGNORECASE)
+    svg = stream.getvalue().decode()
+    body = svg[svg.index("<defs>", svg.index("</metadata>")) :].replace("\n", " ")  # without references to addresses
+    for name, color in () if has_color_map else _PAGE_COLORS.items():
+        body = re.sub(color, f"var(--{name})", body, flags=re.IGNORECASE)
     body = re.sub(r' id="(?:[a-z]+_)+\d+"', "", body)
     width, height = re.findall(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', svg)[0]
-    kind = "drawing fixed" if keeps_colors else "drawing"
-    return f'<svg class="{kind}" role="img" aria-label="{escape(alt)}" viewBox="0 0 {width} {height}">{body}'
+    kind = "drawing fixed" if has_color_map else "drawing"
+    label = f'role="img" aria-label="{escape(alt)}" viewBox="0 0 {width} {height}"'
+    return _captioned(f'<svg class="{kind}" {label}>{body}', caption)
 
 
 def picture(png: Path, caption: str) -> str:

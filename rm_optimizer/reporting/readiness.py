@@ -14,7 +14,7 @@ from rm_optimizer.doctor.diagnosis import Status
 from rm_optimizer.reporting.document import Answer, Document, Drawing, Listing, Part, Tone
 from rm_optimizer.reporting.figures import BLUE, GRAY, GREEN, VERMILION, new_figure
 from rm_optimizer.reporting.html import sentence
-from rm_optimizer.reporting.tables import TextTable, cell_text, new_table, output_console
+from rm_optimizer.reporting.tables import TextTable, output_console
 from rm_optimizer.rl_coupling.readiness.report import Algorithm, ReadinessVerdict, RLReadinessReport
 
 _WORDS: Mapping[str, tuple[str, str]] = {
@@ -42,24 +42,13 @@ ALGORITHM_NAMES = {
     Algorithm.ppo_kl: "PPO with a KL penalty",
     Algorithm.grpo: "GRPO",
 }
-_ANSWERS: dict[ReadinessVerdict, tuple[Tone, str]] = {
-    ReadinessVerdict.ready: ("good", "Yes"),
-    ReadinessVerdict.acceptable: ("fair", "Yes, if watched"),
-    ReadinessVerdict.not_recommended: ("bad", "No"),
-    ReadinessVerdict.unknown: ("open", "Not known"),
+_LOOKS: Mapping[ReadinessVerdict, tuple[Tone, str, str, str]] = {
+    ReadinessVerdict.ready: ("good", "Yes", "bold green", GREEN),
+    ReadinessVerdict.acceptable: ("fair", "Yes, if watched", "bold yellow", "#B07800"),
+    ReadinessVerdict.not_recommended: ("bad", "No", "bold red", VERMILION),
+    ReadinessVerdict.unknown: ("open", "Not known", "bold", GRAY),
 }
-_STYLES = {
-    ReadinessVerdict.ready: "bold green",
-    ReadinessVerdict.acceptable: "bold yellow",
-    ReadinessVerdict.not_recommended: "bold red",
-    ReadinessVerdict.unknown: "bold",
-}
-VERDICT_COLORS = {
-    ReadinessVerdict.ready: GREEN,
-    ReadinessVerdict.acceptable: "#B07800",
-    ReadinessVerdict.not_recommended: VERMILION,
-    ReadinessVerdict.unknown: GRAY,
-}
+"""Tone and headline of a verdict on a page, its style in a terminal, and its color in a picture."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +69,11 @@ class ReadinessRow:
     meaning: str
     contribution: float | None
 
+    @property
+    def is_share(self) -> bool:
+        """True for a number between 0 and 1 that is drawn; the numbers of single edits are not drawn."""
+        return self.name in _SHARES or self.name.startswith("probe_")
+
 
 def readiness_rows(report: RLReadinessReport) -> list[ReadinessRow]:
     """Rows of all measured numbers: the score's own, then the probe, then the others in their order."""
@@ -90,83 +84,60 @@ def readiness_rows(report: RLReadinessReport) -> list[ReadinessRow]:
 
     order = [name for known in _WORDS for name in found if name == known or name.startswith(f"{known}_edit_")]
     order += [name for name in found if name not in order]
-    words = {name: _words(name) for name in sorted(found, key=place)}
-    return [
-        ReadinessRow(name, title, found[name], meaning, report.components.get(name))
-        for name, (title, meaning) in words.items()
-    ]
+    rows = []
+    for name in sorted(found, key=place):
+        title, meaning = _WORDS.get(name, (name.replace("_", " "), ""))
+        if name.startswith("probe_"):
+            title = f"model's pick of {name.removeprefix('probe_')} preferred"
+            meaning = "by the oracle, against another response; chance is 0.5"
+        elif name.startswith("style_flips_edit_"):
+            title = f"… by the edit {name.removeprefix('style_flips_edit_')}"
+        rows.append(ReadinessRow(name, title, found[name], meaning, report.components.get(name)))
+    return rows
 
 
-def _words(name: str) -> tuple[str, str]:
-    """Title and meaning of a number."""
-    if name.startswith("probe_"):
-        of = name.removeprefix("probe_")
-        return f"model's pick of {of} preferred", "by the oracle, against another response; chance is 0.5"
-    if name.startswith("style_flips_edit_"):
-        return f"… by the edit {name.removeprefix('style_flips_edit_')}", ""
-    return _WORDS.get(name, (name.replace("_", " "), ""))
-
-
-def sample_line(report: RLReadinessReport) -> str:
-    """Data behind a measurement in one line; empty for a score from given numbers."""
-    sample = report.sample
-    if sample is None:
-        return ""
-    parts = [f"{sample.num_pairs:,} labeled pairs"]
-    if sample.num_prompts:
-        parts.append(f"{sample.num_prompts:,} prompts with {sample.num_responses:,} responses each")
-    parts += [f"{sample.num_labels:,} comparisons by the oracle", f"seed {sample.seed}", f"{sample.wall_seconds:.0f} s"]
-    return ", ".join(parts)
-
-
-def probe_lines(report: RLReadinessReport) -> list[str]:
-    """One sentence for each probe: its question, and the reason why it stopped."""
-    return [
+def _measured_lines(report: RLReadinessReport) -> list[str]:
+    """Question of each probe and the reason why it stopped, then the data behind the measurement."""
+    lines = [
         f"probe of {probe.n}: {probe.num_questions:,} of at most {probe.max_questions:,} questions, "
         f"{probe.num_labels:,} answers{f', {probe.num_open:,} left open' if probe.num_open else ''}; "
         f"stopped because {probe.stopped}"
         for probe in report.probes
     ]
+    if (sample := report.sample) is not None:
+        responses = f", {sample.num_prompts:,} prompts with {sample.num_responses:,} responses each"
+        lines.append(
+            f"{sample.num_pairs:,} labeled pairs{responses if sample.num_prompts else ''}, "
+            f"{sample.num_labels:,} comparisons by the oracle, seed {sample.seed}, {sample.wall_seconds:.0f} s"
+        )
+    return lines
 
 
-def is_share(name: str) -> bool:
-    """True for a number between 0 and 1 that is drawn; the numbers of single edits are not drawn."""
-    return name in _SHARES or name.startswith("probe_")
+def _table(title: str, rows: Sequence[ReadinessRow]) -> TextTable:
+    head = ("measured", "value", "in the score", "scale")
+    shares = ("" if row.contribution is None else f"{row.contribution:+.2f}" for row in rows)
+    cells = ((row.title, row.value, share, row.meaning) for row, share in zip(rows, shares, strict=True))
+    return TextTable(title, head, tuple(cells))
 
 
-def chance_of(name: str) -> float | None:
-    """Value by chance; None without one."""
-    return 0.5 if name.startswith("probe_") else _CHANCE.get(name)
-
-
-def readiness_table(report: RLReadinessReport, title: str) -> Group:
-    """Verdict and its reason, the numbers, failed gates, next steps, and the limits of the verdict."""
-    table = new_table(title, "measured", "value", "scale", "in the score")
-    for column in (table.columns[1], table.columns[2]):
-        column.justify = "left"
-    for row in readiness_rows(report):
-        share = "" if row.contribution is None else f"{row.contribution:+.2f}"
-        table.add_row(Text(row.title), cell_text(row.value), Text(row.meaning, "dim"), Text(share))
+def print_readiness(report: RLReadinessReport, title: str, console: Console | None = None) -> None:
+    """Print the numbers, failed gates, the verdict and its reason, next steps, and the limits of the verdict."""
     num_ok = sum(check.status is Status.ok for check in report.gates)
     gates = [Text(f"gates: {num_ok} of {len(report.gates)} checks ok")] if report.gates else []
     if warned := [check.name for check in report.gates if check.status is Status.warn]:
         gates.append(Text(f"gates that warn: {', '.join(warned)} (rm-opt doctor explains them)", "yellow"))
     gates += [Text(f"gate {check.name} failed: {check.explanation}", "red") for check in report.failed_gates]
-    lines = [*probe_lines(report), sample_line(report)]
-    return Group(
-        *([table] if report.features else []),
-        *(Text(line, "dim") for line in lines if line),
-        *gates,
-        Text(f"verdict: {report.verdict}", _STYLES[report.verdict]),
-        Text(report.basis),
-        *(Text(f"next: {sentence}") for sentence in report.recommendations),
-        *(Text(f"note: {sentence}", "dim") for sentence in report.cautions),
+    (console or output_console()).print(
+        Group(
+            *([_table(title, readiness_rows(report)).drawn()] if report.features else []),
+            *(Text(line, "dim") for line in _measured_lines(report)),
+            *gates,
+            Text(f"verdict: {report.verdict}", _LOOKS[report.verdict][2]),
+            Text(report.basis),
+            *(Text(f"next: {sentence}") for sentence in report.recommendations),
+            *(Text(f"note: {sentence}", "dim") for sentence in report.cautions),
+        )
     )
-
-
-def print_readiness(report: RLReadinessReport, title: str, console: Console | None = None) -> None:
-    """Print `readiness_table`."""
-    (console or output_console()).print(readiness_table(report, title))
 
 
 def plot_readiness(report: RLReadinessReport) -> Figure:
@@ -175,7 +146,7 @@ def plot_readiness(report: RLReadinessReport) -> Figure:
     Args:
         report: a report of `measure_readiness`.
     """
-    rows = [row for row in readiness_rows(report) if is_share(row.name)]
+    rows = [row for row in readiness_rows(report) if row.is_share]
     of = "" if report.algorithm is None else f" for {report.algorithm}"
     caption = "95% intervals, gray ticks: chance, filled: in the score"
     height = 1.6 + 0.34 * max(len(rows), 3)
@@ -184,9 +155,9 @@ def plot_readiness(report: RLReadinessReport) -> Figure:
         found, is_scored = row.value, row.contribution is not None
         low, high = (None if end is None else min(max(end, 0.0), 1.0) for end in (found.low, found.high))
         shown = replace(found, value=min(max(found.value, 0.0), 1.0), low=low, high=high)
-        if (chance := chance_of(row.name)) is not None:
+        if (chance := 0.5 if row.name.startswith("probe_") else _CHANCE.get(row.name)) is not None:
             axes.plot([chance] * 2, [place - 0.3, place + 0.3], color=GRAY, linewidth=1.5)
-        color = VERDICT_COLORS[report.verdict] if is_scored else BLUE
+        color = _LOOKS[report.verdict][3] if is_scored else BLUE
         axes.named(place, row.title, shown, color=color, markerfacecolor=color if is_scored else "white", markersize=7)
     axes.set_yticks(range(len(rows)), [row.title for row in reversed(rows)])
     axes.set_ylim(-0.6, len(rows) - 0.4)
@@ -203,31 +174,22 @@ def readiness_page(report: RLReadinessReport, model: str) -> str:
         model: name of the model.
     """
     use = "" if report.algorithm is None else f" for {ALGORITHM_NAMES[report.algorithm]}"
-    tone, headline = _ANSWERS[report.verdict]
+    tone, headline, *_ = _LOOKS[report.verdict]
     rows = readiness_rows(report)
     first = [row for row in rows if row.contribution is not None or row.name.startswith("probe_")] or rows[:3]
     others = [row for row in rows if row not in first]
     shares = "Each share with its 95 % interval; gray ticks mark chance"
-    picture = [Drawing("readiness", plot_readiness(report), shares)] if any(is_share(row.name) for row in rows) else []
+    picture = [Drawing("readiness", plot_readiness(report), shares)] if any(row.is_share for row in rows) else []
     by_status = {status: [check for check in report.gates if check.status is status] for status in Status}
     bad = (*by_status[Status.fail], *by_status[Status.warn])
     fine = ", ".join(check.name for check in by_status[Status.ok])
     gates = f"{len(by_status[Status.ok])} of {len(report.gates)} checks are ok: {fine}" if report.gates else ""
-    measured = (*probe_lines(report), sample_line(report))
     parts = (
         Part("What to do next", (tuple(map(sentence, report.recommendations)),)),
-        Part("What it rests on", (*picture, _listing("measured", first, "95 % intervals"))),
-        Part("All other numbers", (_listing("others", others, "Reported, and no part of the score"),)),
+        Part("What it rests on", (*picture, Listing("measured", _table("95 % intervals", first)))),
+        Part("All other numbers", (Listing("others", _table("Reported, and no part of the score", others)),)),
         Part("Checks of the model", (tuple(f"{each.status}, {each.name}: {each.explanation}" for each in bad), gates)),
-        Part("How it was measured", (tuple(sentence(line) for line in measured if line),)),
+        Part("How it was measured", (tuple(map(sentence, _measured_lines(report))),)),
     )
     answer = Answer(tone, headline, (f"Verdict: {report.verdict}. {sentence(report.basis)}", *report.cautions))
     return Document(f"Is {model} good enough{use}?", answer, parts).html()
-
-
-def _listing(name: str, rows: Sequence[ReadinessRow], title: str) -> Listing:
-    cells = tuple(
-        (row.title, str(row.value), "" if row.contribution is None else f"{row.contribution:+.2f}", row.meaning)
-        for row in rows
-    )
-    return Listing(name, TextTable(title, ("measured", "value", "in the score", "scale"), cells))

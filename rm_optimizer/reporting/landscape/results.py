@@ -19,39 +19,17 @@ from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_csv, write_rows, write_text
 from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import History, save_figure
-from rm_optimizer.reporting.landscape.layers import layer_drawings, layer_row, layer_table
-from rm_optimizer.reporting.landscape.runs import (
-    between_drawings,
-    between_scalars,
-    between_table,
-    evolution_drawings,
-    evolution_table,
-)
-from rm_optimizer.reporting.landscape.spectrum import (
-    plot_training_curvature,
-    spectrum_drawings,
-    spectrum_scalars,
-    spectrum_table,
-    training_rows,
-)
-from rm_optimizer.reporting.landscape.surfaces import (
-    slice_drawings,
-    slice_table,
-    surface_drawings,
-    surface_table,
-    trajectory_drawings,
-    trajectory_table,
-)
+from rm_optimizer.reporting.landscape import layers, runs, spectrum, surfaces
 from rm_optimizer.reporting.tables import Cell, summary_table
 
 _VIEWS: Mapping[type, tuple[Callable[[Any], list[Drawing]], Callable[[Any], dict[str, Cell]]]] = {
-    Slice: (slice_drawings, slice_table),
-    Surface: (surface_drawings, surface_table),
-    Trajectory: (trajectory_drawings, trajectory_table),
-    LayerCurvature: (layer_drawings, layer_table),
-    HessianSpectrum: (spectrum_drawings, spectrum_table),
-    Evolution: (evolution_drawings, evolution_table),
-    BetweenModels: (between_drawings, between_table),
+    Slice: (surfaces.slice_drawings, surfaces.slice_table),
+    Surface: (surfaces.surface_drawings, surfaces.surface_table),
+    Trajectory: (surfaces.trajectory_drawings, surfaces.trajectory_table),
+    LayerCurvature: (layers.layer_drawings, layers.layer_table),
+    HessianSpectrum: (spectrum.spectrum_drawings, spectrum.spectrum_table),
+    Evolution: (runs.evolution_drawings, runs.evolution_table),
+    BetweenModels: (runs.between_drawings, runs.between_table),
 }
 """Functions that draw a result, and that give its table, by its type."""
 
@@ -70,13 +48,16 @@ def scalars_of(result: LandscapeRecord) -> dict[str, float]:
     """Scalars of a result by name, for loggers; empty for grids, whose numbers are tables."""
     match result:
         case HessianSpectrum():
-            values = {name: quantity.value for name, quantity in result.quantities.items()}
-            return spectrum_scalars(result) | {name: value for name, value in values.items() if value is not None}
+            values = {
+                name: quantity.value for name, quantity in result.quantities.items() if quantity.value is not None
+            }
+            return spectrum.spectrum_scalars(result) | values
         case LayerCurvature():
-            cells = {f"{item.block}/{name}": cell for item in result.blocks for name, cell in layer_row(item).items()}
+            rows = {item.block: layers.layer_row(item) for item in result.blocks}
+            cells = {f"{block}/{name}": cell for block, row in rows.items() for name, cell in row.items()}
             return {name: cell for name, cell in cells.items() if isinstance(cell, float)}
         case BetweenModels():
-            return between_scalars(result)
+            return runs.between_scalars(result)
     return {}
 
 
@@ -97,8 +78,8 @@ def draw_result(result: LandscapeRecord, folder: Path) -> list[Path]:
 
 def draw_training_curvature(history: History, folder: Path, caption: str) -> list[Path]:
     """Draw the top eigenvalue and the trace during training, with the numbers as Parquet and CSV."""
-    figure = plot_training_curvature(history, caption=caption)
-    return _written(Drawing("during_training", figure, caption, training_rows(history)), folder)
+    figure = spectrum.plot_training_curvature(history, caption=caption)
+    return _written(Drawing("during_training", figure, caption, spectrum.training_rows(history)), folder)
 
 
 def _written(drawing: Drawing, folder: Path) -> list[Path]:
