@@ -31,7 +31,7 @@ from rm_optimizer.reporting.figures import (
 from rm_optimizer.reporting.html import sentence
 from rm_optimizer.reporting.landscape.spectrum import matrix_title
 from rm_optimizer.reporting.run_report import CHANCE_LOSS
-from rm_optimizer.reporting.tables import SCORE_NAMES, TextTable, output_console, print_line
+from rm_optimizer.reporting.tables import SCORE_NAMES, TextTable, print_tables
 
 COMPARISON_FILE = "comparison.json"
 MATRICES = ("hessian", "gauss_newton", "fisher")
@@ -77,18 +77,8 @@ def runs_document(comparison: RunComparison) -> Document:
 
 
 def print_comparison(comparison: RunComparison, console: Console | None = None) -> None:
-    """Print the tables of a comparison, and notes on how to read them.
-
-    Args:
-        comparison: the comparison.
-        console: destination; None is standard output.
-    """
-    console = console or output_console()
-    for table in comparison_tables(comparison).values():
-        if table.rows:
-            console.print(table.drawn())
-    for note in comparison.notes:
-        print_line(f"note: {note}", console)
+    """Print the tables of a comparison, and notes on how to read them."""
+    print_tables(comparison_tables(comparison).values(), comparison.notes, console)
 
 
 def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:

@@ -250,32 +250,31 @@ def draw_differences(
     return figure
 
 
-def draw_legend(axes: Axes, location: str = "best", *, in_layout: bool = True) -> None:
-    """Add a legend that is readable over data; with `in_layout=False` it does not move the axes."""
-    legend = axes.legend(fontsize=9, loc=location, frameon=True, framealpha=0.85, edgecolor="none")
-    legend.set_zorder(10)
-    legend.set_in_layout(in_layout)
+def draw_legend(axes: Axes, place: str = "best") -> None:
+    """Add a legend.
 
-
-def draw_legend_above(axes: Axes) -> None:
-    """Add a legend in a row above the data, and extend the axis by a quarter for it."""
-    low, high = axes.get_ylim()
-    is_log = axes.get_yscale() == "log"
-    axes.set_ylim(top=high * (high / low) ** 0.25 if is_log else high + 0.25 * (high - low))
-    axes.legend(fontsize=9, loc="upper left", ncols=len(axes.get_legend_handles_labels()[1]), frameon=False)
-
-
-def draw_legend_below(axes: Axes) -> None:
-    """Add a legend in two columns below the axes, where it hides no data."""
-    axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.46, -0.16), ncols=2, frameon=False)
-
-
-def draw_legend_beside(axes: Axes) -> None:
-    """Add a legend to the right of the axes, where it hides no data, unless it leaves the axes too little room."""
-    if max(map(len, axes.get_legend_handles_labels()[1]), default=0) > _MOST_BESIDE:
-        draw_legend(axes, in_layout=False)
-    else:
+    Args:
+        axes: the axes.
+        place: place over the data as for `Axes.legend`, readable there; or `above` the data in a row, for which the
+            axis grows by a quarter; `below` the axes in two columns; `beside` them, where it hides no data, unless it
+            leaves them too little room.
+    """
+    labels = axes.get_legend_handles_labels()[1]
+    is_short = max(map(len, labels), default=0) <= _MOST_BESIDE
+    if place == "above":
+        low, high = axes.get_ylim()
+        is_log = axes.get_yscale() == "log"
+        axes.set_ylim(top=high * (high / low) ** 0.25 if is_log else high + 0.25 * (high - low))
+        axes.legend(fontsize=9, loc="upper left", ncols=len(labels), frameon=False)
+    elif place == "below":
+        axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.46, -0.16), ncols=2, frameon=False)
+    elif place == "beside" and is_short:
         axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    else:
+        at = "best" if place == "beside" else place
+        legend = axes.legend(fontsize=9, loc=at, frameon=True, framealpha=0.85, edgecolor="none")
+        legend.set_zorder(10)
+        legend.set_in_layout(place != "beside")  # a long one does not move the axes
 
 
 def count_ticks(axis: Axis) -> None:

@@ -35,7 +35,7 @@ from rm_optimizer.reporting.figures import (
     series_line,
 )
 from rm_optimizer.reporting.run_report import CHANCE_LOSS
-from rm_optimizer.reporting.tables import SCORE_NAMES, Cell, TextTable, output_console, print_line
+from rm_optimizer.reporting.tables import SCORE_NAMES, Cell, TextTable, print_tables
 
 TrialRows = Sequence[Mapping[str, Any]]
 _BYTES_OF_MB = 1e6
@@ -121,17 +121,8 @@ def _failure_lines(rows: TrialRows) -> tuple[str, ...]:
 
 
 def print_findings(found: ComparisonFindings, console: Console | None = None) -> None:
-    """Print the tables of a comparison, and notes on how to read them.
-
-    Args:
-        found: the findings.
-        console: destination; None is standard output.
-    """
-    console = console or output_console()
-    for table in finding_tables(found).values():
-        console.print(table.drawn())
-    for sentence in found.warnings:
-        print_line(f"note: {sentence}", console)
+    """Print the tables of a comparison, and notes on how to read them."""
+    print_tables(finding_tables(found).values(), found.warnings, console)
 
 
 def methods(found: ComparisonFindings) -> str:

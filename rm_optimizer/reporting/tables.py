@@ -109,6 +109,22 @@ def print_line(text: str, console: Console) -> None:
     console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def print_tables(tables: Iterable[TextTable], notes: Iterable[str], console: Console | None = None) -> None:
+    """Print the tables that have rows, and notes on how to read them.
+
+    Args:
+        tables: the tables.
+        notes: sentences.
+        console: destination; None is standard output.
+    """
+    console = console or output_console()
+    for table in tables:
+        if table.rows:
+            console.print(table.drawn())
+    for note in notes:
+        print_line(f"note: {note}", console)
+
+
 def summary_table(title: str, rows: Mapping[str, Cell]) -> Table:
     """A table of names and values."""
     return TextTable(title, ("", ""), tuple(rows.items())).drawn()

@@ -99,14 +99,12 @@ class Progress:
         num_converged: number of wanted values within the tolerance.
         num_wanted: number of wanted values.
         worst_error: largest relative residual of a wanted value.
-        top: largest value so far.
     """
 
     num_products: int
     num_converged: int
     num_wanted: int
     worst_error: float
-    top: float
 
 
 def lanczos(
@@ -266,7 +264,7 @@ class Ritz:
         """Progress towards that number of values."""
         relative, num_within = self.relative[self.selected], int(self.within[self.selected].sum())
         worst = float(relative.max(initial=0.0)) if len(relative) == wanted else np.inf
-        return Progress(self.state.num_products, num_within, wanted, worst, float(self.values[-1]))
+        return Progress(self.state.num_products, num_within, wanted, worst)
 
     def is_done(self) -> bool:
         """True if all wanted values are within the tolerance, and no space after the first changed them.

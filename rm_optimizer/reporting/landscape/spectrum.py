@@ -28,8 +28,6 @@ from rm_optimizer.reporting.figures import (
     Panel,
     count_ticks,
     draw_legend,
-    draw_legend_above,
-    draw_legend_below,
     new_figure,
     numbers,
 )
@@ -163,7 +161,7 @@ def plot_density(
         axes.estimates_across(whole, heights, label, color=ORANGE, marker="D", linestyle="none", elinewidth=2.0)
     axes.set_yscale("log")
     axes.set(xlabel="eigenvalue of this sample", ylabel="share of eigenvalues per unit", ylim=(floor, 3 * highest))
-    draw_legend_below(axes)
+    draw_legend(axes, "below")
     return figure
 
 
@@ -201,7 +199,7 @@ def plot_training_curvature(history: History, *, caption: str) -> Figure:
                 axes.set_yscale("log")
                 axes.set_ylim(min(values) / 3, 3 * max(*limits, *values))
         axes.set_ylabel(title)
-        draw_legend_above(axes)
+        draw_legend(axes, "above")
     panels[-1].set_xlabel("optimizer step")
     return figure
 
