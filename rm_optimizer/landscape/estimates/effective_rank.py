@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float
 
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.landscape.operators.gauss_newton import CurvatureRows, GramSpectrum
@@ -36,6 +35,7 @@ class Quantity:
 def effective_rank(objective: PairObjective, gram: GramSpectrum | None, memory_bytes: int) -> Quantity:
     """Entropy rank of the Gauss-Newton matrix (Roy & Vetterli, 2007), exact, from one gradient for each pair.
 
+    `exp(-sum p log p)` with `p = |lambda| / sum |lambda|`.
     The entropy rank of a Hessian depends on its bulk, which few products do not resolve. The Gauss-Newton matrix has no
     more nonzero eigenvalues than the loss has pairs, and one small matrix gives them all.
 
@@ -54,16 +54,6 @@ def effective_rank(objective: PairObjective, gram: GramSpectrum | None, memory_b
         gram = rows.spectrum(rows.grams([[(0, rows.dimension)]])[0])
     if not gram.values.any():
         return Quantity(None, "every eigenvalue is 0")
-    value = entropy_rank_of(gram.values)
+    shares = np.abs(gram.values) / np.abs(gram.values).sum()
+    value = float(np.exp(-(shares * np.log(np.maximum(shares, 1e-300))).sum()))
     return Quantity(Estimate(value, 0.0, objective.num_pairs, value, value, IntervalKind.exact), note="Gauss-Newton")
-
-
-def entropy_rank_of(values: Float[np.ndarray, " values"]) -> float:
-    """`exp(-sum p log p)` with `p = |lambda| / sum |lambda|`.
-
-    Example:
-        >>> round(entropy_rank_of(np.array([2.0, -2.0, 2.0, 0.0])), 6)
-        3.0
-    """
-    shares = np.abs(values) / np.abs(values).sum()
-    return float(np.exp(-(shares * np.log(np.maximum(shares, 1e-300))).sum()))

@@ -162,50 +162,23 @@ class OutputOperator(LossOperator):
         self.curvature = curvature
 
     def _local(self, vectors: Tensor) -> Tensor:
-        total = torch.zeros_like(vectors)
-        for batch in self.objective.batches:
-            graph = _RewardGraph(self.objective, batch, self.curvature)
+        # The directional derivative `J v` is the derivative of `(J^T u)^T v` by `u`, at any `u` (the double-backward
+        # trick of Townsend, 2017, https://j-towns.github.io/2017/06/12/A-new-trick.html).
+        objective, total = self.objective, torch.zeros_like(vectors)
+        kept: dict[str, bool] = {"retain_graph": True, "allow_unused": True, "materialize_grads": True}
+        for batch in objective.batches:
+            rewards = objective.model.rewards_of(batch)
+            blocks = output_blocks(objective, batch, rewards.detach(), self.curvature)
+            dummy = torch.zeros_like(rewards, requires_grad=True)
+            linear = torch.autograd.grad(rewards, objective.parameters, dummy, create_graph=True, **kept)
             for row, vector in enumerate(vectors):
-                tangent = graph.push(vector)
-                total[row] += graph.pull(apply_blocks(graph.blocks, tangent))
+                parts = zip(linear, objective.subset.unflatten(vector), strict=True)
+                outputs, seeds = zip(*((out, part) for out, part in parts if out.requires_grad), strict=True)
+                tangent = torch.autograd.grad(outputs, dummy, seeds, retain_graph=True)[0]  # `J v`
+                curved = torch.einsum("pij,pj->pi", blocks, tangent.view(-1, 2)).reshape(-1)  # `C J v`
+                gradient = torch.autograd.grad(rewards, objective.parameters, curved, **kept)
+                total[row] += objective.subset.flatten(gradient)
         return total
-
-
-class _RewardGraph:
-    """Rewards of a micro-batch with their graph: directional derivatives and gradients through them.
-
-    The directional derivative `J v` is the derivative of `(J^T u)^T v` by `u`, at any `u` (the double-backward trick of
-    Townsend, 2017, https://j-towns.github.io/2017/06/12/A-new-trick.html).
-    """
-
-    def __init__(self, objective: PairObjective, batch: AnyPairBatch, curvature: OutputCurvature) -> None:
-        self.objective = objective
-        self.rewards = objective.model.rewards_of(batch)
-        self.blocks = output_blocks(objective, batch, self.rewards.detach(), curvature)
-        self.dummy = torch.zeros_like(self.rewards, requires_grad=True)
-        self.linear = self._gradient(self.dummy, create_graph=True)
-
-    def push(self, vector: Tensor) -> Tensor:
-        """`J v`."""
-        parts = self.objective.subset.unflatten(vector)
-        pairs = [(out, part) for out, part in zip(self.linear, parts, strict=True) if out.requires_grad]
-        outputs, seeds = [out for out, _ in pairs], [part for _, part in pairs]
-        return torch.autograd.grad(outputs, self.dummy, seeds, retain_graph=True)[0]
-
-    def pull(self, rewards: Tensor) -> Tensor:
-        """`J^T r`."""
-        return self.objective.subset.flatten(self._gradient(rewards))
-
-    def _gradient(self, seed: Tensor, *, create_graph: bool = False) -> tuple[Tensor, ...]:
-        return torch.autograd.grad(
-            self.rewards,
-            self.objective.parameters,
-            seed,
-            create_graph=create_graph,
-            retain_graph=True,
-            allow_unused=True,
-            materialize_grads=True,
-        )
 
 
 def output_blocks(
@@ -232,10 +205,3 @@ def fisher_factors(
     (slope,) = torch.autograd.grad(objective.pair_losses(rewards, batch).sum(), rewards)
     share = batch.weight.to(slope.dtype) / objective.total_weight
     return share.sqrt()[:, None] * slope.view(-1, 2)
-
-
-def apply_blocks(
-    blocks: Float[Tensor, "pairs 2 2"], rewards: Float[Tensor, " sequences"]
-) -> Float[Tensor, " sequences"]:
-    """Each pair's matrix times its two entries."""
-    return torch.einsum("pij,pj->pi", blocks, rewards.view(-1, 2)).reshape(-1)

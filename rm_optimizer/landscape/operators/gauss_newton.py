@@ -268,7 +268,11 @@ class CurvatureRows:
         return [function(self._spans[0], self._whole)]
 
     def _block(self, span: tuple[int, int]) -> Tensor:
-        chosen, inner = self._covering(span)
+        # the parameters in the span, and the span's range within them
+        sizes = np.array([shape.numel() for shape in self.support.shapes])
+        starts, ends = sizes.cumsum() - sizes, sizes.cumsum()
+        chosen: list[int] = np.flatnonzero((ends > span[0]) & (starts < span[1])).tolist()
+        inner = slice(span[0] - int(starts[chosen[0]]), span[1] - int(starts[chosen[0]]))
         parameters = [self.objective.parameters[index] for index in chosen]
         block = torch.empty(
             self._rows_most, span[1] - span[0], dtype=self.objective.dtype, device=self.objective.device
@@ -283,11 +287,3 @@ class CurvatureRows:
         self.pair_of_row = pair_of_row
         self.num_passes += 1
         return block[: len(pair_of_row)]
-
-    def _covering(self, span: tuple[int, int]) -> tuple[list[int], slice]:
-        """Positions of the parameters in a span of columns, and the span's range within them."""
-        sizes = np.array([shape.numel() for shape in self.support.shapes])
-        ends = sizes.cumsum()
-        chosen = np.flatnonzero((ends > span[0]) & (ends - sizes < span[1]))
-        first = int((ends - sizes)[chosen[0]])
-        return chosen.tolist(), slice(span[0] - first, span[1] - first)
