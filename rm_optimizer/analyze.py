@@ -21,7 +21,7 @@ from rm_optimizer.interfaces.exits import one_exit
 if TYPE_CHECKING:
     from rm_optimizer.interfaces.command_line import CommandLine, Composed
     from rm_optimizer.landscape.analysis_context import AnalysisResult
-    from rm_optimizer.landscape.evolution import WeightsByStep
+    from rm_optimizer.landscape.series import WeightsByStep
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.landscape import AnalyzeConfig
 
@@ -137,10 +137,9 @@ def analyze(options: AnalyzeConfig) -> Path:
 def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> AnalysisResult[Any]:
     from rm_optimizer.landscape import analysis
     from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisInput, require_finite_loss
-    from rm_optimizer.landscape.between import measure_between, read_models
-    from rm_optimizer.landscape.evolution import measure_evolution, readers
     from rm_optimizer.landscape.measured_loss import load_measured_loss
     from rm_optimizer.landscape.operators.single_pairs import pairs_digest
+    from rm_optimizer.landscape.series import measure_between, measure_evolution, read_models, readers
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.landscape import AnalysisType
 
@@ -238,7 +237,7 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
     import numpy as np
     import pyarrow.parquet as pq
 
-    from rm_optimizer.landscape.evolution import Evolution
+    from rm_optimizer.landscape.series import Evolution
     from rm_optimizer.landscape.spectrum import HessianSpectrum
     from rm_optimizer.records.run_options import options_of
     from rm_optimizer.reporting.landscape.results import scalars_of

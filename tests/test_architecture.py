@@ -49,7 +49,7 @@ INNER = {
         {"measured_loss"},
         {"layers", "surface"},
         {"analysis_context"},
-        {"analysis", "between", "evolution"},
+        {"analysis", "series"},
     ),
     "serving": (
         {"options", "protocol", "child_process"},

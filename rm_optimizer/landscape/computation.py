@@ -23,8 +23,7 @@ from rm_optimizer.landscape.estimates.cross_fitting import (
     num_prompts,
 )
 from rm_optimizer.landscape.estimates.density import SpectralDensity, spectral_density
-from rm_optimizer.landscape.estimates.effective_rank import Quantity, effective_rank
-from rm_optimizer.landscape.estimates.sharpness import LocalGeometry, local_geometry
+from rm_optimizer.landscape.estimates.quantities import LocalGeometry, Quantity, effective_rank, local_geometry
 from rm_optimizer.landscape.estimates.trace import estimate_trace
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, LossOperator, OutputOperator
 from rm_optimizer.landscape.operators.gauss_newton import ROW_BYTES, GramSpectrum, gauss_newton_exact

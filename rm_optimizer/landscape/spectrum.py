@@ -15,8 +15,7 @@ from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.landscape.estimates.by_pair import CurvatureByPair, PairCurvatures
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit
 from rm_optimizer.landscape.estimates.density import Combine, SpectralDensity, Terms
-from rm_optimizer.landscape.estimates.effective_rank import Quantity
-from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
+from rm_optimizer.landscape.estimates.quantities import LocalGeometry, Quantity
 from rm_optimizer.landscape.visualization import LandscapeRecord
 from rm_optimizer.records.codec import NOT_STORED
 

@@ -19,9 +19,8 @@ from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interru
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.landscape import analysis_context
-from rm_optimizer.landscape.between import BetweenModels
-from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.layers import LayerCurvature
+from rm_optimizer.landscape.series import BetweenModels, Evolution
 from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.landscape.spectrum import HessianSpectrum, summarize
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.landscape.estimates.density import spectral_density
-from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
+from rm_optimizer.landscape.estimates.quantities import LocalGeometry
 from rm_optimizer.landscape.operators.base import MatrixOperator
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
 from rm_optimizer.landscape.spectrum import (

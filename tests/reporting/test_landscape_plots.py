@@ -14,7 +14,7 @@ from matplotlib.image import imread
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSamples
 from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve
-from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
+from rm_optimizer.landscape.estimates.quantities import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, TopEigenvalue
 from rm_optimizer.landscape.surface.grid import PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.landscape.between import BetweenModels, LossPath
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit
-from rm_optimizer.landscape.evolution import Evolution
+from rm_optimizer.landscape.series import BetweenModels, Evolution, LossPath
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.reporting.landscape.runs import (
     between_rows,

@@ -9,9 +9,8 @@ from typing import Any
 
 from rich.console import Console
 
-from rm_optimizer.landscape.between import BetweenModels
-from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.layers import LayerCurvature
+from rm_optimizer.landscape.series import BetweenModels, Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.landscape.visualization import LandscapeRecord

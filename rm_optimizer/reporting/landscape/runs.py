@@ -5,8 +5,7 @@ from __future__ import annotations
 from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.landscape.between import BetweenModels
-from rm_optimizer.landscape.evolution import Evolution
+from rm_optimizer.landscape.series import BetweenModels, Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import (

@@ -14,8 +14,7 @@ from matplotlib.figure import Figure
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.cross_fitting import TopOfSamples
 from rm_optimizer.landscape.estimates.density import SPREAD, DensityCurve, density_curve
-from rm_optimizer.landscape.estimates.effective_rank import Quantity
-from rm_optimizer.landscape.estimates.sharpness import LocalGeometry
+from rm_optimizer.landscape.estimates.quantities import LocalGeometry, Quantity
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus, quantity_text
 from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import (

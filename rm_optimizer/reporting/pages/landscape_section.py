@@ -6,9 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from rm_optimizer.landscape.between import BetweenModels
-from rm_optimizer.landscape.evolution import Evolution
 from rm_optimizer.landscape.layers import LayerCurvature
+from rm_optimizer.landscape.series import BetweenModels, Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.landscape.visualization import LandscapeRecord

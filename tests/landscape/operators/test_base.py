@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import PairBatch
 from rm_optimizer.errors import ConfigError, RMOptimizerError, TrainingDiverged
-from rm_optimizer.landscape.estimates.sharpness import local_geometry, loss_at
+from rm_optimizer.landscape.estimates.quantities import local_geometry, loss_at
 from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.products import PRODUCT_METHODS, KeptGraph, choose_product

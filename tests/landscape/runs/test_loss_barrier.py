@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rm_optimizer.landscape.between import barrier_of
+from rm_optimizer.landscape.series import barrier_of
 
 WAY = np.linspace(0, 1, 11)
 

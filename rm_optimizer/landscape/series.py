@@ -1,4 +1,4 @@
-"""Comparison of several models over the same pairs: spectra, overlaps of their subspaces, and loss barriers."""
+"""Spectra of one loss at several weights: along a run, and between models with overlaps and loss barriers."""
 
 from __future__ import annotations
 
@@ -19,13 +19,73 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
 from rm_optimizer.core.model.identity import differing_settings, tensors_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.storage.loading import load_weights
+from rm_optimizer.core.storage.loading import load_weights, read_checkpoint
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult, ReadWeights
 from rm_optimizer.landscape.estimates.by_pair import clusters_of
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.visualization import LandscapeRecord
 from rm_optimizer.records.codec import from_values, json_values
+
+EVOLUTION_FILE = "evolution.jsonl"
+"""File in the folder of results with the spectrum of each measured step."""
+
+WeightsByStep = dict[int, ReadWeights]
+"""Readers of the classifier's weights by name, by optimizer step, ascending."""
+BETWEEN_FILE = "between.jsonl"
+"""File in the folder of results that holds each spectrum and path once it is measured."""
+
+Weights = Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Evolution(LandscapeRecord, indent=1):
+    """Spectra of one loss along a run.
+
+    Args:
+        steps: optimizer steps, ascending; 0 is the model before training.
+        spectra: spectrum at each of them, over the same pairs.
+        overlaps: overlap of the subspace of the largest eigenvalues with that of the step before, in [0, 1]; None at
+            the first step, or if the vectors of the step before were not kept.
+        missing: steps that an interruption left out.
+        source: run and pairs, in words.
+    """
+
+    steps: tuple[int, ...]
+    spectra: tuple[HessianSpectrum, ...]
+    overlaps: tuple[float | None, ...]
+    missing: tuple[int, ...]
+    source: str = ""
+
+    @property
+    def num_top(self) -> int:
+        """Number of largest eigenvalues that every spectrum has."""
+        return min(spectrum.num_top for spectrum in self.spectra)
+
+
+def readers(checkpoints: Mapping[int, Path]) -> WeightsByStep:
+    """Readers of checkpoint files by step."""
+    return {step: partial(lambda path: read_checkpoint(path)[1], path) for step, path in checkpoints.items()}
+
+
+def measure_evolution(context: AnalysisContext, weights: WeightsByStep) -> AnalysisResult[Evolution]:
+    """Measure the spectrum at each step, starting from the vectors of the step before plus a random part.
+
+    Afterwards the model of the context has the weights of the last step.
+
+    Raises:
+        KeyboardInterrupt: if the user stopped it before the first spectrum was complete.
+    """
+    identity = [context.measured_loss.fingerprint(), list(weights), *context.spectrum_settings]
+    with context.ledger(EVOLUTION_FILE, identity, len(weights)) as ledger:
+        found = context.spectra(ledger, {f"step {step:,}": read for step, read in weights.items()}, follows=True)
+    steps = tuple(weights)
+    if len(found) == len(steps):
+        context.vectors_file(len(steps) - 1).unlink(missing_ok=True)
+    spectra, overlaps = zip(*found, strict=True)
+    missing = steps[len(found) :]
+    result = Evolution(steps[: len(found)], spectra, overlaps, missing, context.source_without_step)
+    return AnalysisResult(result, is_partial=bool(missing))
 
 
 def read_models(checkpoints: Sequence[str], paths: Sequence[str | Path]) -> dict[str, ReadWeights]:
@@ -67,12 +127,6 @@ def names_of(checkpoints: Sequence[str]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     return [f"{each} ({number})" for number, each in enumerate(checkpoints, start=1)]
-
-
-BETWEEN_FILE = "between.jsonl"
-"""File in the folder of results that holds each spectrum and path once it is measured."""
-
-Weights = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
