@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,16 +61,18 @@ from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, SpectrumM
 def measure_slices(context: AnalysisContext) -> AnalysisResult[Slice]:
     """Measure the loss along lines through the weights."""
     count, size = context.config.num_directions, context.config.num_points
-    directions, steps, points, is_partial = _around_weights(context, count, count * size, partial(slice_grid, count))
-    rows = in_rows(points, size, count)
+    directions, steps, points, is_partial = _around_weights(context, count, count * size, slice_grid)
+    rows = in_rows(points, len(steps), len(directions.names))
     return AnalysisResult(Slice(context.measured(directions), steps, rows), is_partial)
 
 
 def measure_surface(context: AnalysisContext) -> AnalysisResult[Surface]:
     """Measure the loss over a plane through the weights."""
-    size = context.config.num_points
-    directions, steps, points, is_partial = _around_weights(context, 2, size**2, lambda steps: plane_grid(steps, steps))
-    rows = in_rows(points, size, size)
+    num_points = context.config.num_points**2
+    directions, steps, points, is_partial = _around_weights(
+        context, 2, num_points, lambda _, steps: plane_grid(steps, steps)
+    )
+    rows = in_rows(points, len(steps), len(steps))
     return AnalysisResult(Surface(context.measured(directions), steps, steps, rows), is_partial)
 
 
@@ -186,7 +187,7 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
 
 
 def _around_weights(
-    context: AnalysisContext, count: int, num_points: int, grid_of: Callable[[Sequence[float]], Points]
+    context: AnalysisContext, count: int, num_points: int, grid_of: Callable[[int, Sequence[float]], Points]
 ) -> tuple[Directions, tuple[float, ...], Mapping[int, PointLoss], bool]:
     """Directions from the weights, steps along them, losses by the number of the point, and True after an interruption.
 
@@ -194,7 +195,7 @@ def _around_weights(
         context: context of the analysis.
         count: number of directions; those of an earlier call of the same analysis are used again.
         num_points: number of points of the grid.
-        grid_of: points of the grid for the steps.
+        grid_of: points of the grid for a number of directions and the steps.
     """
     measured_loss, config = context.measured_loss, context.config
     how = [config.directions.value, count, measured_loss.sample.seed, config.tolerance, config.max_products]
@@ -209,7 +210,7 @@ def _around_weights(
             largest = max((abs(value) for value in directions.values or ()), default=0.0)
             span = (2 / largest) ** 0.5 if largest > 0 else 1.0
         steps = symmetric_steps(span, config.num_points)
-        is_partial = _measure(context, directions, grid_of(steps), ledger)
+        is_partial = _measure(context, directions, grid_of(len(directions.names), steps), ledger)
     return directions, steps, ledger.points, is_partial
 
 
