@@ -15,7 +15,7 @@ from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.landscape.estimates.by_pair import CurvatureByPair, PairCurvatures
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit
 from rm_optimizer.landscape.estimates.density import Combine, SpectralDensity, Terms
-from rm_optimizer.landscape.estimates.quantities import LocalGeometry, Quantity
+from rm_optimizer.landscape.estimates.quantities import LocalGeometry, Quantity, divided, within
 from rm_optimizer.landscape.visualization import LandscapeRecord
 from rm_optimizer.records.codec import NOT_STORED
 
@@ -147,22 +147,22 @@ class HessianSpectrum(LandscapeRecord, indent=2):
     @property
     def condition_number(self) -> float:
         """`|lambda|_1 / |lambda|_k` of eigenvalues by magnitude, where `k` is the last one whose rank is known."""
-        return _value_or_nan(condition_number(self))
+        return condition_number(self).number
 
     @property
     def effective_rank(self) -> float:
         """Entropy rank of the Gauss-Newton matrix: the number of directions that pairs curve the loss in."""
-        return _value_or_nan(self.quantities["effective_rank"])
+        return self.quantities["effective_rank"].number
 
     @property
     def sharpness_score(self) -> float:
         """`lambda_max / trace`: share of one direction in the total curvature."""
-        return _value_or_nan(sharpness_score(self))
+        return sharpness_score(self).number
 
     @property
     def flatness_index(self) -> float:
         """`1 / lambda_max`."""
-        return _value_or_nan(flatness(self))
+        return flatness(self).number
 
     def summary(self) -> dict[str, str]:
         """Size of the computation, and derived numbers with errors or the reason for their absence."""
@@ -171,29 +171,12 @@ class HessianSpectrum(LandscapeRecord, indent=2):
             "matrix": f"{self.matrix} by {self.method}, {self.status}",
             "eigenvalues": f"{len(self.eigenvalues):,} of {self.num_parameters:,}; {self.num_pairs:,} pairs",
             "top_eigenvalue": f"{self.top_eigenvalue:.5g}",
-            "trace_estimate": quantity_text(Quantity(self.trace, "not estimated")),
-            "condition_number": quantity_text(found["condition_number"]),
-            "effective_rank": quantity_text(found["effective_rank"]),
-            "sharpness_score": quantity_text(found["sharpness_score"]),
-            "flatness_index": quantity_text(found["flatness"]),
+            "trace_estimate": Quantity(self.trace, "not estimated").text,
+            "condition_number": found["condition_number"].text,
+            "effective_rank": found["effective_rank"].text,
+            "sharpness_score": found["sharpness_score"].text,
+            "flatness_index": found["flatness"].text,
         }
-
-
-def _value_or_nan(quantity: Quantity) -> float:
-    return math.nan if quantity.value is None else quantity.value
-
-
-def quantity_text(quantity: Quantity) -> str:
-    """A number with its error, or without it if it is below the digits shown, or the reason for its absence."""
-    estimate = quantity.estimate
-    if estimate is None:
-        return f"n/a: {quantity.reason}"
-    note = f" ({quantity.note})" if quantity.note else ""
-    if estimate.low is not None and estimate.high is None:
-        return f"> {estimate.low:.4g}{note}"
-    ends = {f"{end:.4g}" for end in (estimate.low, estimate.high) if end is not None}
-    is_known = estimate.standard_error == 0 or ends == {f"{estimate.value:.4g}"}
-    return (f"{estimate.value:.4g}" if is_known else f"{estimate:.4g}") + note
 
 
 def condition_number(spectrum: HessianSpectrum) -> Quantity:
@@ -214,7 +197,7 @@ def condition_number(spectrum: HessianSpectrum) -> Quantity:
         is_exact = spectrum.method in ("full", "gauss_newton_exact")  # to rounding, not iterated to a tolerance
         why = f"limit of {spectrum.dtype}" if is_exact else "error bound"
         return Quantity(Estimate(limit, None, 0, limit, None, IntervalKind.bounds), note=f"{note}, {why}")
-    return Quantity(_divided(_within(*largest), size, bound), note=note)
+    return Quantity(divided(within(*largest), size, bound), note=note)
 
 
 def top_ratio(spectrum: HessianSpectrum) -> Quantity:
@@ -224,7 +207,7 @@ def top_ratio(spectrum: HessianSpectrum) -> Quantity:
         return Quantity(None, f"needs the five largest eigenvalues, and {len(top)} were computed; raise top_k")
     if top[4][0] <= 2 * top[4][1]:
         return Quantity(None, "the fifth eigenvalue is not positive beyond twice its error bound")
-    return Quantity(_divided(_within(*top[0]), *top[4]))
+    return Quantity(divided(within(*top[0]), *top[4]))
 
 
 def flatness(spectrum: HessianSpectrum) -> Quantity:
@@ -234,7 +217,7 @@ def flatness(spectrum: HessianSpectrum) -> Quantity:
         return Quantity(None, _NO_TOP)
     if top[0][0] <= 2 * top[0][1]:
         return Quantity(None, "the largest eigenvalue is not positive beyond twice its error bound")
-    return Quantity(_divided(_within(1.0, 0.0), *top[0]))
+    return Quantity(divided(within(1.0, 0.0), *top[0]))
 
 
 def sharpness_score(spectrum: HessianSpectrum) -> Quantity:
@@ -374,7 +357,7 @@ def _of_all(spectrum: HessianSpectrum, terms: Terms, combine: Combine) -> Quanti
     value = float(combine(totals))
     # the error is the sum of the changes by each eigenvalue's error bound
     changes = [np.abs(combine(totals[:, None] + terms(values + moved) - each) - value) for moved in (bounds, -bounds)]
-    return Quantity(_within(value, float(np.maximum(*changes).sum())))
+    return Quantity(within(value, float(np.maximum(*changes).sum())))
 
 
 def _per_largest(spectrum: HessianSpectrum, terms: Terms, *, power: int) -> Quantity:
@@ -382,7 +365,7 @@ def _per_largest(spectrum: HessianSpectrum, terms: Terms, *, power: int) -> Quan
     if isinstance(largest, str):
         return Quantity(None, largest)
     total = _of_all(spectrum, terms, lambda totals: totals[0])
-    return total if total.estimate is None else _resolved(Quantity(_divided(total.estimate, *largest, power=power)))
+    return total if total.estimate is None else _resolved(Quantity(divided(total.estimate, *largest, power=power)))
 
 
 def _resolved(rank: Quantity) -> Quantity:
@@ -397,25 +380,3 @@ def _resolved(rank: Quantity) -> Quantity:
         return rank
     remedy = "raise num_probes and probe_steps" if found.num_samples else "compute in float64"
     return Quantity(None, f"not resolved, {found.value:.3g} with an error of {error:.2g}; {remedy}")
-
-
-def _divided(number: Estimate, size: float, bound: float, *, power: int = 1) -> Estimate:
-    """`number / size^power` for a positive size known within a bound."""
-    value = number.value / size**power
-    if number.low is None or number.high is None:
-        return Estimate(value, None, number.num_samples)
-    low, high = number.low / (size + bound) ** power, number.high / (size - bound) ** power
-    if number.standard_error is None or number.kind in (IntervalKind.bounds, IntervalKind.exact):
-        return _between(value, low, high)
-    error = number.standard_error / size**power + power * abs(value) * bound / size
-    return Estimate(value, error, number.num_samples, min(low, value), max(high, value), number.kind)
-
-
-def _within(value: float, bound: float) -> Estimate:
-    return _between(value, value - bound, value + bound)
-
-
-def _between(value: float, low: float, high: float) -> Estimate:
-    """Number without a sampling error, known to lie between two others."""
-    kind = IntervalKind.exact if low == high else IntervalKind.bounds
-    return Estimate(value, 0.0 if low == high else None, 0, low, high, kind)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,6 +35,47 @@ class Quantity:
     def value(self) -> float | None:
         """The number alone."""
         return None if self.estimate is None else self.estimate.value
+
+    @property
+    def number(self) -> float:
+        """The number alone; NaN if there is none."""
+        return math.nan if self.estimate is None else self.estimate.value
+
+    @property
+    def text(self) -> str:
+        """The number with its error, or without it if it is below the digits shown, or the reason for its absence."""
+        estimate = self.estimate
+        if estimate is None:
+            return f"n/a: {self.reason}"
+        note = f" ({self.note})" if self.note else ""
+        if estimate.low is not None and estimate.high is None:
+            return f"> {estimate.low:.4g}{note}"
+        ends = {f"{end:.4g}" for end in (estimate.low, estimate.high) if end is not None}
+        is_known = estimate.standard_error == 0 or ends == {f"{estimate.value:.4g}"}
+        return (f"{estimate.value:.4g}" if is_known else f"{estimate:.4g}") + note
+
+
+def within(value: float, bound: float) -> Estimate:
+    """Number without a sampling error, known within a bound."""
+    return _between(value, value - bound, value + bound)
+
+
+def _between(value: float, low: float, high: float) -> Estimate:
+    """Number without a sampling error, known to lie between two others."""
+    kind = IntervalKind.exact if low == high else IntervalKind.bounds
+    return Estimate(value, 0.0 if low == high else None, 0, low, high, kind)
+
+
+def divided(number: Estimate, size: float, bound: float, *, power: int = 1) -> Estimate:
+    """`number / size^power` for a positive size known within a bound."""
+    value = number.value / size**power
+    if number.low is None or number.high is None:
+        return Estimate(value, None, number.num_samples)
+    low, high = number.low / (size + bound) ** power, number.high / (size - bound) ** power
+    if number.standard_error is None or number.kind in (IntervalKind.bounds, IntervalKind.exact):
+        return _between(value, low, high)
+    error = number.standard_error / size**power + power * abs(value) * bound / size
+    return Estimate(value, error, number.num_samples, min(low, value), max(high, value), number.kind)
 
 
 def effective_rank(objective: PairObjective, gram: GramSpectrum | None, memory_bytes: int) -> Quantity:
@@ -97,13 +139,12 @@ def local_geometry(objective: PairObjective, hessian: SymmetricOperator, *, rho:
     gradient, loss = objective.gradient(), objective.value()
     norm = float(gradient.double().norm())
     if norm == 0:
-        nan = float("nan")
-        return LocalGeometry(loss, norm, 0.0, rho, nan, nan, objective.num_pairs)
+        return LocalGeometry(loss, norm, 0.0, rho, math.nan, math.nan, objective.num_pairs)
     direction = gradient / norm
     image = hessian.apply(direction[None])[0]
     curvature = float(direction.double() @ image.double())
     length = float(image.double().norm())
-    alignment = curvature / length if length else float("nan")
+    alignment = curvature / length if length else math.nan
     sharpness = loss_at(objective, rho * direction) - loss
     return LocalGeometry(loss, norm, sharpness, rho, curvature, alignment, objective.num_pairs)
 

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 import numpy as np
@@ -256,16 +256,7 @@ def absorb(
         state.basis.append(unit(rest))
 
 
-_NUMBERS = (
-    "diagonal",
-    "off_diagonal",
-    "num_kept",
-    "num_shrunk",
-    "num_products",
-    "num_restarts",
-    "wall_seconds",
-    "identity",
-)
+_NUMBERS = tuple(each.name for each in fields(KrylovState) if each.name not in ("basis", "num_saved"))
 
 
 def _rows_file(path: Path, num_shrunk: int) -> Path:

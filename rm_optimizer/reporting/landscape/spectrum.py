@@ -15,7 +15,7 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.estimates.cross_fitting import TopOfSamples
 from rm_optimizer.landscape.estimates.density import SPREAD, DensityCurve, density_curve
 from rm_optimizer.landscape.estimates.quantities import LocalGeometry, Quantity
-from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus, quantity_text
+from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import (
     BLUE,
@@ -340,7 +340,7 @@ def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
             groups = "".join(f"; {name}" for name in pair.pair.groups.values())
             text = f"{pair.share:.1%}, curvature {pair.curvature:.3g}: {pair.pair.pair_id}{groups}"
             rows[f"pair {rank} by share of {place}"] = f"{text}; {pair.pair.prompt!r}"
-    rows["trace"] = quantity_text(Quantity(result.trace, "not estimated"))
+    rows["trace"] = Quantity(result.trace, "not estimated").text
     if result.geometry is not None:
         rows |= _geometry_rows(result.geometry)
     lacking: dict[str | None, list[str]] = {}
@@ -349,8 +349,8 @@ def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
         if quantity.estimate is None:
             lacking.setdefault(quantity.reason, []).append(label)
         else:
-            rows[label] = quantity_text(quantity)
-    return rows | {", ".join(names): quantity_text(Quantity(None, reason)) for reason, names in lacking.items()}
+            rows[label] = quantity.text
+    return rows | {", ".join(names): Quantity(None, reason).text for reason, names in lacking.items()}
 
 
 def _geometry_rows(found: LocalGeometry) -> dict[str, Cell]:
