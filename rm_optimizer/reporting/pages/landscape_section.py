@@ -70,15 +70,37 @@ def landscape_section(run_dir: Path, result: RunResult, missing: list[str]) -> t
     if not folders:
         missing.append(f"loss landscape: rm-opt analyze {shell_word(str(run_dir))} --type hessian measures it")
     during = _during_training(run_dir, result)
-    drawn: list[Drawing | Picture] = []
+    shown: list[Drawing | Picture] = []
     tables: list[Fold] = []
     for folder in folders:
-        num_missing = len(missing)
-        own, numbers = _analysis(run_dir, folder, {each.name for each in during}, missing)
-        if not own and len(missing) == num_missing:
+        num_missing, drawn = len(missing), dict[str, Drawing]()
+        for file in sorted(folder.glob("*.json")):
+            kind = file.stem.removesuffix("_partial")
+            if kind not in AnalysisType.__members__:
+                continue
+            of_run = file.relative_to(run_dir).as_posix()
+            if (found := stored(_RESULTS[AnalysisType(kind)], file, "loss landscape", missing, name=of_run)) is None:
+                continue
+            label, name = f"{folder.name}{', partial' if kind != file.stem else ''}", f"landscape_{folder.name}"
+            for each in drawings(found):
+                if each.figure is not None:
+                    drawn[each.name] = replace(each, name=f"{name}_{each.name}", caption=f"{each.caption} ({label})")
+            rows = tuple(summary_rows(found).items())
+            table = TextTable(f"Measured by rm-opt analyze --type {kind}", ("", "value"), rows)
+            tables.append(Fold(f"Numbers of {label}", (Listing(name, table),)))
+        pictures = []
+        for png in sorted(folder.glob("*.png")):  # those without a stored result
+            if png.stem in drawn or png.stem in (each.name for each in during):
+                continue
+            if png.read_bytes().endswith(_PNG_END):
+                pictures.append(Picture(png, f"{folder.name}: {png.stem.replace('_', ' ')}"))
+            else:
+                damaged = png.relative_to(run_dir).as_posix()
+                missing.append(f"picture of the loss landscape: {damaged} is damaged")
+        if not drawn and not pictures and len(missing) == num_missing:
             missing.append(f"loss landscape: {folder.name} has no result yet; the same rm-opt analyze goes on")
-        drawn, tables = [*drawn, *own], [*tables, *numbers]
-    return (*drawn, *during, *tables)
+        shown += [*drawn.values(), *pictures]
+    return (*shown, *during, *tables)
 
 
 def _during_training(run_dir: Path, result: RunResult) -> list[Drawing]:
@@ -93,36 +115,3 @@ def _during_training(run_dir: Path, result: RunResult) -> list[Drawing]:
     except (KeyError, TypeError, ValueError):
         return []
     return [Drawing("during_training", figure, "Curvature during training")]
-
-
-def _analysis(
-    run_dir: Path, folder: Path, known: set[str], missing: list[str]
-) -> tuple[list[Drawing | Picture], list[Fold]]:
-    """Figures of an analysis, pictures without a stored result other than the known ones, and tables."""
-    drawn: dict[str, Drawing | Picture] = {}
-    tables: list[Fold] = []
-    for file in sorted(folder.glob("*.json")):
-        kind = file.stem.removesuffix("_partial")
-        if kind not in AnalysisType.__members__:
-            continue
-        of_run = file.relative_to(run_dir).as_posix()
-        if (result := stored(_RESULTS[AnalysisType(kind)], file, "loss landscape", missing, name=of_run)) is None:
-            continue
-        label = f"{folder.name}{', partial' if kind != file.stem else ''}"
-        name = f"landscape_{folder.name}"
-        for each in drawings(result):
-            if each.figure is not None:
-                drawn[each.name] = replace(each, name=f"{name}_{each.name}", caption=f"{each.caption} ({label})")
-        table = TextTable(
-            f"Measured by rm-opt analyze --type {kind}", ("", "value"), tuple(summary_rows(result).items())
-        )
-        tables.append(Fold(f"Numbers of {label}", (Listing(name, table),)))
-    pictures = []
-    for png in sorted(folder.glob("*.png")):
-        if png.stem in drawn.keys() | known:
-            continue
-        if png.read_bytes().endswith(_PNG_END):
-            pictures.append(Picture(png, f"{folder.name}: {png.stem.replace('_', ' ')}"))
-        else:
-            missing.append(f"picture of the loss landscape: {png.relative_to(run_dir).as_posix()} is damaged")
-    return [*drawn.values(), *pictures], tables
