@@ -127,9 +127,11 @@ def print_readiness(report: RLReadinessReport, title: str, console: Console | No
     if warned := [check.name for check in report.gates if check.status is Status.warn]:
         gates.append(Text(f"gates that warn: {', '.join(warned)} (rm-opt doctor explains them)", "yellow"))
     gates += [Text(f"gate {check.name} failed: {check.explanation}", "red") for check in report.failed_gates]
+    table = _table(title, readiness_rows(report)).drawn()
+    table.columns[-1].justify = "left"  # words, which may begin with a number
     (console or output_console()).print(
         Group(
-            *([_table(title, readiness_rows(report)).drawn()] if report.features else []),
+            *([table] if report.features else []),
             *(Text(line, "dim") for line in _measured_lines(report)),
             *gates,
             Text(f"verdict: {report.verdict}", _LOOKS[report.verdict][2]),
