@@ -8,6 +8,7 @@ from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
     from rm_optimizer.compare import OptimizerComparison as OptimizerComparison
+    from rm_optimizer.core.classifier.pooling import register_pooling_head as register_pooling_head
     from rm_optimizer.core.data_loader import PairOrder as PairOrder
     from rm_optimizer.core.data_loader import PreferenceDataset as PreferenceDataset
     from rm_optimizer.core.data_loader import PreferenceWorld as PreferenceWorld

@@ -147,7 +147,7 @@ def did_you_mean(kind: str, got: str, known: Iterable[str]) -> str:
     """
     names = sorted(set(known))
     hint = "".join(f"did you mean '{near}'? " for near in nearest(got, names, 0.5))
-    return f"unknown {kind} '{got}'; {hint}Known: {', '.join(names)}"
+    return f"unknown {kind} '{got}'; {hint}Known: {', '.join(names) or 'none'}"
 
 
 def no_trained_head(source: object, reason: str) -> CheckpointError:

@@ -1,4 +1,9 @@
-"""Figures of landscapes, and the results that draw themselves. Names of figures load on first use."""
+"""Figures of landscapes, and the base class of their results. Names of figures load on first use.
+
+Every result draws itself: `result.plot()` gives the first figure of `rm-opt analyze`, and `result.to_pandas()` the
+numbers in it. `drawings(result)` gives all its figures with their numbers, and the functions draw one figure each, with
+a caption or other points than the result has.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +15,6 @@ from rm_optimizer.lazy import export_lazily
 from rm_optimizer.records.codec import JsonRecord
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from rm_optimizer.reporting.landscape.layers import plot_layers as plot_layers
     from rm_optimizer.reporting.landscape.results import drawings as drawings
     from rm_optimizer.reporting.landscape.runs import plot_between as plot_between
@@ -28,18 +31,10 @@ export_lazily(globals())
 
 
 class LandscapeRecord(JsonRecord):
-    """Result of a landscape with its figure and its table."""
-
-    def plot(self) -> Figure:
-        """The first figure of `rm-opt analyze`; a notebook shows it."""
-        from rm_optimizer.reporting.landscape.results import drawings
-
-        figure = drawings(self)[0].figure
-        assert figure is not None, "only later drawings are rows alone"
-        return figure
+    """Result of a landscape, with the table of its figure."""
 
     def to_pandas(self) -> Any:
-        """The numbers of this figure as a data frame of pandas."""
+        """The numbers of its figure as a data frame of pandas."""
         from rm_optimizer.reporting.landscape.results import drawings
 
         return pa.Table.from_pylist(next(each.rows for each in drawings(self) if each.rows)).to_pandas()

@@ -9,6 +9,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from html import escape
+from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -36,8 +37,7 @@ class JsonRecord:
     _rows: ClassVar[str] = ""
 
     def __init_subclass__(cls, *, indent: int | None = None, ensure_ascii: bool = True, rows: str = "") -> None:
-        cls._form = MappingProxyType({"indent": indent, "ensure_ascii": ensure_ascii})
-        cls._rows = rows
+        cls._form, cls._rows = MappingProxyType({"indent": indent, "ensure_ascii": ensure_ascii}), rows
         cls.__repr__ = cls.__repr__  # type: ignore[method-assign]  # else the dataclass writes one of any length
 
     def entries(self) -> dict[str, Any]:
@@ -78,6 +78,15 @@ class JsonRecord:
         """The fields as a table, which a notebook shows."""
         rows = (f"<tr><th>{escape(name)}</th><td>{escape(text)}</td></tr>" for name, text in self.summary().items())
         return f"<table><caption>{type(self).__name__}</caption>{''.join(rows)}</table>"
+
+    def plot(self) -> Any:
+        """Figure of matplotlib that shows the record, as the commands draw it; a notebook shows it.
+
+        Raises:
+            TypeError: if no figure shows records of this kind.
+        """
+        # By name, since figures stand on a higher floor, and a record should not load matplotlib.
+        return import_module("rm_optimizer.reporting.results").figure_of(self)
 
     def to_pandas(self) -> Any:
         """Data frame with the rows of the record; one without rows gives one row of its fields.
@@ -181,8 +190,7 @@ def _alternative(kinds: tuple[Any, ...], value: Any) -> Any:
 
 def _stored(record: Any) -> dict[str, Any]:
     """Values of the fields that are stored, by name."""
-    kind: Any = type(record)
-    return {name: getattr(record, name) for name in _hints(kind)}
+    return {name: getattr(record, name) for name in _hints(cast("Any", type(record)))}
 
 
 @cache

@@ -111,9 +111,8 @@ def config_root() -> str:
 
 def model_overrides(name: str) -> list[str]:
     """Overrides of a model preset, or of a model by its path or hub id."""
-    if (Path(config_root()) / "model" / f"{name}.yaml").is_file():
-        return [f"model={name}"]
-    return [f"model.path={name}"]
+    is_preset = (Path(config_root()) / "model" / f"{name}.yaml").is_file()
+    return [f"model={name}" if is_preset else f"model.path={name}"]
 
 
 def compose(overrides: str | Sequence[str] = (), name: str = "config") -> DictConfig:

@@ -78,6 +78,8 @@ class ModelConfig(Options, group="model"):
     """Tokens, padding included, whose forward and backward pass fits a GPU of 80 GB in bf16-mixed."""
     attn_implementation: Attention = Attention.auto
     """Attention kernel."""
+    pooling_head: str | None = None
+    """Pooling head of a decoder that a plug-in registered (`register_pooling_head`); null reads the last token."""
     dropout: bool = False
     """Keep the dropout of the backbone's configuration, functional attention dropout included."""
     gradient_checkpointing: bool = False

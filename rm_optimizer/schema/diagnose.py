@@ -65,10 +65,8 @@ def walk_options(node: Any, prefix: str = "") -> Iterator[tuple[str, bool, Any]]
         return
     declared = {field.name for field in fields(kind)}
     for key in node:
-        name, is_open = (
-            f"{prefix}{key!s}",
-            OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key)),
-        )
+        name = f"{prefix}{key!s}"
+        is_open = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key))
         yield name, key in declared, None if is_open else node[key]
         if not is_open:
             yield from walk_options(node._get_node(key), f"{name}.")
@@ -127,6 +125,9 @@ def _value_sentence(error: OmegaConfBaseException, overrides: Sequence[str]) -> 
         lines = (line for line in overrides if f"{option}.".startswith(f"{line.partition('=')[0]}."))
         typed_line = max(lines, key=lambda line: len(line.partition("=")[0]), default=option)
         return f"{option} is a new name in a free mapping; add it with a plus: '+{typed_line}'"
+    for name in (line.partition("=")[0] for line in overrides if line.startswith(f"{option}.")):
+        if (other := counterpart(name)) is not None:  # of a group that is not one of ours
+            return f"unknown option '{name}'; {other}"
     root = parent._get_root() if parent is not None else None
     return unknown_option(option, root) if isinstance(root, DictConfig) else _first_line(error)
 
@@ -141,9 +142,9 @@ def unknown_option(option: str, root: DictConfig) -> str:
     beside = [name for name in names if name.rpartition(".")[0] == parent]
     near = nearest(leaf, [name.rpartition(".")[2] for name in beside])
     elsewhere = [name for name in names if name.rpartition(".")[2] == leaf]
-    if not near and elsewhere:
+    if not near and elsewhere and counterpart(option) is None:
         return f"unknown option '{option}'; did you mean '{elsewhere[0]}'?"
-    if (other := counterpart(leaf)) is not None:
+    if (other := counterpart(option) or counterpart(leaf)) is not None:
         return f"unknown option '{option}'; {other}"
     return did_you_mean("option", option, beside or names)
 
@@ -202,8 +203,6 @@ def counterpart(name: str) -> str | None:
         'for num_train_epochs of TRL and LLaMA-Factory set training.epochs (passes over the pairs)'
     """
     rows = [row for row in counterparts() if any(name in row[library].split() for library in LIBRARIES)]
-    if not rows:
-        return None
     libraries = [library for library in LIBRARIES if any(name in row[library].split() for row in rows)]
     options = ", or ".join(f"{row['ours']} ({row['meaning']})" for row in rows)
-    return f"for {name} of {' and '.join(libraries)} set {options}"
+    return f"for {name} of {' and '.join(libraries)} set {options}" if rows else None

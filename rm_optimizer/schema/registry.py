@@ -8,7 +8,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TypeVar
 
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, did_you_mean, nearest
 
 EntryT = TypeVar("EntryT")
 
@@ -61,7 +61,8 @@ class Registry(Mapping[str, EntryT]):
         if name not in self._entries:
             load_entry_points(self.kind)
         if name not in self._entries:
-            raise UnknownName(did_you_mean(self.kind, name, self._entries))
+            hint = "" if nearest(name, self._entries, 0.5) else "; import its module, or name it in plugins=[MODULE]"
+            raise UnknownName(did_you_mean(self.kind, name, self._entries) + hint)
         return self._entries[name]
 
     def __iter__(self) -> Iterator[str]:

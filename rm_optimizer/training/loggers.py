@@ -8,6 +8,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -305,9 +306,9 @@ SECONDS = 60.0
 
 
 def shows_bars() -> bool:
-    """True if standard output is a terminal or a notebook, where a bar can be redrawn."""
+    """True if standard output is a terminal, or a notebook with ipywidgets, where a bar can be redrawn."""
     console = Console()
-    return console.is_terminal or console.is_jupyter
+    return console.is_terminal or (console.is_jupyter and find_spec("ipywidgets") is not None)
 
 
 class ProgressLines(pl.Callback):

@@ -71,29 +71,15 @@ def starting_weights(options: Mapping[str, Any], data: DataConfig) -> dict[str, 
 
 def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, quantize: bool = False) -> BradleyTerryRM:
     """The base model of a run: loaded from `path`, or built small with a tokenizer trained on the pairs."""
+    shared: dict[str, Any] = {"max_length": config.max_length, "dropout": config.dropout, "seed": seed}
+    shared["attn_implementation"] = config.attn_implementation.value
+    shared |= {"gradient_checkpointing": config.gradient_checkpointing, "pooling_head": config.pooling_head}
     if config.path is not None:
-        return BradleyTerryRM.from_pretrained(
-            config.path,
-            max_length=config.max_length,
-            attn_implementation=config.attn_implementation.value,
-            dropout=config.dropout,
-            seed=seed,
-            revision=config.revision,
-            trust_remote_code=config.trust_remote_code,
-            gradient_checkpointing=config.gradient_checkpointing,
-            quantize=quantize,
-            new_head=True,
-        )
+        origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        return BradleyTerryRM.from_pretrained(config.path, quantize=quantize, new_head=True, **origin, **shared)
     assert config.max_length is not None, "checked with the options"
-    return BradleyTerryRM.from_config(
-        config.architecture,
-        train_tokenizer(rendered_texts(train.pairs), config.vocab_size),
-        max_length=config.max_length,
-        attn_implementation=config.attn_implementation.value,
-        dropout=config.dropout,
-        seed=seed,
-        gradient_checkpointing=config.gradient_checkpointing,
-    )
+    tokenizer = train_tokenizer(rendered_texts(train.pairs), config.vocab_size)
+    return BradleyTerryRM.from_config(config.architecture, tokenizer, **shared)
 
 
 SKIPPED_FILE = "skipped_rows.txt"

@@ -173,18 +173,18 @@ def read_at_the_end(model, input_ids, attention_mask):
 
 
 def test_pooling_the_last_column_is_found(model, monkeypatch):
-    monkeypatch.setattr(scoring, "last_token_logits", read_at_the_end)
+    monkeypatch.setattr(scoring, "decoder_logits", read_at_the_end)
     assert failed(diagnose(model, seed=0)) == {"padding", "plain_forward", "prefix_sharing", "save_reload"}
 
 
 def test_rewards_that_depend_on_the_row_are_found(model, monkeypatch):
-    right = scoring.last_token_logits
+    right = scoring.decoder_logits
 
     def by_row(*inputs):
         logits = right(*inputs)
         return logits + torch.arange(len(logits))[:, None]
 
-    monkeypatch.setattr(scoring, "last_token_logits", by_row)
+    monkeypatch.setattr(scoring, "decoder_logits", by_row)
     probe = probe_ids(model)
     assert doctor_model.batch(model, probe).status is Status.fail
     assert doctor_model.padding(model, probe).status is Status.fail

@@ -75,6 +75,15 @@ def test_lora_is_not_judged_against_a_model_that_learned_nothing():
     assert found(arms(full_finetune=margins(1, 2), lora_r16=margins(1)))["h4"].verdict == "worse"
 
 
+def test_smoothing_also_tells_whether_it_keeps_the_accuracy():
+    shown = found(arms())["h3"].also
+    same = found(arms(ablation_a2=margins(12), ablation_a3=margins(12)))["h3"].also
+    assert set(shown) == {"accuracy", "accuracy_within_2_points"}
+    assert same["accuracy"] == 0.0
+    lost = found(arms(ablation_a2=margins(12, 2.0), ablation_a3=margins(12)))["h3"].also
+    assert lost["accuracy_within_2_points"] == "worse"
+
+
 def test_early_stopping_must_keep_the_nll_and_save_steps():
     kept = margins(12)
     same = arms(ablation_a3=kept, ablation_a4=kept)

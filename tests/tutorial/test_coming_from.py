@@ -40,6 +40,10 @@ def test_the_names_of_the_table_exist():
         ("report_to=wandb", "logger"),
         ("cutoff_len=512", "model.max_length"),
         ("zero_stage=3", "hardware.strategy"),
+        ("train.max_epochs=2", "training.epochs"),
+        ("train.batch_size=8", "batching.batch_size"),
+        ("ckpt.max_num=3", "training.keep_checkpoints"),
+        ("disable_gradient_checkpointing=true", "model.gradient_checkpointing"),
     ],
 )
 def test_an_option_of_theirs_is_answered_with_ours(theirs, ours):
@@ -49,8 +53,9 @@ def test_an_option_of_theirs_is_answered_with_ours(theirs, ours):
 
 
 def test_a_flag_of_theirs_is_answered_with_our_option():
-    with pytest.raises(ConfigError, match=r"unknown flag '--num_train_epochs'; .* set training.epochs .* dashes"):
-        CommandLine.parse(["--num_train_epochs", "3"], TrainConfig)
+    for flag in ("num_train_epochs", "train.max_epochs"):
+        with pytest.raises(ConfigError, match=rf"unknown flag '--{flag}'; .* set training.epochs .* dashes"):
+            CommandLine.parse([f"--{flag}", "3"], TrainConfig)
 
 
 def test_an_argument_of_theirs_is_answered_with_our_option():

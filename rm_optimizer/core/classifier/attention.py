@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -315,7 +314,7 @@ def sharing_obstacle(decoder: PreTrainedModel) -> str | None:
         return "its attention looks both ways"
     if "position_ids" not in inspect.signature(backbone.forward).parameters or getattr(config, "alibi", False):
         return "it takes positions from the order of the tokens (ALiBi or the like), not from position ids"
-    if not hasattr(sys.modules[type(backbone).__module__], "create_causal_mask"):
+    if not hasattr(inspect.getmodule(type(backbone)), "create_causal_mask"):
         return "it makes its own attention masks"  # transformers' masking_utils alone let a finished mask through
     if unknown := sorted(kinds.difference(LAYER_KINDS)):
         return f"its {', '.join(unknown)} layers take no mask"

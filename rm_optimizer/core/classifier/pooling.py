@@ -1,8 +1,9 @@
-"""Pooling of a decoder at the last attended token, independent of the pad id and the padding side."""
+"""Pooling of a decoder at the last attended token, or as a plug-in does, independent of the pad id and its side."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 
 import torch
 from jaxtyping import Float, Int
@@ -11,6 +12,86 @@ from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.attention import attention_masks
 from rm_optimizer.core.tokens.prefix_trees import PackedTrees
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.schema.registry import Registry
+
+PoolingHead = Callable[[Tensor, Tensor], Tensor]
+"""Vectors that `score` reads, of shape (sequences, hidden), from hidden states and the attention mask."""
+POOLING_HEADS: Registry[PoolingHead] = Registry("pooling head")
+"""Pooling heads that users have registered."""
+
+
+def register_pooling_head(name: str) -> Callable[[PoolingHead], PoolingHead]:
+    """Decorator that makes a function the pooling of decoders: `model.pooling_head=NAME`.
+
+    The function gives one vector a sequence from hidden states of shape (sequences, tokens, hidden) and the attention
+    mask. The linear layer of the reward reads this vector, in place of the state at the last attended token.
+
+    Args:
+        name: name of the pooling head, as the user types it; models that are saved with it record the name.
+
+    Raises:
+        ConfigError: if the name is taken, or the function does not return one vector a sequence that is differentiable
+            and depends neither on padding, on either side, nor on the other sequences.
+
+    Example:
+        >>> @register_pooling_head("mean_of_tokens")
+        ... def mean_of_tokens(hidden, attention_mask):
+        ...     weights = attention_mask / attention_mask.sum(dim=1, keepdim=True)
+        ...     return (hidden * weights[..., None].to(hidden.dtype)).sum(dim=1)
+    """
+
+    def add(head: PoolingHead) -> PoolingHead:
+        require_pooling(name, head)
+        POOLING_HEADS.add(name, head, made_by=head)
+        return head
+
+    return add
+
+
+def require_pooling(name: str, head: PoolingHead) -> None:
+    """Refuse a pooling head whose vectors depend on padding or on the batch, or have no gradient.
+
+    Raises:
+        ConfigError: if it is refused.
+    """
+    draws, lengths = torch.Generator().manual_seed(0), torch.tensor([6, 1, 3])
+    hidden = torch.randn(3, 6, 4, dtype=torch.float64, generator=draws)
+    mask = (torch.arange(6) < lengths[:, None]).long()
+    right = head(hidden, mask)
+    if not isinstance(right, Tensor) or right.shape != (3, 4):
+        got = tuple(right.shape) if isinstance(right, Tensor) else type(right).__name__
+        raise ConfigError(
+            f"the pooling head '{name}' must return one vector a sequence, of shape (3, 4) for 3 sequences of "
+            f"4 channels, got {got}"
+        )
+    alone = torch.cat([head(hidden[[i], :n], mask[[i], :n]) for i, n in enumerate(lengths)])
+    left = head(torch.stack([row.roll(6 - int(n), 0) for row, n in zip(hidden, lengths, strict=True)]), mask.flip(1))
+    if not (torch.allclose(alone, right) and torch.allclose(alone, left)):
+        raise ConfigError(
+            f"the pooling head '{name}' must give a sequence the same vector alone, in a batch and padded on either "
+            "side; read no token whose attention_mask is 0"
+        )
+    if not torch.autograd.gradcheck(lambda states: head(states, mask), hidden.requires_grad_(), raise_exception=False):
+        raise ConfigError(f"the pooling head '{name}' must be differentiable in the hidden states; leave out detach")
+
+
+def pooling_head_of(model: PreTrainedModel) -> str | None:
+    """Name of the registered pooling head that a model was given; None for its architecture's own."""
+    name: str | None = getattr(model.config, "pooling_head", None)
+    return name
+
+
+def set_pooling_head(model: PreTrainedModel, name: str) -> None:
+    """Give a decoder a registered pooling head, whose name its configuration keeps.
+
+    Raises:
+        ConfigError: if the name is unknown, or the model is no decoder.
+    """
+    if not pools_last_token(model):
+        raise ConfigError(f"a pooling head is for decoders with a linear score, and {type(model).__name__} is none")
+    POOLING_HEADS[name]  # an unknown name is refused before anything is computed
+    model.config.pooling_head = name
 
 
 def pools_last_token(model: PreTrainedModel) -> bool:
@@ -46,10 +127,22 @@ def mask_position_ids(attention_mask: Int[Tensor, "sequences tokens"]) -> Int[Te
     return ((attention_mask != 0).long().cumsum(dim=1) - 1).clamp(min=0)
 
 
-def last_token_logits(
+def last_token(
+    hidden: Float[Tensor, "sequences tokens hidden"], attention_mask: Int[Tensor, "sequences tokens"]
+) -> Float[Tensor, "sequences hidden"]:
+    """Hidden state of each sequence's last attended token, the built-in pooling.
+
+    Raises:
+        ValueError: if a sequence attends to nothing.
+    """
+    rows = torch.arange(hidden.shape[0], device=hidden.device)
+    return hidden[rows, last_attended(attention_mask).to(hidden.device)]
+
+
+def decoder_logits(
     model: PreTrainedModel, input_ids: Int[Tensor, "sequences tokens"], attention_mask: Int[Tensor, "sequences tokens"]
 ) -> Float[Tensor, "sequences 1"]:
-    """A decoder's `score` at each sequence's last attended token.
+    """A decoder's `score` at each sequence's last attended token, or of the vector of its registered pooling head.
 
     The backbone runs without cache or language-model head, and the head sees one vector of each sequence. Position ids
     follow the mask where the backbone takes them, which makes left padding exact for absolute positions too.
@@ -58,13 +151,13 @@ def last_token_logits(
     Raises:
         ValueError: if a sequence attends to nothing.
     """
-    last = last_attended(attention_mask)
+    name = pooling_head_of(model)
+    pool = last_token if name is None else POOLING_HEADS[name]
     backbone = model.base_model
     accepted = inspect.signature(backbone.forward).parameters
     extra = {"position_ids": mask_position_ids(attention_mask)} if "position_ids" in accepted else {}
     hidden = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **extra).last_hidden_state
-    rows = torch.arange(hidden.shape[0], device=hidden.device)
-    logits: Tensor = model.score(hidden[rows, last.to(hidden.device)])
+    logits: Tensor = model.score(pool(hidden, attention_mask))
     return logits
 
 
@@ -92,5 +185,14 @@ def own_logits(
             f"{type(model).__name__} reads the first token, so attention_mask must start with 1 in every sequence; "
             "pad on the right"
         )
+    return plain_logits(model, input_ids, attention_mask)
+
+
+def plain_logits(
+    model: PreTrainedModel, input_ids: Int[Tensor, "sequences tokens"], attention_mask: Int[Tensor, "sequences tokens"]
+) -> Float[Tensor, "sequences labels"]:
+    """Logits of the model's forward pass in `transformers`, or of its registered pooling head."""
+    if pooling_head_of(model) is not None:
+        return decoder_logits(model, input_ids, attention_mask)
     logits: Tensor = model(input_ids=input_ids, attention_mask=attention_mask).logits
     return logits

@@ -22,7 +22,13 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from rm_optimizer.core.classifier.attention import sharing_obstacle
 from rm_optimizer.core.classifier.head import RewardHead, head_name, initialize_head, install_reward_head
 from rm_optimizer.core.classifier.limits import check_window, default_max_length
-from rm_optimizer.core.classifier.pooling import last_token_logits, own_logits, packed_logits, pools_last_token
+from rm_optimizer.core.classifier.pooling import (
+    decoder_logits,
+    own_logits,
+    packed_logits,
+    pooling_head_of,
+    pools_last_token,
+)
 from rm_optimizer.core.pairs.pair import BaseRewardModel, require_finite
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
@@ -124,7 +130,7 @@ class ClassifierRewardModel(BaseRewardModel):
         Raises:
             ValueError: if a sequence attends to nothing, or an encoder's to no first token.
         """
-        logits = last_token_logits if self._reads_last_token else own_logits
+        logits = decoder_logits if self._reads_last_token else own_logits
         return logits(self.model, input_ids, attention_mask).squeeze(-1)
 
     def tokenize(self, prompts: Prompts, responses: Texts) -> dict[str, Int[Tensor, "sequences tokens"]]:
@@ -186,6 +192,8 @@ class ClassifierRewardModel(BaseRewardModel):
         """Reason why the model cannot compute a prompt once for several responses; None if it can."""
         if not self._reads_last_token:
             return f"{type(self.model).__name__} is not a causal decoder: a token's state depends on those after it"
+        if (name := pooling_head_of(self.model)) is not None:
+            return f"its pooling head '{name}' may read more than the last token"
         return sharing_obstacle(self.model)
 
     def prefix_parity(self, groups: Sequence[Sequence[NDArray[np.int32]]]) -> float:
@@ -213,7 +221,9 @@ class ClassifierRewardModel(BaseRewardModel):
     def identity(self) -> dict[str, Any]:
         """Recorded rendering, padding and head of a stored model, as JSON values."""
         template, pad_token = self.renderer.identity(), json_values(self.pad_choice)
-        return {"template": template, "pad_token": pad_token, "head_init": self.head_init, "beta": self.beta}
+        identity = {"template": template, "pad_token": pad_token, "head_init": self.head_init, "beta": self.beta}
+        name = pooling_head_of(self.model)
+        return identity if name is None else {**identity, "pooling_head": name}
 
 
 def reuse_obstacle(model: ClassifierRewardModel) -> str | None:

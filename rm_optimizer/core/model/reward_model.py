@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.classifier.building import LoadOptions, build_model, compile_backbone
 from rm_optimizer.core.classifier.limits import refuse_measured
+from rm_optimizer.core.classifier.pooling import pooling_head_of, set_pooling_head
 from rm_optimizer.core.classifier.quantization import computing_dtype
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel, SequenceScorer
 from rm_optimizer.core.model.losses import bradley_terry_loss
@@ -50,6 +51,7 @@ class SourceOptions(LoadingOptions, total=False):
     compile_model: bool
     render_fn: RenderFn | None
     gradient_checkpointing: bool
+    pooling_head: str | None
 
 
 class BradleyTerryRM(ClassifierRewardModel):
@@ -78,6 +80,7 @@ class BradleyTerryRM(ClassifierRewardModel):
         trust_remote_code: run modeling code that the checkpoint brings.
         dtype: type of the backbone's weights; None is float32.
         gradient_checkpointing: recompute activations in the backward pass.
+        pooling_head: name of a registered pooling head of a decoder; None takes the stored one, else the last token.
         quantize: store the backbone's matrices in four bits, to train a QLoRA adapter with them; needs CUDA.
         input_form: input of a reward model of other software without a chat template: `plain`, or `pair` for its
             tokenizer's encoding of (prompt, response); None takes `plain`, with a warning.
@@ -106,6 +109,7 @@ class BradleyTerryRM(ClassifierRewardModel):
         fresh_head_seed: int | None = None,
         new_head: bool | None = None,
         gradient_checkpointing: bool = False,
+        pooling_head: str | None = None,
         **loading: Unpack[LoadingOptions],
     ) -> None:
         for option in loading.keys() - LoadingOptions.__annotations__.keys():
@@ -144,10 +148,14 @@ class BradleyTerryRM(ClassifierRewardModel):
             fresh_head_seed=fresh_head_seed,
         )
         self.has_default_length = max_length is None and recorded is None
+        if (stored := loaded.identity.get("pooling_head", pooling_head_of(self.model))) is not None:
+            set_pooling_head(self.model, stored)  # the configuration of an adapter's base has none
         if not isinstance(model_name, PreTrainedModel):
             self._settle(loaded.identity, gradient_checkpointing=gradient_checkpointing)
         if loaded.certificate is not None:
             self.require_certified(loaded.certificate, name)
+        if pooling_head is not None:
+            set_pooling_head(self.model, pooling_head)
         if compile_model:
             compile_backbone(self.model)
         if device is not None:
@@ -210,6 +218,7 @@ class BradleyTerryRM(ClassifierRewardModel):
         dropout: bool = False,
         render_fn: RenderFn | None = None,
         gradient_checkpointing: bool = False,
+        pooling_head: str | None = None,
     ) -> BradleyTerryRM:
         """A reward model at its random start.
 
@@ -222,6 +231,7 @@ class BradleyTerryRM(ClassifierRewardModel):
             dropout: keep the configuration's dropout in training mode.
             render_fn: a rendering that replaces the tokenizer's chat template.
             gradient_checkpointing: recompute activations in the backward pass.
+            pooling_head: name of a registered pooling head; None reads the last token.
 
         Raises:
             ConfigError: if the architecture or an option is unknown or does not fit.
@@ -236,6 +246,7 @@ class BradleyTerryRM(ClassifierRewardModel):
             render_fn=render_fn,
             fresh_head_seed=seed,
             gradient_checkpointing=gradient_checkpointing,
+            pooling_head=pooling_head,
         )
 
     def compute_loss(

@@ -22,6 +22,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreT
 import rm_optimizer
 from rm_optimizer.core.classifier.adapters import has_adapter, import_peft
 from rm_optimizer.core.classifier.attention import soft_cap
+from rm_optimizer.core.classifier.pooling import plain_logits, pooling_head_of
 from rm_optimizer.core.classifier.quantization import computing_dtype, reading_arguments
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
@@ -108,9 +109,15 @@ def _save(
                 write_adapter(model, aside)
             else:
                 (merged_model(model) if has_adapter(model) else model).save_pretrained(aside)
+                changes: dict[str, Any] = {}
                 if soft_cap(model.config) is not None:  # plain transformers would take a kernel that leaves it out
+                    changes["attn_implementation"] = "eager"
+                if (name := pooling_head_of(model)) is not None:  # vLLM refuses a class that it does not know
+                    changes["architectures"] = [f"{type(model).__name__}WithPoolingHead"]
+                    _log.warning("plain transformers has no pooling head '%s' and reads other rewards", name)
+                if changes:
                     file = aside / "config.json"
-                    config = json.loads(file.read_text(encoding="utf-8")) | {"attn_implementation": "eager"}
+                    config = json.loads(file.read_text(encoding="utf-8")) | changes
                     file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             reward_model.tokenizer.save_pretrained(aside)
             for file in beside:
@@ -152,6 +159,7 @@ def _reloaded(model: PreTrainedModel, folder: Path, base: BaseModel | None) -> P
         **reading_arguments(model),
         **attention,
     )
+    plain.config.pooling_head = pooling_head_of(model)
     plain.config.get_text_config().pad_token_id = model.config.get_text_config().pad_token_id
     adapted: PreTrainedModel = import_peft().PeftModel.from_pretrained(plain, str(folder)).get_base_model()
     return adapted
@@ -161,13 +169,13 @@ def _reloaded(model: PreTrainedModel, folder: Path, base: BaseModel | None) -> P
 def _plain_rewards(
     model: PreTrainedModel, input_ids: Sequence[Sequence[int]], device: torch.device
 ) -> Float[Tensor, " sequences"]:
-    """Rewards as the stored model's own forward pass computes them, on the CPU."""
+    """Rewards as the stored model's own forward pass, or a registered pooling head, computes them, on the CPU."""
     model = model.to(device).eval()
     pad = model.config.get_text_config().pad_token_id
     rewards = torch.zeros(len(input_ids), dtype=torch.float64)
     for batch in length_batches([len(ids) for ids in input_ids], _PROBE_TOKEN_BUDGET):
         ids, mask = pad_sequences([input_ids[i] for i in batch], pad)
-        logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits
+        logits = plain_logits(model, ids.to(device), mask.to(device))
         rewards[batch] = logits.squeeze(-1).double().cpu()
     return rewards
 

@@ -209,6 +209,9 @@ class PairLoader(MacroBatchLoader):
         super().__init__(batches, self.steps, num_workers=num_workers, fetch_timeout=60.0, pin_memory=pin_memory)
         self.pairs, self.renderer = data.pairs, renderer
 
+    def __repr__(self) -> str:
+        return f"PairLoader({len(self.pairs):,} pairs in {len(self):,} batches)"
+
     def __iter__(self) -> Iterator[MacroBatch]:  # type: ignore[override]
         """The batches of the next epoch."""
         self.steps.number += 1

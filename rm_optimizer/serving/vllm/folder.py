@@ -66,8 +66,7 @@ def prepare_model(checkpoint: str, work: Path, dtype: str) -> VllmModel:
     Raises:
         RMOptimizerError: if it cannot be loaded or exported.
     """
-    folder = _export_of_ours(checkpoint)
-    if folder is not None:
+    if (folder := _export_of_ours(checkpoint)) is not None:
         return _from_files(folder, dtype)
     disable_progress_bar()
     reward_model = BradleyTerryRM.from_pretrained(checkpoint)
@@ -159,6 +158,8 @@ def _describe(
     record: Mapping[str, Any],
     modes: tuple[RewardModelTrainingMode, ...] = (RewardModelTrainingMode.full, RewardModelTrainingMode.head_only),
 ) -> EngineDescription:
+    if (name := getattr(model.config, "pooling_head", None)) is not None:
+        raise CheckpointError(f"vLLM has no pooling head '{name}'; serve the model with --engine transformers")
     return EngineDescription(
         engine="vllm",
         architecture=type(model).__name__,

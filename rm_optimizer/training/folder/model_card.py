@@ -224,6 +224,13 @@ def _training(run_dir: Path, result: RunResult) -> str:
 
 
 def _use(result: RunResult) -> str:
+    plain = f"""\
+`AutoModelForSequenceClassification.from_pretrained("FOLDER")` loads it too. Its logit is the reward of a text that the
+tokenizer's chat template renders, at most {result.data.truncation["val"]["max_length"]} tokens; `{EXPORT_FILE}` holds
+rewards to compare with. The tokenizer adds no special tokens to a text, since the template writes them. verl takes a
+leading BOS off, so an engine that verl starts reads other tokens if the template writes BOS: use `rm-opt serve`."""
+    if name := result.config["model"].get("pooling_head"):
+        plain = f"Plain `transformers` reads other rewards: it does not have the pooling head `{name}`."
     return f"""\
 ```python
 from rm_optimizer import BradleyTerryRM
@@ -237,10 +244,7 @@ $ rm-opt score FOLDER --prompt "What is 2 + 2?" --response "It is 4."
 $ rm-opt serve FOLDER
 ```
 
-`AutoModelForSequenceClassification.from_pretrained("FOLDER")` loads it too. Its logit is the reward of a text that the
-tokenizer's chat template renders, at most {result.data.truncation["val"]["max_length"]} tokens; `{EXPORT_FILE}` holds
-rewards to compare with. The tokenizer adds no special tokens to a text, since the template writes them. verl takes a
-leading BOS off, so an engine that verl starts reads other tokens if the template writes BOS: use `rm-opt serve`."""
+{plain}"""
 
 
 def _shown(estimate: Estimate) -> str:

@@ -26,7 +26,7 @@ from rm_optimizer.core.classifier.attention import (
     tree_block_mask,
     tree_mask,
 )
-from rm_optimizer.core.classifier.pooling import last_token_logits, packed_logits
+from rm_optimizer.core.classifier.pooling import decoder_logits, packed_logits
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.plan import pad_sequences
 from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree
@@ -134,7 +134,7 @@ def test_flex_attention_gets_one_type_where_norms_leave_autocasts(eager_flex: No
 
 def padded(model: PreTrainedModel) -> Tensor:
     rows = [np.arange(3, 3 + length, dtype=np.int32) for length in (9, 4, 12)]
-    return last_token_logits(model, *pad_sequences(rows, PAD))
+    return decoder_logits(model, *pad_sequences(rows, PAD))
 
 
 @pytest.mark.parametrize("name", SWITCHES)

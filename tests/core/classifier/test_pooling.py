@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from rm_optimizer.core.classifier.pooling import (
+    decoder_logits,
     last_attended,
-    last_token_logits,
     mask_position_ids,
     own_logits,
     pools_last_token,
@@ -57,7 +57,7 @@ def test_padding_changes_no_reward(family: str, side: str, pad_id: int):
     assert pools_last_token(model)
     ids, mask, rows = padded(side, pad_id)
     with torch.no_grad():
-        batch = last_token_logits(model, ids, mask)
+        batch = decoder_logits(model, ids, mask)
         alone = torch.cat([model.score(model.base_model(row[None]).last_hidden_state[:, -1]) for row in rows])
     # Rotary angles and norms are computed in float32 inside some families, whatever the weights' type.
     torch.testing.assert_close(batch, alone, rtol=1e-5, atol=1e-5)
@@ -70,7 +70,7 @@ def test_plain_transformers_pools_one_token_early_when_the_last_token_is_the_pad
     ids = torch.tensor([[0, 10, 11, 2], [0, 10, 2, 2]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
     with torch.no_grad():
-        ours, theirs = last_token_logits(model, ids, mask), model(ids, attention_mask=mask).logits
+        ours, theirs = decoder_logits(model, ids, mask), model(ids, attention_mask=mask).logits
     assert (ours - theirs).abs().min() > 1e-3
 
 

@@ -21,7 +21,7 @@ from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from rm_optimizer.core.classifier.attention import attention_masks, sharing_obstacle, tree_block_mask, tree_mask
-from rm_optimizer.core.classifier.pooling import last_token_logits, packed_logits
+from rm_optimizer.core.classifier.pooling import decoder_logits, packed_logits
 from rm_optimizer.core.tokens.plan import assign_rows, pad_sequences, row_batches
 from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree, tree_groups
 from tests.builders import tiny_model
@@ -78,7 +78,7 @@ def packed(pairs: list[Any] = PAIRS) -> PackedTrees:
 
 
 def apart(model: PreTrainedModel, pairs: list[Any] = PAIRS) -> Tensor:
-    return last_token_logits(model, *pad_sequences([side for pair in pairs for side in pair], PAD)).squeeze(-1)
+    return decoder_logits(model, *pad_sequences([side for pair in pairs for side in pair], PAD)).squeeze(-1)
 
 
 def gradients(model: PreTrainedModel, rewards: Tensor) -> list[Tensor]:

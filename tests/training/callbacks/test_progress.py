@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.training import train_reward_model
+from rm_optimizer.training import loggers, train_reward_model
 from rm_optimizer.training.loggers import ProgressLines
 
 
@@ -38,3 +39,10 @@ def test_without_a_terminal_a_run_logs_steps_evaluations_and_where_its_metrics_a
     assert "step 1 of 2: loss 0." in caplog.text
     assert "pairs/s" in caplog.text
     assert "evaluation: 33 of 33 pairs" in caplog.text
+
+
+@pytest.mark.parametrize("has_widgets", [True, False])
+def test_a_notebook_has_a_bar_only_with_the_widgets_that_draw_it(monkeypatch: pytest.MonkeyPatch, has_widgets: bool):
+    monkeypatch.setattr(loggers, "Console", lambda: SimpleNamespace(is_terminal=False, is_jupyter=True))
+    monkeypatch.setattr(loggers, "find_spec", lambda name: object() if has_widgets else None)
+    assert loggers.shows_bars() is has_widgets
