@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from rm_optimizer.core.pairs.formats import FORMATS, detect_format
+from rm_optimizer.core.pairs.formats import FORMATS, RowFormat, detect_format
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.columns import UNREAD_COLUMNS, Columns, read_number, renamed, unread_column
@@ -210,28 +210,26 @@ def _winner_option(values: str = "FIRST,SECOND,TIE") -> str:
     return entrance.option("winner", values if entrance == Spelling.flags else f"[{values}]")
 
 
-def winner_untold(source: DataSource, rows: Sequence[Row]) -> DataError:
-    """Error for a winner column without an option that defines its values."""
-    theirs = source.columns.get("winner") or "winner"
-    values = ", ".join(_values(rows, "winner")) or "many values"
-    return DataError(
-        f"{source.path}: expected the values of {theirs} that name the better response, as {_winner_option()} (values "
-        "for response_a, for response_b and, if there are any, for ties; | between values that mean the same); "
-        f"{theirs} holds {values}"
-    )
-
-
-def require_readable(source: DataSource, rows: Sequence[Row]) -> None:
+def require_readable(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> None:
     """Refuse columns whose values would be lost or misread.
 
     Args:
         source: the source.
+        form: format of its rows.
         rows: its first rows under our names.
 
     Raises:
-        DataError: if no column has prompts, labels are no probabilities, or a column would change what the model reads.
+        DataError: if no option defines the values of the winner column, no column has prompts, labels are no
+            probabilities, or a column would change what the model reads.
     """
     typed, columns = Spelling.current().columns, source.columns
+    if form.name == "winner" and source.winner is None:
+        theirs, values = columns.get("winner") or "winner", ", ".join(_values(rows, "winner")) or "many values"
+        raise DataError(
+            f"{source.path}: expected the values of {theirs} that name the better response, as {_winner_option()} "
+            "(values for response_a, for response_b and, if there are any, for ties; | between values that mean the "
+            f"same); {theirs} holds {values}"
+        )
     names = list(dict.fromkeys(name for row in rows for name in row))
     sides = [row["chosen"] for row in rows if isinstance(row.get("chosen"), list)]
     # The message of the response alone and no prompt column, as in files for LLaMA-Factory.

@@ -9,13 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from rm_optimizer.core.pairs.column_hints import (
-    contrary_notes,
-    no_format,
-    require_readable,
-    unread_note,
-    winner_untold,
-)
+from rm_optimizer.core.pairs.column_hints import contrary_notes, no_format, require_readable, unread_note
 from rm_optimizer.core.pairs.formats import (
     LAYOUTS,
     OPTIONAL_COLUMNS,
@@ -84,10 +78,8 @@ class SourceFormat:
         form = source.named_format or detect_format(rows)
         if form is None or (source.named_format and not any(names >= required for required in form.required)):
             raise no_format(source, rows)
-        if form.name == "winner" and source.winner is None:
-            raise winner_untold(source, rows)
         unread = _unread_options(source, form)
-        require_readable(source, rows)
+        require_readable(source, form, rows)
         has_one_response = form.name == "kwise" and "responses" not in first[0][1] and "responses" not in source.columns
         read = form.columns | SINGLE_RESPONSE | {*OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
         notes += [note for note in (unread, unread_note(source.path, rows, read)) if note is not None]

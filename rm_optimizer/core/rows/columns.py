@@ -170,11 +170,11 @@ def _beside(path: str, value: Any, read: Sequence[list[str]], texts: Sequence[st
     elif isinstance(value, list) and any(re.match(r"-?\d", name) for name in wanted):
         parts = [((str(index), str(index - len(value))), part) for index, part in enumerate(value)]
     elif isinstance(value, list):
-        items = [item for item in value if isinstance(item, Mapping)]
-        for name in dict.fromkeys(name for item in items for name in item):
-            of_each = [item.get(name) for item in items]
-            if name in wanted or (is_context(str(name)) and not all(map(is_empty, of_each))):
-                parts.append(((str(name),), of_each))
+        inside = dict.fromkeys(str(name) for item in value if isinstance(item, Mapping) for name in item)
+        for name in dict.fromkeys([*filter(is_context, inside), *wanted]):
+            of_each = _inside(value, name)
+            if name in wanted or not all(is_empty(part) or _is_missing(part) for part in of_each):
+                parts.append(((name,), of_each))
     for names, part in parts:
         name = next((name for name in names if name in wanted), names[0])
         yield from _beside(f"{path}.{name}", part, [steps[1:] for steps in read if steps[0] in names], texts)

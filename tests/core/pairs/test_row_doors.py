@@ -93,6 +93,14 @@ def test_context_of_each_response_in_a_list_is_refused(tmp_path):
         loaded(tmp_path, [row], columns=columns)
 
 
+def test_places_in_a_list_are_counted_with_its_empty_items(tmp_path):
+    row = {"answers": [None, {"text": "x"}, {"text": "y"}, {"text": "z"}], "prompt": "Q?"}
+    columns = {"chosen": "answers.text.1", "rejected": "answers.text.-1"}
+    (pair,) = loaded(tmp_path, [row], columns=columns).pairs
+    assert (pair.chosen, pair.rejected) == ("x", "z")
+    assert dict(pair.metadata) == {"source": "pairs", "answers.text.2": "y"}
+
+
 def test_a_score_inside_a_side_that_prefers_the_other_is_said(tmp_path):
     rows = [{"p": f"Q{i}?", "a": [{"t": f"x{i}", "score": 1}, {"t": f"y{i}", "score": 2}]} for i in range(8)]
     columns = {"prompt": "p", "chosen": "a.0.t", "rejected": "a.1.t"}
