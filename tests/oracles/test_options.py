@@ -198,6 +198,7 @@ ELSEWHERE: Mapping[str, str] = {
     "model.path": "training/test_from_python.py",
     "model.architecture.model_type": "core/model/test_reward_model.py",
     "model.gpu_tokens": "schema/test_hardware.py",
+    "model.pooling_head": "tutorial/test_plug_ins.py",
     "data.train": "training/test_step_numbers.py",
     "data.val": "training/test_step_numbers.py",
     "data.format": "core/pairs/test_sources.py",
