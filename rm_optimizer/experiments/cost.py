@@ -106,8 +106,9 @@ def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
 
 def steps_of(config: TrainConfig, num_pairs: int) -> int:
     """Number of optimizer steps of a run with `num_pairs` training pairs."""
-    training = config.training
-    return training.max_steps or math.ceil(training.epochs * math.ceil(num_pairs / config.batching.batch_size))
+    training, steps = config.training, math.ceil(num_pairs / config.batching.batch_size)
+    # As `PreferenceDataModule` computes it: 1.1 epochs of 10 steps are 11.000000000000002.
+    return training.max_steps or max(1, math.ceil(training.epochs * steps - 1e-9))
 
 
 def _run_seconds(config: TrainConfig, num_pairs: int, pass_seconds: float, evaluation: float) -> float:

@@ -255,6 +255,14 @@ def test_a_trial_is_named_by_its_pairs_and_refuses_others_under_the_same_path(tm
         train(trial.spec, tmp_path)
 
 
+def test_steps_are_those_of_a_run_where_their_product_with_the_epochs_is_rounded_up():
+    def steps(epochs: float) -> int:
+        options = [f"training.epochs={epochs}", "batching.batch_size=8", "output_dir=OUTPUT"]
+        return cost.steps_of(typed(compose(options), TrainConfig), 80)
+
+    assert [steps(epochs) for epochs in (1, 1.1, 1.15, 0.01)] == [10, 11, 12, 1]
+
+
 def test_the_cost_of_a_plan_grows_with_steps_pairs_and_passes(monkeypatch):
     def measured(config: TrainConfig, callbacks: list[Any]) -> None:
         assert config.training.max_steps == 3

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import shutil
 from collections.abc import Mapping
@@ -20,7 +19,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
-from rm_optimizer.evaluation.pair_rewards import PairRewards, metrics_of, score_pairs
+from rm_optimizer.evaluation.pair_rewards import metrics_of, score_pairs
 from rm_optimizer.experiments.cost import StepClock
 from rm_optimizer.experiments.optimizer_comparison.setting import Frozen, pairs_file
 from rm_optimizer.experiments.study import PlannedTrial, planned_trial
@@ -242,7 +241,10 @@ def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
     margins = {}
     for name, path in spec["scored"].items():
         data = PreferenceDataset(path)
-        rewards = scored(config, model, data)
+        tokens, budget = tokenize_pairs(data.pairs, model.renderer, None), config.batching.eval_token_budget
+        # In the run's precision.
+        with torch.autocast(model.device.type, torch.bfloat16, enabled=config.hardware.precision == "bf16-mixed"):
+            rewards = score_pairs(model, tokens, data, token_budget=budget, prefix_sharing=False)
         margins[name] = config.loss.beta * rewards.margin
         metrics = metrics_of(rewards, data, beta=config.loss.beta, num_bootstrap=0, seed=0)
         values = {score: getattr(metrics, score).value for score in _SCORES}
@@ -256,14 +258,6 @@ def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
     for kept in ("checkpoints", BEST_FOLDER):
         shutil.rmtree(run_dir / kept)
     return found
-
-
-def scored(config: TrainConfig, model: BradleyTerryRM, data: PreferenceDataset) -> PairRewards:
-    """Rewards of all pairs, computed in the run's precision."""
-    half = config.hardware.precision == "bf16-mixed"
-    with torch.autocast(model.device.type, torch.bfloat16) if half else contextlib.nullcontext():
-        tokens = tokenize_pairs(data.pairs, model.renderer, None)
-        return score_pairs(model, tokens, data, token_budget=config.batching.eval_token_budget, prefix_sharing=False)
 
 
 def _curvature(config: TrainConfig, model: BradleyTerryRM, num_pairs: int) -> dict[str, float | int | None]:
