@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 OnProgress = Callable[[str, int, int | None, str], None]
 """Callback with the name of the current work, the amount done, the total amount if known, and a remark."""
 
-MAIN_FILE = "analyze"
 log = logging.getLogger("rm_optimizer")
 
 
@@ -55,7 +54,7 @@ def read(arguments: Sequence[str]) -> CommandLine[AnalyzeConfig]:
     from rm_optimizer.records.recall import recalled
     from rm_optimizer.schema.landscape import AnalyzeConfig
 
-    line = CommandLine.parse(arguments, AnalyzeConfig, MAIN_FILE)
+    line = CommandLine.parse(arguments, AnalyzeConfig, "analyze")
     if line.only_tells:
         return line
     line.require_given_once()

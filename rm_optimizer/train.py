@@ -96,14 +96,6 @@ def _in_folder(overrides: Sequence[str], folder: Path) -> list[str]:
     return [*(item for item in overrides if not item.startswith(option)), f"{option}{in_quotes(str(folder))}"]
 
 
-def show(result: RunResult) -> None:
-    """Draw the run's pictures and print its summary."""
-    from rm_optimizer.reporting.run_report import draw_run, print_run
-
-    draw_run(result)
-    print_run(result)
-
-
 def option_callbacks(config: TrainConfig) -> list[Callback]:
     """Callbacks of the options that are on, with functions from other packages; the others are not imported."""
     found: list[Callback] = []
@@ -271,7 +263,10 @@ def _trained(options: TrainConfig) -> float:
         with writing(Path(options.output_dir)):
             result = run_training(options, callbacks=option_callbacks(options))
             if rank() == 0:
-                show(result)
+                from rm_optimizer.reporting.run_report import draw_run, print_run
+
+                draw_run(result)
+                print_run(result)
     return result.objective
 
 
