@@ -63,7 +63,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
                 await engine.stage(weights("v2", "nan"))
             synced = await engine.score(SEQUENCES)
             assert close(synced.rewards, second)
-            assert synced.version == "v1"
+            assert synced.version == engine.version == "v1"
 
             assert not (tmp_path / "good.safetensors").exists()  # it is the engine's now
             waiting = [asyncio.create_task(engine.score(SEQUENCES)) for _ in range(4)]
