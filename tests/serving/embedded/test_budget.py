@@ -11,7 +11,7 @@ import torch
 from rm_optimizer.serving.embedded.worker import BUDGETS, calibrated_budget
 from rm_optimizer.serving.weights.live_weights import PackedLinear, install_packed_linears, packing_gain
 from tests.builders import tiny_reward_model
-from tests.core.model.test_passes import one_by_one, sequences
+from tests.core.classifier.test_scoring import one_by_one, sequences
 
 
 @pytest.mark.skipif(
