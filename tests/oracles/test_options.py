@@ -246,11 +246,9 @@ def options_of_a_run() -> set[str]:
     return set(names(composed, ""))
 
 
-@pytest.fixture(scope="module")
-def seen_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, str | None]], Seen]:
-    """What a run with the given options leaves: columns, `run.json` by path, and names with texts of files."""
-    folder = tmp_path_factory.mktemp("options")
-    world = PreferenceWorld(seed=3).pairs(48, 16)
+def write_pairs(folder: Path, num_train: int, num_val: int) -> None:
+    """Write pairs with margins of the synthetic world to `train.jsonl` and `val.jsonl`."""
+    world = PreferenceWorld(seed=3).pairs(num_train, num_val)
     for name, pairs in (("train", world.train), ("val", world.val)):
         rows = [
             {"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected}
@@ -258,6 +256,13 @@ def seen_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, 
             for pair in pairs
         ]
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def seen_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Mapping[str, str | None]], Seen]:
+    """What a run with the given options leaves: columns, `run.json` by path, and names with texts of files."""
+    folder = tmp_path_factory.mktemp("options")
+    write_pairs(folder, 48, 16)
     ranked = [{"prompt": f"Say {n}.", "responses": ["one", "two", "three"], "scores": [1, 2, 3]} for n in range(20)]
     (folder / "kwise.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ranked))
 
@@ -316,10 +321,7 @@ class Arrived(Exception):
 @pytest.mark.parametrize("option", CALLS)
 def test_a_value_arrives_at_the_call_that_it_is_for(option: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     target, argument, typed_value, expected, needs = CALLS[option]
-    world = PreferenceWorld(seed=3).pairs(8, 4)
-    for name, pairs in (("train", world.train), ("val", world.val)):
-        rows = [{"prompt": pair.prompt, "chosen": pair.chosen, "rejected": pair.rejected} for pair in pairs]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_pairs(tmp_path, 8, 4)
     (tmp_path / "model").mkdir()
     got: list[Any] = []
 

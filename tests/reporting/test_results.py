@@ -39,7 +39,7 @@ def title(figure: object) -> str:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_stored_result_draws_itself(name: str):
-    title(KINDS[name].from_json(STORED[name]).plot())
+    assert title(KINDS[name].from_json(STORED[name]).plot())
 
 
 def test_a_run_draws_its_accuracy_and_an_evaluation_its_reliability(trained: Path):

@@ -607,4 +607,7 @@ def test_an_unpacked_bias_can_be_loaded_after_scoring(monkeypatch: pytest.Monkey
     layer.weight.quant_state = SimpleNamespace(dtype=torch.float32)
     library = SimpleNamespace(dequantize_4bit=lambda weight, state: weight)
     monkeypatch.setattr("rm_optimizer.core.classifier.quantization.import_module", lambda name: library)
-    torch.nn.Linear(4, 2).load_state_dict(unpacked(layer), assign=True)
+    loaded = torch.nn.Linear(4, 2)
+    loaded.load_state_dict(unpacked(layer), assign=True)
+    assert torch.equal(loaded.bias, layer.bias)
+    assert not loaded.bias.is_inference()
