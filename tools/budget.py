@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 7324,
+    "core": 7322,
     "serving": 3953,
     "landscape": 3812,
     "training": 2652,
@@ -34,9 +34,9 @@ LIMITS: Mapping[str, int] = {
     "files": 323,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5135,
+    "import lines": 5136,
     "import lines inside functions": 303,
-    "lines of code": 32148,
+    "lines of code": 32146,
     "private functions with one caller": 314,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -24,6 +24,7 @@ from rm_optimizer.core.classifier.head import RewardHead, head_name, initialize_
 from rm_optimizer.core.classifier.limits import check_window, default_max_length
 from rm_optimizer.core.classifier.pooling import (
     decoder_logits,
+    last_token,
     own_logits,
     packed_logits,
     pooling_head_of,
@@ -352,7 +353,6 @@ class SequenceScorer:
         batches = length_batches([len(branch) for branch in tree.branches], self.token_budget)
         for part in (batch[start : start + most] for batch in batches for start in range(0, len(batch), most)):
             ids, mask = pad_sequences([tree.branches[i] for i in part], self.model.pad_choice.token_id)
-            last = mask.sum(dim=1) - 1
             positions = depth + torch.arange(ids.shape[1]).expand_as(ids)
             attended = torch.cat([mask.new_ones(len(part), depth), mask], dim=1)
             repeated = DynamicCache()
@@ -366,5 +366,4 @@ class SequenceScorer:
                 past_key_values=repeated,
                 use_cache=True,
             ).last_hidden_state
-            rows = torch.arange(len(part), device=device)
-            yield part, model.score(hidden[rows, last.to(device)]).squeeze(-1).cpu()
+            yield part, model.score(last_token(hidden, mask)).squeeze(-1).cpu()
