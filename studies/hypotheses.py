@@ -17,7 +17,8 @@ H2  The scheduler (ablation_a2 against ablation_a1) lowers test NLL minus traini
 H3  Label smoothing (ablation_a3 against ablation_a2) lowers the test ECE of the last weights (above 0). The difference
     in accuracy is reported too, with an allowed loss of 2 points, and decides nothing.
 H4  LoRA of rank 16 (lora_r16 against full_finetune) is at most 3 points of test accuracy worse (above -0.03);
-    inconclusive if full fine-tuning's own accuracy is not significantly above chance.
+    inconclusive if full fine-tuning's own accuracy is not significantly above chance. The ratios of pairs a second of
+    the optimizer steps (claimed: at least 3) and of peak memory (below 0.6) are reported too, and decide nothing.
 H5  Early stopping (ablation_a4's best weights against ablation_a3's last) costs at most 0.005 nats of test NLL (above
     -0.005) and saves steps (share above 0).
 
@@ -40,6 +41,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pyarrow.parquet as pq
 import torch
 from jaxtyping import Float, Int
@@ -65,6 +67,7 @@ from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
 from rm_optimizer.reporting.tables import new_table, output_console
 from rm_optimizer.schema.config import Attention
 from rm_optimizer.training.callbacks.checkpoints import checkpoint_path
+from rm_optimizer.training.callbacks.memory_profile import CPU_MEMORY, GPU_MEMORY, PROFILE_ROWS
 from rm_optimizer.training.preparation import build_model
 from rm_optimizer.training.run import run_training
 
@@ -86,6 +89,10 @@ SMOOTHING_MARGIN = 0.02
 """Loss of accuracy that H3's further number allows for label smoothing."""
 LORA_MARGIN, STOPPING_MARGIN = 0.03, 0.005
 """Loss of accuracy that H4 allows for LoRA, and nats of test NLL that H5 allows for early stopping."""
+LORA_COSTS = {"speed": (3.0, 1), "memory": (0.6, -1)}
+"""Bounds of LoRA's ratios of pairs a second and of peak memory in H4's further numbers; -1 for an upper bound."""
+COST_ARMS = ("full_finetune", "lora_r16")
+"""Presets whose steps are timed. Arms of equal options share a trial, so full fine-tuning's can be another arm's."""
 
 
 @dataclass(frozen=True)
@@ -147,6 +154,7 @@ def training_findings(
     train: Mapping[str, Float[np.ndarray, "seeds pairs"]],
     saved: Float[np.ndarray, " seeds"],
     prompts: Sequence[str],
+    costs: Mapping[str, Float[np.ndarray, "seeds 2"]] | None,
 ) -> Iterator[Finding]:
     """Effects and verdicts of H2 to H5.
 
@@ -155,6 +163,7 @@ def training_findings(
         train: margins of `GAP_ARMS` on the training pairs.
         saved: share of steps that early stopping saved, for each seed.
         prompts: prompt of each test pair.
+        costs: pairs a second and peak bytes of each run of `COST_ARMS`; None where some were not measured.
     """
     fitted = {arm: -log_expit(margins).mean(axis=1) for arm, margins in train.items()}
     first, second = GAP_ARMS
@@ -168,13 +177,31 @@ def training_findings(
     full = paired_effect(test["full_finetune"], None, prompts, "accuracy")
     learned: Outcome = "better" if full.low is not None and full.low > 0.5 else "inconclusive"
     decided = outcome(lora, LORA_MARGIN) if learned == "better" else learned
-    yield Finding("h4_lora_accuracy", lora, LORA_MARGIN, decided, {"full_above_chance": learned})
+    ratios = {} if costs is None else lora_costs(*(costs[arm] for arm in COST_ARMS))
+    yield Finding("h4_lora_accuracy", lora, LORA_MARGIN, decided, {"full_above_chance": learned, **ratios})
     nll = paired_effect(test[STOPPING_ARM], test["ablation_a3"], prompts, "nll")
     steps = crossed_mean(saved, 0.0, len(saved)).estimate
     also = {"steps_saved": steps.value, "steps_saved_low": steps.low, "steps_saved_high": steps.high}
     yield Finding(
         "h5_early_stopping_nll", nll, STOPPING_MARGIN, both(outcome(nll, STOPPING_MARGIN), outcome(steps)), also
     )
+
+
+def lora_costs(full: Float[np.ndarray, "seeds 2"], lora: Float[np.ndarray, "seeds 2"]) -> dict[str, float | str | None]:
+    """LoRA's pairs a second and peak memory over those of full fine-tuning, with intervals over seeds and outcomes.
+
+    Args:
+        full: pairs a second and peak bytes of full fine-tuning, one row a seed.
+        lora: the same numbers with LoRA.
+    """
+    found: dict[str, float | str | None] = {}
+    for (name, (bound, sign)), logs in zip(LORA_COSTS.items(), np.log(lora / full).T, strict=True):
+        beyond = crossed_mean(sign * (logs - math.log(bound)), 0.0, len(logs)).estimate  # positive: as claimed
+        low, high = sorted((beyond.low, beyond.high), reverse=sign < 0) if beyond.low is not None else (None, None)
+        for end, log in (("", beyond.value), ("_low", low), ("_high", high)):
+            found[f"{name}_ratio{end}"] = None if log is None else bound * math.exp(sign * log)
+        found[f"{name}_as_claimed"] = outcome(beyond)
+    return found
 
 
 @dataclass(frozen=True)
@@ -306,12 +333,13 @@ BATCHING_LENGTH, BATCHING_PAIRS, BATCHING_STEPS, ONE_PASS = 256, 16, 4, 10**9
 OWNED = (
     *("experiment", "optimizer", "schedule", "adapter", "loss", "seed", "output_dir", "hydra.run.dir", "resume"),
     *("publish", "data", "model.lora_lr", "training.max_steps", "training.early_stopping", "training.monitor"),
-    *("training.checkpoint_every", "training.evals_per_epoch"),
+    *("training.checkpoint_every", "training.evals_per_epoch", "profile_memory"),
 )
 """Options, and groups of them, that the study sets."""
 SHARED = (
     *("optimizer.weight_decay=0.0", "training.eval_at_start=false", "training.num_bootstrap=100"),
     *("training.progress=false", "logger.tensorboard=false", "output_dir=OUT"),
+    "profile_memory=true",
 )
 
 
@@ -363,10 +391,17 @@ def trial(config: TrainConfig, scored: Mapping[str, Path], folder: Path) -> dict
         "scored_step": result.best_step if is_best else result.steps,
         "parameters": result.parameters,
         "cpu_seconds": time.process_time() - started,
+        "cost": cost(run_dir / PROFILE_ROWS),
     }
     write_text(path, json.dumps(found) + "\n")
     shutil.rmtree(run_dir)
     return found
+
+
+def cost(profile: Path) -> list[float]:
+    """Pairs a second of the median step of a run, and its largest peak of memory in bytes."""
+    steps = pd.read_csv(profile)
+    return [steps["pairs_per_second"].median(), steps[[GPU_MEMORY[0], CPU_MEMORY[1]]].max(axis=None)]
 
 
 def margins(config: TrainConfig, model: BradleyTerryRM, pairs: Path) -> list[float]:
@@ -437,6 +472,8 @@ def run(out: Path, train: str, val: str, overrides: Sequence[str], seeds: int = 
     fitted = {arm: np.array([found["margins"]["train"] for found in trials[arm]]) for arm in GAP_ARMS}
     prompts = pq.read_table(splits.test)["prompt"].to_pylist()
     saved = np.array([found["saved"] for found in trials[STOPPING_ARM]])
+    timed = all("cost" in found for arm in COST_ARMS for found in trials[arm])  # trials before 0.3 are not
+    costs = {arm: np.array([found["cost"] for found in trials[arm]]) for arm in COST_ARMS} if timed else None
     report = {
         "settings": settings | {"seeds": seeds},
         **{"versions": versions(), "machine": machine(), "commit": commit()},
@@ -447,7 +484,7 @@ def run(out: Path, train: str, val: str, overrides: Sequence[str], seeds: int = 
             | {"parameters": trials[arm][0]["parameters"]}
             for arm in ARMS
         },
-        "findings": [batching_finding(rows), *training_findings(test, fitted, saved, prompts)],
+        "findings": [batching_finding(rows), *training_findings(test, fitted, saved, prompts, costs)],
     }
     write_text(out / "hypotheses.json", json.dumps(json_values(report), indent=1) + "\n")
     return report

@@ -300,14 +300,19 @@ def planned_sweep(overrides: Sequence[str], *, name: str = "config", config_dir:
 
 
 def _choices(overrides: Sequence[str]) -> list[list[str]]:
-    """Lists of the overrides that the values of each override make, one for each run."""
+    """Lists of the overrides that the values of each option make, one for each run; the last one of an option counts.
+
+    An option keeps its first place, as in Hydra's `BasicSweeper`, so a value in place of a preset's axis keeps the
+    order of the jobs.
+    """
     parsed = OverridesParser.create().parse_overrides(list(overrides))
-    return [
-        [f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()]
+    choices = {
+        item.get_key_element(): [f"{item.get_key_element()}={value}" for value in item.sweep_string_iterator()]
         if item.is_discrete_sweep()
         else [line]
         for item, line in zip(parsed, overrides, strict=True)
-    ]
+    }
+    return list(choices.values())
 
 
 def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int | None) -> ConfigT:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import checked, planned_sweep
@@ -78,6 +80,15 @@ def test_the_jobs_of_a_sweep_have_hydras_numbers_and_few_of_them_hold_every_valu
     plan = planned_sweep(["experiment=sensitivity_smoothing", "model=tiny", "seed=1,2"])
     assert plan.jobs[1][1:] == ["experiment=sensitivity_smoothing", "model=tiny", "seed=2"]
     assert plan.jobs[0][0] == plan.jobs[1][0] != plan.jobs[2][0]
+
+
+def test_a_value_of_the_command_line_takes_the_place_of_a_presets_axis():
+    given = ["experiment=sensitivity_regularizer", "model=tiny", "loss.center_rewards=0.5,0.6", "seed=3", "seed=4"]
+    axes = ["loss.center_rewards=0,0.01,0.1", "optimizer.weight_decay=0,0.01,0.1"]
+    hydras = BasicSweeper.split_arguments(OverridesParser.create().parse_overrides([*axes, *given]), None)
+    plan = planned_sweep(given)
+    assert plan.jobs == hydras[0]
+    assert (len(plan.jobs), len(plan.covering)) == (6, 4)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hydra import compose, initialize_config_dir
 
-from rm_optimizer.interfaces.command_line import checked
+from rm_optimizer.interfaces.command_line import checked, planned_sweep
 from rm_optimizer.schema import TrainConfig, config_root
 from rm_optimizer.schema.store import register
 
@@ -106,10 +106,21 @@ def test_the_learning_rates_lie_around_the_models_own(model):
     assert [rate / middle for rate in rates] == pytest.approx([0.1, 0.3, 1.0, 3.0, 10.0])
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize("name", [name for name in SWEEPS if name != "sensitivity_grid"])  # its rates are absolute
 def test_a_sweep_holds_the_value_that_is_used_without_it(name):
     usual = options("model=minilm")
     assert any(
         all(usual[option] == pytest.approx(float(value)) for option, value in (item.split("=") for item in cell))
         for cell in sweep(name, "model=minilm")
     )
+
+
+def test_the_absolute_grid_has_the_documents_values_and_a_fixed_axis_makes_it_smaller():
+    cells = sweep("sensitivity_grid")
+    first, last = dict(item.split("=") for item in cells[0]), dict(item.split("=") for item in cells[-1])
+    assert (len(cells), first["optimizer.lr"], last["optimizer.lr"]) == (81, "1e-6", "1e-5")
+    found = options("model=minilm", *cells[-1])
+    names = ("loss.label_smoothing", "schedule.warmup_steps", "loss.reward_l2")
+    assert [found[name] for name in names] == [0.1, 100, 0.01]
+    jobs = planned_sweep(["experiment=sensitivity_grid", "loss.label_smoothing=0", "schedule.warmup_steps=0,50"]).jobs
+    assert len(jobs) == 3 * 1 * 2 * 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from hypotheses import ARMS, CLAIMS, Finding, batching_finding, divided, training_findings
 from scipy.special import log_expit
+from scipy.stats import t as student_t
 
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.errors import ConfigError
@@ -50,9 +52,13 @@ def arms(**changed: np.ndarray) -> dict[str, np.ndarray]:
     return {name: margins(10 + i) for i, name in enumerate(names)} | changed
 
 
+COSTS = {"full_finetune": np.full((SEEDS, 2), 100.0), "lora_r16": np.array([[390.0, 40], [400, 41], [410, 39]])}
+"""Pairs a second and peak bytes of each seed."""
+
+
 def found(test: dict[str, np.ndarray], saved: float = 0.3) -> dict[str, Finding]:
     train = {"ablation_a1": margins(5, 2.0), "ablation_a2": margins(6, 1.0)}
-    results = training_findings(test, train, np.array([saved, saved + 0.01, saved - 0.01]), NAMES)
+    results = training_findings(test, train, np.array([saved, saved + 0.01, saved - 0.01]), NAMES, COSTS)
     return {result.name[:2]: result for result in results}
 
 
@@ -73,6 +79,19 @@ def test_lora_is_not_judged_against_a_model_that_learned_nothing():
     assert found(arms(full_finetune=coin, lora_r16=coin))["h4"].verdict == "inconclusive"
     assert found(arms(full_finetune=margins(1, 1), lora_r16=margins(1, 1)))["h4"].verdict == "equivalent"
     assert found(arms(full_finetune=margins(1, 2), lora_r16=margins(1)))["h4"].verdict == "worse"
+
+
+def test_loras_speed_and_memory_are_told_as_ratios_beside_their_claims():
+    also = found(arms())["h4"].also
+    logs = np.log(np.array([3.9, 4.0, 4.1]))
+    half = student_t.ppf(0.975, 2) * logs.std(ddof=1) / math.sqrt(3)
+    ends = [also[f"speed_ratio{end}"] for end in ("_low", "", "_high")]
+    assert ends == pytest.approx([math.exp(logs.mean() + side * half) for side in (-1, 0, 1)])
+    assert also["memory_ratio"] == pytest.approx(math.exp(np.log([0.40, 0.41, 0.39]).mean()))
+    assert also["memory_ratio_low"] < also["memory_ratio"] < also["memory_ratio_high"]
+    assert (also["speed_as_claimed"], also["memory_as_claimed"]) == ("better", "better")
+    slow = hypotheses.lora_costs(COSTS["lora_r16"], COSTS["lora_r16"][::-1])
+    assert (slow["speed_as_claimed"], slow["memory_as_claimed"]) == ("worse", "worse")
 
 
 def test_smoothing_also_tells_whether_it_keeps_the_accuracy():
@@ -172,6 +191,7 @@ def test_arms_of_equal_options_share_a_trial_and_weights_are_not_kept(miniature)
     folder, _, report = miniature
     assert report["arms"]["ablation_a2"] == report["arms"]["full_finetune"]
     assert len(list(folder.glob("trials/*.json"))) == len(ARMS) - 1
+    assert all(report["findings"][3].also[f"{name}_ratio"] > 0 for name in ("speed", "memory"))
     assert not (folder / "run").exists()
 
 
