@@ -75,7 +75,8 @@ class BADGE(AcquisitionFunction):
 
     With the predicted preference as its label, a pair's gradient of the last layer is ``-min(p, 1-p) sign(margin) z``.
     The batch is drawn by k-means++. The first pair has the longest gradient. Each next pair is drawn with a probability
-    proportional to the squared distance of its gradient from the nearest chosen one.
+    proportional to the squared distance of its gradient from the nearest chosen one, or from zero if that is nearer.
+    The paper does not count zero. It makes pairs rare whose answer the model is sure of.
     """
 
     name = "badge"

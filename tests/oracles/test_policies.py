@@ -21,14 +21,7 @@ from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.out_of_distribution import MahalanobisDetector
 from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
 from rm_optimizer.rl_coupling.rl_readiness import RLReadinessScorer
-
-
-def student(values: Sequence[float], left_out: Sequence[float]) -> tuple[float, float, float]:
-    """Standard error and interval of a statistic from its values without each cluster."""
-    count = len(left_out)
-    error = math.sqrt((count - 1) * np.var(left_out))
-    half = stats.t.ppf(0.975, count - 1) * error
-    return error, values[0] - half, values[0] + half
+from tests.oracles.formulas import student
 
 
 def test_best_of_n_of_lists_whose_every_pair_is_known():
@@ -59,7 +52,7 @@ def test_best_of_n_of_lists_whose_every_pair_is_known():
         assert value == pytest.approx(np.mean([r[column] for r in right]))
     prompts = sorted({r[0] for r in right})
     left = [np.mean([r[3] for r in right if r[0] != prompt]) for prompt in prompts]
-    error, low, high = student([found.accuracy.value], left)
+    error, low, high = student(found.accuracy.value, left)
     assert found.accuracy.standard_error == pytest.approx(error)
     assert (found.accuracy.low, found.accuracy.high) == pytest.approx((max(low, 0), min(high, 1)))
     assert {name: part.accuracy.value for name, part in found.by_subset.items()} == {
@@ -87,7 +80,7 @@ def test_the_curve_of_best_of_n_is_the_mean_over_all_subsets():
             each = [selected(p, v, subsets) for p, v in zip(proxy, kind, strict=True)]
             assert estimate is not None
             assert estimate.value == pytest.approx(np.mean(each))
-            error, low, high = student([np.mean(each)], [np.mean(np.delete(each, i)) for i in range(6)])
+            error, low, high = student(np.mean(each), [np.mean(np.delete(each, i)) for i in range(6)])
             assert (estimate.standard_error, estimate.low, estimate.high) == pytest.approx((error, low, high))
         assert point.kl_bound == pytest.approx(math.log(n) - 1 + 1 / n)
     point, divergences = curve.points[2], []
