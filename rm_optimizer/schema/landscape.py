@@ -180,8 +180,8 @@ class LandscapeConfig(SpectrumOptions, group="landscape"):
     """lanczos, power_iteration, full (few parameters), gauss_newton_exact (that matrix), or pyhessian (an extra). For
     evolution and between: lanczos, full or gauss_newton_exact. For layers: gauss_newton_exact, or lanczos, which also
     finds the largest eigenvalue of each Hessian block."""
-    top_k: int = within("[1, inf)", 20, needs=f"{_OF_SPECTRA},{_SAMPLES}|{_BY_ROWS}")
-    """Number of eigenvalues, at each end if `which` is both."""
+    top_k: int = within("[1, inf)", 20, needs=f"{_OF_SPECTRA},{_SAMPLES}|{_BY_ROWS}|{_when('type', *_ALONG)}")
+    """Number of eigenvalues, at each end if `which` is both, and of the vectors whose overlap is measured."""
     which: SpectrumEnd = _again("which", SpectrumEnd.both)
     product: HessianProduct = _again("product", HessianProduct.auto)
     trace_method: TraceMethod = _again("trace_method", TraceMethod.deflated)

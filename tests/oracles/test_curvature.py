@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,157 +11,13 @@ import numpy as np
 import pytest
 import torch
 from scipy import stats
-from torch import Tensor
-from torch.func import functional_call
-from torch.nn.functional import softplus
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from rm_optimizer.analyze import analyze
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.schema import LossConfig, compose, typed
 from rm_optimizer.schema.landscape import AnalyzeConfig, SpectrumOptions
-from tests.builders import fresh_reward_model
-
-LOSSES = {
-    "plain": {"beta": 1.0, "label_smoothing": 0.0, "margin_scale": 0.0, "center_rewards": 0.0, "reward_l2": 0.0},
-    "every term": {"beta": 1.3, "label_smoothing": 0.1, "margin_scale": 0.6, "center_rewards": 0.05, "reward_l2": 0.1},
-}
-ROWS: list[dict[str, Any]] = [
-    {
-        "prompt": f"one {i // 2} two",
-        "chosen": f"three {i * 7 % 11} four",
-        "rejected": f"five {'six ' * (i % 4)}",
-        "weight": weight,
-        "margin": 0.1 * i,
-        "label": (1.0, 0.8, 0.5, 0.7, 0.3)[i % 5],
-    }
-    for i, weight in enumerate([1.0, 2.0, 1.0, 0.5, 1.0, 3.0, 1.0])
-]
-WEIGHT = np.array([row["weight"] for row in ROWS]) / sum(row["weight"] for row in ROWS)
-PROMPT = np.array([i // 2 for i in range(len(ROWS))])
-MODELS = {  # fields, the parameters measured, and the tolerance that float32 norms of plain Llama leave
-    "bert": ({"type_vocab_size": 1}, ["*encoder.layer*", "*pooler*", "*classifier*"], 1e-6),
-    "llama": ({"num_key_value_heads": 1}, ["*layers*", "*model.norm*", "*score*"], 2e-4),
-}
-SHAPE = {"hidden_size": 4, "intermediate_size": 4, "num_attention_heads": 2, "num_hidden_layers": 1}
-
-
-@dataclass(frozen=True)
-class Dense:
-    """A loss over pairs as a function of one vector, with its derivatives written out."""
-
-    family: str
-    terms: dict[str, float]
-    model: Any
-    ids: list[list[list[int]]]
-    names: list[str]
-
-    def rewards(self, vector: Tensor) -> Tensor:
-        """Rewards, one row a pair."""
-        point, start = {}, 0
-        for name, p in self.model.named_parameters():
-            if name in self.names:
-                point[name] = vector[start : start + p.numel()].view_as(p)
-                start += p.numel()
-        found = []
-        for pair in self.ids:
-            sides = [functional_call(self.model, point, kwargs={"input_ids": torch.tensor([s])}) for s in pair]
-            found.append(torch.stack([side.logits[0, 0] for side in sides]))
-        return torch.stack(found)
-
-    def pair_losses(self, rewards: Tensor) -> Tensor:
-        t = self.terms
-        y, m = (torch.tensor([row[key] for row in ROWS], dtype=torch.float64) for key in ("label", "margin"))
-        c, r = rewards.T
-        z = t["beta"] * (c - r - t["margin_scale"] * m)
-        p = y + t["label_smoothing"] * (1 - 2 * y)
-        own = p * softplus(-z) + (1 - p) * softplus(z)
-        return own + t["center_rewards"] * (c + r) ** 2 + t["reward_l2"] * (c**2 + r**2) / 2
-
-    def loss(self, vector: Tensor) -> Tensor:
-        return (torch.from_numpy(WEIGHT) * self.pair_losses(self.rewards(vector))).sum()
-
-    @property
-    def point(self) -> Tensor:
-        return torch.cat([p.detach().flatten() for name, p in self.model.named_parameters() if name in self.names])
-
-    def columns(self, pattern: str) -> np.ndarray:
-        """True for each parameter whose name has the pattern."""
-        parts = [np.full(p.numel(), pattern in n) for n, p in self.model.named_parameters() if n in self.names]
-        return np.concatenate(parts)
-
-
-@cache
-def folder(family: str, root: Path) -> Path:
-    (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    texts = [f"Prompt: {r['prompt']}\n\nResponse: {r['chosen']} {r['rejected']}" for r in ROWS]
-    fields = SHAPE | MODELS[family][0] | {"max_position_embeddings": 48}
-    model = fresh_reward_model(family, train_tokenizer(texts, 280), max_length=48, fields=fields)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in model.parameters():
-            p += 0.4 * torch.randn(p.shape, generator=generator)
-    model.save_pretrained(root / family)
-    return root / family
-
-
-@cache
-def dense(family: str, loss: str, root: Path) -> Dense:
-    path = folder(family, root)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager").double().eval()
-    ids = []
-    for row in ROWS:
-        texts = [f"Prompt: {row['prompt']}\n\nResponse: {row[side]}" for side in ("chosen", "rejected")]
-        ids.append([[0, *tokenizer(text, add_special_tokens=False).input_ids, 1] for text in texts])
-    parts = [pattern.strip("*") for pattern in MODELS[family][1]]
-    names = [name for name, _ in model.named_parameters() if any(part in f"model.{name}" for part in parts)]
-    return Dense(family, LOSSES[loss], model, ids, names)
-
-
-@cache
-def matrices(family: str, loss: str, root: Path) -> dict[str, np.ndarray]:
-    """Gradient, and each pair's Gauss-Newton and Fisher matrix with their weighted means over pairs."""
-    d = dense(family, loss, root)
-    vector = d.point.requires_grad_()
-    rewards = d.rewards(vector)
-    rows = torch.stack([torch.autograd.grad(each, vector, retain_graph=True)[0] for each in rewards.flatten()])
-    rows = rows.view(len(ROWS), 2, -1)
-    slope, block = of_outputs(d, rewards)
-    slopes = torch.einsum("pa,pai->pi", slope, rows)
-    newton, w = torch.einsum("pai,pab,pbj->pij", rows, block, rows), torch.from_numpy(WEIGHT)
-    found = {"gradient": w @ slopes, "pair newton": newton, "pair fisher": torch.einsum("pi,pj->pij", slopes, slopes)}
-    found |= {"gauss_newton": torch.einsum("p,pij->ij", w, newton)}
-    found |= {"fisher": torch.einsum("p,pi,pj->ij", w, slopes, slopes)}
-    return {name: value.detach().numpy() for name, value in found.items()}
-
-
-@cache
-def hessians(family: str, loss: str, root: Path) -> np.ndarray:
-    """Hessian of each pair's loss."""
-    d = dense(family, loss, root)
-    vector = d.point.requires_grad_()
-    rewards, seconds = d.rewards(vector), []
-    slope = of_outputs(d, rewards)[0]
-    unit = torch.eye(len(vector), dtype=torch.float64)
-    for pair, sides in zip(rewards, slope, strict=True):  # the rewards' own curvature, weighted by the loss's slope
-        gradient = torch.autograd.grad(pair @ sides, vector, create_graph=True)[0]
-        seconds.append(torch.autograd.grad(gradient, vector, unit, retain_graph=True, is_grads_batched=True)[0])
-    return matrices(family, loss, root)["pair newton"] + torch.stack(seconds).numpy()
-
-
-def of_outputs(d: Dense, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Slope and second derivative of each pair's loss by its two rewards."""
-    at = rewards.detach().requires_grad_()
-    slope = torch.autograd.grad(d.pair_losses(at).sum(), at, create_graph=True)[0]
-    block = [torch.autograd.grad(slope[:, k].sum(), at, retain_graph=True)[0] for k in (0, 1)]
-    return slope.detach(), torch.stack(block, dim=1)
-
-
-def hessian(family: str, loss: str, root: Path) -> np.ndarray:
-    return np.einsum("p,pij->ij", WEIGHT, hessians(family, loss, root))
+from tests.oracles.dense import LOSSES, MODELS, ROWS, dense, folder, hessian, hessians, jackknifed, matrices
 
 
 def analyzed(family: str, loss: str, root: Path, matrix: str, method: str, **options: Any) -> dict[str, Any]:
@@ -178,24 +32,6 @@ def analyzed(family: str, loss: str, root: Path, matrix: str, method: str, **opt
     )
     numbers = {name: quantity.value for name, quantity in spectrum.quantities.items()}
     return json.loads(spectrum.to_json()) | {"quantities": numbers}
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("curvature")
-
-
-def jackknifed(values: np.ndarray) -> float:
-    """Standard error of a weighted mean over pairs, leaving out one prompt at a time."""
-    left = [np.average(values[keep], weights=WEIGHT[keep]) for keep in (p != PROMPT for p in np.unique(PROMPT))]
-    return math.sqrt((len(left) - 1) * np.var(left))
-
-
-def linearized(values: np.ndarray, weight: np.ndarray) -> float:
-    """Standard error of a weighted mean over pairs, from its residuals summed over each prompt."""
-    share = weight / weight.sum()
-    totals = np.bincount(PROMPT, share * (values - share @ values))
-    return math.sqrt(len(totals) / (len(totals) - 1) * (totals**2).sum())
 
 
 @pytest.mark.parametrize(("family", "loss"), [("bert", "every term"), ("llama", "plain")])
@@ -219,7 +55,7 @@ def test_the_full_hessian_and_every_number_of_it(family: str, loss: str, root: P
     geometry |= {"gradient_alignment": g @ image / length / np.linalg.norm(image)}
     assert found["geometry"] == pytest.approx(geometry, rel=20 * tolerance)
     curvature = np.einsum("i,pij,j->p", top, hessians(family, loss, root), top)
-    assert found["sampling"][0]["standard_error"] == pytest.approx(jackknifed(curvature), rel=1e-3)
+    assert found["sampling"][0]["standard_error"] == pytest.approx(jackknifed(curvature, d), rel=1e-3)
     sizes, newton = np.sort(np.abs(values))[::-1], np.abs(np.linalg.eigvalsh(m["gauss_newton"]))
     shares, of_newton = sizes / sizes.sum(), newton / newton.sum()
     numbers = {
@@ -245,12 +81,13 @@ def test_the_full_hessian_and_every_number_of_it(family: str, loss: str, root: P
 def test_gauss_newton_and_fisher(kind: str, loss: str, method: str, root: Path):
     top = {"top_k": 4, "which": "largest"} if method == "lanczos" else {}
     found = analyzed("bert", loss, root, kind, method, num_probes=20, num_sampled=1, **top)
-    m = matrices("bert", loss, root)
+    m, d = matrices("bert", loss, root), dense("bert", loss, root)
     values = np.linalg.eigvalsh(m[kind])[::-1]
     kept = 4 if method == "lanczos" else len(found["eigenvalues"])
     assert found["eigenvalues"][:kept] == pytest.approx(values[:kept], rel=1e-5, abs=1e-7)
     each = m["pair newton" if kind == "gauss_newton" else "pair fisher"]
-    left = [np.average(each[keep], axis=0, weights=WEIGHT[keep]) for keep in (p != PROMPT for p in np.unique(PROMPT))]
+    others = [d.prompt != prompt for prompt in np.unique(d.prompt)]
+    left = [np.average(each[rest], axis=0, weights=d.weight[rest]) for rest in others]
     spread = np.std([np.linalg.eigvalsh(matrix)[-1] for matrix in left])
     assert found["sampling"][0]["standard_error"] == pytest.approx(math.sqrt(len(left) - 1) * spread, rel=1e-5)
     traces = np.trace(each, axis1=1, axis2=2)
@@ -259,8 +96,8 @@ def test_gauss_newton_and_fisher(kind: str, loss: str, method: str, root: Path):
         return
     assert np.abs(values[kept:]).max(initial=0.0) < 1e-7
     assert found["trace"]["value"] == pytest.approx(values.sum())
-    assert found["trace"]["standard_error"] == pytest.approx(jackknifed(traces), rel=1e-6)
-    half = stats.t.ppf(0.975, PROMPT[-1]) * jackknifed(traces)
+    assert found["trace"]["standard_error"] == pytest.approx(jackknifed(traces, d), rel=1e-6)
+    half = stats.t.ppf(0.975, d.prompt[-1]) * jackknifed(traces, d)
     assert found["trace"]["high"] == pytest.approx(values.sum() + half)
 
 
@@ -315,20 +152,12 @@ def test_slices_along_eigenvectors_are_the_losses_there(root: Path):
     given += ["landscape.num_directions=2", *(f"loss.{k}={v}" for k, v in LOSSES["every term"].items())]
     analyze(typed(compose(given, "analyze"), AnalyzeConfig))
     found = json.loads((root / "slices" / "slices.json").read_text())
-    y = np.array([row["label"] for row in ROWS])
-
-    def at(vector: np.ndarray) -> tuple[float, ...]:
-        with torch.no_grad():
-            rewards = d.rewards(d.point + torch.from_numpy(vector))
-            losses = d.pair_losses(rewards).numpy()
-        lead = (rewards[:, 0] - rewards[:, 1]).numpy() * np.sign(y - 0.5)
-        right, w = 0.5 + 0.5 * np.sign(lead), WEIGHT * (y != 0.5)
-        return float(WEIGHT @ losses), linearized(losses, WEIGHT), float(w @ right / w.sum()), linearized(right, w)
-
+    reach = math.sqrt(2 / np.abs(values).max())  # a rise of the parabola by 1 nat
+    assert found["steps"] == pytest.approx(np.linspace(-reach, reach, 5), rel=1e-6)
+    assert found["measured"]["values"] == pytest.approx(sorted(values, key=abs)[:-3:-1], rel=1e-6)
     for i in range(2):
         got = [list(point.values()) for point in found["points"][i]]
         line = vectors[:, i]
-        steps = np.array(found["steps"] if np.ndim(found["steps"]) == 1 else found["steps"][i])
-        expected = [at(step * line) for step in steps]
+        expected = [[*d.measured(d.point + step * torch.from_numpy(line)).values()] for step in found["steps"]]
         better = min((expected, expected[::-1]), key=lambda e: abs(np.array(e)[0, 0] - got[0][0]))
         np.testing.assert_allclose(got, better, rtol=1e-4, atol=1e-6)
