@@ -18,7 +18,9 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
 from rm_optimizer.core.rows.natural import table_rows
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
-from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction, RandomSampling
+from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction as AcquisitionFunction
+from rm_optimizer.data_efficiency.acquisition import RandomSampling
+from rm_optimizer.data_efficiency.acquisition import UncertaintySampling as UncertaintySampling
 from rm_optimizer.data_efficiency.feature_rules import acquisition_function
 from rm_optimizer.data_efficiency.pool import read_pool, unlabeled_pairs
 from rm_optimizer.data_efficiency.questions import (

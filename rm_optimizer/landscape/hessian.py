@@ -8,6 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
@@ -34,6 +35,7 @@ from rm_optimizer.landscape.operators.single_pairs import pairs_digest
 from rm_optimizer.landscape.solvers.krylov import remove_states
 from rm_optimizer.landscape.solvers.lanczos import End, Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.records import ledger
 from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.landscape import SpectrumMethod, SpectrumOptions
 
@@ -174,7 +176,8 @@ class HessianAnalyzer:
         prompts: Prompts | None = None,
         state_file: Path | None = None,
         on_iteration: Callable[[Progress], None] | None = None,
-        on_product: Callable[[int], None] = lambda num_products: None,
+        on_product: Callable[[int], None] | None = None,
+        progress: bool = True,
     ) -> HessianSpectrum:
         """Compute eigenvalues and, on request, trace, density and sampling error.
 
@@ -197,6 +200,7 @@ class HessianAnalyzer:
             state_file: file of `lanczos`'s state, from which it continues after a kill; removed at the end.
             on_iteration: function called after each product of `lanczos`.
             on_product: function of the number of products, called by other methods and by the estimates that follow.
+            progress: False shows no progress; neither does a call with a function of its own.
 
         Raises:
             ConfigError: if an option is unknown or does not fit, the model cannot be differentiated twice, or `start`
@@ -211,9 +215,14 @@ class HessianAnalyzer:
         batches, known_prompts = fixed_batches(
             self.model, pairs, token_budget=self.token_budget, num_pairs=num_pairs, seed=self.seed, fewest=fewest
         )
-        with measuring(
+        measured = measuring(
             self.model, batches, self.loss or LossConfig(), params=self.params, dtype=self.dtype, group=self.group
-        ) as objective:
+        )
+        with ExitStack() as stack:
+            if progress and on_iteration is None and on_product is None:
+                show = stack.enter_context(ledger.progress("spectrum", "products"))
+                on_iteration, on_product = lambda step: show(step.num_products, None), lambda count: show(count, None)
+            objective = stack.enter_context(measured)
             operator: LossOperator = (
                 HessianOperator(objective, product=options.product, graph_memory_bytes=options.memory_bytes)
                 if kind == "hessian"
@@ -236,7 +245,7 @@ class HessianAnalyzer:
                     f"eigenvalues of {count} prompts are far too large, and their intervals over pairs too narrow; "
                     f"take at least {FEW_PROMPTS}, 256 or more are useful"
                 )
-            found.run(on_product)
+            found.run(on_product or (lambda num_products: None))
             spectrum = self._spectrum(found, kind, found.seconds_before + time.perf_counter() - began)
         if state_file is not None and not found.is_interrupted:
             remove_states(state_file)

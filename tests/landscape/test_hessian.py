@@ -20,6 +20,7 @@ from rm_optimizer.landscape import (
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.solvers.overlooked import CHECK_PRODUCTS
 from rm_optimizer.landscape.spectrum import SpectrumStatus
+from rm_optimizer.records import ledger
 from tests.landscape.worlds import EVERYTHING, INNER, PLAIN, dense, micro_batches, pairs, reward_model
 
 FIVE = pairs()[:5]
@@ -135,6 +136,17 @@ def test_an_interrupted_computation_keeps_and_labels_what_it_has_and_continues(t
     assert resumed.num_products == whole.num_products
     assert resumed.wall_seconds > partial.wall_seconds / 2
     assert not file.exists()
+
+
+def test_a_call_shows_its_products_unless_it_is_told_not_to(monkeypatch, capsys):
+    monkeypatch.setattr(ledger, "SECONDS_BETWEEN_LINES", 0.0)
+    found = analyzer().compute_spectrum(FIVE, top_k=1, options=SpectrumOptions(product="kept_graph", num_probes=2))
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[0] == "spectrum: 1 products, 0 s"
+    assert shown[-1].startswith(f"spectrum: {found.num_products} products")
+    analyzer().compute_spectrum(FIVE, top_k=1, options=BOTH, progress=False)
+    analyzer().compute_spectrum(FIVE, top_k=1, options=BOTH, on_product=lambda num_products: None)
+    assert not capsys.readouterr().err
 
 
 def test_a_spectrum_equals_itself_and_overlaps_with_itself():

@@ -47,6 +47,9 @@ def test_the_loss_of_a_batch_is_the_tutorial_s(model):
     batch = next(iter(create_dataloader(ROWS, model.tokenizer, 7)))
     tensors = [batch[f"{s}_{n}"] for s in ("chosen", "rejected") for n in ("input_ids", "attention_mask")]
     margin = model(*tensors[:2]) - model(*tensors[2:])
+    by_name = {name: each.to("cpu") for name, each in batch.items()}
+    assert tuple(by_name) == batch.keys()
+    assert all(torch.equal(each, batch[name]) for name, each in by_name.items())
     torch.testing.assert_close(model.compute_loss(*tensors), -torch.nn.functional.logsigmoid(margin).mean())
 
 

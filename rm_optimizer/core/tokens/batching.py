@@ -197,6 +197,10 @@ class MacroBatch:
         width = max(part.shape[1] for part in parts)
         return torch.cat([torch.nn.functional.pad(part, (0, width - part.shape[1])) for part in parts])
 
+    def items(self) -> Iterator[tuple[str, Tensor]]:
+        """Each name with its tensor, for loops such as `{name: each.to(device) for name, each in batch.items()}`."""
+        return ((name, self[name]) for name in self.keys())
+
     def to(self, device: torch.device | str) -> MacroBatch:
         """The micro-batches on a device."""
         return replace(self, micro=tuple(batch.to(device) for batch in self.micro))

@@ -264,7 +264,7 @@ def _curvature(config: TrainConfig, model: BradleyTerryRM, num_pairs: int) -> di
     """Top eigenvalue and trace of the Hessian at the weights, on training pairs that are the same for every arm."""
     data = PreferenceDataset(config.data.train)
     analyzer = HessianAnalyzer(model, loss=config.loss, token_budget=config.batching.micro_token_budget, seed=0)
-    spectrum = analyzer.compute_spectrum(data.pairs, top_k=1, num_pairs=num_pairs, options=CURVATURE)
+    spectrum = analyzer.compute_spectrum(data.pairs, top_k=1, num_pairs=num_pairs, options=CURVATURE, progress=False)
     assert spectrum.trace is not None, "it was asked for"
     return {
         "top_eigenvalue": spectrum.eigenvalues[0],
