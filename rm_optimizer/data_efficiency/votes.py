@@ -18,7 +18,7 @@ from rm_optimizer.core.metrics.calibration import (
     reliability_curve,
 )
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, ratios
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.natural import Texts, texts
 from rm_optimizer.errors import DataError
@@ -81,9 +81,6 @@ def noise_ceiling(
     right = (yes * _majority(yes - 1 - no) + no * _majority(no - 1 - yes)) / both
     columns = np.stack([same / couples, right, np.ones(len(both))], axis=1)
     names = [prompt for prompt, is_kept in zip(texts("prompts", prompts), kept, strict=True) if is_kept]
-
-    def ratios(totals: np.ndarray) -> np.ndarray:
-        return np.asarray(totals[..., :2] / totals[..., 2:])
 
     found = cluster_bootstrap(cluster_totals(columns, names), ratios, num_bootstrap=num_bootstrap, seed=seed)
     # Two votes agree with probability (a + 1) / (2 a + 1) if the chances are Beta(a, a), which is symmetric, since the
@@ -217,22 +214,22 @@ def vote_calibration(
     lead = votes.chosen - votes.rejected
     right = np.where(lead == 0, 0.0, 0.5 + 0.5 * np.sign(lead) * np.sign(margins))
     nll = -votes.chosen * log_expit(logit) - votes.rejected * log_expit(-logit)
-    columns = np.stack([agree, nll, total, right, lead != 0], axis=1)
 
-    def means(sums: np.ndarray) -> np.ndarray:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.stack([sums[..., 0] / sums[..., 2], sums[..., 1] / sums[..., 2], sums[..., 3] / sums[..., 4]], -1)
+    def means(*columns: np.ndarray) -> tuple[Estimate, ...]:
+        """Each column over the last one, over the prompts in which that counts."""
+        sums = cluster_totals(np.stack(columns, axis=1), votes.prompts)
+        return cluster_bootstrap(sums[sums[:, -1] > 0], ratios, num_bootstrap=num_bootstrap, seed=seed)
 
-    found = cluster_bootstrap(cluster_totals(columns, votes.prompts), means, num_bootstrap=num_bootstrap, seed=seed)
+    vote_accuracy, vote_nll = means(agree, nll, total)
     folded = fold(logit, share, total)
     centered, voted = np.tanh(logit / 2), 2 * share - 1  # twice the distances of probability and share from one half
     spread = np.sqrt((total * centered**2).sum() * (total * voted**2).sum())
     return VoteCalibration(
         num_pairs=len(total),
         num_votes=int(total.sum()),
-        vote_accuracy=found[0],
-        majority_accuracy=found[2],
-        vote_nll=found[1],
+        vote_accuracy=vote_accuracy,
+        majority_accuracy=means(right, (lead != 0).astype(np.float64))[0],
+        vote_nll=vote_nll,
         ece=expected_calibration_error(folded, equal_mass_bins(folded.confidence, folded.weight)),
         correlation=float((total * centered * voted).sum() / spread) if spread > 0 else float("nan"),
         temperature=fit_temperature(logit, share, total).temperature,

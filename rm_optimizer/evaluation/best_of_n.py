@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float
 
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, with_honest_width
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, ratios, with_honest_width
 from rm_optimizer.core.pairs.pair import PreferencePair
 
 FEWEST_RESPONSES = 3
@@ -79,7 +79,7 @@ def best_of_n(
 def _of_lists(long: Mapping[tuple[str, str], _List], num_bootstrap: int, seed: int) -> BestOfN:
     rows = np.array([[*item.shares(), 1.0] for item in long.values()])
     sums = cluster_totals(rows, [prompt for prompt, _ in long])
-    found = cluster_bootstrap(sums, lambda sums: sums[..., :1] / sums[..., -1:], num_bootstrap=num_bootstrap, seed=seed)
+    found = cluster_bootstrap(sums[:, [0, -1]], ratios, num_bootstrap=num_bootstrap, seed=seed)
     return BestOfN(
         num_lists=len(long),
         mean_responses=float(np.mean([len(item.rewards) for item in long.values()])),

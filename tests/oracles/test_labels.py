@@ -297,6 +297,7 @@ def test_votes_beside_a_model():
     margin[5] = 0.0
     yes = rng.integers(0, 4, n).astype(float)
     no = rng.integers(0, 4, n) + 1.0 * (yes == 0)
+    yes[3::13], no[3::13] = 2.0, 2.0  # a prompt without a majority
     total, prompts = yes + no, [f"p{i % 13}" for i in range(n)]
     found = vote_calibration(margin, Votes(np.arange(n), yes, no, tuple(prompts)), beta=beta, num_bootstrap=4, seed=1)
     p = expit(beta * margin)
@@ -308,7 +309,9 @@ def test_votes_beside_a_model():
         (found.vote_nll, nll, total),
         (found.majority_accuracy, right, decided),
     ):
-        left = jackknifed(lambda rows, top=top, under=under: top[rows].sum() / under[rows].sum(), prompts)
+        kept = np.flatnonzero(under)
+        ratio = lambda rows, top=top[kept], under=under[kept]: top[rows].sum() / under[rows].sum()  # noqa: E731
+        left = jackknifed(ratio, [prompts[i] for i in kept])
         value = top.sum() / under.sum()
         assert ends(estimate) == pytest.approx((value, *student(value, left)))
     assert (found.num_pairs, found.num_votes) == (n, total.sum())

@@ -482,14 +482,16 @@ def test_intervals_of_run_json(name: str, root: Path):
         index = np.concatenate([members[each] for each in prompts])
         return shares(rewards[index], [found.val[i] for i in index], found.case)
 
-    count = len(members)
-    left_out = [values(np.delete(np.arange(count), i)) for i in range(count)]
-    whole = values(np.arange(count))
-    few = count < 40
-    rng = np.random.default_rng(9)
-    draws = [] if few else [values(rng.integers(count, size=count)) for _ in range(600)]
+    everything = np.arange(len(members))
+    decided = np.array([i for i in everything if any(found.val[row]["label"] != 0.5 for row in members[i])])
+    whole, rng, sampled = values(everything), np.random.default_rng(9), {}
+    for kept in (decided, everything):  # prompts without a better response are no samples of accuracy and margin
+        left_out = [values(np.delete(kept, i)) for i in range(len(kept))]
+        draws = [values(rng.choice(kept, size=len(kept))) for _ in range(600)] if len(kept) >= 40 else []
+        sampled |= dict.fromkeys(("acc", "margin") if kept is decided else ("nll", "brier", "ece"), (left_out, draws))
     for key, (lowest, highest) in bounds.items():
-        got = metrics[names.get(key, key)]
+        got, (left_out, draws) = metrics[names.get(key, key)], sampled[key]
+        count, few = len(left_out), not draws
         jackknife = np.array([each[key] for each in left_out])
         error = math.sqrt((count - 1) * jackknife.var())
         assert got["num_samples"] == count

@@ -70,6 +70,10 @@ class PairedScores:
         rows = columns.reshape(*margins.shape, -1).swapaxes(0, 1)
         return cluster_totals(rows.reshape(len(self.prompts), -1), self.prompts)
 
+    def samples(self, score: Score) -> Float[np.ndarray, "prompts terms"]:
+        """The sums of the prompts that count in a score; one without a decided pair has no accuracy."""
+        return self.sums[self.sums[:, -2] > 0] if score == "accuracy" else self.sums
+
     def effects(self, totals: np.ndarray, score: Score) -> np.ndarray:
         """Effect of each seed in a score, along the last axis."""
         arms = 1 if self.worse is None else 2
@@ -94,13 +98,13 @@ class PairedScores:
         subtracted here: `(S b - mean over seeds of their own b) / (S - 1)`, as in two-way clustering (Cameron, Gelbach
         & Miller, 2011, doi:10.1198/jbes.2010.07136).
         """
-        num_seeds = len(self.better)
-        if num_seeds < 2 or len(self.sums) < 2:
+        num_seeds, sums = len(self.better), self.samples(score)
+        if num_seeds < 2 or len(sums) < 2:
             return 0.0, 0.0
         jackknife = [
             estimate.standard_error or 0.0
             for statistic in (self.mean_effect, self.effects)
-            for estimate in cluster_bootstrap(self.sums, partial(statistic, score=score), num_bootstrap=0, seed=0)
+            for estimate in cluster_bootstrap(sums, partial(statistic, score=score), num_bootstrap=0, seed=0)
         ]
         b, own = jackknife[0] ** 2, float(np.mean(np.square(jackknife[1:])))
         return math.sqrt(max(num_seeds * b - own, 0.0) / (num_seeds - 1)), jackknife[0]
@@ -113,7 +117,7 @@ class PairedScores:
             offset: added to each seed's effect, and known exactly given the seed.
         """
         of_all, of_these = self.prompt_errors(score)
-        return crossed_mean(self.per_seed(score) + offset, of_all, len(self.sums), least_error=of_these)
+        return crossed_mean(self.per_seed(score) + offset, of_all, len(self.samples(score)), least_error=of_these)
 
 
 def paired_effect(
@@ -148,10 +152,11 @@ def paired_effect(
     if len(better) > 1 or not num_bootstrap:
         return inside(scores.crossed(score, 0.0 if offset is None else offset).estimate, bounds)
     if worse is not None and np.array_equal(better, worse):
-        return Estimate(0.0, 0.0, len(scores.sums), 0.0, 0.0)
+        return Estimate(0.0, 0.0, len(scores.samples(score)), 0.0, 0.0)
     mean = partial(scores.mean_effect, score=score)
-    estimate = cluster_bootstrap(scores.sums, mean, num_bootstrap=num_bootstrap, seed=0)[0]
-    return with_honest_width(estimate, scores.sums[:, -1], bounds=bounds)
+    sums = scores.samples(score)
+    estimate = cluster_bootstrap(sums, mean, num_bootstrap=num_bootstrap, seed=0)[0]
+    return with_honest_width(estimate, sums[:, -2 if score == "accuracy" else -1], bounds=bounds)
 
 
 def holm_adjusted(p_values: Float[np.ndarray, " tests"]) -> Float[np.ndarray, " tests"]:

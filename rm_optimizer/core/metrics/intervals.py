@@ -255,6 +255,12 @@ def cluster_bootstrap(
     return tuple(_resampled_estimate(*columns, kind) for columns in zip(values, jackknife, replicates, strict=True))
 
 
+def ratios(totals: np.ndarray) -> np.ndarray:
+    """Each total over the last one, NaN where that is 0."""
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return np.asarray(totals[..., :-1] / totals[..., -1:])
+
+
 def cluster_totals(
     rows: Float[np.ndarray, "rows terms"], clusters: Sequence[int] | Sequence[str] | None
 ) -> Float[np.ndarray, "clusters terms"]:

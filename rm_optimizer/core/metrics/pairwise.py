@@ -33,6 +33,7 @@ from rm_optimizer.core.metrics.estimate import UNKNOWN, Estimate
 from rm_optimizer.core.metrics.intervals import (
     FEWEST_RESAMPLED,
     cluster_bootstrap,
+    ratios,
     with_honest_width,
     with_student_interval,
 )
@@ -319,31 +320,30 @@ def _margin(pairs: PairColumns) -> np.ndarray:
 
 
 def _mean_estimates(pairs: PairColumns, logit: np.ndarray, num_bootstrap: int, seed: int) -> dict[str, Any]:
-    """Accuracy, margin and length baseline over decided pairs, NLL and Brier score over all: ratios of sums."""
+    """Accuracy, margin and length baseline over decided pairs, NLL and Brier score over all: ratios of sums.
+
+    A prompt without a decided pair is no sample of the first ones.
+    """
     margin, scores = _margin(pairs), pair_scores(logit, pairs.label)
     decided = (pairs.label != 0.5).astype(np.float64)
     longer = np.sign(pairs.label - 0.5) * np.sign(pairs.length_gap)
-    terms = {
+    of_decided = {
         "accuracy": scores["accuracy"],
         "mean_margin": decided * margin,
         "longer_wins": decided * (0.5 + 0.5 * longer),
         "over_length": decided * 0.5 * (np.sign(margin) - longer),
-        "nll": scores["nll"],
-        "brier": scores["brier"],
     }
-    counts = [decided] * 4 + [np.ones_like(decided)] * 2
-
-    def ratios(totals: np.ndarray) -> np.ndarray:
-        with np.errstate(invalid="ignore", divide="ignore"):
-            return np.where(totals[..., 6:] > 0, totals[..., :6] / totals[..., 6:], np.nan)
-
-    columns = np.stack([*terms.values(), *counts], axis=1)
-    sums = _cluster_sums(pairs.weight[:, None] * columns, pairs.cluster)
-    estimates = cluster_bootstrap(sums, ratios, num_bootstrap=num_bootstrap, seed=seed)
-    return {
-        name: with_honest_width(estimate, sums[:, 6 + place], bounds=_BOUNDS.get(name))
-        for place, (name, estimate) in enumerate(zip(terms, estimates, strict=True))
-    }
+    of_all = {"nll": scores["nll"], "brier": scores["brier"]}
+    estimates: dict[str, Any] = {}
+    for terms, count in ((of_decided, decided), (of_all, np.ones_like(decided))):
+        sums = _cluster_sums(pairs.weight[:, None] * np.stack([*terms.values(), count], axis=1), pairs.cluster)
+        sums = sums[sums[:, -1] > 0]
+        found = cluster_bootstrap(sums, ratios, num_bootstrap=num_bootstrap, seed=seed)
+        estimates |= {
+            name: with_honest_width(estimate, sums[:, -1], bounds=_BOUNDS.get(name))
+            for name, estimate in zip(terms, found, strict=True)
+        }
+    return estimates
 
 
 def _ece_estimate(

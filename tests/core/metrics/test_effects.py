@@ -59,26 +59,6 @@ def test_equal_arms_are_no_worse_than_each_other_with_certainty():
 
 
 @pytest.mark.parametrize("score", SCORES)
-def test_effects_are_mean_differences_of_the_package_s_own_metrics(score):
-    better, worse = margins(1), margins(2, -0.4)
-
-    label, weight = np.tile([1.0, 0.0, 0.5, 0.8], PAIRS // 4), np.tile([1.0, 2.0, 0.5], PAIRS // 3)
-    columns = {"label": label, "weight": weight}
-
-    def mean(arm: np.ndarray) -> float:
-        zeros = np.zeros(PAIRS)
-        rows = [
-            evaluate_pairs(row, zeros, beta=1.0, prompt_ids=NAMES, num_bootstrap=0, seed=0, **columns) for row in arm
-        ]
-        return float(np.mean([getattr(row, score).value for row in rows]))
-
-    sign = 1.0 if score == "accuracy" else -1.0
-    effect = paired_effect(better, worse, NAMES, score, **columns)
-    assert effect.value == pytest.approx(sign * (mean(better) - mean(worse)))
-    assert paired_effect(better, None, NAMES, score, **columns).value == pytest.approx(mean(better))
-
-
-@pytest.mark.parametrize("score", SCORES)
 def test_two_models_differ_over_prompts_as_their_own_bootstrap_says(score):
     first, second = margins(1, 1.0)[:1], margins(2)[:1]
     effect = paired_effect(first, second, NAMES, score, num_bootstrap=500)
@@ -90,6 +70,20 @@ def test_two_models_differ_over_prompts_as_their_own_bootstrap_says(score):
     assert outcome(effect) == "better" or score == "ece"
     same = paired_effect(first, first, NAMES, score, num_bootstrap=500)
     assert (same.value, same.low, same.high) == (0.0, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("num_seeds", [1, 4])
+def test_prompts_without_a_decided_pair_are_no_samples_of_an_accuracy(num_seeds):
+    better, worse = margins(1)[:num_seeds], margins(2)[:num_seeds]
+    alone = paired_effect(better, worse, NAMES, "accuracy", label=np.ones(PAIRS), num_bootstrap=50)
+    both = paired_effect(
+        *(np.pad(arm, ((0, 0), (0, 30))) for arm in (better, worse)),
+        [*NAMES, *(f"undecided {i}" for i in range(30))],
+        "accuracy",
+        label=np.pad(np.ones(PAIRS), (0, 30), constant_values=0.5),
+        num_bootstrap=50,
+    )
+    assert both == alone
 
 
 def test_models_that_rank_every_pair_alike_may_still_differ_elsewhere():

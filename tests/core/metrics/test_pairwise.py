@@ -128,6 +128,25 @@ def test_pairs_labeled_one_half_count_in_likelihood_only():
     assert metrics.nll.value == pytest.approx((2 * decided_only.nll.value + undecided) / 3, rel=1e-12)
 
 
+@pytest.mark.parametrize("num_prompts", [6, 60])
+def test_prompts_without_a_decided_pair_are_no_samples_of_the_accuracy(num_prompts: int):
+    rng = np.random.default_rng(2)
+    chosen, rejected, gap = rng.normal(size=(3, 2 * num_prompts))
+    names, label = np.repeat(np.arange(num_prompts), 2).astype(str).tolist(), np.ones(2 * num_prompts)
+    alone = plain(chosen, rejected, label=label, prompt_ids=names, length_gap=gap, num_bootstrap=50)
+    more = [f"undecided {i}" for i in range(50)]
+    both = plain(
+        *(np.append(side, np.ones(50)) for side in (chosen, rejected)),
+        label=np.append(label, np.full(50, 0.5)),
+        prompt_ids=[*names, *more],
+        length_gap=np.append(gap, np.ones(50)),
+        num_bootstrap=50,
+    )
+    for name in ("accuracy", "mean_margin", "longer_wins", "over_length", "roc_auc"):
+        assert getattr(both, name) == getattr(alone, name), name
+    assert both.nll.num_samples == num_prompts + 50
+
+
 def test_nothing_decided_has_no_accuracy_and_says_so():
     metrics = plain([1.0, 2.0], [0.0, 0.0], label=np.array([0.5, 0.5]), num_bootstrap=100)
     assert math.isnan(metrics.accuracy.value)
@@ -352,6 +371,9 @@ def test_bad_columns_are_named():
 
 
 def test_estimates_name_the_prompts_behind_them():
-    metrics = evaluated(world())
+    columns = world()
+    metrics = evaluated(columns)
     assert isinstance(metrics.accuracy, Estimate)
-    assert metrics.accuracy.num_samples == metrics.num_prompts
+    assert metrics.nll.num_samples == metrics.num_prompts == len(set(columns["prompt_ids"]))
+    decided = zip(columns["prompt_ids"], columns["label"], strict=True)
+    assert metrics.accuracy.num_samples == len({prompt for prompt, label in decided if label != 0.5})

@@ -7,12 +7,10 @@ import pytest
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import clustered_share, wilson_interval
-from rm_optimizer.core.metrics.pairwise import evaluate_pairs
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.rl_coupling.readiness.features import (
     epistemic_std,
     length_sensitivity,
-    pair_accuracy,
     relative_to_ceiling,
     reward_spread,
     tempered_scores,
@@ -73,14 +71,6 @@ def test_interval_of_clustered_rows_covers_the_truth(rng):
         found = clustered_share(rows.ravel(), np.repeat(np.arange(60), 4))
         covered += found.low <= 0.6917 <= found.high  # mean of the clipped normal
     assert covered / 300 >= 0.91
-
-
-def test_pair_accuracy_is_that_of_the_evaluation(rng):
-    chosen, rejected = rng.normal(size=80).round(1), rng.normal(size=80).round(1)
-    label = rng.choice([0.0, 0.5, 1.0, 0.8], size=80)
-    prompts = [f"p{i // 2}" for i in range(80)]
-    whole = evaluate_pairs(chosen, rejected, beta=1.0, prompt_ids=prompts, label=label, num_bootstrap=0, seed=0)
-    assert pair_accuracy(chosen - rejected, prompts, label).value == pytest.approx(whole.accuracy.value)
 
 
 def test_worst_slice_is_the_low_quantile_of_the_slices_accuracies():
