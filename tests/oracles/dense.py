@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from scipy import stats
 from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import softplus
@@ -142,6 +144,19 @@ def jackknifed(values: np.ndarray, d: Dense) -> float:
     kept = [d.prompt != prompt for prompt in np.unique(d.prompt)]
     left = [np.average(values[keep], weights=d.weight[keep]) for keep in kept]
     return math.sqrt((len(left) - 1) * np.var(left))
+
+
+def interval(value: float, error: float, count: int, freedom: float = 0.0, bound: float = -math.inf) -> dict[str, Any]:
+    """An estimate with Student's interval."""
+    half = float(stats.t.ppf(0.975, freedom or count - 1)) * error
+    ends = {"low": max(value - half, bound), "high": max(value + half, bound)}
+    return {"value": value, "standard_error": error, "num_samples": count, **ends}
+
+
+def agree(found: dict[str, Any], expected: dict[str, float], **scale: float) -> bool:
+    """True if an estimate is the expected one, with Student's interval."""
+    numbers = {name: value for name, value in found.items() if name != "kind"}
+    return found["kind"] == "student" and numbers == pytest.approx(expected, **scale)
 
 
 @cache

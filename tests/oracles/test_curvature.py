@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,27 +15,48 @@ from scipy import stats
 
 from rm_optimizer.analyze import analyze
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.landscape.comparison import compare_spectra
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.schema import LossConfig, compose, typed
 from rm_optimizer.schema.landscape import AnalyzeConfig, SpectrumOptions
-from tests.oracles.dense import LOSSES, MODELS, ROWS, dense, folder, hessian, hessians, jackknifed, matrices
+from tests.oracles.dense import (
+    LOSSES,
+    MODELS,
+    ROWS,
+    agree,
+    dense,
+    folder,
+    hessian,
+    hessians,
+    interval,
+    jackknifed,
+    matrices,
+)
+
+LOSS, SEED = "every term", 4
 
 
 def analyzed(family: str, loss: str, root: Path, matrix: str, method: str, **options: Any) -> dict[str, Any]:
     """The spectrum's JSON, with the derived numbers under `quantities`."""
     model = BradleyTerryRM.from_pretrained(str(folder(family, root)))
     analyzer = HessianAnalyzer(
-        model, loss=LossConfig(**LOSSES[loss]), params=MODELS[family][1], token_budget=90, dtype=torch.float64
+        model,
+        loss=LossConfig(**LOSSES[loss]),
+        params=MODELS[family][1],
+        token_budget=90,
+        dtype=torch.float64,
+        seed=SEED,
     )
     further = {name: options.pop(name) for name in ("top_k", "with_density") if name in options}
     spectrum = analyzer.compute_spectrum(
         str(root / "pairs.jsonl"), method, matrix=matrix, options=SpectrumOptions(**options), **further
     )
     numbers = {name: quantity.value for name, quantity in spectrum.quantities.items()}
-    return json.loads(spectrum.to_json()) | {"quantities": numbers}
+    estimates = {name: quantity.estimate and vars(quantity.estimate) for name, quantity in spectrum.quantities.items()}
+    return json.loads(spectrum.to_json()) | {"quantities": numbers, "estimates": estimates}
 
 
-@pytest.mark.parametrize(("family", "loss"), [("bert", "every term"), ("llama", "plain")])
+@pytest.mark.parametrize(("family", "loss"), [("bert", LOSS), ("llama", "plain")])
 def test_the_full_hessian_and_every_number_of_it(family: str, loss: str, root: Path):
     m, tolerance = matrices(family, loss, root), MODELS[family][2]
     found = analyzed(
@@ -107,39 +129,164 @@ def test_gauss_newton_and_fisher(kind: str, loss: str, method: str, root: Path):
 )
 def test_lanczos_by_each_product_and_at_each_end(product: str, which: str, root: Path):
     options = {"product": product, "which": which, "top_k": 3, "tolerance": 1e-7}
-    found = analyzed("bert", "every term", root, "hessian", "lanczos", **options)
-    values = np.linalg.eigvalsh(hessian("bert", "every term", root))[::-1]
+    found = analyzed("bert", LOSS, root, "hessian", "lanczos", **options)
+    values = np.linalg.eigvalsh(hessian("bert", LOSS, root))[::-1]
     expected = {"both": [*values[:3], *values[-3:]], "largest": values[:3], "smallest": values[-3:]}
     expected["magnitude"] = sorted(values[np.argsort(-np.abs(values))[:3]], reverse=True)
     assert found["eigenvalues"] == pytest.approx(list(expected[which]), rel=1e-5)
 
 
+def signs(count: int, size: int) -> np.ndarray:
+    """The random vectors of the estimates, which have the seed after that of the starting vector."""
+    generator = torch.Generator().manual_seed(SEED + 1)
+    return 2.0 * torch.randint(0, 2, (count, size), generator=generator).numpy() - 1
+
+
+def without(matrix: np.ndarray, listed: list[float]) -> np.ndarray:
+    """The matrix without the eigenvectors of these eigenvalues."""
+    values, vectors = np.linalg.eigh(matrix)
+    taken = vectors[:, [int(np.abs(values - value).argmin()) for value in listed]]
+    rest = np.eye(len(values)) - taken @ taken.T
+    return rest @ matrix @ rest
+
+
+def of_signs(matrix: np.ndarray, z: np.ndarray, known: float = 0.0) -> dict[str, Any]:
+    """Hutchinson's trace: its variance is twice that of the terms `z_i (A z)_i`, its freedom Satterthwaite's."""
+    images, count = z @ matrix, len(z)
+    terms = z * images
+    error = math.sqrt(2 * terms.var(axis=0, ddof=1).sum() / count)
+    grams = [images[k : k + 2] @ images[k : k + 2].T for k in range(0, count - 1, 2)]
+    freedom = sum(np.trace(g) ** 2 for g in grams) / sum((g**2).sum() for g in grams)
+    return interval(known + terms.sum(axis=1).mean(), error, count, count * max(1.0, freedom))
+
+
+def sketched(matrix: np.ndarray, z: np.ndarray, kept: list[int]) -> float:
+    """XTrace from some of the vectors: each estimate has a sketch without its own vector."""
+    found = []
+    for i in kept:
+        q = np.linalg.qr(matrix @ z[[k for k in kept if k != i]].T)[0]
+        own = z[i] - q @ (q.T @ z[i])
+        found.append(np.trace(q.T @ matrix @ q) + own @ matrix @ own)
+    return float(np.mean(found))
+
+
 @pytest.mark.parametrize("method", ["deflated", "hutchinson", "hutchpp", "xtrace"])
-def test_each_estimate_of_the_trace_lies_within_its_error(method: str, root: Path):
-    options = {"trace_method": method, "num_probes": 30, "top_k": 2}
-    trace = analyzed("bert", "every term", root, "hessian", "lanczos", **options)["trace"]
-    whole = np.trace(hessian("bert", "every term", root))
-    assert abs(trace["value"] - whole) < 4 * trace["standard_error"] + 1e-6
-    assert trace["standard_error"] < 0.35 * np.linalg.norm(hessian("bert", "every term", root))
+def test_each_estimate_of_the_trace_is_that_of_its_paper(method: str, root: Path):
+    options = {"trace_method": method, "num_probes": 13, "top_k": 2, "tolerance": 1e-8}
+    found, matrix = analyzed("bert", LOSS, root, "hessian", "lanczos", **options), hessian("bert", LOSS, root)
+    size, trace = len(matrix), found["trace"]
+    if method == "hutchinson":
+        expected = of_signs(matrix, signs(13, size))
+    elif method == "deflated":
+        expected = of_signs(without(matrix, found["eigenvalues"]), signs(13, size), sum(found["eigenvalues"]))
+    elif method == "hutchpp":
+        z = signs(9, size)  # 4 for the sketch, whose trace takes as many products, and 5 for the rest
+        q = np.linalg.qr(matrix @ z[:4].T)[0]
+        rest = np.eye(size) - q @ q.T
+        expected = of_signs(rest @ matrix @ rest, z[4:], np.trace(q.T @ matrix @ q))
+    else:
+        z, every = signs(6, size), [*range(6)]
+        left = [sketched(matrix, z, [k for k in every if k != i]) for i in every]
+        expected = interval(sketched(matrix, z, every), math.sqrt(5 * np.var(left)), 6)
+    assert agree(trace, expected, rel=1e-5)
 
 
-def test_the_density_has_the_moments_of_the_matrix(root: Path):
-    options = {"num_probes": 8, "probe_steps": 6, "top_k": 2, "with_density": True}
-    density = analyzed("bert", "every term", root, "hessian", "lanczos", **options)["density"]
-    values = np.linalg.eigvalsh(hessian("bert", "every term", root))
-    exact = np.array(density["exact"])
-    for power in range(4):
-        probes = [
-            (exact**power).sum() + np.dot(w, np.array(n) ** power)
-            for n, w in zip(density["nodes"], density["weights"], strict=True)
-        ]
-        error = np.std(probes, ddof=1) / math.sqrt(len(probes))
-        assert abs(np.mean(probes) - (values**power).sum()) < 4 * error + 1e-6, power
+def test_the_trace_of_a_semidefinite_matrix_has_the_interval_of_a_sum_of_squares(root: Path):
+    options = {"num_probes": 7, "top_k": 2, "tolerance": 1e-8, "which": "largest"}
+    found = analyzed("bert", LOSS, root, "fisher", "lanczos", **options)
+    matrix = without(matrices("bert", LOSS, root)["fisher"], found["eigenvalues"])
+    z, known = signs(7, len(matrix)), sum(found["eigenvalues"])
+    forms, images = ((z @ matrix) * z).sum(axis=1), z @ matrix
+    mean, variance = forms.mean(), max(2 * (images**2).sum(axis=1).mean(), forms.var(ddof=1))
+    freedom = 7 * max(1.0, 2 * mean**2 / variance)
+    low, high = (known + freedom * mean / stats.chi2.ppf(tail, freedom) for tail in (0.975, 0.025))
+    expected = {"value": known + mean, "standard_error": math.sqrt(variance / 7), "low": low, "high": high}
+    assert found["trace"] == {"num_samples": 7, "kind": "chi_squared"} | {
+        name: pytest.approx(value, rel=1e-5) for name, value in expected.items()
+    }
+
+
+def quadrature(matrix: np.ndarray, z: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Nodes and weights of the Gauss rule of a vector, from a Krylov basis by QR."""
+    basis = [z / np.linalg.norm(z)]
+    while len(basis) < steps:
+        new = matrix @ basis[-1]
+        for _ in range(2):
+            new = new - sum((new @ b) * b for b in basis)
+        basis.append(new / np.linalg.norm(new))
+    nodes, vectors = np.linalg.eigh(np.array(basis) @ matrix @ np.array(basis).T)
+    return nodes, z @ z * vectors[0] ** 2
+
+
+def test_the_density_is_the_quadrature_of_each_random_vector(root: Path):
+    options = {"num_probes": 6, "probe_steps": 5, "top_k": 2, "tolerance": 1e-8}
+    found = analyzed("bert", LOSS, root, "hessian", "lanczos", with_density=True, **options)
+    whole, density, known = hessian("bert", LOSS, root), found["density"], np.array(found["eigenvalues"])
+    matrix = without(whole, found["eigenvalues"])
+    values, vectors = np.linalg.eigh(whole)
+    taken = vectors[:, [int(np.abs(values - value).argmin()) for value in known]]
+    probes = [z - taken @ (taken.T @ z) for z in signs(6, len(matrix))]
+    rules, shorter = ([quadrature(matrix, z, steps) for z in probes] for steps in (5, 4))
+    assert density["exact"] == found["eigenvalues"]
+    assert (density["num_parameters"], density["num_products"]) == (len(matrix), 30)
+    for nodes, weights, rule in zip(density["nodes"], density["weights"], rules, strict=True):
+        assert (nodes, weights) == (pytest.approx(rule[0], rel=1e-4), pytest.approx(rule[1], rel=1e-4))
+    forms, squares = (np.array([w @ n**power for n, w in rules]) for power in (1, 2))
+    variance = max(forms.var(ddof=1), 2 * (squares.mean() - forms.mean() ** 2 / len(matrix)))
+    assert agree(found["trace"], interval(known.sum() + forms.mean(), math.sqrt(variance / 6), 6), rel=1e-5)
+
+    def estimate(function: Any) -> dict[str, Any]:
+        """A function of the sums of size, square and negative part, with the error of vectors and of the last step."""
+
+        def of(rules: list[Any]) -> float:
+            nodes = np.concatenate([known, *(n for n, _ in rules)])
+            weights = np.concatenate([np.ones(len(known)), *(w / len(rules) for _, w in rules)])
+            return function(weights @ abs(nodes), weights @ nodes**2, -weights @ np.minimum(nodes, 0))
+
+        left = [of([rule for rule in rules if rule is not out]) for out in rules]
+        return interval(of(rules), math.hypot(math.sqrt(5 * np.var(left)), of(rules) - of(shorter)), 6)
+
+    top = abs(known).max()
+    for name, function in {
+        "frobenius_norm": lambda size, square, negative: math.sqrt(square),
+        "negative_share": lambda size, square, negative: negative / size,
+        "participation_rank": lambda size, square, negative: size**2 / square,
+        "stable_rank": lambda size, square, negative: square / top**2,
+        "intrinsic_dimension": lambda size, square, negative: size / top,
+    }.items():
+        expected, got = estimate(function), found["estimates"][name]
+        is_resolved = expected["standard_error"] <= expected["value"] / 2
+        assert agree(got, expected, rel=1e-4) if is_resolved else got is None, name
+
+
+def test_two_spectra_are_compared_by_their_values_and_vectors(root: Path):
+    model, spectra, ends = BradleyTerryRM.from_pretrained(folder("bert", root)), [], []
+    params = ["*pooler*", "*classifier*"]
+    d = dense("bert", LOSS, root)
+    d = replace(d, names=[name for name in d.names if "encoder" not in name])
+    for _ in range(2):
+        analyzer = HessianAnalyzer(model, loss=LossConfig(**LOSSES[LOSS]), params=params, dtype=torch.float64)
+        options = SpectrumOptions(num_probes=5, trace_method="hutchinson", tolerance=1e-8)
+        spectra.append(analyzer.compute_spectrum(ROWS, top_k=4, options=options))
+        matrix = d.at(model.model.state_dict()).hessian()
+        values, vectors = np.linalg.eigh(matrix)
+        z = 2.0 * torch.randint(0, 2, (5, len(values)), generator=torch.Generator().manual_seed(1)).numpy() - 1
+        ends.append((values, vectors[:, -3:], ((z @ matrix) * z).sum() / 5))
+        with torch.no_grad():
+            for p in model.parameters():
+                p += 0.3 * torch.randn(p.shape, generator=torch.Generator().manual_seed(1))
+    (old, v, trace), (new, u, new_trace) = ends
+    found = json.loads(compare_spectra(*spectra, top_k=3).to_json())
+    assert found["ratios"] == pytest.approx((new / old)[:-4:-1], rel=1e-5)
+    assert found["bottom_ratios"] == pytest.approx((new / old)[:3], rel=1e-5)
+    assert found["trace_ratio"] == pytest.approx(new_trace / trace, rel=1e-5)
+    assert found["subspace_overlap"] == pytest.approx(((v.T @ u) ** 2).sum() / 3, rel=1e-5)
+    assert (found["num_compared"], found["num_pairs"]) == (3, [7, 7])
 
 
 def test_slices_along_eigenvectors_are_the_losses_there(root: Path):
-    d = dense("bert", "every term", root)
-    values, vectors = np.linalg.eigh(hessian("bert", "every term", root))
+    d = dense("bert", LOSS, root)
+    values, vectors = np.linalg.eigh(hessian("bert", LOSS, root))
     vectors = vectors[:, np.argsort(-np.abs(values))]
     given = [
         f"checkpoint={folder('bert', root)}",
@@ -149,7 +296,7 @@ def test_slices_along_eigenvectors_are_the_losses_there(root: Path):
     ]
     given += [f"landscape.params={MODELS['bert'][1]}", "landscape.dtype=float64", f"output_dir={root}/slices"]
     given += ["landscape.directions=eigenvectors", "landscape.num_points=5", "landscape.tolerance=1e-8"]
-    given += ["landscape.num_directions=2", *(f"loss.{k}={v}" for k, v in LOSSES["every term"].items())]
+    given += ["landscape.num_directions=2", *(f"loss.{k}={v}" for k, v in LOSSES[LOSS].items())]
     analyze(typed(compose(given, "analyze"), AnalyzeConfig))
     found = json.loads((root / "slices" / "slices.json").read_text())
     reach = math.sqrt(2 / np.abs(values).max())  # a rise of the parabola by 1 nat

@@ -8,7 +8,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import train_reward_model
-from tests.oracles.dense import LOSSES, MODELS, Dense, dense, folder, hessians, jackknifed, matrices
+from tests.oracles.dense import LOSSES, MODELS, Dense, agree, dense, folder, hessians, interval, jackknifed, matrices
 
 SEED, LOSS = 3, "every term"
 OPTIONS = [f"loss.{name}={value}" for name, value in LOSSES[LOSS].items()]
@@ -98,28 +98,18 @@ def top_of(matrix: np.ndarray) -> tuple[float, np.ndarray]:
     return float(values[-1]), vectors[:, -1]
 
 
-def interval(value: float, error: float, count: int, bound: float = -math.inf) -> dict[str, Any]:
-    """An estimate with Student's interval."""
-    half = float(stats.t.ppf(0.975, count - 1)) * error
-    ends = {"low": max(value - half, bound), "high": max(value + half, bound)}
-    return {"value": value, "standard_error": error, "num_samples": count, **ends}
-
-
-def agree(found: dict[str, Any], expected: dict[str, float], **scale: float) -> bool:
-    """True if an estimate is the expected one, with Student's interval."""
-    numbers = {name: value for name, value in found.items() if name != "kind"}
-    return found["kind"] == "student" and numbers == pytest.approx(expected, **scale)
-
-
-def cross_fits(each: np.ndarray, d: Dense) -> Iterator[dict[str, Any]]:
-    """The top eigenvalue of a mean of matrices of pairs, cross-fitted by each division into halves."""
+def cross_fits(each: np.ndarray, d: Dense, count: int) -> Iterator[dict[str, Any]]:
+    """The top eigenvalues of a mean of matrices of pairs, cross-fitted by each division into halves."""
     own = interval(*along(each, top_of(mean_of(each, d.weight > 0, d))[1], d), 4)
     for first, second in halves(d):
-        (a, v), (b, u) = (top_of(mean_of(each, half, d)) for half in (first, second))
-        held = np.where(first, np.einsum("i,pij,j->p", u, each, u), np.einsum("i,pij,j->p", v, each, v))
-        found = interval(float(d.weight @ held), jackknifed(held, d), 4)
-        ends = {"population_low": found["low"], "population_high": max(found["high"], own["high"])}
-        yield {"values": [found], "halves": sorted((a, b)), **ends}
+        (a, v), (b, u) = (np.linalg.eigh(mean_of(each, half, d)) for half in (first, second))
+        found = []
+        for k in range(1, count + 1):
+            held = [np.einsum("i,pij,j->p", vector[:, -k], each, vector[:, -k]) for vector in (u, v)]
+            curvature = np.where(first, *held)
+            found.append(interval(float(d.weight @ curvature), jackknifed(curvature, d), 4))
+        ends = {"population_low": found[0]["low"], "population_high": max(found[0]["high"], own["high"])}
+        yield {"values": found, "halves": sorted((a[-1], b[-1])), **ends}
 
 
 def along(each: np.ndarray, vector: np.ndarray, d: Dense) -> tuple[float, float]:
@@ -128,15 +118,16 @@ def along(each: np.ndarray, vector: np.ndarray, d: Dense) -> tuple[float, float]
     return float(d.weight @ curvature), jackknifed(curvature, d)
 
 
-def require_cross_fit(found: dict[str, Any], each: np.ndarray, d: Dense, tolerance: float) -> None:
+def require_cross_fit(found: dict[str, Any], each: np.ndarray, d: Dense, tolerance: float, count: int = 1) -> None:
     """One of the divisions into halves gives every number."""
     quarters, both, every = found.pop("by_num_pairs")
-    nearest = min(cross_fits(each, d), key=lambda one: math.dist(one["halves"], sorted(both["values"])))
+    nearest = min(cross_fits(each, d, count), key=lambda one: math.dist(one["halves"], sorted(both["values"])))
     top = top_of(mean_of(each, d.weight > 0, d))[0]
     scale = {"rel": tolerance, "abs": tolerance * abs(top)}
     assert sorted(both["values"]) == pytest.approx(nearest.pop("halves"), **scale)
     assert found.pop("num_products") >= 0
-    assert agree(found.pop("values")[0], nearest.pop("values")[0], **scale)
+    for value, expected in zip(found.pop("values"), nearest.pop("values"), strict=True):
+        assert agree(value, expected, **scale)
     assert found == pytest.approx(nearest, **scale)
     assert (every["values"], both["num_pairs"], every["num_pairs"]) == ([pytest.approx(top, **scale)], 3.5, 7)
     single = [top_of(mean_of(each, d.prompt == prompt, d))[0] for prompt in np.unique(d.prompt)]
@@ -173,6 +164,66 @@ def test_layers_are_the_blocks_of_the_matrices(root: Path):
         assert top["error_bound"] <= 1e-5 * value
         require_cross_fit(block["cross_fit"], own, d, 1e-6)
         require_cross_fit(top["cross_fit"], whole, d, 0.02)
+
+
+def test_the_density_of_a_figure_is_a_mixture_over_its_nodes(root: Path):
+    given = ["landscape.top_k=2", "landscape.num_probes=3", "landscape.probe_steps=4", "landscape.num_sampled=0"]
+    density = of_folder("density", root, PARAMS, *given)["density"]
+    exact, rules = density["exact"], [*zip(density["nodes"], density["weights"], strict=True)]
+    known = np.array([*exact, *(node for nodes, _ in rules for node in nodes)])
+    least, size = 0.01 * np.ptp(known), len(dense("bert", LOSS, root).point)
+
+    def spread(nodes: list[float]) -> list[float]:
+        gaps = [math.inf, *np.diff(nodes), math.inf]
+        return [max(least, max(gap for gap in pair if gap < math.inf) / 2) for pair in pairwise(gaps)]
+
+    def mixture(x: np.ndarray, parts: list[Any]) -> np.ndarray:
+        total = sum(stats.norm.pdf(x, value, least) for value in exact)
+        for nodes, weights in parts:
+            normal = stats.norm.pdf(x[:, None], nodes, spread(nodes))
+            total = total + normal @ np.array(weights) / len(parts)
+        return total / (len(exact) + sum(sum(weights) for _, weights in parts) / len(parts))
+
+    rows = [*csv.DictReader((root / "results" / "density" / "density.csv").read_text().splitlines())]
+    x, y, error = (np.array([float(row[name]) for row in rows]) for name in ("eigenvalue", "density", "standard_error"))
+    assert y == pytest.approx(mixture(x, rules), rel=1e-9)
+    each = [mixture(x, [rule]) for rule in rules]
+    assert error == pytest.approx(np.std(each, axis=0, ddof=1) / math.sqrt(3), rel=1e-6, abs=1e-12)
+    assert np.trapezoid(y, x) == pytest.approx(1, abs=1e-3)
+    assert sum(map(sum, density["weights"])) / 3 == pytest.approx(size - len(exact), rel=0.1)
+
+
+@pytest.mark.parametrize(("kind", "method"), [("gauss_newton", "gauss_newton_exact"), ("hessian", "lanczos")])
+def test_shares_of_groups_and_pairs_in_the_top_curvature(kind: str, method: str, root: Path):
+    given = ["landscape.top_k=3", "landscape.num_sampled=2", f"landscape.method={method}"]
+    given += ["landscape.tolerance=1e-7"] if kind == "hessian" else []
+    found, d = of_folder(kind, root, PARAMS, *given), dense("bert", LOSS, root)
+    each = matrices("bert", LOSS, root)["pair newton"] if kind == "gauss_newton" else hessians("bert", LOSS, root)
+    _, vectors = np.linalg.eigh(mean_of(each, d.weight > 0, d))
+    curvature = np.einsum("ik,pij,jk->pk", vectors[:, :-3:-1], each, vectors[:, :-3:-1])
+    share = d.weight * curvature[:, 0] / (d.weight @ curvature[:, 0])
+    scale = {"rel": 2e-3, "abs": 2e-3}
+    for k, sampled in enumerate(found["sampling"]):
+        assert sampled["value"] == pytest.approx(d.weight @ curvature[:, k], rel=1e-3)
+        if kind == "hessian":
+            assert sampled["standard_error"] == pytest.approx(jackknifed(curvature[:, k], d), rel=1e-2)
+    groups = found["by_pair"]["groups"]
+    assert [(group["column"], group["name"], group["num_pairs"]) for group in groups] == [
+        ("source", "book", 4),
+        ("source", "web", 3),
+    ]
+    for group in groups:
+        inside = np.array([row["source"] == group["name"] for row in d.rows])
+        assert group["along"] == pytest.approx(mean_of(curvature, inside, d), **scale)
+        assert group["share"] == pytest.approx(share[inside].sum(), **scale)
+        own = np.linalg.eigvalsh(mean_of(each, inside, d))[:-3:-1] if kind == "gauss_newton" else []
+        assert group["eigenvalues"] == pytest.approx(own, rel=1e-6)
+    order = np.argsort(-np.abs(share))
+    heaviest = found["by_pair"]["heaviest"]
+    assert [pair["share"] for pair in heaviest] == pytest.approx(share[order], **scale)
+    assert [pair["curvature"] for pair in heaviest] == pytest.approx(curvature[order, 0], **scale)
+    assert [pair["pair"]["prompt"] for pair in heaviest] == [d.rows[i]["prompt"] for i in order]
+    require_cross_fit(found["cross_fit"], each, d, 1e-6 if kind == "gauss_newton" else 0.02, count=2)
 
 
 @cache
