@@ -14,15 +14,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 7324,
+    "core": 7328,
     "serving": 3953,
     "landscape": 3818,
     "training": 2652,
-    "rl_coupling": 2570,
+    "rl_coupling": 2566,
     "reporting": 2472,
     "interfaces": 1879,
     "experiments": 1679,
-    "data_efficiency": 1340,
+    "data_efficiency": 1337,
     "schema": 1004,
     "doctor": 932,
     "records": 756,
@@ -34,9 +34,9 @@ LIMITS: Mapping[str, int] = {
     "files": 323,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5140,
+    "import lines": 5141,
     "import lines inside functions": 303,
-    "lines of code": 32155,
+    "lines of code": 32152,
     "private functions with one caller": 314,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from rm_optimizer.core.metrics.estimate import Estimate, finite_array
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, ratios
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.codec import JsonRecord
 
@@ -83,12 +83,8 @@ class BestOfNCurve(JsonRecord, indent=2, rows="points"):
             raise ConfigError(f"sizes must lie in 1 … {num_samples}, the responses to each prompt, got {got}")
         columns = selected_means(rewards[0], rewards, sizes)
         flat = columns.transpose(1, 0, 2).reshape(num_prompts, -1)
-        found = cluster_bootstrap(
-            np.concatenate([flat, np.ones((num_prompts, 1))], axis=1),
-            lambda totals: totals[..., :-1] / totals[..., -1:],
-            num_bootstrap=num_bootstrap,
-            seed=seed,
-        )
+        sums = np.concatenate([flat, np.ones((num_prompts, 1))], axis=1)
+        found = cluster_bootstrap(sums, ratios, num_bootstrap=num_bootstrap, seed=seed)
         divergence = np.mean([pool_divergence(row, sizes) for row in rewards[0]], axis=0).tolist()
         return cls(
             tuple(

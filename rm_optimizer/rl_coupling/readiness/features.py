@@ -18,13 +18,7 @@ from scipy.special import expit, gammaln, log_expit
 
 from rm_optimizer.core.metrics.calibration import TemperatureFit, fit_temperature
 from rm_optimizer.core.metrics.estimate import Estimate, finite_array
-from rm_optimizer.core.metrics.intervals import (
-    cluster_bootstrap,
-    cluster_totals,
-    clustered_share,
-    ratios,
-    with_honest_width,
-)
+from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, clustered_share, with_honest_width
 from rm_optimizer.core.pairs.pair import PreferencePair, Scorer
 from rm_optimizer.errors import ConfigError, DataError
 
@@ -164,7 +158,10 @@ def tempered_scores(
     brier = y * (1 - q) ** 2 + (1 - y) * q**2
     sums = cluster_totals(np.stack([nll, brier, np.ones_like(y)], axis=1), place.tolist())
 
-    found = cluster_bootstrap(sums, ratios, num_bootstrap=num_bootstrap, seed=seed)
+    def means(totals: np.ndarray) -> np.ndarray:
+        return np.asarray(totals[..., :-1] / totals[..., -1:])
+
+    found = cluster_bootstrap(sums, means, num_bootstrap=num_bootstrap, seed=seed)
     return TemperedScores(fit_temperature(margin, y, np.ones_like(y)), *found)
 
 
