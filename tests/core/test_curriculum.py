@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rm_optimizer.core.pairs.orders import exact_counts, shares_at
+from rm_optimizer.core.pairs.orders import exact_counts
 from rm_optimizer.data_efficiency import CurriculumSampler
 from rm_optimizer.errors import ConfigError, DataError
 
@@ -16,33 +16,6 @@ MARGINS = np.linspace(0, 1, 1001)
 
 def shares(sampler: CurriculumSampler, positions: np.ndarray) -> list[float]:
     return [float(np.isin(positions, members).mean()) for members in sampler.bins]
-
-
-def test_bins_are_those_of_the_thresholds_and_the_sign_does_not_count():
-    sampler = CurriculumSampler([0.1, -0.1, 0.2, 0.7, -0.71, 0.9])
-    assert [members.tolist() for members in sampler.bins] == [[4, 5], [2, 3], [0, 1]]
-
-
-def test_quantiles_put_the_same_share_into_each_bin_whatever_the_unit():
-    sampler = CurriculumSampler(1000 * MARGINS, easy_above=2 / 3, hard_below=1 / 3, quantiles=True)
-    assert [len(members) for members in sampler.bins] == pytest.approx([333, 334, 333], abs=1)
-
-
-@pytest.mark.parametrize(
-    ("epoch", "expected"), [(0, [0.5, 0.4, 0.1]), (2, [0.5, 0.4, 0.1]), (3, [0.2, 0.6, 0.2]), (9, [0.1, 0.5, 0.4])]
-)
-def test_shares_follow_the_progress_of_ten_epochs(epoch, expected):
-    sampler = CurriculumSampler(MARGINS, num_epochs=10, num_samples=1000, covers=False)
-    positions = sampler.positions(epoch)
-    assert len(positions) == 1000
-    assert shares(sampler, positions) == pytest.approx(expected)
-
-
-def test_shares_follow_the_progress_within_one_epoch():
-    sampler = CurriculumSampler(MARGINS, num_samples=1000, covers=False)
-    positions = sampler.positions(0)
-    assert shares(sampler, positions[:300]) == pytest.approx([0.5, 0.4, 0.1])
-    assert shares(sampler, positions[-300:]) == pytest.approx([0.1, 0.5, 0.4])
 
 
 @pytest.mark.parametrize("epoch", [0, 3])
@@ -68,13 +41,6 @@ def test_a_missing_bin_leaves_its_share_to_the_others():
     assert shares(sampler, sampler.positions(0)) == pytest.approx([5 / 6, 0, 1 / 6])
 
 
-def test_no_pair_comes_twice_before_all_of_its_bin():
-    sampler = CurriculumSampler(MARGINS, num_samples=1000, covers=False)
-    counts = np.bincount(sampler.positions(0), minlength=1001)
-    for members in sampler.bins:
-        assert np.ptp(counts[members]) <= 1
-
-
 @given(
     weights=st.lists(st.floats(0.01, 1), min_size=3, max_size=3),
     room=st.lists(st.integers(0, 40), min_size=3, max_size=3),
@@ -85,11 +51,6 @@ def test_counts_are_whole_and_sum(weights, room, data):
     counts = exact_counts(weights, num, room)
     assert sum(counts) == num
     assert all(0 <= count <= most for count, most in zip(counts, room, strict=True))
-
-
-def test_progress_past_the_end_stays_in_the_last_stage():
-    assert shares_at(0.0) == (0.5, 0.4, 0.1)
-    assert shares_at(1.5) == (0.1, 0.5, 0.4)
 
 
 @pytest.mark.parametrize(

@@ -153,13 +153,6 @@ def test_a_coreset_is_that_of_brute_force_up_to_sign():
     assert acquisition_function("coreset").select(found, 8).tolist() == expected
 
 
-def test_bald_is_log_two_where_members_are_sure_of_opposite_answers_and_zero_where_they_agree():
-    margins = np.array([[50.0, 0.3, -2.0], [-50.0, 0.3, -2.0]])
-    found = Pool(margins, np.zeros(3), np.zeros(3, dtype=bool))
-    assert BALD().scores(found) == pytest.approx([np.log(2), 0, 0])
-    assert BALD().select(found, 1).tolist() == [0]
-
-
 def test_powered_bald_draws_in_proportion_to_its_scores():
     margins = np.array([[3.0, 1.0, 0.5], [-3.0, -1.0, -0.5]])
     found = Pool(margins, np.zeros(3), np.zeros(3, dtype=bool))

@@ -71,18 +71,6 @@ def test_no_label_is_suspected_where_the_model_expects_the_noise():
         suspected_labels(np.array([0.5]), false_positive_rate=0.0)
 
 
-def test_agreement_is_unbiased_and_the_ceilings_are_those_of_the_votes():
-    generator = np.random.default_rng(1)
-    chances = generator.beta(0.5, 0.5, size=8000)
-    yes = generator.binomial(5, chances).astype(float)
-    found = noise_ceiling(yes, 5 - yes, [str(n) for n in range(8000)], num_bootstrap=0)
-    assert found.agreement.value == pytest.approx(np.mean(chances**2 + (1 - chances) ** 2), abs=0.01)
-    assert found.one_by_others.value <= np.mean(np.maximum(chances, 1 - chances)) + 0.005
-    again = generator.binomial(5, chances)
-    same = 0.5 + 0.5 * np.sign(2 * yes - 5) * np.sign(2 * again - 5)
-    assert found.majority == pytest.approx(same.mean(), abs=0.02)
-
-
 def test_annotators_who_agree_and_who_guess():
     every = noise_ceiling(np.array([3.0, 0.0]), np.array([0.0, 3.0]), ["a", "b"], num_bootstrap=0)
     assert every.agreement.value == every.one_by_others.value == 1.0

@@ -15,7 +15,6 @@ from rm_optimizer.rl_coupling.readiness.features import (
     reward_spread,
     tempered_scores,
     tied_groups,
-    worst_slice_accuracy,
 )
 from rm_optimizer.rl_coupling.readiness.probe import probe_questions
 
@@ -73,23 +72,6 @@ def test_interval_of_clustered_rows_covers_the_truth(rng):
     assert covered / 300 >= 0.91
 
 
-def test_worst_slice_is_the_low_quantile_of_the_slices_accuracies():
-    right = {"a": 9, "b": 8, "c": 5, "d": 10, "e": 6}
-    slices = np.repeat(list(right), 10)
-    margin = np.concatenate([np.where(np.arange(10) < count, 1.0, -1.0) for count in right.values()])
-    found = worst_slice_accuracy(margin, slices, np.arange(50), num_bootstrap=200)
-    assert found.value == pytest.approx(0.5)
-    assert found.low < 0.5 < found.high
-
-
-def test_relative_accuracy_scales_its_interval():
-    found = relative_to_ceiling(Estimate(0.7, 0.02, 100, 0.65, 0.75), 0.9)
-    assert (found.value, found.low, found.high) == pytest.approx((0.5, 0.375, 0.625))
-    assert found.standard_error == pytest.approx(0.05)
-    with pytest.raises(ConfigError, match="ceiling of the accuracy must lie"):
-        relative_to_ceiling(found, 0.5)
-
-
 def test_tempered_scores_do_not_depend_on_the_scale_of_rewards(rng):
     truth = rng.normal(size=600)
     margin = np.where(rng.random(600) < 1 / (1 + np.exp(-truth)), truth, -truth)
@@ -109,14 +91,6 @@ def test_reward_spread_is_the_share_within_prompts_and_ignores_scale(rng):
     assert found.low < 0.2 < found.high
     assert reward_spread(5 + 3 * rewards, num_bootstrap=0).value == pytest.approx(found.value)
     assert reward_spread(rng.normal(size=(5, 4)), num_bootstrap=0).value <= 1
-
-
-def test_tied_groups_are_those_of_all_subsets():
-    rewards = np.array([[0.0, 0.0, 0.0, 1.0], [0.0, 1.0, 2.0, 3.0], [5.0] * 4])
-    assert tied_groups(rewards, 2).value == pytest.approx((3 / 6 + 0 + 1) / 3)
-    assert tied_groups(rewards, 4).value == pytest.approx(1 / 3)
-    with pytest.raises(ConfigError, match="group_size must lie in 2"):
-        tied_groups(rewards, 5)
 
 
 def test_disagreement_ignores_offsets_and_scales_of_members(rng):
@@ -146,6 +120,8 @@ def test_length_sensitivity_controls_for_prompt_and_quality(rng):
         (lambda: probe_questions(np.zeros((2, 1)), 1, 5, seed=0), "draw at least 2"),
         (lambda: probe_questions(np.zeros((2, 4)), 5, 5, seed=0), r"must lie in 1 … 4, .* got 5"),
         (lambda: probe_questions(np.zeros((2, 4)), 2, 0, seed=0), "must be positive"),
+        (lambda: tied_groups(np.zeros((3, 4)), 5), "group_size must lie in 2"),
+        (lambda: relative_to_ceiling(Estimate(0.7, 0.02, 9), 0.5), "ceiling of the accuracy must lie"),
         (lambda: reward_spread(np.full((3, 3), np.nan)), "rewards must be finite"),
         (lambda: reward_spread(np.zeros((1, 3))), "at least 2 prompts"),
         (lambda: epistemic_std(np.zeros((1, 2, 2))), "at least 2 members"),

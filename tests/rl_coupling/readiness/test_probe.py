@@ -9,7 +9,6 @@ import torch
 from rm_optimizer.core.pairs.pair import PreferencePair, Scorer
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
-from rm_optimizer.rl_coupling.readiness.features import EDITS, style_flips
 from rm_optimizer.rl_coupling.readiness.probe import (
     Comparisons,
     ResponsePool,
@@ -118,16 +117,6 @@ def test_errors_of_all_looks_add_up_to_five_percent():
     for rule in (StoppingRule(), StoppingRule(100, 30), StoppingRule(10, 32)):
         assert sum(1 - confidence for _, confidence in rule.looks()) == pytest.approx(0.05)
         assert [stop for stop, _ in rule.looks()][-1] == rule.max_questions
-
-
-def test_style_flips_are_those_of_the_edits_that_the_model_pays_for():
-    pairs = [PreferencePair(f"p{i}", "Long good answer. More of it.", "Bad one. Short.") for i in range(20)]
-    bold = style_flips(ByWord(lambda text: 100.0 * ("**" in text) + len(text)), pairs)
-    assert bold["style_flips_edit_bold"].value == 1.0
-    assert bold["style_flips_edit_paragraphs"].value == 0.0
-    assert bold["style_flips"].value == pytest.approx(1 / len(EDITS), abs=0.26)
-    content = style_flips(ByWord(lambda text: float("good" in text)), pairs)
-    assert content["style_flips"].value == 0.0
 
 
 @pytest.mark.parametrize(
