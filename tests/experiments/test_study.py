@@ -279,6 +279,7 @@ def test_the_cost_of_a_plan_grows_with_steps_pairs_and_passes(monkeypatch):
     assert hours() == pytest.approx(first)
     assert hours("training.epochs=4") - first == pytest.approx((40 * 2.0 + 5 * 4.0) / 3600)
     assert hours("batching.batch_size=16") - first == pytest.approx(first)
+    assert hours("training.evals_per_epoch=null") - first == pytest.approx((20 * 2.0 * 1.2 + 4.0) / 3600)
     assert hours("optimizer=sam") - first == pytest.approx((20 * 4.0 + 3 * 4.0) / 3600)
     assert (
         str(cost.StudyCost(runs=2, step_seconds=0.5, hours=first))

@@ -263,6 +263,18 @@ def drawn_margins(arm: str, seed: int, count: int) -> np.ndarray:
     return np.random.default_rng([len(arm), seed]).normal(0.3 * len(arm), 1.0, count)
 
 
+def test_sizes_of_budgets():
+    for budget, *sizes in (
+        ("smoke", 3, 1, 2, 16, 256),
+        ("standard", 5, 1, 5, 64, None),
+        ("paper", 7, 2, 10, 256, None),
+    ):
+        found = ComparisonOptions.of_budget(budget, "pairs", ["sgd", "adamw"])
+        assert (found.budget, found.reference) == (budget, "adamw")
+        given = [found.rates, found.tuning_seeds, found.seeds, found.curvature_pairs, found.test_pairs]
+        assert given == sizes
+
+
 def test_a_tuned_study_of_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """As many rates and seeds for each arm; the rate of the least mean NLL; verdicts on test pairs of other prompts."""
     monkeypatch.setattr(stages, "TASK", f"{__name__}:graded")

@@ -281,20 +281,25 @@ def test_the_doctors_probe_of_hidden_states(model: BradleyTerryRM, diagnosed: Di
     x, y = x / np.sqrt((x**2).mean(axis=0)), np.array([np.sign(pair.label - 0.5) for pair in rows])
     marks = [hashlib.sha256(f"4:{pair.prompt_id}".encode()).digest() for pair in rows]
     fold = np.array([sorted(set(marks)).index(mark) % 5 for mark in marks])
-    predicted = np.zeros(len(y))
-    for held in range(5):
-        kept = x[fold != held]
-        ridge = (kept**2).sum(axis=1).mean() * np.eye(x.shape[1])
-        predicted[fold == held] = x[fold == held] @ np.linalg.solve(kept.T @ kept + ridge, kept.T @ y[fold != held])
-    own = Scored(model, rows)
-    value, _, low, high = own.accuracy(predicted, weighted=False)
+
+    def held_out(y: np.ndarray) -> np.ndarray:
+        predicted = np.zeros_like(y)
+        for held in range(5):
+            kept = x[fold != held]
+            ridge = (kept**2).sum(axis=1).mean() * np.eye(x.shape[1])
+            predicted[fold == held] = x[fold == held] @ np.linalg.solve(kept.T @ kept + ridge, kept.T @ y[fold != held])
+        return predicted
+
+    value, _, low, high = Scored(model, rows).accuracy(held_out(y), weighted=False)
     check = found.check("label_signal")
     assert (check.measured, check.details["low"], check.details["high"]) == pytest.approx((value, low, high))
+    texts = [tuple(sorted((pair.chosen, pair.rejected))) for pair in rows]  # of which a random one wins everywhere
+    wins = np.random.default_rng(4).choice((-1.0, 1.0), size=(len(order := list(dict.fromkeys(texts))), 32))
+    drawn = np.array([wins[order.index(t)] * (1 if p.chosen == t[0] else -1) for p, t in zip(rows, texts, strict=True)])
+    right = (np.sign(held_out(drawn)) == drawn).mean(axis=0)
     control = found.check("label_shuffle")
-    assert (
-        check.details["shuffled"] == control.measured == pytest.approx(0.5, abs=4 * control.details["standard_error"])
-    )
-    assert 0.2 / math.sqrt(len(rows)) < control.details["standard_error"] * math.sqrt(32) < 1 / math.sqrt(len(rows))
+    assert check.details["shuffled"] == control.measured == pytest.approx(right.mean())
+    assert control.details["standard_error"] == pytest.approx(stats.sem(right))
 
 
 def test_a_change_of_rewards_is_measured_in_their_spread(model: BradleyTerryRM, monkeypatch: pytest.MonkeyPatch):

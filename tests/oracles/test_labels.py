@@ -109,6 +109,8 @@ def test_a_design_from_hidden_states_counts_the_pairs_that_were_asked_before():
             for i in range(len(z))
         ]
         chosen.append(int(np.argmin(spread)))
+    margin = z @ model.reward_head.weight.detach().double().numpy()[0]
+    assert acquisition_function("large_gap").score(POOL, model) == pytest.approx(abs(margin), abs=1e-5)
     learner, found = ActiveLearner(model, "v_optimal", pool=POOL), []
     for _ in range(2):
         questions = learner.ask(3)
@@ -386,3 +388,4 @@ def test_features_of_texts_by_scikit_learn():
     found = text_differences(pairs, num_directions=3, fewest=9)
     np.testing.assert_allclose(abs(found), abs(expected / expected.std(axis=0)), atol=1e-6)
     np.testing.assert_allclose(found[:, 3:], (expected / expected.std(axis=0))[:, 3:], atol=1e-9)
+    np.testing.assert_array_equal(text_differences(pairs, num_directions=3, fewest=9), found)

@@ -276,7 +276,10 @@ def test_a_gold_reward_is_a_rater_on_its_own_scale_and_the_ceiling(measured: tup
     texts = [[f"{i} {'word ' * (j + i % 5)}" for j in range(4)] for i in range(20)]
     pool = ResponsePool(wide, texts, np.random.default_rng(4).normal(size=(20, 4)))
     gold = ScorerOracle(judge, is_exact=True)
-    found = measure_readiness(model, PreferenceDataset(PAIRS), pool, gold, options=ReadinessOptions(**SIZES))
+    options = ReadinessOptions(**SIZES | {"num_bootstrap": 0})
+    found = measure_readiness(model, PreferenceDataset(PAIRS), pool, gold, algorithm="ppo_kl", options=options)
+    for name in ("worst_slice_accuracy", "nll", "brier", "reward_spread", "length_correlation"):
+        assert found.features[name].low is None, name  # of no resamples
     sides = [(judge.reward(pair.chosen) - judge.reward(pair.rejected), pair.label) for pair in sampled()]
     ceiling = np.mean([0.5 if m == 0 else (m > 0) == (y > 0.5) for m, y in sides if y != 0.5])
     assert ceiling > 0.5
