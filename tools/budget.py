@@ -14,16 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 7328,
+    "core": 7768,
     "serving": 3953,
     "landscape": 3818,
     "training": 2652,
     "rl_coupling": 2566,
     "reporting": 2472,
-    "interfaces": 1879,
+    "interfaces": 1886,
     "experiments": 1679,
     "data_efficiency": 1337,
-    "schema": 1004,
+    "schema": 1009,
     "doctor": 932,
     "records": 756,
     "optim": 754,
@@ -31,13 +31,13 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 476,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 323,
+    "files": 327,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5141,
+    "import lines": 5198,
     "import lines inside functions": 303,
-    "lines of code": 32152,
-    "private functions with one caller": 314,
+    "lines of code": 32604,
+    "private functions with one caller": 326,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

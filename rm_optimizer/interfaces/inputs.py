@@ -38,6 +38,9 @@ class PairOptions:
         str | None,
         Option("--winner", metavar="FIRST,SECOND,TIE", help="Values of the winner column; | separates alternatives."),
     ] = None
+    layout: Annotated[
+        str | None, Option("--layout", metavar="NAME", help="Layout of the rows: a published one, or a YAML file.")
+    ] = None
     max_bad_share: Annotated[
         float, Option("--max-bad-share", min=0, max=1, help="Largest share of a file's rows to drop as bad.")
     ] = DataConfig.max_bad_share
@@ -83,8 +86,10 @@ class PairOptions:
         keys = names if len(set(names)) == len(names) else sources
         return dict(zip(keys, map(self.load, sources), strict=True))
 
-    def column_mapping(self) -> dict[str, str | None] | None:
-        """Mapping `{ours: theirs}`, or None if no column is mapped; `OURS=null` leaves a column out.
+    def column_mapping(self) -> dict[str, str | list[str] | None] | None:
+        """Mapping `{ours: theirs}`, or None if no column is mapped.
+
+        `OURS=null` leaves a column out, and `OURS=[A, B]` reads several as a list.
 
         Raises:
             ConfigError: if an item is not `OURS=THEIRS`.
@@ -93,7 +98,13 @@ class PairOptions:
         for ours, equals, theirs in items:
             if not (ours and equals and theirs):
                 raise ConfigError(f"--columns takes OURS=THEIRS, such as prompt=question, got '{ours}{equals}{theirs}'")
-        return {ours: None if theirs == "null" else theirs for ours, _, theirs in items} or None
+        return {ours: _theirs(text) for ours, _, text in items} or None
+
+
+def _theirs(text: str) -> str | list[str] | None:
+    if text.startswith("[") and text.endswith("]"):
+        return [name.strip() for name in text[1:-1].split(",")]
+    return None if text == "null" else text
 
 
 @dataclass(frozen=True)

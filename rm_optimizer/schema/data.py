@@ -71,19 +71,22 @@ class Spelling(StrEnum):
         """Name of an option of reading data as the user types it, such as `data.on_bad_row` or `--on-bad-row`."""
         return {"hydra": f"data.{option}", "flags": f"--{option.replace('_', '-')}"}.get(self.value, option)
 
-    def columns(self, mapping: Mapping[str, str]) -> str:
-        """A column mapping, our name to the file's, as the user types it.
+    def columns(self, mapping: Mapping[str, str | list[str]]) -> str:
+        """A column mapping, our name to the file's or to several, as the user types it.
 
         Example:
             >>> Spelling.flags.columns({"prompt": "question", "chosen": "better"})
             '--columns prompt=question --columns chosen=better'
         """
+        written = {
+            ours: f"[{', '.join(theirs)}]" if isinstance(theirs, list) else theirs for ours, theirs in mapping.items()
+        }
         if self == Spelling.flags:
-            return " ".join(f"--columns {_shell_word(f'{ours}={theirs}')}" for ours, theirs in mapping.items())
+            return " ".join(f"--columns {_shell_word(f'{ours}={theirs}')}" for ours, theirs in written.items())
         if self == Spelling.python:
             arguments = {ours: None if theirs == "null" else theirs for ours, theirs in mapping.items()}
             return f"columns={arguments}"
-        inside = ", ".join(f"{ours}: {theirs}" for ours, theirs in mapping.items())
+        inside = ", ".join(f"{ours}: {theirs}" for ours, theirs in written.items())
         return f"data.columns={{{inside}}}"
 
 
@@ -132,7 +135,9 @@ class DataConfig(Options, group="data"):
     columns: Any = None
     """Column mapping, our name to the file's, or a path such as answer.text: {prompt: question}; null reads none."""
     winner: Any = None
-    """Values of the `winner` column that name response_a, response_b and, if any, a tie: [model_a, model_b, tie]."""
+    """Values of the `winner` column for response_a, response_b and a tie, or what it holds: votes, strength:-3,3."""
+    layout: Any = None
+    """Layout of the rows: the name of a published one, a YAML file, or the mapping; null recognizes published ones."""
     kwise_rule: KwiseRule = KwiseRule.all
     """Pairs that a k-wise row gives; equal scores never make a pair."""
     on_bad_row: OnBadRow = OnBadRow.error
@@ -191,7 +196,8 @@ class ReadOptions(TypedDict, total=False):
         format: row format, as `data.format` takes it, of sources that do not name their own.
         columns: column mapping, our name to the file's, of sources that do not bring their own; None as the file's name
             leaves the column out.
-        winner: values of the winner column that name response_a, response_b and, if any, a tie.
+        winner: values of the winner column that name response_a, response_b and, if any, a tie; or what it holds.
+        layout: name of a published layout, a YAML file with one, or the mapping, of sources without their own.
         kwise_rule: pairs that a k-wise row gives: all, best_worst or adjacent.
         on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
         max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
@@ -199,8 +205,9 @@ class ReadOptions(TypedDict, total=False):
     """
 
     format: str
-    columns: Mapping[str, str | None] | None
+    columns: Mapping[str, Any] | None
     winner: object
+    layout: object
     kwise_rule: str
     on_bad_row: str
     max_bad_share: float

@@ -164,14 +164,14 @@ HINTLESS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
         ("--columns response_a=conversation_a --columns response_b=conversation_b --columns winner=winner", "--winner"),
         ("chosen=",),
     ),
-    "shp": (
-        {"history": "Q?", "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1, "score_A": 3, "score_B": 2},
+    "values-of-a-winner": (
+        {"prompt": "Q?", "human_ref_A": GOOD, "human_ref_B": BAD, "labels": 1, "score_A": 3, "score_B": 2},
         ("response_a=human_ref_A --columns response_b=human_ref_B --columns winner=labels", "labels holds 1"),
         ("scores=", "did you mean"),
     ),
-    "pku": (
-        {"prompt": "Q?", "response_0": GOOD, "response_1": BAD, "better_response_id": 0},
-        ("response_a=response_0 --columns response_b=response_1 --columns winner=better_response_id",),
+    "sides-from-0": (
+        {"prompt": "Q?", "response_0": GOOD, "response_1": BAD, "better_id": 0},
+        ("response_a=response_0 --columns response_b=response_1 --columns winner=better_id",),
         ("did you mean",),
     ),
     "webgpt": (
@@ -181,13 +181,13 @@ HINTLESS: dict[str, tuple[dict[str, Any], tuple[str, ...], tuple[str, ...]]] = {
     ),
     "similar-is-not-same": ({"promt": "Q?", "choosen": GOOD, "reject": BAD}, ("name yours as",), ("did you mean",)),
     "responses": ({"prompt": "Q?", "response": GOOD}, ("rm-opt score",), ("did you mean",)),
-    "llama-factory": (
+    "messages-without-a-prompt": (
         {
-            "conversations": [{"from": "human", "value": "Q?"}],
+            "query": [{"from": "human", "value": "Q?"}],
             "chosen": {"from": "gpt", "value": GOOD},
             "rejected": {"from": "gpt", "value": BAD},
         },
-        ("chosen has no prompt before its response; name the column", "--columns prompt=conversations;"),
+        ("chosen has no prompt before its response; name the column", "--columns prompt=query;"),
         ("on-bad-row",),
     ),
     "kto": (

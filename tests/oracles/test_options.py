@@ -204,6 +204,7 @@ ELSEWHERE: Mapping[str, str] = {
     "data.format": "core/pairs/test_sources.py",
     "data.columns": "core/pairs/test_unread_columns.py",
     "data.winner": "core/pairs/test_sources.py",
+    "data.layout": "core/pairs/test_published_layouts.py",
     "data.on_bad_row": "training/test_refused_rows.py",
     "data.max_bad_share": "core/pairs/test_sources.py",
     "data.allow_prompt_overlap": "training/data/test_streamed.py",

@@ -22,6 +22,7 @@ FIXED = (
         "data.kwise_rule",
         "data.max_pairs",
         "data.winner",
+        "data.layout",
     ),
     *("data.streaming", "data.synthetic", "data.curriculum", "data.curriculum_easy", "data.curriculum_hard"),
     *("data.curriculum_quantiles", "data.curriculum_covers"),

@@ -44,12 +44,13 @@ _SYSTEMATIC = 0.1
 """Share of the first rows from which labels out of range are a column of another meaning, not mistakes."""
 
 
-def no_format(source: DataSource, rows: Sequence[Row]) -> DataError:
+def no_format(source: DataSource, rows: Sequence[Row], near: Sequence[str] = ()) -> DataError:
     """The error for rows that look like no format, or not like the one that the source names.
 
     Args:
         source: the source.
         rows: its first rows under our names.
+        near: layouts whose columns the rows have, and why they do not read them.
     """
     forms = FORMATS.values() if source.named_format is None else [source.named_format]
     names = list(dict.fromkeys(name for row in rows for name in row))
@@ -59,7 +60,8 @@ def no_format(source: DataSource, rows: Sequence[Row]) -> DataError:
         hint = f"the rows fit the format {form.name}; name it, or leave {option} out"
     else:
         hint = _hint(rows, names, source.columns)
-    return DataError(f"{source.path}: {hint}; got columns {', '.join(names)}; expected {looked_for}")
+    nearest = f"; nearest is {near[0]}" if near else ""
+    return DataError(f"{source.path}: {hint}{nearest}; got columns {', '.join(names)}; expected {looked_for}")
 
 
 def _hint(rows: Sequence[Row], names: Sequence[str], columns: Columns) -> str:
@@ -168,17 +170,18 @@ def _hint_of_sides(
         return None
     prompt = {} if "prompt" in names else {"prompt": known.get("prompt", "PROMPT")}
     winner = alone[0] if len(alone) == 1 else "winner" if told or numbers else "WHICH_IS_BETTER"
-    mapping = {**given, **prompt, "response_a": sides[0], "response_b": sides[1], "winner": winner}
+    mapping: dict[str, Any] = {**given, **prompt, "response_a": sides[0], "response_b": sides[1], "winner": winner}
     if all(isinstance(row.get(sides[0]), list) for row in rows):
         mapping.pop("prompt", None)
-    typed = f"{Spelling.current().columns(mapping)} {_winner_option()}"
+    entrance = Spelling.current()
     if len(alone) != 1 and (told or numbers):
-        each = ", ".join(dict.fromkeys([*(name for shared in numbers for name in families[shared]), *told]))
+        both = [*dict.fromkeys([*(name for shared in numbers for name in families[shared]), *told])]
+        typed = f"{entrance.columns({**mapping, 'winner': both})} {entrance.option('winner', 'one_hot')}"
         return (
-            f"{sides[0]} and {sides[1]} are two responses of which no column alone names the better; if {each} tell "
-            "it together (one-hot winners, votes, a score for each side), write the better one as chosen and the other "
-            f"as rejected, or write one column winner, which {typed} reads"
+            f"{sides[0]} and {sides[1]} are two responses of which no column alone names the better; if "
+            f"{', '.join(both)} tell it together, {typed} reads them, or votes (counts) or scores in place of one_hot"
         )
+    typed = f"{entrance.columns(mapping)} {_winner_option()}"
     holds = f"; {winner} holds {', '.join(_values(rows, winner))}" if told else ""
     return (
         f"{sides[0]} and {sides[1]} are two responses of which another column names the better one: {typed}, with the "

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from rm_optimizer.core.pairs.winner import Verdict
 from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, UNREAD_COLUMNS, read_number
 from rm_optimizer.core.rows.messages import (
     LAST_TURN,
@@ -22,6 +23,7 @@ from rm_optimizer.core.rows.messages import (
     as_messages,
     begins_with_turn,
     is_empty,
+    is_message,
     parse_transcript,
     read_messages,
     read_prompt,
@@ -30,12 +32,13 @@ from rm_optimizer.core.rows.messages import (
 from rm_optimizer.core.rows.readers import Report, Row
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.data import KwiseRule
-from rm_optimizer.schema.registry import Registry
 
 OPTIONAL_COLUMNS = ("margin", "label", "weight")
 """Columns of numbers that a pair of any format may have."""
 SINGLE_RESPONSE = frozenset({"response", "score"})
 """Columns of a table with one response a row, which `gather_responses` turns into lists."""
+VOTES = ("votes_chosen", "votes_rejected")
+"""Metadata of a pair whose label is the share of votes for `chosen`, which the agreement of annotators is read from."""
 PER_RESPONSE = "(per response)"
 """Name of the values of each response in a gathered row, which no column of a file has."""
 
@@ -120,7 +123,7 @@ def row_format(name: str) -> RowFormat:
         ConfigError: if there is none.
     """
     if name not in FORMATS:
-        raise ConfigError(did_you_mean("data.format", name, LAYOUTS))
+        raise ConfigError(did_you_mean("data.format", name, ["auto", *FORMATS]))
     return FORMATS[name]
 
 
@@ -182,17 +185,20 @@ def _compare_lists(row: Row, rule: KwiseRule) -> list[Comparison]:
 
 
 def _compare_winner(row: Row, rule: KwiseRule) -> list[Comparison]:
-    """The better response first; `winner` is the probability that `response_a` is the better one."""
+    """The better response first; `winner` is a `Verdict`, or the probability that `response_a` is the better one."""
     if row.get("label") not in (None, ""):
         raise ValueError("a row has both a label and a winner; leave one out")
+    verdict: Verdict = row["winner"] if isinstance(row["winner"], Verdict) else Verdict(float(row["winner"]))
     sides = row | {"chosen": row.get("response_a"), "rejected": row.get("response_b")}
     form = next((FORMATS[name] for name in ("explicit", "hh", "messages") if FORMATS[name].fits(sides)), None)
     if form is None:
         raise ValueError("response_a and response_b must both be texts beside a prompt, or both conversations")
     (comparison,) = form.compare(sides, rule)
-    if row["winner"] == 0:
-        return [replace(comparison, chosen=comparison.rejected, rejected=comparison.chosen)]
-    return [replace(comparison, label=float(row["winner"]))]
+    votes = verdict.votes
+    if is_second := verdict.label < 0.5:
+        comparison = replace(comparison, chosen=comparison.rejected, rejected=comparison.chosen)
+    extra = {} if votes is None else dict(zip(VOTES, reversed(votes) if is_second else votes, strict=True))
+    return [replace(comparison, label=max(verdict.label, 1 - verdict.label), margin=verdict.margin, extra=extra)]
 
 
 def _compare_transcripts(row: Row, rule: KwiseRule) -> list[Comparison]:
@@ -261,19 +267,21 @@ def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int
 
 
 def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
-    """Margins are gaps of scores, or of ranks, of which 1 is the best; equal texts make no pair."""
-    prompt, responses = read_prompt(row.get("prompt")), row.get("responses")
+    """Margins are gaps of scores, or of ranks, of which the lowest is the best; equal texts make no pair."""
+    responses = row.get("responses")
     given = [name for name in ("scores", "ranks") if row.get(name) is not None]
     if len(given) == 2:
         raise ValueError("a row has both scores and ranks; leave one out")
     values = row[given[0]] if given else None
+    if isinstance(responses, Mapping):
+        responses, values = [*responses.values()], _ranks_by_name(values, responses)
     if not isinstance(values, list):
         raise ValueError("responses and scores must be lists of the same length")
     sign = 1.0 if given == ["scores"] else -1.0
     values = [sign * read_number(f"each of {given[0]}", value) for value in values]
     if not isinstance(responses, list) or len(responses) != len(values):
         raise ValueError("responses and scores must be lists of the same length")
-    texts = [_text("each of responses", response) for response in responses]
+    prompt, texts = _candidates(row, responses)
     of_each: Mapping[str, Sequence[Any]] = {"index": range(len(texts)), **(row.get(PER_RESPONSE) or {})}
     return [
         Comparison(
@@ -289,7 +297,35 @@ def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
     ]
 
 
-def gather_responses(rows: Iterable[tuple[int, Row]], report: Report) -> Iterator[tuple[int, Row]]:
+def _candidates(row: Row, responses: Sequence[Any]) -> tuple[Prompt, list[str]]:
+    """The prompt of a row, and its responses: texts, messages of the assistant, or conversations of one prompt."""
+    if all(isinstance(response, str) for response in responses) or not all(map(_has_messages, responses)):
+        return read_prompt(row.get("prompt")), [_text("each of responses", response) for response in responses]
+    listed = [response if isinstance(response, list) else [response] for response in responses]
+    turns = [_conversation({**row, "response": each}, "response") for each in listed]
+    first, *others = (each[:-1] for each in turns)
+    if any(other != first for other in others):
+        raise ValueError("the prompts of the responses differ")
+    return first, [each[-1].content for each in turns]
+
+
+def _has_messages(value: object) -> bool:
+    return is_message(value) or (isinstance(value, list) and bool(value) and is_message(value[0]))
+
+
+def _ranks_by_name(ranking: Any, names: Iterable[str]) -> list[Any]:
+    """Ranks of responses by name, from one annotator's list of `{value: name, rank: number}`."""
+    while isinstance(ranking, list) and len(ranking) == 1 and isinstance(ranking[0], list):
+        (ranking,) = ranking
+    if not isinstance(ranking, list) or not all(isinstance(item, Mapping) for item in ranking):
+        raise ValueError("ranks of named responses must be one list of {value, rank}; rankings of several are not read")
+    ranks = {item.get("value"): item.get("rank") for item in ranking}
+    return [ranks.get(name) for name in names]
+
+
+def gather_responses(
+    rows: Iterable[tuple[int, Row]], report: Report, by: Iterable[str] = ()
+) -> Iterator[tuple[int, Row]]:
     """K-wise rows of a table with one response and score a row: rows of one prompt become one, at the first's number.
 
     A prompt is all that the model reads before the response, so columns of context decide beside `prompt` which rows
@@ -300,9 +336,10 @@ def gather_responses(rows: Iterable[tuple[int, Row]], report: Report) -> Iterato
         rows: numbered rows with `prompt`, `response` and `score`.
         report: function called for rows without a usable response or score, of which the others of their prompt still
             count, and for the first row of a prompt whose rows differ in a number of the pair.
+        by: further columns whose values rows of one prompt must share to belong together.
     """
     groups: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
-    context = ("prompt", *sorted({*CONTEXT_COLUMNS, *UNREAD_COLUMNS}))
+    context = ("prompt", *sorted({*CONTEXT_COLUMNS, *UNREAD_COLUMNS}), *by)
     for number, row in rows:
         try:
             _text("response", row.get("response"))
@@ -375,7 +412,8 @@ FORMATS: Mapping[str, RowFormat] = {
             _compare_kwise,
             (
                 {"prompt": PRESENT, "responses": LIST, "scores": LIST},
-                {"prompt": PRESENT, "responses": LIST, "ranks": LIST},
+                {"prompt": PRESENT, "responses": LIST | {"other"}, "ranks": LIST},
+                {"prompt": ABSENT, "responses": MESSAGES, "scores": LIST},
                 {"prompt": PRESENT, **dict.fromkeys(SINGLE_RESPONSE, PRESENT)},
             ),
             makes_groups=True,
@@ -385,5 +423,3 @@ FORMATS: Mapping[str, RowFormat] = {
 """The row formats by name, in the order in which they are tried."""
 READ_COLUMNS = frozenset[str]().union(*(form.columns for form in FORMATS.values()))
 """Columns that any format reads."""
-LAYOUTS: Registry[Mapping[str, Any]] = Registry("layout", {name: {"format": name} for name in ("auto", *FORMATS)})
-"""Options of a source by the value of its `format`: the formats, and the layouts of tables that users add."""

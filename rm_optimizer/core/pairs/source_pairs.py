@@ -1,204 +1,23 @@
-"""Pairs of sources: the format that the first rows show, the pairs of each row, notes, and mixtures."""
+"""Pairs of sources: of a file, of several, and of mixtures."""
 
 from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any
 
-from rm_optimizer.core.pairs.column_hints import contrary_notes, no_format, require_readable, unread_note
-from rm_optimizer.core.pairs.formats import (
-    LAYOUTS,
-    OPTIONAL_COLUMNS,
-    PER_RESPONSE,
-    READ_COLUMNS,
-    SINGLE_RESPONSE,
-    RowFormat,
-    detect_format,
-    gather_responses,
-)
+from rm_optimizer.core.pairs.column_hints import contrary_notes
+from rm_optimizer.core.pairs.layouts import LAYOUTS
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.pairs.sources import DataSource, preference
+from rm_optimizer.core.pairs.source_format import FIRST_ROWS, SourceFormat
+from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import PairRow, RowTally, SkippedRow
-from rm_optimizer.core.rows.columns import (
-    CONTEXT_COLUMNS,
-    in_context,
-    read_number,
-    renamed,
-    require_columns,
-    structured_columns,
-)
-from rm_optimizer.core.rows.messages import is_empty
-from rm_optimizer.core.rows.readers import Row, read_rows, source_name
-from rm_optimizer.errors import ConfigError, DataError, did_you_mean
-from rm_optimizer.schema.data import DataConfig, KwiseRule, Spelling
-
-FIRST_ROWS = 50
-"""Rows that decide the format and the columns."""
-
-
-@dataclass(frozen=True)
-class SourceFormat:
-    """Format of a source's rows, as its first rows show it.
-
-    Args:
-        source: source and how to read it.
-        form: format of its rows.
-        has_one_response: True for rows of the k-wise format that are single responses, to be grouped by prompt.
-        structured: columns of responses whose text is read as the list that it spells.
-        notes: sentences on columns that look like content and are not read.
-    """
-
-    source: DataSource
-    form: RowFormat
-    has_one_response: bool
-    structured: frozenset[str]
-    notes: tuple[str, ...]
-
-    @classmethod
-    def of(cls, source: DataSource, first: Sequence[tuple[int, Row]]) -> SourceFormat:
-        """Format named or detected, once the columns are known to be there and to mean what they are read as.
-
-        Args:
-            source: source to read, with its options.
-            first: its first `FIRST_ROWS` rows, numbered.
-
-        Raises:
-            DataError: if the rows lack a column, look like no format, or hold a column that would be misread.
-        """
-        require_columns(source.path, [row for _, row in first], source.columns)
-        mapped = list(renamed(first, source.columns))
-        structured, notes = structured_columns(source.path, [row for _, row in mapped], source.format)
-        rows = [row for _, row in renamed(mapped, {}, structured)]
-        names = {name for row in rows for name in row}
-        form = source.named_format or detect_format(rows)
-        if form is None or (source.named_format and not any(names >= required for required in form.required)):
-            raise no_format(source, rows)
-        unread = _unread_options(source, form)
-        require_readable(source, form, rows)
-        has_one_response = form.name == "kwise" and "responses" not in first[0][1] and "responses" not in source.columns
-        read = form.columns | SINGLE_RESPONSE | {*OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
-        notes += [note for note in (unread, unread_note(source.path, rows, read)) if note is not None]
-        return cls(source, form, has_one_response, structured, tuple(notes))
-
-    def pairs(
-        self, rows: Iterable[tuple[int, Row]], kwise_rule: KwiseRule, tally: RowTally
-    ) -> Iterator[tuple[int, PreferencePair]]:
-        """Pairs of rows, each with the number of its row; a row that gives none is put into the tally.
-
-        Args:
-            rows: numbered rows as they are stored.
-            kwise_rule: pairs that a row of many scored responses gives.
-            tally: tally of the rows.
-
-        Raises:
-            DataError: if a row is bad and the tally stops there.
-        """
-        ours = renamed(rows, self.source.columns, self.structured)
-        for number, row in gather_responses(ours, tally.report) if self.has_one_response else ours:
-            try:
-                pairs, reason = self._compared(number, row, kwise_rule)
-            except ValueError as error:
-                tally.report(number, str(error))
-                continue
-            except RecursionError:
-                tally.report(number, "its values are nested too deeply")
-                continue
-            if reason is not None:
-                tally.report(number, f"a pair of it is bad ({reason}), and left out" if pairs else reason)
-            elif not pairs:
-                tally.skip(number, "no pair: no two responses that differ in text and score")
-            yield from ((number, pair) for pair in pairs)
-
-    def _compared(self, number: int, row: Row, kwise_rule: KwiseRule) -> tuple[list[PreferencePair], str | None]:
-        """Pairs of a row, and the reason if one of its comparisons gives no pair.
-
-        Raises:
-            ValueError: if the row cannot be compared or its winner is unknown.
-        """
-        # Columns that nothing reads are metadata; those of a `metadata` column, as `PreferencePair.to_dict` writes it,
-        # join them.
-        metadata = _kept((name, value) for name, value in row.items() if name not in self._columns)
-        if isinstance(metadata.get("metadata"), dict):
-            metadata = _kept(metadata.pop("metadata").items()) | metadata
-        metadata.setdefault("source", self.source.name)
-        if self.form.makes_groups:
-            metadata["group"] = f"{source_name(self.source.path)}:{number}"
-        if self.form.name == "winner" and self.source.winner_values is not None:
-            row = row | {"winner": preference(self.source.winner_values, row.get("winner"))}
-        comparisons = self.form.compare(row, kwise_rule)
-        missing = {
-            name
-            for name in OPTIONAL_COLUMNS
-            if is_empty(row.get(name)) or str(row[name]).strip().casefold() in ("nan", "none")
-        }
-        margin, label, weight = (None if name in missing else read_number(name, row[name]) for name in OPTIONAL_COLUMNS)
-        pairs: list[PreferencePair] = []
-        reason: str | None = None
-        for item in comparisons:
-            own_label = self.source.label if item.label is None else item.label
-            try:
-                pair = PreferencePair(
-                    in_context(row, item.prompt, self.source.columns),
-                    item.chosen,
-                    item.rejected,
-                    margin=margin if margin is not None else item.margin,
-                    metadata=metadata | _kept(item.extra.items()),
-                    label=own_label if label is None else label,
-                    weight=1.0 if weight is None else weight,
-                )
-            except ValueError as error:
-                reason = str(error)
-            else:
-                pairs.append(pair)
-        return pairs, reason
-
-    @cached_property
-    def _columns(self) -> frozenset[str]:
-        """Columns that are no metadata; beside a list of responses, `response` and `score` are."""
-        return self.form.columns - SINGLE_RESPONSE | {PER_RESPONSE, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
-
-
-def _unread_options(source: DataSource, form: RowFormat) -> str | None:
-    """Sentence on a mapping or values of a winner column that the rows' format does not read; None if it reads all.
-
-    Raises:
-        DataError: with that sentence, if the source brings the options, which are not defaults of all sources.
-    """
-    entrance = Spelling.current()
-    unread = {ours: theirs for ours, theirs in source.columns.items() if theirs and ours in READ_COLUMNS - form.columns}
-    options = {"columns": entrance.columns(unread)} if unread else {}
-    if source.winner is not None and form.name != "winner":
-        options["winner"] = entrance.option("winner", str(source.winner))
-    if not options:
-        return None
-    text = (
-        f"{source.path}: {' and '.join(options.values())} has no effect here, since the rows are read by format "
-        f"{form.name} ({form.expects}); leave it out, or name the format that reads it with "
-        f"{entrance.option('format', 'NAME')}"
-    )
-    if options.keys() <= source.inherited:
-        return text
-    raise DataError(text)
-
-
-def _kept(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    return {name: value for name, value in items if value is not None and value != "" and _is_json(value)}
-
-
-def _is_json(value: object) -> bool:
-    """True if JSON can express the value; NaN is a missing number, and bytes or dates are left out."""
-    if value is None or isinstance(value, str | int):
-        return True
-    if isinstance(value, float):
-        return abs(value) < float("inf")
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    return isinstance(value, dict) and all(isinstance(name, str) and _is_json(item) for name, item in value.items())
+from rm_optimizer.core.rows.readers import read_rows
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.schema.data import DataConfig, Spelling
 
 
 @dataclass(frozen=True, eq=False)
@@ -327,7 +146,7 @@ def register_layout(
 
     Args:
         name: name of the layout, letters, digits and underscores.
-        layout: `format`, `columns`, `winner` and `label`, as a source in `data.train` has them; none must be given.
+        layout: keys of `Layout`, such as `format`, `columns` and `winner`; none must be given.
         rows: example rows of the table.
         pairs: the pairs of these rows, of which prompt, responses, margin, label and weight are compared.
 
@@ -341,11 +160,8 @@ def register_layout(
         >>> layout = {"columns": columns, "winner": "left,right"}
         >>> register_layout("votes", layout, rows=[row], pairs=[PreferencePair("2 + 2?", "4", "5")])
     """
-    for option in layout:
-        if option not in (known := ("format", "columns", "winner", "label")):
-            raise ConfigError(did_you_mean("option of a layout", option, known))
     with Spelling.python.used():
-        found = load_source(DataSource("rows", **layout, rows=[dict(row) for row in rows]), DataConfig())
+        found = load_source(DataSource("rows", layout=layout, rows=[dict(row) for row in rows]), DataConfig())
     got, expected = ([{**pair.to_dict(), "metadata": {}} for pair in each] for each in (found.pairs, pairs))
     if got != expected:
         both = itertools.zip_longest(expected, got)

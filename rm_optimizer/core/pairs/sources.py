@@ -8,63 +8,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from rm_optimizer.core.pairs.formats import LAYOUTS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
+from rm_optimizer.core.pairs.formats import FORMATS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
+from rm_optimizer.core.pairs.layouts import LAYOUTS, Layout
+from rm_optimizer.core.pairs.winner import Winner
 from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, Columns, read_number
 from rm_optimizer.core.rows.readers import NamedFiles, Row, source_files, source_name
 from rm_optimizer.errors import ConfigError, did_you_mean, nearest
 from rm_optimizer.schema.data import DataConfig
-
-FORM = "FIRST,SECOND or FIRST,SECOND,TIE, with | between values that mean the same"
-
-
-def parse_winner(option: object) -> dict[str, float]:
-    """Probability that `response_a` is better, by the values of the winner column that an option names.
-
-    Args:
-        option: a list of two or three values or lists of values, or text as in `FORM`.
-
-    Raises:
-        ConfigError: if there are not two or three, or one stands twice.
-    """
-    items = option.split(",") if isinstance(option, str) else option
-    if not isinstance(items, Sequence) or len(items) not in (2, 3):
-        raise ConfigError(f"winner must name the values of the winner column as {FORM}, got {option!r}")
-    found = dict[str, float]()
-    for item, preference in zip(items, (1.0, 0.0, 0.5), strict=False):
-        same = item.split("|") if isinstance(item, str) else item
-        for value in same if isinstance(same, Sequence) else [same]:
-            if found.setdefault(_value_key(value), preference) != preference:
-                raise ConfigError(f"winner must name each value of the winner column once, got {option!r}")
-    return found
-
-
-def preference(values: Mapping[str, float], value: object) -> float:
-    """Probability that `response_a` is better by the value of a winner column: 1, 0 or 0.5.
-
-    Args:
-        values: `parse_winner` of the option.
-        value: the cell.
-
-    Raises:
-        ValueError: if the value names none of the three.
-
-    Example:
-        >>> values = parse_winner("model_a,model_b,tie|tie (bothbad)")
-        >>> [preference(values, name) for name in ("model_b", "Tie")]
-        [0.0, 0.5]
-    """
-    if (key := _value_key(value)) not in values:
-        raise ValueError(f"winner must be one of {', '.join(sorted(values))}, got {value!r}")
-    return values[key]
-
-
-def _value_key(value: object) -> str:
-    """The value as text that is the same for `1`, `1.0` and `"1"`, and for `Tie` and `tie`."""
-    text = str(value).strip().casefold()
-    try:
-        return f"{float(text):g}"
-    except ValueError:
-        return text
 
 
 @dataclass(frozen=True)
@@ -76,9 +26,10 @@ class DataSource:
         weight: its share in a mixture: each pair counts `weight` times; a fraction takes a random part.
         format: name of a row format or of a registered layout, whose options hold where the source has none; or "auto".
         columns: column mapping, our name to the file's or to a path such as `answer.text`; None leaves the column out.
-        winner: values of the `winner` column that name the better response, as `parse_winner` reads them.
+        winner: meaning of the `winner` column, as `Winner.parse` reads it.
         label: the preference probability of rows that carry none, 0.5 for a file of ties.
         inherited: names of the options that are those of all sources.
+        layout: name, YAML file or mapping of a layout, whose options hold where the source has none.
         name: name of the source, which its pairs carry as `metadata["source"]`; that of the path if it is empty.
         rows: rows in memory, which are read in place of a file.
 
@@ -93,6 +44,7 @@ class DataSource:
     winner: Any = None
     label: float = 1.0
     inherited: frozenset[str] = field(default=frozenset(), compare=False)
+    layout: Any = None
     name: str = ""
     rows: Sequence[Row] | None = field(default=None, repr=False, compare=False)
 
@@ -101,14 +53,21 @@ class DataSource:
             raise ConfigError(f"the weight of source {self.path} must be positive, got {self.weight}")
         if not 0 <= self.label <= 1:
             raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {self.label}")
-        layout = LAYOUTS.get(self.format) or {"format": self.format}
-        own = {"columns": {**layout.get("columns", {}), **self.columns}, "format": layout.get("format", "auto")}
-        for name, unset in (("winner", None), ("label", 1.0)):
-            if name in layout and getattr(self, name) == unset:
-                own[name] = layout[name]
-        for name, value in own.items():
-            object.__setattr__(self, name, value)
-        _ = self.named_format, self.winner_values
+        named = self.layout
+        if self.format not in ("auto", *FORMATS):
+            named = LAYOUTS.get(self.format)
+            if named is None:
+                raise ConfigError(did_you_mean("data.format", self.format, LAYOUTS))
+            object.__setattr__(self, "format", "auto")
+        if named is not None:
+            layout = Layout.of(named)
+            own = {"layout": layout, "columns": {**layout.columns, **self.columns}}
+            for name, unset in (("format", "auto"), ("winner", None), ("label", 1.0)):
+                if getattr(self, name) == unset:
+                    own[name] = getattr(layout, name)
+            for name, value in own.items():
+                object.__setattr__(self, name, value)
+        _ = self.named_format, self.verdicts
         object.__setattr__(self, "name", self.name or source_name(self.path))
         ours = {*READ_COLUMNS, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
         for name, theirs in self.columns.items():
@@ -129,12 +88,12 @@ class DataSource:
         return None if self.format == "auto" else row_format(self.format)
 
     @cached_property
-    def winner_values(self) -> Mapping[str, float] | None:
-        """Meaning of the values of the winner column, by `parse_winner`; None where no option gives them."""
-        return None if self.winner is None else parse_winner(self.winner)
+    def verdicts(self) -> Winner | None:
+        """Meaning of the winner column; None where no option gives it."""
+        return None if self.winner is None else Winner.parse(self.winner)
 
 
-SOURCE_OPTIONS = ("path", "weight", "format", "columns", "winner", "label")
+SOURCE_OPTIONS = ("path", "weight", "format", "columns", "winner", "label", "layout")
 """Options of one source, as a mapping in `data.train` has them."""
 
 
@@ -156,7 +115,8 @@ def parse_sources(source: object, options: DataConfig) -> tuple[DataSource, ...]
     items = source if isinstance(source, Sequence) and not isinstance(source, str) else [source]
     if not items:
         raise ConfigError("a data source must name a file or data set, got an empty list")
-    defaults = {"format": options.format, "columns": options.columns or {}, "winner": options.winner}
+    defaults = {name: getattr(options, name) for name in ("format", "columns", "winner", "layout")}
+    defaults["columns"] = options.columns or {}
     found = []
     for item in items:
         own: Mapping[str, Any] = item if isinstance(item, Mapping) else {"path": item}

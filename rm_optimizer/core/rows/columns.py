@@ -7,6 +7,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 from rm_optimizer.core.rows.messages import (
@@ -99,8 +100,10 @@ def unread_column(row: Row, columns: Mapping[str, str | None]) -> str | None:
     return None
 
 
-Columns = Mapping[str, str | None]
-"""Our column name to the file's; None leaves the file's column of that name out."""
+Columns = Mapping[str, Any]
+"""Our column name to the file's or to a path, to a list of these, or to `{user: …, assistant: …}`, the lists of texts
+of both speakers; None leaves the file's column of that name out."""
+_SLICE = re.compile(r"(-?\d*):(-?\d*)")
 _SIDES = (("chosen", "rejected"), ("response_a", "response_b"))
 _LISTS = ("responses", "scores", "ranks")
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
@@ -112,8 +115,9 @@ def renamed(
 ) -> Iterator[tuple[int, Row]]:
     """The rows under our column names; columns without one of ours keep theirs.
 
-    A name such as `answer.text` reads inside objects, and the same part of each object of a list. What lies beside it
-    becomes a column with its path for name.
+    A name such as `answer.text` reads inside objects, and the same part of each object of a list. `turns.-1` is the
+    last item of a list, `turns.:-1` all before it, and `fields.response*` the parts of such names. What lies beside a
+    path becomes a column with its path for name.
 
     Args:
         rows: numbered rows.
@@ -132,20 +136,42 @@ def renamed(
                 value = [value]
             if isinstance(value, list) and value is not ours[name]:
                 lists[name] = value
+        for one, other in (*_SIDES, *(pair[::-1] for pair in _SIDES)):
+            turns, text = lists.get(one, ours.get(one)), lists.get(other, ours.get(other))
+            if isinstance(text, str) and isinstance(turns, list) and len(turns) == 1 and is_assistant(turns[0]):
+                lists[other] = _as_completion(text)
         yield number, ours | lists if lists else ours
 
 
+def _as_completion(text: str) -> list[Any]:
+    """The messages that a text beside a message spells, or the text as one."""
+    parsed = parsed_text(text)
+    messages = parsed if isinstance(parsed, list) else [parsed]
+    return messages if messages and all(map(is_message, messages)) else [{"role": "assistant", "content": text}]
+
+
+def paths_of(theirs: Any) -> list[str]:
+    """Column names and paths that one of our columns is read from."""
+    return [theirs] if isinstance(theirs, str) else [*(theirs.values() if isinstance(theirs, Mapping) else theirs)]
+
+
 def _mapped(row: Row, columns: Columns) -> Row:
-    paths = [ours if theirs is None else theirs for ours, theirs in columns.items()]
-    given = {ours: theirs for ours, theirs in columns.items() if theirs is not None}
-    roots = {ours: theirs if theirs in row else _root(theirs) for ours, theirs in given.items()}
-    consumed = {*roots.values(), *(columns.keys() - given.keys())}
-    mapped = {ours: cell(row, given[ours]) for ours, root in roots.items() if root in row}
-    texts = [value for value in mapped.values() if isinstance(value, str)]
-    passed = dict.fromkeys(_root(path) for path in paths if "." in path and path not in row)
+    given = {ours: paths_of(theirs) for ours, theirs in columns.items() if theirs is not None}
+    read = [path for each in given.values() for path in each]
+    left_out = [*(columns.keys() - given.keys())]
+    consumed = {*(path if path in row else root_of(path) for path in read), *left_out}
+    mapped = {
+        ours: cell(row, columns[ours])
+        for ours, each in given.items()
+        if any(path in row or root_of(path) in row for path in each)
+    }
+    texts = [text for value in mapped.values() for text in (value if are_texts(value) else [value])]
+    texts = [text for text in texts if isinstance(text, str)]
+    paths = [path for path in (*read, *left_out) if "." in path and path not in row]
     kept = {name: value for name, value in row.items() if name not in consumed}
-    for root in passed:
-        kept |= _beside(root, row.get(root), [path.split(".")[1:] for path in paths if _root(path) == root], texts)
+    for root in dict.fromkeys(map(root_of, paths)):
+        inside = [path.split(".")[1:] for path in (*read, *left_out) if root_of(path) == root]
+        kept |= _beside(root, row.get(root), inside, texts)
     return kept | mapped
 
 
@@ -166,31 +192,49 @@ def _beside(path: str, value: Any, read: Sequence[list[str]], texts: Sequence[st
     value = parsed_text(value) if isinstance(value, str) else value
     parts: list[tuple[tuple[str, ...], Any]] = []
     if isinstance(value, Mapping):
-        parts = [((str(name),), part) for name, part in value.items() if not is_empty(part)]
-    elif isinstance(value, list) and any(re.match(r"-?\d", name) for name in wanted):
-        parts = [((str(index), str(index - len(value))), part) for index, part in enumerate(value)]
+        patterns = [step for step in wanted if "*" in step]
+        parts = [
+            ((str(name), *(step for step in patterns if fnmatchcase(str(name), step))), part)
+            for name, part in value.items()
+            if not is_empty(part)
+        ]
+    elif isinstance(value, list) and any(re.match(r"-?\d|-?\d*:", name) for name in wanted):
+        slices = {step: range(len(value))[_slice(found)] for step in wanted if (found := _SLICE.fullmatch(step))}
+        parts = [
+            ((str(i), str(i - len(value)), *(step for step, places in slices.items() if i in places)), part)
+            for i, part in enumerate(value)
+        ]
     elif isinstance(value, list):
         inside = dict.fromkeys(str(name) for item in value if isinstance(item, Mapping) for name in item)
         for name in dict.fromkeys([*filter(is_context, inside), *wanted]):
             of_each = _inside(value, name)
-            if name in wanted or not all(is_empty(part) or _is_missing(part) for part in of_each):
+            if name in wanted or not all(is_empty(part) or is_missing(part) for part in of_each):
                 parts.append(((name,), of_each))
     for names, part in parts:
         name = next((name for name in names if name in wanted), names[0])
         yield from _beside(f"{path}.{name}", part, [steps[1:] for steps in read if steps[0] in names], texts)
 
 
-def _root(path: str) -> str:
+def root_of(path: str) -> str:
+    """The column that a path leads into."""
     return path.partition(".")[0]
 
 
-def cell(row: Row, path: str) -> Any:
+def cell(row: Row, path: Any) -> Any:
     """The value at a column name or at a path into a column; None where the path leads nowhere.
+
+    Several paths give the list of their values, and those of two speakers the conversation.
 
     Example:
         >>> cell({"answers": [{"text": "a"}, {"text": "b"}]}, "answers.text")
         ['a', 'b']
+        >>> cell({"turns": ["a", "b", "c"]}, "turns.:-1")
+        ['a', 'b']
     """
+    if isinstance(path, Mapping):
+        return _conversation({role: cell(row, each) for role, each in path.items()})
+    if not isinstance(path, str):
+        return [cell(row, each) for each in path]
     if path in row:
         return row[path]
     name, *steps = path.split(".")
@@ -215,11 +259,30 @@ def read_number(name: str, value: object) -> float:
     return number
 
 
+def _conversation(speakers: Mapping[str, Any]) -> list[dict[str, str]] | None:
+    """The messages of texts or lists of texts, one for each speaker; None if they are not alike or of one length."""
+    parsed = [parsed_text(value) if isinstance(value, str) else value for value in speakers.values()]
+    are_plain = not any(isinstance(value, list) for value in parsed)
+    lists = [[value] for value in speakers.values()] if are_plain else parsed
+    if not all(map(are_texts, lists)) or len(set(map(len, lists))) != 1:
+        return None
+    turns = zip(*lists, strict=True)
+    return [{"role": role, "content": text} for turn in turns for role, text in zip(speakers, turn, strict=True)]
+
+
+def _slice(step: re.Match[str]) -> slice:
+    return slice(*(int(end) if end else None for end in step.groups()))
+
+
 def _inside(value: Any, step: str) -> Any:
     if isinstance(value, str):
         value = parsed_text(value)
     if isinstance(value, Mapping):
+        if "*" in step:
+            return {name: part for name, part in value.items() if fnmatchcase(name, step) and not is_empty(part)}
         return value.get(step)
+    if isinstance(value, list) and (found := _SLICE.fullmatch(step)):
+        return value[_slice(found)]
     if isinstance(value, list) and step.lstrip("-").isdigit():
         index = int(step)
         return value[index] if -len(value) <= index < len(value) else None
@@ -299,19 +362,20 @@ def require_columns(path: str, rows: Sequence[Row], columns: Columns) -> None:
         DataError: naming the option and the columns or parts that are there.
     """
     known = list(dict.fromkeys(name for row in rows for name in row))
-    for ours, theirs in columns.items():
-        name = ours if theirs is None else theirs
-        is_there = (_root(name) if theirs is None else name) in known
-        if is_there or not all(_is_missing(cell(row, name)) for row in rows):
+    named = [(ours, theirs, name) for ours, theirs in columns.items() for name in paths_of(theirs or ours)]
+    for ours, theirs, name in named:
+        is_there = (root_of(name) if theirs is None else name) in known
+        if is_there or not all(is_missing(cell(row, name)) for row in rows):
             continue
-        cells = (row.get(_root(name)) for row in rows)
+        cells = (row.get(root_of(name)) for row in rows)
         items = (item for value in cells for item in (value if isinstance(value, list) else [value]))
         parts = dict.fromkeys(str(part) for item in items if isinstance(item, Mapping) for part in item)
-        lost = f"the column {_root(name)} holds no such part; it has {', '.join(parts) or 'no parts'}"
-        reason = lost if _root(name) in known else did_you_mean("column", name, known)
-        option = Spelling.current().columns({ours: "null" if theirs is None else theirs})
+        lost = f"the column {root_of(name)} holds no such part; it has {', '.join(parts) or 'no parts'}"
+        reason = lost if root_of(name) in known else did_you_mean("column", name, known)
+        option = Spelling.current().columns({ours: "null" if theirs is None else name})
         raise DataError(f"{path}: {option}: {reason}")
 
 
-def _is_missing(value: Any) -> bool:
-    return value is None or (isinstance(value, list) and all(map(_is_missing, value)))
+def is_missing(value: Any) -> bool:
+    """True for a cell without a value, and for a list of such."""
+    return value is None or (isinstance(value, list) and all(map(is_missing, value)))

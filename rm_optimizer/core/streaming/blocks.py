@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from rm_optimizer.core.pairs.column_hints import contrary_notes
 from rm_optimizer.core.pairs.overlap import folded_prompt_id, pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.pairs.source_pairs import FIRST_ROWS, SourceFormat
+from rm_optimizer.core.pairs.source_format import FIRST_ROWS, SourceFormat
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import RowTally, SkippedRow
 from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, read_rows, source_files
@@ -138,10 +138,10 @@ def _opened(source: DataSource, named: str) -> SourceFormat:
     if not first:
         raise DataError(f"{source.path}: the file holds no rows")
     form = SourceFormat.of(source, first)
-    if form.has_one_response:
+    if form.needs_whole_file:
         raise DataError(
-            f"{source.path}: streaming reads k-wise rows with responses and scores lists, got one response a row, "
-            "which would have to be gathered by prompt from the whole file"
+            f"{source.path}: streaming reads k-wise rows with responses and scores lists, got one response a row, or "
+            "one message, which would have to be gathered from the whole file"
         )
     tally = RowTally(source.path, DataConfig(on_bad_row=OnBadRow.drop, max_bad_share=1.0))
     pairs = [pair for _, pair in form.pairs(first, KwiseRule.all, tally)]

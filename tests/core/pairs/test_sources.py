@@ -293,9 +293,9 @@ SIDES = {"response_a": "x", "response_b": "y"}
     ("rows", "says", "never"),
     [
         (
-            [SIDES | {"winner_model_a": i, "winner_model_b": 0, "winner_tie": 1 - i} for i in (0, 1)],
-            "if winner_model_a, winner_model_b, winner_tie tell it together .one-hot winners",
-            "winner: winner_",
+            [SIDES | {"wins_a": i, "wins_b": 0, "tie_won": 1 - i} for i in (0, 1)],
+            r"if wins_a, wins_b tell it together, data.columns=.*winner: \[wins_a, wins_b\]} data.winner=one_hot",
+            "winner: wins_",
         ),
         (
             [SIDES | {"winner_model_a": f"{i}", "winner_model_b": f"{1 - i}"} for i in (0, 1)],
@@ -304,7 +304,7 @@ SIDES = {"response_a": "x", "response_b": "y"}
         ),
         ([SIDES | {"score_a": 1, "score_b": 2}], "if score_a, score_b tell it together", "WHICH_IS_BETTER"),
         ([SIDES | {"rating_a": 1.5, "rating_b": 2}], "if rating_a, rating_b tell it together", "WHICH_IS_BETTER"),
-        ([SIDES | {"votes_a": 1, "votes_b": 4}], "if votes_a, votes_b tell it together", "winner: votes"),
+        ([SIDES | {"votes_1": 1, "votes_2": 4}], "if votes_1, votes_2 tell it together", "winner: votes"),
         ([SIDES | {"model_a_votes": 1, "model_b_votes": 4}], "if model_a_votes, model_b_votes", "winner: model"),
         ([SIDES | {"a_wins": True, "b_wins": False}], "if a_wins, b_wins tell it together", "winner: a_wins"),
         ([SIDES | {"annotator1": 1, "annotator2": 2}], "if annotator1, annotator2 tell it together", "winner: ann"),
@@ -354,14 +354,14 @@ SIDES = {"response_a": "x", "response_b": "y"}
         ),
         ([{"chosen": {"0": "a", "1": "b"}, "rejected": {"0": "c", "1": "d"}}], "orient='records'", "chosen.0"),
         (
-            [{"input": "q", "chosen": "a", "rejected": "b", "generations": ["a", "b"]}],
-            "did you mean data.columns={prompt: input}",
+            [{"query": "q", "chosen": "a", "rejected": "b", "generations": ["a", "b"]}],
+            "did you mean data.columns={prompt: query}",
             "responses: generations",
         ),
     ],
 )
 def test_no_hint_changes_a_meaning(rows: list[dict[str, Any]], says: str, never: str, tmp_path: Path):
-    prompt = {} if "input" in rows[0] else {"prompt": "p"}
+    prompt = {} if "query" in rows[0] else {"prompt": "p"}
     with pytest.raises(DataError, match=says) as refused:
         load(write(tmp_path / "h.jsonl", *(prompt | row for row in rows)))
     assert never not in str(refused.value).partition("; got columns")[0]

@@ -1,0 +1,212 @@
+"""Layouts: descriptions of tables of preferences by the options that read them, published ones and those of users."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from fnmatch import fnmatchcase
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError  # type: ignore[import-untyped]
+
+from rm_optimizer.core.pairs.formats import FORMATS, OPTIONAL_COLUMNS, READ_COLUMNS
+from rm_optimizer.core.rows.columns import (
+    CONTEXT_COLUMNS,
+    UNREAD_COLUMNS,
+    Columns,
+    cell,
+    is_missing,
+    paths_of,
+    read_number,
+    root_of,
+)
+from rm_optimizer.core.rows.messages import is_empty
+from rm_optimizer.core.rows.readers import Row
+from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.schema.compose import config_root
+from rm_optimizer.schema.registry import Registry
+
+_CONTENT = {
+    *READ_COLUMNS, *CONTEXT_COLUMNS, *UNREAD_COLUMNS, "question", "instruction", "query", "conversation",
+    "conversations", "trajectory", "messages", "persona", "passage", "problem",
+}  # fmt: skip
+"""Names of columns that a layout must read or ignore, unless their texts also stand in what it reads."""
+OVERWRITTEN = " (own)"
+"""End of the name under which a row keeps its column of one of our names that a layout reads from another column."""
+_UNDECIDED = frozenset({"tie", "both_bad", "bothbad", "tie (bothbad)", "draw", "discarded", "skipped", "invalid"})
+"""Cells that take the preference of a row back, in a column that the layout must read or ignore."""
+
+
+_MAPPINGS = ("columns", "where", "tree", "range")
+_LISTS = ("group", "has", "ignore")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Description of a table of preferences.
+
+    Args:
+        name: name of the layout's file; empty for a mapping and a registered layout.
+        format: row format, or "auto".
+        columns: our column name to the table's, as the option `columns` has it.
+        winner: meaning of the winner column, as the option `winner` has it.
+        label: preference probability of rows that carry none.
+        where: values that a row must have, by column or path: a value, a list of them, or `{not: …}`. A row is left out
+            if any item of a list differs.
+        group: columns that single responses of one prompt must share to be compared.
+        tree: columns of a tree of messages, as `gather_trees` takes them.
+        range: least and greatest number of a column of ours.
+        has: columns that a table of this layout has besides those that are read.
+        ignore: columns and paths, also with `*`, that are neither read nor kept.
+    """
+
+    name: str = ""
+    format: str = "auto"
+    columns: Columns = field(default_factory=dict)
+    winner: Any = None
+    label: float = 1.0
+    where: Mapping[str, Any] = field(default_factory=dict)
+    group: tuple[str, ...] = ()
+    tree: Mapping[str, str] = field(default_factory=dict)
+    range: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    has: tuple[str, ...] = ()
+    ignore: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, option: object) -> Layout:
+        """The layout that an option gives: a name, a YAML file with one, or the mapping itself.
+
+        Raises:
+            ConfigError: if there is no such layout or file, or a key of it is unknown.
+        """
+        if isinstance(option, Layout):
+            return option
+        if isinstance(option, Mapping):
+            return _checked("", option)
+        text = str(option)
+        if text in LAYOUTS:
+            return _checked("", LAYOUTS[text])
+        if Path(text).suffix in (".yaml", ".yml"):
+            return _stored(Path(text).expanduser())
+        if text not in published():
+            raise ConfigError(did_you_mean("layout", text, [*published(), *LAYOUTS]) + "; or name a .yaml file of one")
+        return published()[text]
+
+    @cached_property
+    def required(self) -> frozenset[str]:
+        """Columns that a table must have; a path may also be the name of a column."""
+        mapped = (path for theirs in self.columns.values() if theirs for path in paths_of(theirs))
+        return frozenset({*mapped, *self.where, *self.group, *self.tree.values(), *self.has})
+
+    def fits(self, row: Row) -> bool:
+        """True if the row has all columns that are required, and the parts of columns."""
+        return all(
+            name in row or (root_of(name) in row and (name in self.where or not is_missing(cell(row, name))))
+            for name in self.required
+        )
+
+    def in_words(self) -> str:
+        """Its mapping of columns and the meaning of the winner, for a note."""
+        told = [f"{ours}={' and '.join(paths_of(theirs))}" for ours, theirs in self.columns.items() if theirs]
+        told += [f"{path} {values}" for path, values in self.where.items()]
+        if self.tree:
+            told.append(f"trees of messages by {' and '.join(self.tree.values())}")
+        if self.winner is not None:
+            same = ["|".join(map(str, each)) if isinstance(each, list) else str(each) for each in self.winner]
+            told.append(f"winner is {self.winner if isinstance(self.winner, str) else ','.join(same)}")
+        return ", ".join(told)
+
+    def ignores(self, name: str) -> bool:
+        """True for a column or path that is neither read nor kept."""
+        return any(fnmatchcase(name, pattern) or root_of(name) == pattern for pattern in self.ignore)
+
+    def left_out(self, row: Row) -> str | None:
+        """Reason why the row does not belong to the comparisons; None if it does."""
+        for path, wanted in self.where.items():
+            refused = isinstance(wanted, Mapping)
+            named = wanted["not"] if refused else wanted
+            values = named if isinstance(named, list | tuple) else [named]
+            found = cell(row, path)
+            for value in found if isinstance(found, list) else [found]:
+                if (str(value) in map(str, values)) == refused:
+                    return f"left out, since {path} is {value}"
+        return None
+
+    def reason_against(self, row: Row, read: Iterable[str]) -> str | None:
+        """Reason why a row under our names would be misread: a number out of range, or content that nothing reads."""
+        for name, (low, high) in self.range.items():
+            for value in row[name] if isinstance(row.get(name), list) else [row.get(name)]:
+                if not low <= read_number(name, value) <= high:
+                    return f"{name} must lie in [{low:g}, {high:g}], got {value}"
+        if not self.name:
+            return None
+        unread = {name: value for name, value in row.items() if name not in read and not is_empty(value)}
+        for name, value in unread.items():
+            if isinstance(value, str) and value.strip().casefold() in _UNDECIDED:
+                return f"{name} is {value}, which layout {self.name} does not read"
+        content = [name for name in unread if name.removesuffix(OVERWRITTEN).rpartition(".")[2] in _CONTENT]
+        if content:
+            known = {text for each in read for text in _texts(row.get(each))}
+            lost = [name for name in content if not known.issuperset(_texts(unread[name]))]
+            if lost:
+                return f"{lost[0].removesuffix(OVERWRITTEN)} is not read by layout {self.name} and would be lost"
+        return None
+
+
+def _texts(value: Any) -> set[str]:
+    """The texts in a value, without case and outer blanks; those of a message without its role."""
+    if isinstance(value, str):
+        return {value.strip().casefold()} - {""}
+    if isinstance(value, Mapping):
+        return set().union(*(_texts(part) for name, part in value.items() if name not in ("role", "from", "type")))
+    return set().union(*map(_texts, value)) if isinstance(value, list | tuple) else {str(value)}
+
+
+def _checked(name: str, options: Mapping[Any, Any]) -> Layout:
+    known = [each.name for each in fields(Layout) if each.name != "name"]
+    shown = f"layout {name}" if name else "a layout"
+    for key, value in options.items():
+        if key not in known:
+            raise ConfigError(did_you_mean(f"option of {shown}", str(key), known))
+        kind = "a mapping" if key in _MAPPINGS else "a list" if key in _LISTS else "one value"
+        got = (
+            "a mapping" if isinstance(value, Mapping) else "a list" if isinstance(value, list | tuple) else "one value"
+        )
+        if got != kind and key != "winner":
+            raise ConfigError(f"{shown}: {key} must be {kind}, got {value!r}")
+    tree = options.get("tree")
+    if tree is not None and {*tree} not in ({"root"}, {"id", "parent"}):
+        raise ConfigError(f"{shown}: tree must name root, or id and parent, got {tree!r}")
+    if todo := [key for key, value in options.items() if "TODO" in str(value)]:
+        raise ConfigError(f"{shown}: put what the rows mean in place of TODO in {todo[0]}")
+    values: dict[str, Any] = {
+        str(key): tuple(value) if isinstance(value, list) and key != "winner" else value
+        for key, value in options.items()
+    }
+    return Layout(name=name, **values)
+
+
+def _stored(path: Path) -> Layout:
+    try:
+        options = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"the layout {path} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
+    if not isinstance(options, dict):
+        raise ConfigError(f"the layout {path} must be a mapping with columns, got {type(options).__name__}")
+    return _checked(path.stem, options)
+
+
+@cache
+def published() -> Mapping[str, Layout]:
+    """The layouts of published data sets by name, which `configs/layout` holds."""
+    return {path.stem: _stored(path) for path in sorted((Path(config_root()) / "layout").glob("*.yaml"))}
+
+
+LAYOUTS: Registry[Mapping[str, Any]] = Registry("layout", {name: {"format": name} for name in ("auto", *FORMATS)})
+"""Options of a source by the value of its `format`: the formats, and the layouts of tables that users add."""
+ALWAYS_READ = frozenset({*OPTIONAL_COLUMNS, *CONTEXT_COLUMNS})
+"""Columns that are read by their own names beside those of a format."""

@@ -1,0 +1,390 @@
+"""Format of a source, as its first rows show it: a named or general one, or that of a published layout."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from rm_optimizer.core.pairs.column_hints import no_format, require_readable, unread_note
+from rm_optimizer.core.pairs.formats import (
+    OPTIONAL_COLUMNS,
+    PER_RESPONSE,
+    READ_COLUMNS,
+    SINGLE_RESPONSE,
+    RowFormat,
+    detect_format,
+    gather_responses,
+)
+from rm_optimizer.core.pairs.layouts import ALWAYS_READ, OVERWRITTEN, Layout, published
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.sources import DataSource
+from rm_optimizer.core.rows.bad_rows import RowTally
+from rm_optimizer.core.rows.columns import (
+    in_context,
+    paths_of,
+    read_number,
+    renamed,
+    require_columns,
+    root_of,
+    structured_columns,
+)
+from rm_optimizer.core.rows.messages import is_empty
+from rm_optimizer.core.rows.readers import Row, source_name
+from rm_optimizer.core.rows.trees import gather_trees
+from rm_optimizer.errors import DataError
+from rm_optimizer.schema.data import DataConfig, KwiseRule, OnBadRow, Spelling
+
+FIRST_ROWS = 50
+"""Rows that decide the format and the columns."""
+_MOST_BAD = 0.1
+"""Share of the first rows that need not have a layout's columns or be read by it."""
+
+
+@dataclass(frozen=True)
+class SourceFormat:
+    """Format of a source's rows, as its first rows show it.
+
+    Args:
+        source: source and how to read it.
+        form: format of its rows.
+        has_one_response: True for rows of the k-wise format that are single responses, to be grouped by prompt.
+        structured: columns of responses whose text is read as the list that it spells.
+        notes: sentences on columns that look like content and are not read.
+    """
+
+    source: DataSource
+    form: RowFormat
+    has_one_response: bool
+    structured: frozenset[str]
+    notes: tuple[str, ...]
+
+    @classmethod
+    def of(cls, source: DataSource, first: Sequence[tuple[int, Row]]) -> SourceFormat:
+        """Format named or detected, once the columns are known to be there and to mean what they are read as.
+
+        Args:
+            source: source to read, with its options.
+            first: its first `FIRST_ROWS` rows, numbered.
+
+        Raises:
+            DataError: if the rows lack a column, look like no format, fit two layouts, or hold a column that would be
+                misread.
+        """
+        notes, near = list[str](), list[str]()
+        if (
+            source.layout is None
+            and source.format == "auto"
+            and source.winner is None
+            and not any(source.columns.values())
+        ):
+            source, near = _recognized(source, first)
+            if source.layout is not None:
+                notes.append(_note(source, source.layout))
+        layout = source.layout
+        if layout is not None:
+            _require_layout(source, layout, [row for _, row in first])
+            first = list(_belonging(layout, first)) or first
+        require_columns(source.path, [row for _, row in first], source.columns)
+        mapped = list(_renamed(source, first))
+        structured, found = structured_columns(source.path, [row for _, row in mapped], source.format)
+        rows = [row for _, row in renamed(mapped, {}, structured)]
+        names = {name for row in rows for name in row}
+        form = source.named_format or detect_format(rows)
+        if form is None or (source.named_format and not any(names >= required for required in form.required)):
+            raise no_format(source, rows, near)
+        unread = _unread_options(source, form)
+        require_readable(source, form, rows)
+        has_one_response = form.name == "kwise" and "responses" not in mapped[0][1]
+        read = form.columns | SINGLE_RESPONSE | ALWAYS_READ
+        notes += [*found, *(note for note in (unread, unread_note(source.path, rows, read)) if note is not None)]
+        return cls(source, form, has_one_response, structured, tuple(notes))
+
+    @property
+    def needs_whole_file(self) -> bool:
+        """True if rows must be gathered from the whole file before they can be compared."""
+        return self.has_one_response or (self.source.layout is not None and "parent" in self.source.layout.tree)
+
+    def pairs(
+        self, rows: Iterable[tuple[int, Row]], kwise_rule: KwiseRule, tally: RowTally
+    ) -> Iterator[tuple[int, PreferencePair]]:
+        """Pairs of rows, each with the number of its row; a row that gives none is put into the tally.
+
+        Args:
+            rows: numbered rows as they are stored.
+            kwise_rule: pairs that a row of many scored responses gives.
+            tally: tally of the rows.
+
+        Raises:
+            DataError: if a row is bad and the tally stops there.
+        """
+        layout = self.source.layout
+        if layout is not None:
+            rows = _belonging(layout, rows, tally)
+        ours = _renamed(self.source, rows, self.structured)
+        if layout is not None:
+            ours = self._readable(ours, layout, tally)
+        if self.has_one_response:
+            ours = gather_responses(ours, tally.report, () if layout is None else layout.group)
+        for number, row in ours:
+            try:
+                pairs, reason = self._compared(number, row, kwise_rule)
+            except ValueError as error:
+                tally.report(number, str(error))
+                continue
+            except RecursionError:
+                tally.report(number, "its values are nested too deeply")
+                continue
+            if reason is not None:
+                tally.report(number, f"a pair of it is bad ({reason}), and left out" if pairs else reason)
+            elif not pairs:
+                tally.skip(number, "no pair: no two responses that differ in text and score")
+            yield from ((number, pair) for pair in pairs)
+
+    def _readable(self, rows: Iterable[tuple[int, Row]], layout: Layout, tally: RowTally) -> Iterator[tuple[int, Row]]:
+        """The rows whose numbers are in range and whose content is read; the others are bad."""
+        for number, row in rows:
+            try:
+                reason = layout.reason_against(row, self._read)
+            except ValueError as error:
+                reason = str(error)
+            if reason is None:
+                yield number, {name: value for name, value in row.items() if not name.endswith(OVERWRITTEN)}
+            else:
+                tally.report(number, reason)
+
+    def _compared(self, number: int, row: Row, kwise_rule: KwiseRule) -> tuple[list[PreferencePair], str | None]:
+        """Pairs of a row, and the reason if one of its comparisons gives no pair.
+
+        Raises:
+            ValueError: if the row cannot be compared or its winner is unknown.
+        """
+        # Columns that nothing reads are metadata; those of a `metadata` column, as `PreferencePair.to_dict` writes it,
+        # join them.
+        metadata = _kept((name, value) for name, value in row.items() if name not in self._columns)
+        if isinstance(metadata.get("metadata"), dict):
+            metadata = _kept(metadata.pop("metadata").items()) | metadata
+        metadata.setdefault("source", self.source.name)
+        if self.form.makes_groups:
+            is_tree = self.source.layout is not None and self.source.layout.tree
+            metadata["group"] = f"{source_name(self.source.path)}:{number}" + (f".{row['turn']}" if is_tree else "")
+        if self.form.name == "winner" and self.source.verdicts is not None:
+            row = row | {"winner": self.source.verdicts.read(row.get("winner"))}
+        comparisons = self.form.compare(row, kwise_rule)
+        missing = {
+            name
+            for name in OPTIONAL_COLUMNS
+            if is_empty(row.get(name)) or str(row[name]).strip().casefold() in ("nan", "none")
+        }
+        margin, label, weight = (None if name in missing else read_number(name, row[name]) for name in OPTIONAL_COLUMNS)
+        pairs: list[PreferencePair] = []
+        reason: str | None = None
+        for item in comparisons:
+            own_label = self.source.label if item.label is None else item.label
+            try:
+                pair = PreferencePair(
+                    in_context(row, item.prompt, self.source.columns),
+                    item.chosen,
+                    item.rejected,
+                    margin=margin if margin is not None else item.margin,
+                    metadata=metadata | _kept(item.extra.items()),
+                    label=own_label if label is None else label,
+                    weight=1.0 if weight is None else weight,
+                )
+            except ValueError as error:
+                reason = str(error)
+            else:
+                pairs.append(pair)
+        return pairs, reason
+
+    @cached_property
+    def _columns(self) -> frozenset[str]:
+        """Columns that are no metadata; beside a list of responses, `response` and `score` are."""
+        return self.form.columns - SINGLE_RESPONSE | {PER_RESPONSE, *ALWAYS_READ}
+
+    @cached_property
+    def _read(self) -> frozenset[str]:
+        """Columns that are read from each row."""
+        return self._columns | (SINGLE_RESPONSE if self.has_one_response else frozenset())
+
+
+def _unread_options(source: DataSource, form: RowFormat) -> str | None:
+    """Sentence on a mapping or values of a winner column that the rows' format does not read; None if it reads all.
+
+    Raises:
+        DataError: with that sentence, if the source brings the options, which are not defaults of all sources.
+    """
+    entrance = Spelling.current()
+    unread = {ours: theirs for ours, theirs in source.columns.items() if theirs and ours in READ_COLUMNS - form.columns}
+    options = {"columns": entrance.columns(unread)} if unread else {}
+    if source.winner is not None and form.name != "winner":
+        options["winner"] = entrance.option("winner", str(source.winner))
+    if not options:
+        return None
+    text = (
+        f"{source.path}: {' and '.join(options.values())} has no effect here, since the rows are read by format "
+        f"{form.name} ({form.expects}); leave it out, or name the format that reads it with "
+        f"{entrance.option('format', 'NAME')}"
+    )
+    if options.keys() <= source.inherited:
+        return text
+    raise DataError(text)
+
+
+def _kept(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: value for name, value in items if value is not None and value != "" and _is_json(value)}
+
+
+def _is_json(value: object) -> bool:
+    """True if JSON can express the value; NaN is a missing number, and bytes or dates are left out."""
+    if value is None or isinstance(value, str | int):
+        return True
+    if isinstance(value, float):
+        return abs(value) < float("inf")
+    if isinstance(value, list):
+        return all(map(_is_json, value))
+    return isinstance(value, dict) and all(isinstance(name, str) and _is_json(item) for name, item in value.items())
+
+
+def _renamed(
+    source: DataSource, rows: Iterable[tuple[int, Row]], structured: frozenset[str] = frozenset()
+) -> Iterator[tuple[int, Row]]:
+    """The rows under our names, without what the source's layout ignores."""
+    layout = source.layout
+    if layout is None:
+        yield from renamed(rows, source.columns, structured)
+        return
+    roots = {root_of(path) for theirs in source.columns.values() if theirs for path in paths_of(theirs)}
+    twice = [ours for ours, theirs in source.columns.items() if theirs and ours not in roots]
+    ignored: dict[str, bool] = {}
+    kept = (
+        (number, row | {f"{name}{OVERWRITTEN}": row[name] for name in twice if name in row}) for number, row in rows
+    )
+    for number, row in renamed(kept, source.columns, structured):
+        for name in row.keys() - ignored.keys():
+            ignored[name] = name not in source.columns and layout.ignores(name.removesuffix(OVERWRITTEN))
+        yield number, {name: value for name, value in row.items() if not ignored[name]}
+
+
+def _belonging(
+    layout: Layout, rows: Iterable[tuple[int, Row]], tally: RowTally | None = None
+) -> Iterator[tuple[int, Row]]:
+    """The rows that a layout compares, with its trees gathered; a tally takes note of the others."""
+
+    def wanted() -> Iterator[tuple[int, Row]]:
+        for number, row in rows:
+            if not layout.where or (reason := layout.left_out(row)) is None:
+                yield number, row
+            elif tally is not None:
+                tally.skip(number, reason)
+
+    def ignore(number: int, reason: str) -> None:
+        """The rows are reported when they are read for their pairs."""
+
+    report = ignore if tally is None else tally.report
+    return gather_trees(wanted(), layout.tree, report) if layout.tree else wanted()
+
+
+def _require_layout(source: DataSource, layout: Layout, rows: Sequence[Row]) -> None:
+    present = {name for row in rows for name in row}
+    if lost := sorted(name for name in layout.required if name not in present and root_of(name) not in present):
+        shown = f"layout {layout.name}" if layout.name else "the layout"
+        raise DataError(
+            f"{source.path}: {shown} needs the columns {', '.join(lost)}, which the rows lack; got columns "
+            f"{', '.join(sorted(present))}"
+        )
+
+
+def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[DataSource, list[str]]:
+    """The source with the published layout of its first rows, and why others with their columns do not read them.
+
+    A layout fits if nine of ten rows have its columns and are read by it; if none fits, one that reads a row does. One
+    of two that fit is meant only if it asks for more columns and leaves out none that the other reads.
+
+    Args:
+        source: source without a format or mapping.
+        first: its first rows, numbered.
+
+    Raises:
+        DataError: if two layouts fit of which none is meant alone, or the rows have the columns of a layout and no
+            format, and cannot be read.
+    """
+    rows = [row for _, row in first]
+    present = frozenset(name for row in rows for name in row)
+    fits, some, near = list[_Fit](), list[_Fit](), list[str]()
+    candidates = [replace(source, layout=each) for each in published().values() if _has(each, rows)]
+    if not candidates:
+        return source, []
+    general = detect_format(rows)
+    if general is not None:
+        candidates.append(replace(source, format=general.name))
+    for candidate in candidates:
+        tally = RowTally(source.path, DataConfig(on_bad_row=OnBadRow.drop, max_bad_share=1.0))
+        name = f"format {candidate.format}" if candidate.layout is None else f"layout {candidate.layout.name}"
+        try:
+            form = SourceFormat.of(candidate, first)
+            pairs = [pair for _, pair in form.pairs(first, KwiseRule.all, tally)]
+        except DataError as error:
+            near.append(f"{name}: {str(error).removeprefix(f'{source.path}: ')}")
+            continue
+        causes = tally.causes()
+        near += [f"{name}: {cause}" for cause, _ in causes.most_common(1)]
+        if pairs:
+            (fits if causes.total() <= _MOST_BAD * len(rows) else some).append(_Fit.of(name, form, pairs, present))
+    fits = fits or some
+    meant = [one for one in fits if not any(other.is_meant_before(one) for other in fits)]
+    if len({one.meaning for one in meant}) > 1:
+        entrance = Spelling.current()
+        raise DataError(
+            f"{source.path}: the rows fit {' and '.join(one.name for one in meant)}; name the one that is meant with "
+            f"{entrance.option('layout', 'NAME')} or {entrance.option('format', 'NAME')}"
+        )
+    return (meant[-1].source if meant and meant[-1].source.layout is not None else source), near
+
+
+def _note(source: DataSource, layout: Layout) -> str:
+    other = Spelling.current().option("layout", "NAME")
+    return (
+        f"{source.path}: read as layout {layout.name}, {layout.in_words()}; name another with {other}, or map columns"
+    )
+
+
+def _has(layout: Layout, rows: Sequence[Row]) -> bool:
+    return sum(map(layout.fits, rows)) >= (1 - _MOST_BAD) * len(rows)
+
+
+class _Fit(NamedTuple):
+    """A layout or format that reads the first rows of a source.
+
+    Args:
+        name: its name with its kind, for messages.
+        source: the source with it.
+        required: columns of the rows that it needs.
+        passed: columns of the rows that it neither reads nor ignores.
+        meaning: prompts, responses and labels of its pairs.
+    """
+
+    name: str
+    source: DataSource
+    required: frozenset[str]
+    passed: frozenset[str]
+    meaning: tuple[tuple[str, str, str, float], ...]
+
+    @classmethod
+    def of(cls, name: str, form: SourceFormat, pairs: Sequence[PreferencePair], present: frozenset[str]) -> _Fit:
+        """The fit of a format by the pairs that it read."""
+        layout = form.source.layout
+        if layout is None:
+            required = next((each for each in form.form.required if present >= each), frozenset[str]())
+            passed = present - form.form.columns - ALWAYS_READ
+        else:
+            required = frozenset(map(root_of, layout.required))
+            own = form._read - {ours for ours in layout.columns if ours not in required}
+            passed = frozenset(each for each in present - required - own if not layout.ignores(each))
+        meaning = tuple((pair.prompt_id, pair.chosen, pair.rejected, pair.label) for pair in pairs)
+        return cls(name, form.source, required, passed, meaning)
+
+    def is_meant_before(self, other: _Fit) -> bool:
+        """True if it asks for more columns than the other and passes over none that the other reads."""
+        return other.required < self.required and self.passed <= other.passed

@@ -1,0 +1,156 @@
+"""Ways in which the cells of a winner column tell the better of two responses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from rm_optimizer.core.rows.columns import read_number
+from rm_optimizer.core.rows.messages import is_empty
+from rm_optimizer.errors import ConfigError
+
+FORM = "FIRST,SECOND or FIRST,SECOND,TIE, with | between values that mean the same"
+_NUMBERS = {"one_hot": (2, 3), "votes": (2,), "scores": (2,)}
+"""Kinds of which each row has one number for each response, and how many: `one_hot` may have one for ties."""
+_SCALES = ("strength", "probability")
+
+
+class Verdict(NamedTuple):
+    """Preference of a row between two responses.
+
+    Args:
+        label: probability that the first response is the better one.
+        margin: strength of the preference, where the column tells it.
+        votes: votes for the first and for the second response, where several were cast.
+    """
+
+    label: float
+    margin: float | None = None
+    votes: tuple[float, float] | None = None
+
+
+@dataclass(frozen=True)
+class Winner:
+    """Meaning of a winner column, as the option `winner` gives it.
+
+    Args:
+        kind: `values`, `majority` (values of several annotators, of which most decide), `one_hot`, `votes`, `scores`,
+            `strength` or `probability`.
+        values: label by the value of a cell, for `values` and `majority`.
+        ends: numbers by which the first and the second response are surely better, for `strength` and `probability`.
+    """
+
+    kind: str
+    values: Mapping[str, float] = field(default_factory=dict)
+    ends: tuple[float, float] = (0.0, 1.0)
+
+    @classmethod
+    def parse(cls, option: object) -> Winner:
+        """The meaning that an option gives.
+
+        Args:
+            option: a list of two or three values or lists of values, or text as in `FORM`; `one_hot`, `votes` or
+                `scores` for a column of several numbers; or a kind before a colon, as `majority:1,2,0`,
+                `strength:-3,3` and `probability:1,2`.
+
+        Raises:
+            ConfigError: if it is none of these, or a value stands twice.
+
+        Example:
+            >>> Winner.parse("model_a,model_b,tie|tie (bothbad)").read("Tie").label
+            0.5
+            >>> Winner.parse("strength:-3,3").read(2)
+            Verdict(label=0.0, margin=2.0, votes=None)
+        """
+        if isinstance(option, str) and option in _NUMBERS:
+            return cls(option)
+        kind, colon, rest = option.partition(":") if isinstance(option, str) else ("", "", "")
+        if colon and kind in _SCALES:
+            try:
+                first, second = (read_number("winner", end) for end in rest.split(","))
+            except ValueError:
+                first = second = 0.0
+            if first == second:
+                raise ConfigError(
+                    f"winner must name the numbers of the first and the second response as {kind}:1,2, got {option!r}"
+                )
+            return cls(kind, ends=(first, second))
+        if colon and kind == "majority":
+            return cls(kind, _values(rest))
+        return cls("values", _values(option))
+
+    def read(self, value: object) -> Verdict:
+        """Return the preference that a cell states.
+
+        Raises:
+            ValueError: if it states none that the option names.
+        """
+        if self.kind in _NUMBERS:
+            return self._of_numbers(value)
+        if self.kind in _SCALES:
+            number = read_number("winner", value)
+            first, second = self.ends
+            if not min(self.ends) <= number <= max(self.ends):
+                raise ValueError(f"winner must lie in [{min(self.ends):g}, {max(self.ends):g}], got {number:g}")
+            if self.kind == "probability":
+                return Verdict((second - number) / (second - first))
+            centre = (first + second) / 2
+            label = 0.5 if number == centre else float((number < centre) == (first < second))
+            return Verdict(label, abs(number - centre))
+        told = [self._label(each) for each in _flat(value) if not is_empty(each)] or [self._label(value)]
+        mean = sum(told) / len(told)
+        votes = (float(told.count(1.0)), float(told.count(0.0))) if len(told) > 1 else None
+        if self.kind == "majority":
+            mean = (mean > 0.5) + 0.5 * (mean == 0.5)
+        return Verdict(mean, None, votes)
+
+    def _label(self, value: object) -> float:
+        if (key := _value_key(value)) not in self.values:
+            raise ValueError(f"winner must be one of {', '.join(sorted(self.values))}, got {value!r}")
+        return self.values[key]
+
+    def _of_numbers(self, value: object) -> Verdict:
+        if not isinstance(value, list) or len(value) not in _NUMBERS[self.kind]:
+            raise ValueError(f"winner must be a list of {_NUMBERS[self.kind][0]} numbers, got {value!r}")
+        numbers = [read_number("winner", number) for number in value]
+        first, second, tie = (*numbers, 0.0)[:3]
+        if self.kind == "scores":
+            return Verdict(0.5 + 0.5 * (first > second) - 0.5 * (first < second), abs(first - second))
+        if self.kind == "votes":
+            if min(first, second) < 0 or first + second == 0:
+                raise ValueError(f"votes must be counts of which one is positive, got {first:g} and {second:g}")
+            return Verdict(first / (first + second), None, (first, second))
+        if sorted(numbers)[:-1] != [0] * (len(numbers) - 1) or max(numbers) != 1:
+            raise ValueError(f"exactly one of the winner's numbers must be 1 and the others 0, got {value}")
+        return Verdict(first + 0.5 * tie)
+
+
+def _values(option: object) -> dict[str, float]:
+    items = option.split(",") if isinstance(option, str) else option
+    if not isinstance(items, Sequence) or len(items) not in (2, 3):
+        raise ConfigError(f"winner must name the values of the winner column as {FORM}, got {option!r}")
+    found = dict[str, float]()
+    for item, label in zip(items, (1.0, 0.0, 0.5), strict=False):
+        same = item.split("|") if isinstance(item, str) else item
+        for value in same if isinstance(same, Sequence) else [same]:
+            if found.setdefault(_value_key(value), label) != label:
+                raise ConfigError(f"winner must name each value of the winner column once, got {option!r}")
+    return found
+
+
+def _value_key(value: object) -> str:
+    """The value as text that is the same for `1`, `1.0` and `"1"`, and for `Tie` and `tie`."""
+    text = str(value).strip().casefold()
+    try:
+        return f"{float(text):g}"
+    except ValueError:
+        return text
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _flat(item)
+    else:
+        yield value
