@@ -176,26 +176,34 @@ def folder(family: str, root: Path) -> Path:
 
 @cache
 def dense(family: str, loss: str, root: Path) -> Dense:
+    return over(ROWS, family, loss, root)
+
+
+def over(rows: list[dict[str, Any]], family: str, loss: str, root: Path) -> Dense:
+    """The loss of an exported model over rows."""
     path = folder(family, root)
     tokenizer = AutoTokenizer.from_pretrained(path)
     model = AutoModelForSequenceClassification.from_pretrained(path, attn_implementation="eager").double().eval()
     ids = []
-    for row in ROWS:
+    for row in rows:
         texts = [f"Prompt: {row['prompt']}\n\nResponse: {row[side]}" for side in ("chosen", "rejected")]
         ids.append([[0, *tokenizer(text, add_special_tokens=False).input_ids, 1] for text in texts])
     parts = [pattern.strip("*") for pattern in MODELS[family][1]]
     names = [name for name, _ in model.named_parameters() if any(part in f"model.{name}" for part in parts)]
-    return Dense(LOSSES[loss], model, ROWS, ids, names)
+    return Dense(LOSSES[loss], model, rows, ids, names)
 
 
 @cache
 def matrices(family: str, loss: str, root: Path) -> dict[str, np.ndarray]:
     """Gradient, and each pair's Gauss-Newton and Fisher matrix with their weighted means over pairs."""
-    d = dense(family, loss, root)
+    return matrices_of(dense(family, loss, root))
+
+
+def matrices_of(d: Dense) -> dict[str, np.ndarray]:
     vector = d.point.requires_grad_()
     rewards = d.rewards(vector)
     rows = torch.stack([torch.autograd.grad(each, vector, retain_graph=True)[0] for each in rewards.flatten()])
-    rows = rows.view(len(ROWS), 2, -1)
+    rows = rows.view(len(d.rows), 2, -1)
     slope, block = of_outputs(d, rewards)
     slopes = torch.einsum("pa,pai->pi", slope, rows)
     newton, w = torch.einsum("pai,pab,pbj->pij", rows, block, rows), torch.from_numpy(d.weight)
@@ -208,7 +216,10 @@ def matrices(family: str, loss: str, root: Path) -> dict[str, np.ndarray]:
 @cache
 def hessians(family: str, loss: str, root: Path) -> np.ndarray:
     """Hessian of each pair's loss."""
-    d = dense(family, loss, root)
+    return hessians_of(dense(family, loss, root))
+
+
+def hessians_of(d: Dense) -> np.ndarray:
     vector = d.point.requires_grad_()
     rewards, seconds = d.rewards(vector), []
     slope = of_outputs(d, rewards)[0]
@@ -216,7 +227,7 @@ def hessians(family: str, loss: str, root: Path) -> np.ndarray:
     for pair, sides in zip(rewards, slope, strict=True):  # the rewards' own curvature, weighted by the loss's slope
         gradient = torch.autograd.grad(pair @ sides, vector, create_graph=True)[0]
         seconds.append(torch.autograd.grad(gradient, vector, unit, retain_graph=True, is_grads_batched=True)[0])
-    return matrices(family, loss, root)["pair newton"] + torch.stack(seconds).numpy()
+    return matrices_of(d)["pair newton"] + torch.stack(seconds).numpy()
 
 
 def of_outputs(d: Dense, rewards: Tensor) -> tuple[Tensor, Tensor]:

@@ -23,14 +23,18 @@ from tests.oracles.dense import (
     LOSSES,
     MODELS,
     ROWS,
+    Dense,
     agree,
     dense,
     folder,
     hessian,
     hessians,
+    hessians_of,
     interval,
     jackknifed,
     matrices,
+    matrices_of,
+    over,
 )
 
 LOSS, SEED = "every term", 4
@@ -101,11 +105,15 @@ def test_the_full_hessian_and_every_number_of_it(family: str, loss: str, root: P
 @pytest.mark.parametrize("kind", ["gauss_newton", "fisher"])
 @pytest.mark.parametrize("method", ["gauss_newton_exact", "lanczos"])
 def test_gauss_newton_and_fisher(kind: str, loss: str, method: str, root: Path):
-    top = {"top_k": 4, "which": "largest"} if method == "lanczos" else {}
-    found = analyzed("bert", loss, root, kind, method, num_probes=20, num_sampled=1, **top)
+    top = {"top_k": 9, "tolerance": 1e-7} if method == "lanczos" else {}  # `both` ends: of this matrix the largest
+    found = analyzed("bert", loss, root, kind, method, num_probes=20, num_sampled=1, effective_rank=True, **top)
     m, d = matrices("bert", loss, root), dense("bert", loss, root)
     values = np.linalg.eigvalsh(m[kind])[::-1]
-    kept = 4 if method == "lanczos" else len(found["eigenvalues"])
+    kept = (7 if loss == "plain" else 9) if method == "lanczos" else len(found["eigenvalues"])
+    assert len(found["eigenvalues"]) == kept
+    newton = np.abs(np.linalg.eigvalsh(m["gauss_newton"]))
+    share = newton[newton > 1e-12 * newton.max()] / newton.sum()
+    assert found["quantities"]["effective_rank"] == pytest.approx(math.exp(-(share * np.log(share)).sum()), rel=1e-4)
     assert found["eigenvalues"][:kept] == pytest.approx(values[:kept], rel=1e-5, abs=1e-7)
     each = m["pair newton" if kind == "gauss_newton" else "pair fisher"]
     others = [d.prompt != prompt for prompt in np.unique(d.prompt)]
@@ -191,19 +199,36 @@ def test_each_estimate_of_the_trace_is_that_of_its_paper(method: str, root: Path
     assert agree(trace, expected, rel=1e-5)
 
 
-def test_the_trace_of_a_semidefinite_matrix_has_the_interval_of_a_sum_of_squares(root: Path):
-    options = {"num_probes": 7, "top_k": 2, "tolerance": 1e-8, "which": "largest"}
+@pytest.mark.parametrize("method", ["deflated", "hutchinson", "hutchpp", "xtrace"])
+def test_the_trace_of_a_semidefinite_matrix_has_the_interval_of_a_sum_of_squares(method: str, root: Path):
+    options = {"num_probes": 7, "top_k": 2, "tolerance": 1e-8, "trace_method": method}
     found = analyzed("bert", LOSS, root, "fisher", "lanczos", **options)
-    matrix = without(matrices("bert", LOSS, root)["fisher"], found["eigenvalues"])
-    z, known = signs(7, len(matrix)), sum(found["eigenvalues"])
+    values = found["eigenvalues"]
+    matrix, known, z = matrices("bert", LOSS, root)["fisher"], 0.0, signs(7, 161)
+    if method == "deflated":
+        matrix, known = without(matrix, values), sum(values)
+    elif method == "hutchpp":
+        q = np.linalg.qr(matrix @ z[:2].T)[0]
+        rest, z = np.eye(161) - q @ q.T, z[2:5]
+        matrix, known = rest @ matrix @ rest, np.trace(q.T @ matrix @ q)
     forms, images = ((z @ matrix) * z).sum(axis=1), z @ matrix
     mean, variance = forms.mean(), max(2 * (images**2).sum(axis=1).mean(), forms.var(ddof=1))
-    freedom = 7 * max(1.0, 2 * mean**2 / variance)
+    freedom = len(z) * max(1.0, 2 * mean**2 / variance)
     low, high = (known + freedom * mean / stats.chi2.ppf(tail, freedom) for tail in (0.975, 0.025))
-    expected = {"value": known + mean, "standard_error": math.sqrt(variance / 7), "low": low, "high": high}
-    assert found["trace"] == {"num_samples": 7, "kind": "chi_squared"} | {
-        name: pytest.approx(value, rel=1e-5) for name, value in expected.items()
-    }
+    error, kind = math.sqrt(variance / len(z)), "chi_squared"
+    if method == "xtrace":
+        q = np.linalg.qr(matrix @ z[:3].T)[0]
+        left = [sketched(matrix, z, [k for k in range(3) if k != i]) for i in range(3)]
+        mean, error, kind = sketched(matrix, z, [0, 1, 2]), math.sqrt(2 * np.var(left)), "student"
+        z, high = z[:3], mean + stats.t.ppf(0.975, 2) * error
+        low = max(2 * mean - high, min(np.trace(q.T @ matrix @ q), mean))
+    expected = {"value": known + mean, "standard_error": error, "low": low, "high": high, "num_samples": len(z)}
+    trace = found["trace"]
+    assert (trace.pop("kind"), trace) == (kind, pytest.approx(expected, rel=1e-5))
+    score = found["estimates"]["sharpness_score"]
+    of_trace = {name: values[0] / expected[end] for name, end in (("value", "value"), ("low", "high"), ("high", "low"))}
+    of_trace |= {"standard_error": of_trace["value"] * error / expected["value"], "num_samples": len(z)}
+    assert (score.pop("kind"), score) == (kind, pytest.approx(of_trace, rel=1e-4))
 
 
 def quadrature(matrix: np.ndarray, z: np.ndarray, steps: int) -> tuple[np.ndarray, np.ndarray]:
@@ -257,6 +282,72 @@ def test_the_density_is_the_quadrature_of_each_random_vector(root: Path):
         expected, got = estimate(function), found["estimates"][name]
         is_resolved = expected["standard_error"] <= expected["value"] / 2
         assert agree(got, expected, rel=1e-4) if is_resolved else got is None, name
+
+
+def resampled(function: Any, d: Dense, count: int, kind: str) -> dict[str, Any]:
+    """Interval of a function of the pairs' weights over resampled prompts: basic, or BCa (Efron, 1987)."""
+    prompts = np.unique(d.prompt)
+    drawn = np.random.default_rng(SEED).integers(len(prompts), size=(count, len(prompts)))
+    counts = np.array([np.bincount(row, minlength=len(prompts)) for row in drawn])
+    value = function(d.weight)
+    found = np.array([function(d.weight * row[d.prompt]) for row in counts])
+    tails = np.array([0.025, 0.975])
+    if kind == "basic":
+        high, low = 2 * value - np.quantile(found, tails)
+        low, high = min(max(low, 0.0), value), max(high, value)
+    else:
+        left = np.array([function(d.weight * (d.prompt != prompt)) for prompt in prompts])
+        rest, bias = left.mean() - left, stats.norm.ppf(np.mean(found < value))
+        skew, shifted = (rest**3).sum() / (6 * (rest**2).sum() ** 1.5), bias + stats.norm.ppf(tails)
+        low, high = np.quantile(found, stats.norm.cdf(bias + shifted / (1 - skew * shifted)))
+    ends = {"low": low, "high": high, "kind": "resampled", "num_samples": len(prompts)}
+    return {"value": value, "standard_error": found.std(ddof=1), **ends}
+
+
+@pytest.mark.parametrize(("matrix", "method"), [("gauss_newton", "gauss_newton_exact"), ("hessian", "lanczos")])
+def test_intervals_over_many_prompts_are_resampled(matrix: str, method: str, root: Path):
+    rows = [ROWS[i % 7] | {"prompt": f"{i - i // 6:02d}"} for i in range(50)]
+    d = over(rows, "bert", LOSS, root)
+    d = replace(d, names=[name for name in d.names if "encoder" not in name])
+    each = matrices_of(d)["pair newton"] if matrix == "gauss_newton" else hessians_of(d)
+    how = {
+        "params": ["*pooler*", "*classifier*"],
+        "dtype": torch.float64,
+        "seed": SEED,
+        "loss": LossConfig(**LOSSES[LOSS]),
+    }
+    analyzer = HessianAnalyzer(BradleyTerryRM.from_pretrained(folder("bert", root)), **how)
+    options = SpectrumOptions(num_sampled=2, tolerance=1e-8)
+    spectrum = analyzer.compute_spectrum(rows, method, matrix=matrix, top_k=2, options=options)
+    found, prompts = json.loads(spectrum.to_json()), np.unique(d.prompt)
+    first = np.isin(d.prompt, np.random.default_rng(SEED).permutation(prompts)[: len(prompts) // 2])
+
+    def mean(weight: np.ndarray) -> np.ndarray:
+        return np.average(each, axis=0, weights=weight)
+
+    def along(vector: np.ndarray) -> np.ndarray:
+        return np.einsum("i,pij,j->p", vector, each, vector)
+
+    def of_mean(curvature: np.ndarray) -> dict[str, Any]:
+        return resampled(lambda weight: np.average(curvature, weights=weight), d, 1000, "bca")
+
+    whole, a, b = (np.linalg.eigh(mean(d.weight * inside))[1] for inside in (first | ~first, first, ~first))
+    linear = [of_mean(along(whole[:, -k])) for k in (1, 2)]
+    crossed = [of_mean(np.where(first, along(b[:, -k]), along(a[:, -k]))) for k in (1, 2)]
+    expected, scale = linear, {"rel": 0.05, "abs": 0.01}
+    if matrix == "gauss_newton":
+        tops = [lambda weight, k=k: np.linalg.eigvalsh(mean(weight))[-k] for k in (1, 2)]
+        expected, scale = [resampled(top, d, 200, "basic") for top in tops], {"rel": 1e-6, "abs": 0.0}
+        trace = resampled(lambda weight: np.trace(mean(weight)), d, 200, "basic")
+        assert {**found["trace"], "kind": "resampled"} == {
+            name: end if isinstance(end, str) else pytest.approx(end, rel=1e-6) for name, end in trace.items()
+        }
+    pairs = [*zip(found["sampling"], expected, strict=True), *zip(found["cross_fit"]["values"], crossed, strict=True)]
+    for got, estimate in pairs:
+        assert got.pop("kind") == estimate.pop("kind")
+        assert got == pytest.approx(estimate, **scale)
+    ends = {"population_low": crossed[0]["low"], "population_high": max(crossed[0]["high"], linear[0]["high"])}
+    assert {name: found["cross_fit"][name] for name in ends} == pytest.approx(ends, **scale)
 
 
 def test_two_spectra_are_compared_by_their_values_and_vectors(root: Path):
