@@ -122,6 +122,7 @@ def test_costs_are_measured(finished):
     assert means["adamw"]["passes_per_step"] == 1
     assert means["adamw"]["state_bytes"] > 1.9 * means["sgd"]["state_bytes"] > 0
     assert all(value["tokens"] == means["sgd"]["tokens"] > 0 for value in means.values())
+    assert all(0 < value["step_seconds"] <= value["train_seconds"] < 600 for value in means.values())
     assert all(value["top_eigenvalue"] > 0 and value["trace_standard_error"] >= 0 for value in means.values())
 
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from scipy import stats
 
 
@@ -44,3 +45,10 @@ def clustered(rows: np.ndarray, clusters: Sequence[Any], confidence: float = 0.9
 def ends(estimate: Any) -> tuple[float, ...]:
     """Value, error and interval of an estimate."""
     return estimate.value, estimate.standard_error, estimate.low, estimate.high
+
+
+def hidden(model: Any, prompt: Any, response: str) -> np.ndarray:
+    """Hidden state that a decoder's head reads, by plain transformers."""
+    ids = torch.tensor([list(model.encode([prompt], [response])[0].ids)])
+    with torch.no_grad():
+        return np.asarray(model.model.model(input_ids=ids).last_hidden_state[0, -1].double())

@@ -341,6 +341,14 @@ def test_a_tuned_study_of_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyP
             pytest.approx(median) if median < math.inf else pytest.approx(math.nan, nan_ok=True)
         )
         assert math.isnan(median) or arm.target.tokens == pytest.approx(7 * arm.target.steps, nan_ok=True)
+    edges = [arm for arm in found.arms if arm.chosen.at_edge]
+    beyond = [arm.name for arm in found.arms if arm.chosen.extra and not arm.chosen.at_edge]
+    said = [f"best learning rate {arm.chosen.rate:g} is at the edge" for arm in edges]
+    said += [f"{name}: learning rates added beyond the grid's edge" for name in beyond]
+    said += ["of 4 final seeds, fewer are finished: sgd 3", "fewer than 5 seeds", "sgd: 1 final seeds diverged"]
+    assert len(found.warnings) == len(said)
+    assert all(any(words in warning for warning in found.warnings) for words in said)
+    assert found.warnings[0].endswith("finished: sgd 3")
     for verdict in found.verdicts:  # over the seeds that every arm finished
         pair = (Arm(table[name][:3], prompts["test"], y, w) for name in (verdict.arm, "sgd"))
         value, error, _ = next(pair).less(next(pair), verdict.score)

@@ -26,7 +26,7 @@ from rm_optimizer.doctor.doctor import Diagnosis, diagnose
 from rm_optimizer.doctor.probe_conversations import probe_ids
 from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_model
 from tests.builders import tiny_reward_model
-from tests.oracles.formulas import ends, jackknifed, student, wilson
+from tests.oracles.formulas import ends, hidden, jackknifed, student, wilson
 
 BETA, LENGTH = 1.6, 60
 WORDS = ("yes", "no", "egg", "water", "seven", "blue", "it", "runs")
@@ -271,13 +271,7 @@ def test_the_doctors_probe_of_hidden_states(model: BradleyTerryRM, diagnosed: Di
     """Ridge regression on the other folds of prompts, which are the sorted digests in turn."""
     first, second, found = diagnosed
     rows = [pair for pair in (*first, *second) if pair.label != 0.5 and "never never" not in pair.chosen]
-
-    def hidden(pair: PreferencePair, text: str) -> np.ndarray:
-        ids = torch.tensor([list(model.encode([pair.prompt], [text])[0].ids)])
-        with torch.no_grad():
-            return model.model.model(input_ids=ids).last_hidden_state[0, -1].double().numpy()
-
-    x = np.array([hidden(pair, pair.chosen) - hidden(pair, pair.rejected) for pair in rows])
+    x = np.array([np.subtract(*(hidden(model, p.prompt, text) for text in (p.chosen, p.rejected))) for p in rows])
     x, y = x / np.sqrt((x**2).mean(axis=0)), np.array([np.sign(pair.label - 0.5) for pair in rows])
     marks = [hashlib.sha256(f"4:{pair.prompt_id}".encode()).digest() for pair in rows]
     fold = np.array([sorted(set(marks)).index(mark) % 5 for mark in marks])

@@ -24,7 +24,7 @@ from rm_optimizer.data_efficiency.scaling import scaling_report
 from rm_optimizer.data_efficiency.votes import Votes, noise_ceiling, vote_calibration
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from tests.builders import tiny_reward_model
-from tests.oracles.formulas import ends, jackknifed, student
+from tests.oracles.formulas import ends, hidden, jackknifed, student
 
 POOL = [
     PreferencePair(f"ask {i % 7}", f"yes {i} {'word ' * (i % 5)}", f"no {i * i} {'and ' * (i % 3)}", label=0.5)
@@ -88,13 +88,7 @@ def test_rounds_of_a_loop_ask_the_best_pairs_left_and_end_with_the_budget():
 def test_a_design_from_hidden_states_counts_the_pairs_that_were_asked_before():
     """The mean variance of margins by dense inverses, with features read from plain transformers."""
     model = tiny_reward_model("llama", max_length=64)
-
-    def feature(pair: PreferencePair, text: str) -> np.ndarray:
-        ids = torch.tensor([list(model.encode([pair.prompt], [text])[0].ids)])
-        with torch.no_grad():
-            return model.model.model(input_ids=ids).last_hidden_state[0, -1].double().numpy()
-
-    z = np.array([feature(pair, pair.chosen) - feature(pair, pair.rejected) for pair in POOL])
+    z = np.array([np.subtract(*(hidden(model, p.prompt, text) for text in (p.chosen, p.rejected))) for p in POOL])
     p = expit(z @ model.reward_head.weight.detach().double().numpy()[0])
     moments = z.T @ z / len(z)
     prior = np.trace(moments) / z.shape[1] * np.eye(z.shape[1])

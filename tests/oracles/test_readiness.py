@@ -22,13 +22,14 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.pairs.pair import PreferencePair, Scorer
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+from rm_optimizer.rl_coupling.out_of_distribution import MahalanobisDetector
 from rm_optimizer.rl_coupling.readiness.fitted import fitted_readiness
 from rm_optimizer.rl_coupling.readiness.measurement import ReadinessOptions, measure_readiness
 from rm_optimizer.rl_coupling.readiness.probe import ResponsePool, ScorerOracle, StoppingRule
 from rm_optimizer.rl_coupling.readiness.report import Evidence, RLReadinessReport, conclude
 from rm_optimizer.rl_coupling.rollouts import RewardModelCreditAssigner
 from tests.builders import tiny_reward_model
-from tests.oracles.formulas import clustered, ends, jackknifed, student
+from tests.oracles.formulas import clustered, ends, hidden, jackknifed, student
 from tests.rl_coupling.rollouts import episode
 
 SEED, BETA, KEPT = 3, 1.6, 66
@@ -106,6 +107,11 @@ class Member(Scorer):
 
     def score(self, prompts: Sequence[Any], responses: Sequence[str]) -> Tensor:
         return torch.tensor([math.sin(self.seed * sum(map(ord, text))) * self.seed for text in responses])
+
+
+class Alike(Scorer):
+    def score(self, prompts: Sequence[Any], responses: Sequence[str]) -> Tensor:
+        return torch.ones(len(responses))
 
 
 def sampled() -> list[PreferencePair]:
@@ -219,7 +225,13 @@ def test_features_of_the_pool(measured: tuple[Any, Judge, RLReadinessReport]):
     assert report.unscored["epistemic_std"].value == pytest.approx(value, rel=1e-5)
     assert report.unscored["epistemic_std"].standard_error == pytest.approx(stats.sem(of_prompts) / 2 / value, rel=1e-5)
     assert report.unscored["top_eigenvalue"].value == 7.5
-    assert 0 <= report.unscored["policy_out_of_distribution"].value <= 1
+    rng, rows, columns = np.random.default_rng([SEED, 7]), *np.indices((9, 6)).reshape(2, -1)
+    one_side = [hidden(MODEL, p.prompt, p.chosen if rng.random() < 0.5 else p.rejected) for p in sampled()]
+    drawn = rng.permutation(54)
+    new = [hidden(MODEL, PROMPTS[rows[i]], RESPONSES[rows[i]][columns[i]]) for i in drawn]
+    far = MahalanobisDetector(np.array(one_side), seed=SEED).detect(np.array(new)).is_ood  # which has its own oracle
+    expected = clustered(np.array(far, dtype=float), rows[drawn])
+    assert ends(report.unscored["policy_out_of_distribution"]) == pytest.approx(expected)
 
 
 def looked(wins: np.ndarray, prompts: Sequence[str]) -> tuple[int, tuple[float, ...], str]:
@@ -285,6 +297,9 @@ def test_a_gold_reward_is_a_rater_on_its_own_scale_and_the_ceiling(measured: tup
     assert ceiling > 0.5
     relative = (found.features["accuracy"].value - 0.5) / (ceiling - 0.5)
     assert found.features["accuracy_relative"].value == pytest.approx(relative)
+    alike = ScorerOracle(Alike(), is_exact=True)  # which says nothing of the labels' noise
+    bare = measure_readiness(model, PreferenceDataset(PAIRS), None, alike, options=ReadinessOptions(**SIZES))
+    assert bare.features["accuracy_relative"].value == pytest.approx(2 * found.features["accuracy"].value - 1)
     scale = math.sqrt(np.mean([np.var([judge.reward(t) for t in row], ddof=1) for row in texts[:16]]))
     before, after = 2 * KEPT + 16 * 4, 2 * 30  # the ceiling and the scale, and the pairs that stand for the policy
     asked = np.array([judge.reward(t) for t in judge.scored[before:-after]]).reshape(-1, 2)
