@@ -63,12 +63,13 @@ INNER = {
 }
 """The same one level down, for packages whose rooms have an order."""
 ADDRESSES = {
+    ("records.codec", "reporting.results"),
     ("landscape", "compare"),
     ("landscape.optimizer_comparison", "compare"),
     *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("layers", "results", "runs")),
     *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("spectrum", "surfaces")),
 }
-"""Public names of a package that stand on a higher floor and load on first use, as package and module."""
+"""Names of a higher floor that a public name or method loads on first use, as importing and imported module."""
 BESIDE = {("rl_coupling", "serving"), ("rl_coupling", "doctor")}
 """Rooms that import from another on their own floor, as docs/architecture.md says why."""
 MOST_FILES = 15

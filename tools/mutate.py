@@ -2,11 +2,13 @@
 
 Each change edits one token of a copy of the repository: a comparison, a sign, a constant, a `not`, a keyword argument
 left out, or two arguments swapped. The quick tests of the changed file's room run first, those that name the file
-before others, and then `tests/oracles`. A test has seen the change if it fails with it and passes without it. A run
-that is stopped after `--timeout` seconds has seen nothing. Changes are drawn in turn from the rooms, so that every part
+before others, and then `tests/oracles`. With `--covered FILE` they are the quick tests of all rooms that run the
+changed line, and the oracles that do. A test has seen the change if it fails with it and passes without it. A run that
+is stopped after `--timeout` seconds has seen nothing. Changes are drawn in turn from the rooms, so that every part
 of the list covers all rooms. Docstrings, messages, annotations, decorators and the `strict` of `zip` are left alone.
 Results go to a file of JSON lines, with which the same command continues after a stop.
 
+    pytest -m "not slow" --cov=rm_optimizer --cov-context=test   # writes .coverage, which tells each line's tests
     python tools/mutate.py --planted                             # the ten changes of tests/oracles/planted.tsv
     python tools/mutate.py --report build/mutants.jsonl          # shares by room, with the judged survivors
 
@@ -197,6 +199,35 @@ def test_files(root: Path, change: Change) -> list[str]:
     return sorted(ranks, key=ranks.__getitem__)
 
 
+def covering_tests(copy: Path, change: Change, covered: Path) -> list[str]:
+    """Quick tests that run the changed line, the oracles last; empty if it only runs when its module is imported.
+
+    A line that runs in the set-up of a fixture counts for all tests of the file, since they may share the fixture.
+
+    Args:
+        copy: copy of the repository.
+        change: the change.
+        covered: data file of coverage.py, with a context for each test.
+    """
+    from coverage import CoverageData
+
+    data = CoverageData(str(covered))
+    data.read()
+    (measured,) = (name for name in data.measured_files() if name.endswith(f"/{change.file}"))
+    tests = set()
+    for context in data.contexts_by_lineno(measured).get(change.line, ()):
+        test, _, phase = context.partition("|")
+        tests.add(test.partition("::")[0] if phase == "setup" else test)
+    tests = {test for test in tests if test and test.partition("::")[0] not in tests - {test}}
+    near = {file: rank for rank, file in enumerate(test_files(copy, change))}
+
+    def rank(test: str) -> tuple[bool, int, str]:
+        file = test.partition("::")[0]
+        return file.startswith(ORACLES), near.get(file, len(near)), test
+
+    return sorted((test for test in tests if (copy / test.partition("::")[0]).exists()), key=rank)
+
+
 def pytest_in(copy: Path, arguments: list[str], timeout: float) -> str | None:
     """First failure of a run of the copy's tests; None if there is none in the time."""
     log = copy.with_suffix(".txt")
@@ -229,7 +260,9 @@ def pytest_in(copy: Path, arguments: list[str], timeout: float) -> str | None:
     return failed[1] if failed else f"exit {code}"
 
 
-def tried(copy: Path, change: Change, timeout: float, broken: dict[str, bool]) -> dict[str, object]:
+def tried(
+    copy: Path, change: Change, timeout: float, broken: dict[str, bool], covered: Path | None
+) -> dict[str, object]:
     """Result of one change, which is undone again; `broken` keeps which tests fail without a change."""
     path, began = copy / change.file, time.monotonic()
     whole = path.read_bytes()
@@ -255,14 +288,18 @@ def tried(copy: Path, change: Change, timeout: float, broken: dict[str, bool]) -
             if not broken[failed]:
                 return failed
 
-    files = [each for each in test_files(copy, change) if (copy / each).exists()]
-    quick = seen_by(files) if files else None
-    oracle = None if quick or not (copy / ORACLES).exists() else seen_by([ORACLES])
+    found = covering_tests(copy, change, covered) if covered else []
+    if not found:
+        found = [*(each for each in test_files(copy, change) if (copy / each).exists()), ORACLES]
+    oracles = [test for test in found if test.startswith(ORACLES)]
+    others = found[: len(found) - len(oracles)]
+    quick = seen_by(others) if others else None
+    oracle = None if quick or not oracles else seen_by(oracles)
     result = {"room": change.file.split("/")[1], "quick": quick, "oracle": oracle}
     return {**asdict(change), **result, "seconds": round(time.monotonic() - began)}
 
 
-def worker(changes: list[Change], results: Path, timeout: float) -> None:
+def worker(changes: list[Change], results: Path, timeout: float, covered: Path | None) -> None:
     """Try changes in a copy of the work tree's files."""
     copy = Path(mkdtemp(prefix="mutate-"))  # no TemporaryDirectory: a process that a test forks would remove it
     for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).splitlines():
@@ -273,7 +310,7 @@ def worker(changes: list[Change], results: Path, timeout: float) -> None:
         raise SystemExit(f"{failed} without a change:\n{copy.with_suffix('.txt').read_text()}")
     broken: dict[str, bool] = {}
     for change in changes:
-        result = tried(copy, change, timeout, broken)
+        result = tried(copy, change, timeout, broken, covered)
         with results.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
         seen = result["quick"] or result["oracle"] or "NOT SEEN"
@@ -314,6 +351,7 @@ def main() -> None:
         "--timeout", type=float, default=300, help="seconds of a run of a room's tests, or of the oracles"
     )
     parser.add_argument("--results", type=Path, default=ROOT / "build" / "mutants.jsonl")
+    parser.add_argument("--covered", type=Path, help="data file of coverage.py with a context for each test")
     parser.add_argument("--planted", action="store_true", help="try the changes of the list, not drawn ones")
     parser.add_argument("--list", action="store_true", help="print the changes and try none")
     parser.add_argument("--report", type=Path, help="print the shares of a file of results")
@@ -342,7 +380,7 @@ def main() -> None:
     children = []
     for i in range(options.workers):
         if (child := os.fork()) == 0:
-            worker(left[i :: options.workers], options.results, options.timeout)
+            worker(left[i :: options.workers], options.results, options.timeout, options.covered)
             os._exit(0)
         children.append(child)
     for child in children:

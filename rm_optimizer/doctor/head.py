@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from rm_optimizer.core.classifier.adapters import has_adapter, has_untrained_adapter
-from rm_optimizer.core.classifier.head import RewardHead, head_side_modules, initialize_head
+from rm_optimizer.core.classifier.head import head_side_modules, initialize_head
+from rm_optimizer.core.classifier.pooling import RewardHead
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.plan import pad_sequences

@@ -9,7 +9,6 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from html import escape
-from importlib import import_module
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
@@ -85,8 +84,9 @@ class JsonRecord:
         Raises:
             TypeError: if no figure shows records of this kind.
         """
-        # By name, since figures stand on a higher floor, and a record should not load matplotlib.
-        return import_module("rm_optimizer.reporting.results").figure_of(self)
+        from rm_optimizer.reporting.results import figure_of  # a higher floor, and a record does not load matplotlib
+
+        return figure_of(self)
 
     def to_pandas(self) -> Any:
         """Data frame with the rows of the record; one without rows gives one row of its fields.

@@ -20,7 +20,7 @@ from typer import Exit
 
 from rm_optimizer.core.classifier import scoring
 from rm_optimizer.core.classifier.adapters import add_adapter
-from rm_optimizer.core.classifier.head import RewardHead
+from rm_optimizer.core.classifier.pooling import RewardHead
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.overlap import TrainedPairs, pair_fingerprints

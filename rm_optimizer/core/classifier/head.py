@@ -1,4 +1,4 @@
-"""Scalar head, one linear layer in float32 for every type of the backbone, and the other parts of a classifier.
+"""Scalar head: how it is found, made and trained, and the other parts of a classifier.
 
 The modules on the head's side train in full with every adapter. A multimodal classifier also has parts that text does
 not use: vision towers, projectors, their tokens.
@@ -7,19 +7,18 @@ not use: vision towers, projectors, their tokens.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
+from rm_optimizer.core.classifier.pooling import HALF, RewardHead
 from rm_optimizer.errors import CheckpointError, ConfigError, no_trained_head
 
 REWARD_HEAD_PATTERNS = ("pooler",)
 """Parts of names of modules inside a backbone that belong to the reward head's side, as all modules after it do."""
-_HALF = (torch.float16, torch.bfloat16)
 _log = logging.getLogger("rm_optimizer")
 _OTHER_TASKS = ("ForTokenClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForQuestionAnswering")
 """Classes whose head `transformers` would load as a sequence classifier's, since it has the same name and shape."""
@@ -33,28 +32,6 @@ _OTHER_HEADS = {
     "score_head": "Beaver's score head",
 }
 """Forms of reward heads that a sequence classifier does not have, by the start of their weights' names."""
-
-
-class RewardHead(nn.Linear):
-    """A linear layer with one output that computes in float32 or better, outside autocast.
-
-    In bfloat16 a reward near 16 is rounded to multiples of 1/16, so that different responses tie. The layer keeps its
-    weights in float32 when the model is cast to a half type, and casts its input to float32. Its state has the names of
-    `nn.Linear`.
-    """
-
-    def forward(self, input: Float[Tensor, "... hidden"]) -> Float[Tensor, "... 1"]:
-        """`input @ weight.T + bias`, in the weight's type."""
-        with torch.autocast(device_type=input.device.type, enabled=False):
-            return nn.functional.linear(input.to(self.weight.dtype), self.weight, self.bias)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RewardHead:
-        def keep_float32(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device, torch.float32) if moved.dtype in _HALF else moved
-
-        super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
-        return self
 
 
 def head_name(model: PreTrainedModel) -> str:
@@ -179,7 +156,7 @@ def keep_exact(module: nn.Module) -> None:
     Each layer with weights gets a hook that casts its floating inputs to the weights' type, so that a backbone in
     bfloat16 may feed it outside autocast.
     """
-    if not any(parameter.dtype in _HALF for parameter in module.parameters()):
+    if not any(parameter.dtype in HALF for parameter in module.parameters()):
         return
     module.float()
     for layer in module.modules():
@@ -206,7 +183,7 @@ def install_reward_head(model: PreTrainedModel) -> RewardHead:
         return plain
     head = RewardHead(plain.in_features, 1, bias=plain.bias is not None, device="meta")
     for key, parameter in plain.named_parameters():
-        exact = parameter.float() if parameter.dtype in _HALF else parameter
+        exact = parameter.float() if parameter.dtype in HALF else parameter
         setattr(head, key, nn.Parameter(exact.detach(), requires_grad=parameter.requires_grad))
     setattr(parent, child, head.train(plain.training))
     return head

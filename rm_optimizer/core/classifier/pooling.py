@@ -1,4 +1,7 @@
-"""Pooling of a decoder at the last attended token, or as a plug-in does, independent of the pad id and its side."""
+"""Rewards from hidden states: the pooled vector of each sequence, and the layer that reads it.
+
+A decoder pools at the last attended token, or as a plug-in does, independent of the pad id and its side.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,30 @@ PoolingHead = Callable[[Tensor, Tensor], Tensor]
 """Vectors that `score` reads, of shape (sequences, hidden), from hidden states and the attention mask."""
 POOLING_HEADS: Registry[PoolingHead] = Registry("pooling head")
 """Pooling heads that users have registered."""
+HALF = (torch.float16, torch.bfloat16)
+"""Types in which no head computes."""
+
+
+class RewardHead(nn.Linear):
+    """A linear layer with one output that computes in float32 or better, outside autocast.
+
+    In bfloat16 a reward near 16 is rounded to multiples of 1/16, so that different responses tie. The layer keeps its
+    weights in float32 when the model is cast to a half type, and casts its input to float32. Its state has the names of
+    `nn.Linear`.
+    """
+
+    def forward(self, input: Float[Tensor, "... hidden"]) -> Float[Tensor, "... 1"]:
+        """`input @ weight.T + bias`, in the weight's type."""
+        with torch.autocast(device_type=input.device.type, enabled=False):
+            return nn.functional.linear(input.to(self.weight.dtype), self.weight, self.bias)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RewardHead:
+        def keep_float32(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device, torch.float32) if moved.dtype in HALF else moved
+
+        super()._apply(keep_float32, recurse)  # type: ignore[no-untyped-call]
+        return self
 
 
 def register_pooling_head(name: str) -> Callable[[PoolingHead], PoolingHead]:

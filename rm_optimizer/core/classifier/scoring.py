@@ -20,9 +20,10 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.classifier.attention import sharing_obstacle
-from rm_optimizer.core.classifier.head import RewardHead, head_name, initialize_head, install_reward_head
+from rm_optimizer.core.classifier.head import head_name, initialize_head, install_reward_head
 from rm_optimizer.core.classifier.limits import check_window, default_max_length
 from rm_optimizer.core.classifier.pooling import (
+    RewardHead,
     decoder_logits,
     last_token,
     own_logits,

@@ -7,7 +7,8 @@ import math
 import pytest
 import torch
 
-from rm_optimizer.core.classifier.head import RewardHead, head_name, initialize_head, install_reward_head
+from rm_optimizer.core.classifier.head import head_name, initialize_head, install_reward_head
+from rm_optimizer.core.classifier.pooling import RewardHead
 from rm_optimizer.errors import CheckpointError
 from tests.builders import ENCODERS, FAMILIES, fresh_reward_model, tiny_model
 
