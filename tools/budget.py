@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 7768,
+    "core": 7817,
     "serving": 3953,
     "landscape": 3818,
     "training": 2652,
@@ -34,9 +34,9 @@ LIMITS: Mapping[str, int] = {
     "files": 327,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5198,
+    "import lines": 5199,
     "import lines inside functions": 303,
-    "lines of code": 32604,
+    "lines of code": 32653,
     "private functions with one caller": 326,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

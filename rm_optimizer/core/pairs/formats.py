@@ -269,6 +269,8 @@ def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int
 def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
     """Margins are gaps of scores, or of ranks, of which the lowest is the best; equal texts make no pair."""
     responses = row.get("responses")
+    if row.get("edges") is not None:
+        return _compare_edges(row)
     given = [name for name in ("scores", "ranks") if row.get(name) is not None]
     if len(given) == 2:
         raise ValueError("a row has both scores and ranks; leave one out")
@@ -295,6 +297,26 @@ def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
         for better, worse in kwise_pairs(values, rule)
         if texts[better] != texts[worse]
     ]
+
+
+def _compare_edges(row: Row) -> list[Comparison]:
+    """Pairs of places in `responses`, the better one first; a place counts from 0."""
+    if not isinstance(row.get("responses"), list) or not isinstance(row["edges"], list):
+        raise ValueError("responses and edges must be lists")
+    prompt, texts = _candidates(row, row["responses"])
+    found = []
+    for edge in row["edges"]:
+        places = [*edge.values()] if isinstance(edge, Mapping) else edge
+        if not isinstance(places, list) or len(places) != 2 or not all(_is_place(each, texts) for each in places):
+            raise ValueError(f"each of edges must be two places in {len(texts)} responses, from 0, got {edge!r}")
+        better, worse = places
+        extra = {"chosen_index": better, "rejected_index": worse}
+        found.append(Comparison(prompt, texts[better], texts[worse], extra=extra))
+    return found
+
+
+def _is_place(value: object, texts: Sequence[str]) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(texts)
 
 
 def _candidates(row: Row, responses: Sequence[Any]) -> tuple[Prompt, list[str]]:
@@ -414,6 +436,7 @@ FORMATS: Mapping[str, RowFormat] = {
                 {"prompt": PRESENT, "responses": LIST, "scores": LIST},
                 {"prompt": PRESENT, "responses": LIST | {"other"}, "ranks": LIST},
                 {"prompt": ABSENT, "responses": MESSAGES, "scores": LIST},
+                {"prompt": PRESENT, "responses": LIST, "edges": LIST},
                 {"prompt": PRESENT, **dict.fromkeys(SINGLE_RESPONSE, PRESENT)},
             ),
             makes_groups=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -32,7 +33,7 @@ from rm_optimizer.schema.registry import Registry
 
 _CONTENT = {
     *READ_COLUMNS, *CONTEXT_COLUMNS, *UNREAD_COLUMNS, "question", "instruction", "query", "conversation",
-    "conversations", "trajectory", "messages", "persona", "passage", "problem",
+    "conversations", "trajectory", "accepted", "preferred", "dispreferred", "messages", "persona", "passage", "problem",
 }  # fmt: skip
 """Names of columns that a layout must read or ignore, unless their texts also stand in what it reads."""
 OVERWRITTEN = " (own)"
@@ -62,6 +63,7 @@ class Layout:
         range: least and greatest number of a column of ours.
         has: columns that a table of this layout has besides those that are read.
         ignore: columns and paths, also with `*`, that are neither read nor kept.
+        encoding: encoding of a text file that is not in UTF-8.
     """
 
     name: str = ""
@@ -75,6 +77,7 @@ class Layout:
     range: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     has: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
+    encoding: str | None = None
 
     @classmethod
     def of(cls, option: object) -> Layout:
@@ -181,6 +184,13 @@ def _checked(name: str, options: Mapping[Any, Any]) -> Layout:
     tree = options.get("tree")
     if tree is not None and {*tree} not in ({"root"}, {"id", "parent"}):
         raise ConfigError(f"{shown}: tree must name root, or id and parent, got {tree!r}")
+    if "encoding" in options:
+        try:
+            codecs.lookup(str(options["encoding"]))
+        except LookupError as error:
+            raise ConfigError(
+                f"{shown}: encoding must be one that Python knows, such as latin1, got {error}"
+            ) from error
     if todo := [key for key, value in options.items() if "TODO" in str(value)]:
         raise ConfigError(f"{shown}: put what the rows mean in place of TODO in {todo[0]}")
     values: dict[str, Any] = {

@@ -104,7 +104,8 @@ def load_source(source: DataSource, options: DataConfig) -> SourcePairs:
             left.
     """
     tally = RowTally(source.path, options)
-    stored = read_rows(source.path, tally.report_unread) if source.rows is None else enumerate(source.rows, 1)
+    encoding = None if source.layout is None else source.layout.encoding
+    stored = read_rows(source.path, tally.report_unread, encoding) if source.rows is None else enumerate(source.rows, 1)
     rest = tally.counted(iter(stored))
     first = list(itertools.islice(rest, FIRST_ROWS))
     if not first:

@@ -98,6 +98,8 @@ class Winner:
             centre = (first + second) / 2
             label = 0.5 if number == centre else float((number < centre) == (first < second))
             return Verdict(label, abs(number - centre))
+        if not isinstance(value, list):
+            return Verdict(self._label(value))
         told = [self._label(each) for each in _flat(value) if not is_empty(each)] or [self._label(value)]
         mean = sum(told) / len(told)
         votes = (float(told.count(1.0)), float(told.count(0.0))) if len(told) > 1 else None

@@ -26,20 +26,29 @@ Row: TypeAlias = dict[str, Any]
 """Column names to Python values."""
 Report: TypeAlias = Callable[[int, str], None]
 """Function of the number of a bad row and the reason."""
+_Reader: TypeAlias = Callable[[Path, Report, str | None], Iterator[tuple[int, Row]]]
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?::(?P<config>[^:]*))?(?::(?P<split>.*))?")
 _HIDDEN = re.compile(r"[._]").match
 _ROWS_AT_ONCE = 4096
 _LONGEST_FIELD = 2**31 - 1
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
+_PACKED = (".gz", ".zst")
+_LINES = (".jsonl", ".ndjson", ".csv", ".tsv")
 
 
-def read_rows(source: str | Path, report: Report) -> Iterator[tuple[int, Row]]:
+def read_rows(source: str | Path, report: Report, encoding: str | None = None) -> Iterator[tuple[int, Row]]:
     """Numbered rows of a file, a saved `datasets` folder or a `datasets` hub name.
 
-    Files are Parquet, JSON (an array of objects), JSON Lines or CSV with a header; all but Parquet may be gzipped. A
-    hub name is `owner/name` or `owner/name:config:split`, where either part may be empty; what exists on disk, ends
-    like a file or lies in a folder that exists is never looked up on the hub.
+    Files are Parquet, JSON (an array of objects), JSON Lines, or CSV or TSV with a header; all but Parquet may be
+    packed by gzip or zstd. A hub name is `owner/name` or `owner/name:config:split`, where either part may be empty;
+    what exists on disk, ends like a file or lies in a folder that exists is never looked up on the hub.
+
+    Args:
+        source: path or name.
+        report: function called for rows that cannot be read.
+        encoding: encoding of a text file; None is UTF-8, or UTF-16 where the file begins with its byte-order mark.
 
     Raises:
         DataError: if the source does not exist or cannot be read; the text names the file, and the line where known.
@@ -49,7 +58,7 @@ def read_rows(source: str | Path, report: Report) -> Iterator[tuple[int, Row]]:
     if path.is_dir():
         return _saved_folder(path)
     if path.exists():
-        return guarded(path, _file_reader(path)(path, report))
+        return guarded(path, _file_reader(path)(path, report, encoding))
     if is_hub_name(location):
         return _hub(location)
     if not path.parent.is_dir():
@@ -61,7 +70,7 @@ def read_rows(source: str | Path, report: Report) -> Iterator[tuple[int, Row]]:
 
 def row_unit(source: str | Path) -> str:
     """Unit of the numbers of a source's rows: "line" or "row"."""
-    return "line" if _suffix(Path(source)) in (".jsonl", ".csv") else "row"
+    return "line" if _suffix(Path(source)) in _LINES else "row"
 
 
 def source_name(source: str | Path) -> str:
@@ -74,7 +83,7 @@ def source_name(source: str | Path) -> str:
     if is_hub_name(str(source)):
         return str(source).partition(":")[0]
     path = Path(source)
-    name = path.name.removesuffix(".gz")
+    name = _unpacked(path.name)
     return name.removesuffix(_suffix(path)) if _suffix(path) in _READERS else name
 
 
@@ -87,15 +96,20 @@ def is_hub_name(location: str) -> bool:
     return _suffix(name) not in _READERS and not name.parent.is_dir()
 
 
+def _unpacked(name: str) -> str:
+    """Name of a file without the ending of its compression."""
+    return name.removesuffix(next(filter(name.lower().endswith, _PACKED), ""))
+
+
 def _suffix(path: Path) -> str:
-    """Suffix of the file's kind, below `.gz`."""
-    return Path(path.name.lower().removesuffix(".gz")).suffix
+    """Suffix of the file's kind, below that of its compression."""
+    return Path(_unpacked(path.name.lower())).suffix
 
 
-def _file_reader(path: Path) -> Callable[[Path, Report], Iterator[tuple[int, Row]]]:
+def _file_reader(path: Path) -> _Reader:
     suffix = _suffix(path)
-    if suffix not in _READERS or (suffix == ".parquet" and path.name.lower().endswith(".gz")):
-        shown = "".join(path.suffixes[-2:]) if path.name.endswith(".gz") else path.suffix
+    if suffix not in _READERS or (suffix == ".parquet" and path.name.lower().endswith(_PACKED)):
+        shown = "".join(path.suffixes[-2:]) if path.name.endswith(_PACKED) else path.suffix
         remedy = f"; {_REMEDIES[suffix]}" if suffix in _REMEDIES else ""
         raise DataError(f"{path}: {did_you_mean('kind of file', shown, [*_READERS, *_GZIPPED])}{remedy}")
     if not path.is_file():
@@ -117,19 +131,29 @@ def guarded(path: Path, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, 
         yield from rows
     except UnicodeDecodeError as error:
         raise DataError(
-            f"{path}: the file is not UTF-8 text ({error.reason} at byte {error.start}); convert it from its encoding, "
-            "such as latin1 or utf-16: iconv -f latin1 -t utf-8 OLD > NEW"
+            f"{path}: the file is not UTF-8 text ({error.reason} at byte {error.start}); name its encoding by a "
+            "layout such as {encoding: latin1}, or convert it: iconv -f latin1 -t utf-8 OLD > NEW"
         ) from error
     except (pa.ArrowException, OSError, EOFError, zlib.error, ValueError, OverflowError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DataError(f"{path}: the file cannot be read: {reason}") from error
 
 
-def _open(path: Path) -> gzip.GzipFile | io.BufferedReader:
-    return gzip.GzipFile(path, "rb") if path.name.lower().endswith(".gz") else path.open("rb")
+def _open(path: Path, encoding: str | None) -> gzip.GzipFile | io.BufferedReader | io.BytesIO:
+    """The bytes of a file, unpacked and in UTF-8; a file in another encoding is held in memory."""
+    name = path.name.lower()
+    file = gzip.GzipFile(path, "rb") if name.endswith(".gz") else path.open("rb")
+    if name.endswith(".zst"):
+        file = io.BufferedReader(pa.CompressedInputStream(file, "zstd"))
+    elif encoding is None and isinstance(file, io.BufferedReader) and file.peek(2)[:2] in _UTF_16:
+        encoding = "utf-16"
+    if encoding is None:
+        return file
+    with file:
+        return io.BytesIO(file.read().decode(encoding).encode())
 
 
-def _parquet(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
+def _parquet(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[int, Row]]:
     with pq.ParquetFile(path) as file:
         names = file.schema_arrow.names
         require_distinct_columns(path, names)
@@ -156,8 +180,8 @@ def require_distinct_columns(path: Path, names: Sequence[str]) -> None:
         raise DataError(f"{path}: there are two columns '{twice}'; rename or remove one")
 
 
-def _json_lines(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
-    with _open(path) as lines:
+def _json_lines(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[int, Row]]:
+    with _open(path, encoding) as lines:
         yield from parse_lines(path, lines, report)
 
 
@@ -204,9 +228,9 @@ def _if_object(number: int, row: object, report: Report) -> Iterator[tuple[int, 
         report(number, f"expected a JSON object, got {type(row).__name__}")
 
 
-def _json(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
+def _json(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[int, Row]]:
     """An array of objects, alone or as `{"data": […]}`; one object, or one a line, is read as well."""
-    with _open(path) as file:
+    with _open(path, encoding) as file:
         content = file.read()
     is_object = content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{")
     try:
@@ -229,12 +253,13 @@ def _json(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
         yield from _if_object(number, row, report)
 
 
-def _csv(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
+def _csv(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[int, Row]]:
     """Rows with the line that each starts on; blank lines are left out."""
+    delimiter, expected = ("\t", "tabs") if _suffix(path) == ".tsv" else (",", "commas")
     csv.field_size_limit(_LONGEST_FIELD)
     header: list[str] = []
-    with io.TextIOWrapper(_open(path), encoding="utf-8-sig", newline="") as text:
-        reader = csv.reader(text, strict=True)
+    with io.TextIOWrapper(_open(path, encoding), encoding="utf-8-sig", newline="") as text:
+        reader = csv.reader(text, delimiter=delimiter, strict=True)
         while True:
             number = reader.line_num + 1
             try:
@@ -251,29 +276,31 @@ def _csv(path: Path, report: Report) -> Iterator[tuple[int, Row]]:
                 yield number, dict(zip(header, cells, strict=True))
             elif cells:
                 header = cells
-                if len(header) == 1 and (";" in header[0] or "\t" in header[0]):
-                    raise DataError(f"{path}, line 1: fields must be separated by commas, got the header {header[0]!r}")
+                if len(header) == 1 and any(mark in header[0] for mark in ",;\t"):
+                    raise DataError(
+                        f"{path}, line 1: fields must be separated by {expected}, got the header {header[0]!r}"
+                    )
                 if twice := [name for name in header if header.count(name) > 1]:
                     raise DataError(f"{path}, line 1: the header names column '{twice[0]}' twice")
 
 
-_READERS: dict[str, Callable[[Path, Report], Iterator[tuple[int, Row]]]] = {
+_READERS: dict[str, _Reader] = {
     ".parquet": _parquet,
     ".jsonl": _json_lines,
     ".json": _json,
     ".csv": _csv,
+    ".ndjson": _json_lines,
+    ".tsv": _csv,
 }
 _GZIPPED = (".jsonl.gz", ".json.gz", ".csv.gz")
 
 
 _REMEDIES = (
     {
-        ".tsv": "write it as CSV, in pandas with read_csv(…, sep='\\t')",
-        ".ndjson": "name it .jsonl",
         ".xlsx": "save it as CSV",
     }
     | dict.fromkeys((".pkl", ".pickle", ".arrow", ".feather"), "write it with to_parquet")
-    | dict.fromkeys((".zst", ".bz2", ".xz", ".zip"), "unpack it")
+    | dict.fromkeys((".bz2", ".xz", ".zip"), "unpack it")
 )
 """Remedies for kinds of data files that are not read."""
 

@@ -65,6 +65,13 @@ def ordered(i: int, better: Any, worse: Any) -> list[Any]:
 
 
 CASES: dict[str, Callable[[int], Row | list[Row]]] = {
+    "acecode": lambda i: {
+        "question": q(i), "tests": ["assert 1"],
+        "inferences": [
+            {"completion": text, "pass_rate": rate, "model_name": "m"}
+            for text, rate in zip(ordered(i, good(i), bad(i)), ordered(i, 1.0, 0.5), strict=True)
+        ],
+    },
     "alpaca-eval": lambda i: two(
         i, "output_1", "output_2", instruction=q(i), preference=pick(i, 1, 2.0), generator_1="x"
     ),
@@ -102,6 +109,7 @@ CASES: dict[str, Callable[[int], Row | list[Row]]] = {
         {"prompt": q(i), "response": text, "category": {"theft": False}, "is_safe": text == good(i)}
         for text in ordered(i, good(i), bad(i))
     ],
+    "code-preference-pairs": lambda i: {"input": q(i), "accepted": good(i), "rejected": bad(i), "ID": i},
     "codeultrafeedback": lambda i: {
         "instruction": q(i), "preference": "style",
         "responses": [{"response": text} for text in ordered(i, good(i), bad(i))],
@@ -188,6 +196,7 @@ CASES: dict[str, Callable[[int], Row | list[Row]]] = {
             for text, rank in zip(ordered(i, good(i), bad(i)), ordered(i, 0, 1), strict=True)
         ]},
     },
+    "offsetbias": lambda i: two(i, "output_1", "output_2", instruction=q(i), label=pick(i, 1, 2), id=f"{i}"),
     "one-vote-a-row": lambda i: two(i, "response_a", "response_b", prompt=q(i), vote=pick(i, "A", "B"), annotator="w"),
     "openai-preference": lambda i: {
         "input": {"messages": [user(q(i))]}, "preferred_output": [answer(good(i))],
@@ -205,11 +214,22 @@ CASES: dict[str, Callable[[int], Row | list[Row]]] = {
     "pku-saferlhf": lambda i: two(
         i, "response_0", "response_1", prompt=q(i), better_response_id=i % 2, safer_response_id=1
     ),
+    "ppe-best-of-k": lambda i: {
+        "prompt": q(i), "parsed_outputs": ["A"] * 32, "scores": [place == i for place in range(32)],
+        **{f"response_{place + 1}": good(i) if place == i else bad(i) for place in range(32)},
+    },
     "ppe-human": lambda i: two(i, "response_1", "response_2", prompt=q(i), winner=pick(i, "model_a", "model_b")),
+    "preference-graph": lambda i: {
+        "prompt": q(i), "responses": ordered(i, good(i), bad(i)), "preferences": [[i % 2, 1 - i % 2]],
+    },
     "princeton-armorm": lambda i: {
         "prompt": q(i), "all_generated_responses": [bad(i), good(i)], "all_rm_scores": [0.1, 0.2],
         "chosen": chat(i, good(i)), "rejected": chat(i, bad(i)),
     },
+    "prometheus-preference": lambda i: two(
+        i, "orig_response_A", "orig_response_B", orig_instruction=q(i), orig_preference=pick(i, "A", "B"),
+        instruction="###Task Description: compare the two responses.", output="Feedback: [RESULT] A",
+    ),
     "prism": lambda i: [
         {"conversation_id": "c", "interaction_id": f"{i}", "turn": 0, "user_prompt": q(i), "model_response": text,
          "score": score}
@@ -281,10 +301,10 @@ def test_a_published_layout_is_recognized_named_and_read_right(name: str, tmp_pa
     path = tmp_path / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(name)))
     data = PreferenceDataset(path)
-    assert sorted(map(meaning, data)) == sorted(WANTED)
+    assert sorted({*map(meaning, data)}) == sorted(WANTED)
     if name != "openhermes-preferences":  # the general format reads the same pairs
         assert f"read as layout {name}, " in data.notes[0]
-    assert sorted(map(meaning, PreferenceDataset(path, layout=name))) == sorted(WANTED)
+    assert sorted({*map(meaning, PreferenceDataset(path, layout=name))}) == sorted(WANTED)
 
 
 CONTENT: tuple[tuple[str, Any], ...] = (

@@ -15,7 +15,7 @@ import pytest
 from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
 from rm_optimizer.core.rows.readers import is_hub_name, read_rows, row_unit, source_name
 from rm_optimizer.core.rows.response_files import read_responses
-from rm_optimizer.errors import DataError
+from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.interfaces.inputs import PairOptions
 from rm_optimizer.schema import DataConfig
 
@@ -355,7 +355,7 @@ def test_what_a_command_refuses_training_refuses(
 
 @pytest.mark.parametrize(
     ("name", "says"),
-    [("a.tsv", "write it as CSV"), ("a.pkl", "to_parquet"), ("a.ndjson", "name it .jsonl"), ("a.jsonl.zst", "unpack")],
+    [("a.pkl", "to_parquet"), ("a.xlsx", "save it as CSV"), ("a.jsonl.bz2", "unpack")],
 )
 def test_another_kind_of_file_is_told_what_to_do(name: str, says: str, tmp_path: Path):
     (tmp_path / name).write_text("x")
@@ -363,8 +363,32 @@ def test_another_kind_of_file_is_told_what_to_do(name: str, says: str, tmp_path:
         rows_of(tmp_path / name)
 
 
-@pytest.mark.parametrize("encoding", ["latin1", "utf-16"])
-def test_another_encoding_is_told_how_to_convert_it(encoding: str, tmp_path: Path):
-    (tmp_path / "a.csv").write_bytes("prompt,chosen,rejected\nä,ö,ü\n".encode(encoding))
-    with pytest.raises(DataError, match=r"not UTF-8 text .*; convert it .*iconv"):
+def test_an_encoding_that_is_named_is_read_and_utf_16_is_known_by_its_mark(tmp_path: Path):
+    table = "prompt,chosen,rejected\nä,ö\u2028,ü\n"
+    for encoding in ("utf-16", "utf-8"):
+        (tmp_path / "a.csv").write_bytes(table.encode(encoding))
+        assert rows_of(tmp_path / "a.csv") == [(2, {"prompt": "ä", "chosen": "ö\u2028", "rejected": "ü"})]
+    (tmp_path / "a.csv").write_bytes(table.replace("\u2028", "").encode("latin1"))
+    with pytest.raises(DataError, match=r"not UTF-8 text .*; name its encoding .*iconv"):
         rows_of(tmp_path / "a.csv")
+    (pair,) = PreferenceDataset(tmp_path / "a.csv", layout={"encoding": "latin1"})
+    assert (pair.prompt, pair.chosen, pair.rejected) == ("ä", "ö", "ü")
+    with pytest.raises(ConfigError, match=r"encoding must be one that Python knows, .*latin11"):
+        PreferenceDataset(tmp_path / "a.csv", layout={"encoding": "latin11"})
+
+
+def test_tabs_ndjson_and_zstd_are_read(tmp_path: Path):
+    row = {"prompt": "a, b", "chosen": "c", "rejected": "d"}
+    (tmp_path / "a.tsv").write_text("prompt\tchosen\trejected\na, b\tc\td\n")
+    (tmp_path / "a.ndjson").write_text(json.dumps(row) + "\n")
+    with pa.CompressedOutputStream(str(tmp_path / "a.jsonl.zst"), "zstd") as file:
+        file.write(json.dumps(row).encode() + b"\n")
+    for name, number in (("a.tsv", 2), ("a.ndjson", 1), ("a.jsonl.zst", 1)):
+        assert rows_of(tmp_path / name) == [(number, row)]
+    with pytest.raises(DataError, match="fields must be separated by tabs"):
+        rows_of(written_as(tmp_path / "b.tsv", "prompt,chosen,rejected\na,b,c\n"))
+
+
+def written_as(path: Path, text: str) -> Path:
+    path.write_text(text)
+    return path
