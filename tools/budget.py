@@ -14,15 +14,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 7817,
-    "serving": 3953,
+    "core": 8153,
+    "serving": 3995,
     "landscape": 3818,
     "training": 2652,
     "rl_coupling": 2566,
     "reporting": 2472,
     "interfaces": 1886,
     "experiments": 1679,
-    "data_efficiency": 1337,
+    "data_efficiency": 1339,
     "schema": 1009,
     "doctor": 932,
     "records": 756,
@@ -31,13 +31,13 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 476,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 327,
+    "files": 328,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5199,
-    "import lines inside functions": 303,
-    "lines of code": 32653,
-    "private functions with one caller": 326,
+    "import lines": 5252,
+    "import lines inside functions": 304,
+    "lines of code": 33033,
+    "private functions with one caller": 333,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

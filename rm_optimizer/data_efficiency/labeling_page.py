@@ -185,7 +185,7 @@ class PageServer(ThreadingHTTPServer):
         question = self.log.current
         shown = question and {
             "pair_id": question.pair_id,
-            "messages": [message.to_dict() for message in as_messages(question.prompt)],
+            "messages": [{"role": turn.role, "content": turn.shown()} for turn in as_messages(question.prompt)],
             "response_a": question.response_a,
             "response_b": question.response_b,
         }

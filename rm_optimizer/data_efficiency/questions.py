@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
-from rm_optimizer.core.rows.messages import as_messages, read_prompt
+from rm_optimizer.core.rows.messages import Turns, as_messages, read_prompt
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import unquoted_formula, write_csv, write_json_lines, write_text
@@ -96,9 +96,14 @@ def asked_once(pairs: Iterable[PreferencePair]) -> dict[str, PreferencePair]:
     """Pairs by the identity of their question.
 
     The first one is kept of pairs that repeat one another, in either order.
+
+    Raises:
+        DataError: if a response is of several messages, which a question's cell of text would not give back.
     """
     found: dict[str, PreferencePair] = {}
     for pair in pairs:
+        if isinstance(pair.chosen, Turns) or isinstance(pair.rejected, Turns):
+            raise DataError("questions hold two texts, and a pair has a response of several messages; leave it out")
         found.setdefault(question_id(pair.prompt, (pair.chosen, pair.rejected)), pair)
     return found
 

@@ -297,7 +297,7 @@ def example_table(name: str, pair: PreferencePair) -> Table:
     """Table of one pair as read: the messages before the responses, and the better response."""
     better = {1.0: "better", 0.0: "worse"}.get(pair.label, f"better with P={pair.label:g}")
     worse = {1.0: "worse", 0.0: "better"}.get(pair.label, "other")
-    texts = [(message.role, message.content) for message in as_messages(pair.prompt)]
+    texts = [(message.role, message.shown()) for message in as_messages(pair.prompt)]
     texts += [(f"chosen ({better})", pair.chosen), (f"rejected ({worse})", pair.rejected)]
     lines = [(title, " ".join(text.split())) for title, text in texts]
     rows = tuple(

@@ -19,6 +19,7 @@ from transformers import (
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import Prompt, as_messages, digest, prompt_id
+from rm_optimizer.core.rows.messages import plain_turns
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, MissingExtra
@@ -152,7 +153,7 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
         text = plain_prompt(messages)
         start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
     else:
-        turns = [message.to_dict() for message in messages]
+        turns = plain_turns(prompt, "a policy")
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     return [*start, *tokenizer(text, add_special_tokens=False)["input_ids"]]
 

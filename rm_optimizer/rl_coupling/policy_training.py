@@ -24,7 +24,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, require_finite
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, require_finite
+from rm_optimizer.core.rows.messages import Turns, plain_turns
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.written_template import TemplateWriter
@@ -170,7 +171,7 @@ class TrainedPolicy:
     def _encoded(self, rows: Sequence[Prompt]) -> BatchEncoding:
         """Prompts encoded as in TRL, padded on the left."""
         found = self.tokenizer.apply_chat_template(
-            [[message.to_dict() for message in as_messages(prompt)] for prompt in rows],
+            [plain_turns(prompt, "a policy") for prompt in rows],
             add_generation_prompt=True,
             tokenize=True,
             padding=True,
@@ -233,7 +234,7 @@ class _StrippedScorer(Scorer):
 
     def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, " sequences"]:
         each, texts = paired(prompts, responses)
-        return finite_rewards(self._scorer, each, [text.strip() for text in texts])
+        return finite_rewards(self._scorer, each, [text if isinstance(text, Turns) else text.strip() for text in texts])
 
 
 class _AtCheckpoint(TrainerCallback):  # type: ignore[misc]
@@ -307,7 +308,7 @@ def train_policy(
         if other != resumed:
             shutil.rmtree(other)
     asked = in_order(prompts, config.steps * config.prompts_per_step, seed)
-    rows = Dataset.from_list([{"prompt": [message.to_dict() for message in as_messages(prompt)]} for prompt in asked])
+    rows = Dataset.from_list([{"prompt": plain_turns(prompt, "a policy")} for prompt in asked])
     with quiet_transformers():
         trainer: Trainer = trainer_kind(
             model=policy.model,

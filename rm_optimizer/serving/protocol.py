@@ -101,26 +101,45 @@ class TextPart(RequestModel):
 
 
 class WireMessage(RequestModel):
-    """One turn of a conversation."""
+    """One turn of a conversation, in OpenAI's form."""
 
     role: StrictStr = Field(min_length=1, max_length=256)
-    content: Annotated[
-        Annotated[StrictStr, Tag("(text)")]
-        | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("(list)")],
-        Discriminator(_is_list),
-    ] = Field(description="Text, or text parts that are joined.")
+    content: (
+        Annotated[
+            Annotated[StrictStr, Tag("(text)")]
+            | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("(list)")],
+            Discriminator(_is_list),
+        ]
+        | None
+    ) = Field(default=None, description="Text, or text parts that are joined; absent in a turn that only calls tools.")
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: StrictStr | None = None
+    name: StrictStr | None = None
+    reasoning_content: StrictStr | None = None
 
     @property
     def text(self) -> str:
         """The content as one text."""
-        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content or ""
 
 
 WireMessages: TypeAlias = Annotated[list[WireMessage], Field(fail_fast=True, max_length=MAX_MESSAGES)]
 """Messages of one conversation."""
 
 
-class ClassifyRequest(RequestModel):
+class TemplateValues(RequestModel):
+    """Values that the chat template reads beside messages, as `apply_chat_template` takes them."""
+
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def values(self) -> dict[str, Any]:
+        """The values by name."""
+        return {name: getattr(self, name) for name in TemplateValues.model_fields}
+
+
+class ClassifyRequest(TemplateValues):
     """`POST /classify`: vLLM's request for one label.
 
     Exactly one of `input` and `messages` is given. Text is tokenized unchanged; `messages` is one conversation that
@@ -151,16 +170,20 @@ class ClassifyRequest(RequestModel):
     def _one_source(self) -> ClassifyRequest:
         if (self.input is None) == (self.messages is None):
             raise ValueError("give exactly one of input and messages")
+        if self.messages is None and any(value is not None for value in self.values().values()):
+            raise ValueError("tools, documents and chat_template_kwargs belong to messages, not to input")
         return self
 
 
-class ScoreItem(RequestModel):
+class ScoreItem(TemplateValues):
     """One prompt and the responses to it."""
 
     prompt: Annotated[
         Annotated[StrictStr, Tag("(text)")] | Annotated[WireMessages, Tag("(list)")], Discriminator(_is_list)
     ] = Field(description="Text, or the messages before the response.")
-    responses: Items[StrictStr] = Field(min_length=1)
+    responses: Items[
+        Annotated[Annotated[StrictStr, Tag("(text)")] | Annotated[WireMessages, Tag("(list)")], Discriminator(_is_list)]
+    ] = Field(min_length=1, description="Texts, or the messages of each response up to the assistant's last.")
 
 
 class ScoringRequest(RequestModel):

@@ -245,7 +245,7 @@ def test_line_breaks_indents_and_blanks_that_a_template_drops_are_refused(writte
         renderer(template.replace("CHANGE", written)).text("Code?", code)
 
 
-@pytest.mark.parametrize("role", ["developer", "narrator", "observation"])
+@pytest.mark.parametrize("role", ["developer", "narrator", "observer"])
 def test_a_role_that_a_template_does_not_print_is_named(role: str):
     prompt = (Message(role, "Be brief."), Message("user", "Why?"))
     for template in (KNOWN_ROLES, THREE_ROLES):

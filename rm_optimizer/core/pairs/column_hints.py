@@ -15,7 +15,7 @@ from rm_optimizer.core.pairs.formats import FORMATS, RowFormat, detect_format
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.columns import UNREAD_COLUMNS, Columns, read_number, renamed, unread_column
-from rm_optimizer.core.rows.messages import are_texts, is_empty, is_message, parsed_text
+from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, are_texts, is_empty, is_message, parsed_text
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
@@ -260,6 +260,7 @@ def require_readable(source: DataSource, form: RowFormat, rows: Sequence[Row]) -
         last = lost.rpartition(".")[2]
         use = f"append it to the prompt with {typed({'input': lost})}, " if last in ("input", "context") else ""
         use = f"use it as the system turn with {typed({'system': lost})}, " if "system" in last else use
+        use = f"give it to the chat template with {typed({last: lost})}, " if last in TEMPLATE_COLUMNS else use
         raise DataError(
             f"{source.path}: the column {lost} is not read and would be lost; write it into the prompt, {use}or leave "
             f"it out with {typed({lost: 'null'})}"

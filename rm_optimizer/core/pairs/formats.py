@@ -8,7 +8,7 @@ holds, so that no source shows by its frame.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -27,6 +27,7 @@ from rm_optimizer.core.rows.messages import (
     parse_transcript,
     read_messages,
     read_prompt,
+    response_of,
     shown_kind,
 )
 from rm_optimizer.core.rows.readers import Report, Row
@@ -202,7 +203,9 @@ def _compare_winner(row: Row, rule: KwiseRule) -> list[Comparison]:
 
 
 def _compare_transcripts(row: Row, rule: KwiseRule) -> list[Comparison]:
-    return _of_conversations(*(_transcript(name, _text(name, row.get(name))) for name in ("chosen", "rejected")))
+    # Texts that begin a turn inside an answer would pass for turns, so transcripts part at their end alone.
+    sides = (_transcript(name, _text(name, row.get(name))) for name in ("chosen", "rejected"))
+    return [_parted(*sides, responses_begin=())]
 
 
 def _transcript(name: str, text: str) -> tuple[Message, ...]:
@@ -218,7 +221,8 @@ def _transcript(name: str, text: str) -> tuple[Message, ...]:
 
 
 def _compare_messages(row: Row, rule: KwiseRule) -> list[Comparison]:
-    return _of_conversations(_conversation(row, "chosen"), _conversation(row, "rejected"))
+    sides = (_conversation(row, "chosen"), _conversation(row, "rejected"))
+    return [_parted(*sides, responses_begin=("assistant", "tool"))]
 
 
 def _conversation(row: Row, name: str) -> tuple[Message, ...]:
@@ -239,12 +243,30 @@ def _conversation(row: Row, name: str) -> tuple[Message, ...]:
     return turns
 
 
-def _of_conversations(chosen: Sequence[Message], rejected: Sequence[Message]) -> list[Comparison]:
-    prompt, other = tuple(chosen[:-1]), tuple(rejected[:-1])
-    if prompt != other:
-        same = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(prompt, other, strict=False)))
-        raise ValueError(f"the prompts of chosen and rejected differ, from turn {same + 1} on")
-    return [Comparison(prompt, chosen[-1].content, rejected[-1].content)]
+def _parted(chosen: Sequence[Message], rejected: Sequence[Message], *, responses_begin: Collection[str]) -> Comparison:
+    """The comparison of two conversations from where they part: the common beginning is the prompt.
+
+    They part at a turn that the model or its tools gave. A tool's result belongs to the response with its call.
+
+    Args:
+        chosen: one conversation, to its end.
+        rejected: the other one.
+        responses_begin: roles of the turns at which they may part; with none of them, at the last turn alone.
+
+    Raises:
+        ValueError: if they part at another turn.
+    """
+    most = min(len(chosen), len(rejected)) - 1
+    same = next((place for place in range(most) if chosen[place] != rejected[place]), most)
+    if {len(chosen), len(rejected)} != {same + 1}:
+        roles = {side[same].role for side in (chosen, rejected)}
+        start = same
+        if "tool" in roles:
+            start = max((place for place in range(1, same) if chosen[place].role == "assistant"), default=0)
+        if not start or not roles <= {*responses_begin}:
+            raise ValueError(f"the prompts of chosen and rejected differ, from turn {same + 1} on")
+        same = start
+    return Comparison(tuple(chosen[:same]), response_of(chosen[same:]), response_of(rejected[same:]))
 
 
 def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int]]:

@@ -18,8 +18,17 @@ from torch import Tensor, nn
 
 from rm_optimizer.core.rows.messages import Message as Message
 from rm_optimizer.core.rows.messages import Prompt as Prompt
+from rm_optimizer.core.rows.messages import (
+    Turns,
+    read_messages,
+    read_response,
+    require_characters,
+    require_response,
+    response_json,
+    split_context,
+    turns_of,
+)
 from rm_optimizer.core.rows.messages import as_messages as as_messages
-from rm_optimizer.core.rows.messages import read_messages, require_characters, require_response
 from rm_optimizer.core.rows.natural import Prompts, Texts, flat_groups, paired
 from rm_optimizer.errors import CheckpointError
 
@@ -41,8 +50,8 @@ class PreferencePair:
 
     Args:
         prompt: text, or the messages before the response; never empty.
-        chosen: the preferred response's text.
-        rejected: the other response's text, different from `chosen`.
+        chosen: the preferred response: text, or messages from where the two part to the assistant's last.
+        rejected: the other response, different from `chosen`.
         margin: strength of the preference in the source's own units (never mix units), or None.
         metadata: further values of the row (`source`, `subset`, …); JSON values.
         label: probability that `chosen` is the better one, in [0, 1]; 1 is a plain preference, 0.5 a tie.
@@ -71,16 +80,15 @@ class PreferencePair:
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
         if not self.prompt or (isinstance(self.prompt, str) and not self.prompt.strip()):
             raise ValueError("prompt must not be empty")
-        sides = {"chosen": self.chosen, "rejected": self.rejected}
+        sides = {name: read_response(name, getattr(self, name)) for name in ("chosen", "rejected")}
         for name, text in sides.items():
-            if not isinstance(text, str):
-                raise ValueError(f"{name} must be text, got {type(text).__name__}")
             require_response(name, text)
+            object.__setattr__(self, name, text)
         for text in [self.prompt] if isinstance(self.prompt, str) else [message.content for message in self.prompt]:
             require_characters("prompt", text)
         last = None if isinstance(self.prompt, str) else self.prompt[-1]
         for name, text in sides.items():
-            if last is not None and last.role == "assistant" and last.content.strip() == text.strip():
+            if last is not None and last == Message("assistant", last.content) and last.content.strip() == text.strip():
                 raise ValueError(f"the prompt ends with the {name} response; give the messages before it as the prompt")
         if self.chosen == self.rejected:
             raise ValueError("chosen and rejected must differ")
@@ -103,7 +111,7 @@ class PreferencePair:
     @property
     def pair_id(self) -> str:
         """Stable identity of prompt and both responses; 16 hexadecimal digits."""
-        return digest([self.prompt_id, self.chosen, self.rejected])
+        return digest([self.prompt_id, response_json(self.chosen), response_json(self.rejected)])
 
     @property
     def prompt_id(self) -> str:
@@ -111,16 +119,19 @@ class PreferencePair:
         return prompt_id(self.prompt)
 
     def to_dict(self) -> dict[str, Any]:
-        """The pair as JSON values; messages become `{"role", "content"}` objects."""
-        prompt = self.prompt if isinstance(self.prompt, str) else [message.to_dict() for message in self.prompt]
+        """The pair as JSON values; messages become `{"role", "content"}` objects, and tools a column."""
+        context, messages = split_context(() if isinstance(self.prompt, str) else self.prompt)
+        sides: dict[str, Any] = {"chosen": self.chosen, "rejected": self.rejected}
+        if any(isinstance(response, Turns) for response in sides.values()):
+            sides = {name: [turn.to_dict() for turn in turns_of(response)] for name, response in sides.items()}
         return {
-            "prompt": prompt,
-            "chosen": self.chosen,
-            "rejected": self.rejected,
+            "prompt": self.prompt if isinstance(self.prompt, str) else [message.to_dict() for message in messages],
+            **sides,
             "margin": self.margin,
             "label": self.label,
             "weight": self.weight,
             "metadata": dict(self.metadata),
+            **context,
         }
 
 

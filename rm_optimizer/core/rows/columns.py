@@ -11,6 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from rm_optimizer.core.rows.messages import (
+    CONTEXT_ROLE,
+    TEMPLATE_COLUMNS,
     Message,
     Prompt,
     are_texts,
@@ -20,22 +22,23 @@ from rm_optimizer.core.rows.messages import (
     is_message,
     parsed_text,
     read_prompt,
+    with_context,
 )
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError, did_you_mean
 from rm_optimizer.schema.data import Spelling
 
-CONTEXT_COLUMNS = frozenset({"system", "input"})
+CONTEXT_COLUMNS = frozenset({"system", "input", *TEMPLATE_COLUMNS})
 """Columns that are read into the prompt."""
 UNREAD_COLUMNS = frozenset({
-    "tools", "functions", "tool_calls", "chat_template_kwargs", "documents", "history", "context", "system_prompt",
-    "system_message", "input", "image", "images", "audio", "audios", "video", "videos",
+    "functions", "tool_calls", "history", "context", "system_prompt", "system_message", "input", "image", "images",
+    "audio", "audios", "video", "videos",
 })  # fmt: skip
 """Columns that would change what the model reads, and that are not read unless they are mapped."""
 
 
 def row_prompt(row: Row) -> Prompt:
-    """The prompt of a row with its `system` and `input` columns.
+    """The prompt of a row with its columns of context.
 
     Raises:
         ValueError: if the prompt is none, or a column beside it would be lost.
@@ -44,7 +47,7 @@ def row_prompt(row: Row) -> Prompt:
 
 
 def in_context(row: Row, prompt: Prompt, columns: Mapping[str, str | None]) -> Prompt:
-    r"""The prompt with a row's system turn in front and its instruction's input behind.
+    r"""The prompt with a row's system turn and what its template reads in front, and its instruction's input behind.
 
     The input follows the instruction after a line break, as data sets of Alpaca's form (Taori et al., 2023) are read
     by LLaMA-Factory. It is read where `columns` maps it, or maps `prompt` to `instruction`.
@@ -68,15 +71,16 @@ def in_context(row: Row, prompt: Prompt, columns: Mapping[str, str | None]) -> P
             raise ValueError(f"{name} must be text, got {json.dumps(text, default=str)[:60]}")
         if name == "system":
             messages = as_messages(prompt)
-            if not messages or messages[0].role != "system":
-                prompt = (Message("system", text), *messages)
-            elif messages[0].content.split() != text.split():
+            start = int(messages[0].role == CONTEXT_ROLE)
+            if messages[start].role != "system":
+                prompt = (*messages[:start], Message("system", text), *messages[start:])
+            elif messages[start].content.split() != text.split():
                 raise ValueError("the system column says otherwise than the prompt's own system message; leave one out")
         elif isinstance(prompt, str):
             prompt = f"{prompt}\n{text}"
         else:
             raise ValueError("input follows an instruction that is text, but the prompt is a list of messages")
-    return prompt
+    return with_context(prompt, row)
 
 
 def is_context(name: str) -> bool:

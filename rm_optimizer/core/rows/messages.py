@@ -10,8 +10,10 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
 
 _TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
@@ -21,12 +23,20 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant", "System": "system"}
 _ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
 _ROLES |= dict.fromkeys(("human", "prompter"), "user")
 _ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model"), "assistant")
+_ROLES |= dict.fromkeys(("observation", "tool_response"), "tool")
 """Roles by the names that data sets give them, in lower case."""
-_UNREAD_FIELDS = frozenset({
-    "tool_calls", "function_call", "tools", "reasoning_content", "reasoning", "thinking", "name", "image", "images",
-    "audio", "videos", "files",
-})  # fmt: skip
-"""Fields of a message that templates would print, or that change its meaning."""
+_CALL_ROLES = frozenset({"function_call", "tool_call"})
+"""Roles of a turn whose content spells a tool call, as ms-swift and LLaMA-Factory write it."""
+_FIELDS = {name: name for name in ("tool_calls", "tool_call_id", "name", "reasoning_content")}
+_FIELDS |= {"reasoning": "reasoning_content", "thinking": "reasoning_content", "function_call": "tool_calls"}
+"""Fields of a message that are read beside its content, by the names that data sets give them."""
+_CALL_FIELDS = tuple(name for name, ours in _FIELDS.items() if ours == "tool_calls")
+_UNREAD_FIELDS = frozenset({"tools", "functions", "image", "images", "audio", "videos", "files"})
+"""Fields of a message that change its meaning and that are not read."""
+CONTEXT_ROLE = "(context)"
+"""Role of the entry before a conversation's messages that holds what the template reads beside them."""
+TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
+"""Columns of a row that its chat template reads beside the messages."""
 _PROSE_WORDS = 10
 _FIELD_NAMES = ('"role"', '"from"', "'role'", "'from'")
 _OTHER_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[^\\nrtxuU'\"]")
@@ -44,6 +54,12 @@ class Message:
 
     Common names of the two speakers (human, gpt, bot, …) become `user` and `assistant`, which chat templates read.
 
+    Args:
+        role: speaker of the turn.
+        content: its text.
+        fields: what a template reads beside it: `tool_calls` in OpenAI's form with arguments as objects,
+            `tool_call_id`, `name` and `reasoning_content`. It must not be changed.
+
     Raises:
         ValueError: if the role is empty, the content is not text, or a user's content is blank.
 
@@ -54,6 +70,7 @@ class Message:
 
     role: str
     content: str
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, str) or not self.role:
@@ -63,14 +80,162 @@ class Message:
         object.__setattr__(self, "role", _ROLES.get(self.role.strip().lower(), self.role))
         if self.role == "user" and not self.content.strip():
             raise ValueError("a message of role user must not be empty")
+        if self.role == CONTEXT_ROLE and (self.content or not self.fields):
+            raise ValueError(f"the role {CONTEXT_ROLE} is for what stands beside messages, not for a message")
 
-    def to_dict(self) -> dict[str, str]:
-        """`{"role": …, "content": …}`, the form chat templates take."""
-        return {"role": self.role, "content": self.content}
+    def to_dict(self) -> dict[str, Any]:
+        """`{"role": …, "content": …}` with its fields, the form chat templates take."""
+        return {"role": self.role, "content": self.content, **self.fields}
+
+    def shown(self) -> str:
+        """The content and the fields as one text, for readers and for searches."""
+        return f"{self.content}\n{json.dumps(self.fields, ensure_ascii=False)}" if self.fields else self.content
 
 
 Prompt: TypeAlias = str | tuple[Message, ...]
-"""A prompt is text (one user turn, a transcript, the JSON of messages) or the messages before the response."""
+"""A prompt is text (one user turn, a transcript, the JSON of messages) or the messages before the response.
+
+The messages may begin with one of `CONTEXT_ROLE`, as `with_context` puts it there."""
+
+
+class Turns(str):
+    """A response of several messages, or of one with more than content: their JSON, which knows the messages.
+
+    A plain text is never such a response, whatever it spells, so that no answer can pass for several turns.
+
+    Args:
+        messages: messages from the first that answers to the assistant's last.
+
+    Raises:
+        ValueError: if the last message is not the assistant's.
+
+    Example:
+        >>> response = Turns((Message("assistant", "Let me see."), Message("tool", "4"), Message("assistant", "4.")))
+        >>> len(response.messages), response == str(response)
+        (3, False)
+    """
+
+    messages: tuple[Message, ...]
+
+    def __new__(cls, messages: tuple[Message, ...]) -> Turns:
+        """The response of these messages."""
+        if not messages or messages[-1].role != "assistant":
+            got = f"one of {messages[-1].role!r}" if messages else "no message"
+            raise ValueError(f"a response must end with a message of the assistant, got {got}")
+        text = super().__new__(cls, json.dumps([message.to_dict() for message in messages], ensure_ascii=False))
+        text.messages = messages
+        return text
+
+    def __str__(self) -> str:
+        return "".join(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Turns) and self.messages == other.messages
+
+    def __ne__(self, other: object) -> bool:  # that of `str` would compare the texts
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self.messages)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Turns, (self.messages,)
+
+
+def response_of(messages: Sequence[Message]) -> str:
+    """The response of these messages: the text of a plain answer, or `Turns`.
+
+    Raises:
+        ValueError: if the last message is not the assistant's.
+    """
+    turns = Turns(tuple(messages))
+    return turns.messages[0].content if len(turns.messages) == 1 and not turns.messages[0].fields else turns
+
+
+def read_response(name: str, value: object) -> str:
+    """A response that is text or a list of messages.
+
+    Raises:
+        ValueError: if it is neither, or a message of it cannot be used.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{name} must be text, got {type(value).__name__}")
+    return response_of(read_messages(name, value))
+
+
+def turns_of(response: str) -> tuple[Message, ...]:
+    """The messages of a response."""
+    return response.messages if isinstance(response, Turns) else (Message("assistant", response),)
+
+
+def response_json(response: str) -> Any:
+    """The response as JSON values: text, or the messages of `Turns`."""
+    return [message.to_dict() for message in response.messages] if isinstance(response, Turns) else response
+
+
+def with_context(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
+    """The prompt with what its chat template reads beside the messages; the prompt itself if that is nothing.
+
+    Args:
+        prompt: text or messages.
+        values: cells by name; those of `TEMPLATE_COLUMNS` are read, as values or as their text. Empty ones count as
+            absent, and so do null fields in tools, documents and arguments, which Arrow files add to objects.
+
+    Raises:
+        ValueError: if `tools` or `documents` is no list of objects, `chat_template_kwargs` no object of names, or the
+            prompt has such values already.
+    """
+    found: dict[str, Any] = {}
+    for name in TEMPLATE_COLUMNS:
+        value = values.get(name)
+        if is_empty(value):
+            continue
+        value = _without_nulls(parsed_text(value) if isinstance(value, str) else value)
+        are_named = name == "chat_template_kwargs"
+        if not (isinstance(value, dict) if are_named else _are_objects(value)):
+            raise ValueError(f"{name} must be {'an object' if are_named else 'a list of objects'}, got {value!r:.60}")
+        if not is_empty(value):
+            found[name] = value
+    if not found:
+        return prompt
+    messages = as_messages(prompt)
+    if messages[0].role == CONTEXT_ROLE:
+        raise ValueError(f"{', '.join(found)} is given twice, with the prompt and beside it; leave one out")
+    return Message(CONTEXT_ROLE, "", found), *messages
+
+
+def split_context(messages: Sequence[Message]) -> tuple[Mapping[str, Any], tuple[Message, ...]]:
+    """Values that the chat template reads beside the messages, by column, and the messages."""
+    is_there = bool(messages) and messages[0].role == CONTEXT_ROLE
+    return (messages[0].fields, tuple(messages[1:])) if is_there else (MappingProxyType({}), tuple(messages))
+
+
+def plain_turns(prompt: Prompt, reader: str) -> list[dict[str, Any]]:
+    """The prompt's messages as chat templates take them, for a reader that takes nothing beside them.
+
+    Args:
+        prompt: text or messages.
+        reader: who reads them, for the message.
+
+    Raises:
+        ValueError: if the prompt has tools or other values beside its messages.
+    """
+    context, messages = split_context(as_messages(prompt))
+    if context:
+        raise ValueError(f"the prompt has {', '.join(context)}, which {reader} does not read; leave it out")
+    return [message.to_dict() for message in messages]
+
+
+def _are_objects(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(name): _without_nulls(part) for name, part in value.items() if part is not None}
+    return list(map(_without_nulls, value)) if isinstance(value, list | tuple) else value
 
 
 def as_messages(prompt: Prompt) -> tuple[Message, ...]:
@@ -173,7 +338,10 @@ def messages_text(text: str) -> list[Any] | None:
 
 def is_message(value: object) -> bool:
     """True for a value like a message: an object with `role` and `content`, or `from` and `value`."""
-    return isinstance(value, Mapping) and ({"role", "content"} <= value.keys() or {"from", "value"} <= value.keys())
+    if not isinstance(value, Mapping):
+        return False
+    is_call = "role" in value and any(isinstance(value.get(name), list | Mapping) for name in _CALL_FIELDS)
+    return is_call or {"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()
 
 
 def are_texts(value: object) -> TypeGuard[list[str]]:
@@ -206,10 +374,13 @@ def read_messages(name: str, value: object) -> tuple[Message, ...]:
     if isinstance(value, tuple) and all(isinstance(item, Message) for item in value):
         return value  # pairs of one prompt share it
     try:
-        return tuple(_read_message(name, number, item) for number, item in enumerate(value, 1))
+        messages = tuple(_read_message(name, number, item) for number, item in enumerate(value, 1))
     except ValueError as error:
         text = str(error)
         raise ValueError(text if text.startswith(name) else f"{name}: {text}") from error
+    if any(message.role == CONTEXT_ROLE for message in messages[1:]):
+        raise ValueError(f"{name} has a message of role {CONTEXT_ROLE} after the first one")
+    return messages
 
 
 def _read_message(name: str, number: int, item: object) -> Message:
@@ -218,24 +389,93 @@ def _read_message(name: str, number: int, item: object) -> Message:
     if not isinstance(item, Mapping) or not is_message(item):
         got = "a list of texts" if isinstance(item, str) else str(item)[:60]
         raise ValueError(f"{name} must hold messages with role and content, got {got}")
-    role, content = ("role", "content") if "role" in item and "content" in item else ("from", "value")
-    for field, value in item.items():
-        if field in (role, content) or is_empty(value):
+    where = f"{name}: message {number}"
+    role_field, content_field = ("from", "value") if "from" in item and "role" not in item else ("role", "content")
+    role, content = item[role_field], _content(where, item.get(content_field))
+    if role == CONTEXT_ROLE:
+        return Message(role, content or "", {column: item[column] for column in TEMPLATE_COLUMNS if column in item})
+    fields: dict[str, Any] = {}
+    for given, value in item.items():
+        if given in (role_field, content_field) or is_empty(value):
             continue
+        ours = _FIELDS.get(given)
         is_prose = isinstance(value, str) and len(value.split()) > _PROSE_WORDS
-        are_objects = isinstance(value, list) and all(isinstance(part, Mapping) for part in value)
-        if field in _UNREAD_FIELDS or is_prose or are_objects:
+        if ours is None and (given in _UNREAD_FIELDS or is_prose or (isinstance(value, list) and _are_objects(value))):
             raise ValueError(
-                f"{name}: message {number} has {field}, which is not read and would be lost; write it into the "
-                f"message's content, or remove the field"
+                f"{where} has {given}, which is not read and would be lost; write it into the message's content, or "
+                "remove the field"
             )
-    text = item[content]
-    if isinstance(text, list) and len(text) == 1 and isinstance(text[0], Mapping):
-        part = text[0]  # the one part of a list, as some templates write text
-        text = part["text"] if part.get("type") == "text" and isinstance(part.get("text"), str) else text
-    message = Message(item[role], text)
-    require_characters(f"{name}: message {number}", message.content)
+        if ours in fields:
+            raise ValueError(f"{where} has {given} and another field of the same meaning; leave one out")
+        if ours == "tool_calls":
+            fields[ours] = list(_calls(where, value))
+        elif ours is not None:
+            if not isinstance(value, str):
+                raise ValueError(f"{where}: {given} must be text, got {type(value).__name__}")
+            fields[ours] = value
+    if isinstance(role, str) and role.strip().lower() in _CALL_ROLES and isinstance(content, str):
+        role, content, fields = "assistant", "", {"tool_calls": list(_calls(where, parsed_text(content)))} | fields
+    if content is None and "tool_calls" in fields:
+        content = ""  # the text of a turn that only calls tools is null in OpenAI's form
+    message = Message(role, content, fields)
+    require_characters(where, message.shown())
     return message
+
+
+def _content(where: str, value: Any) -> Any:
+    """The text of a content that may be a list of text parts, which are joined; any other value as it is.
+
+    Raises:
+        ValueError: if a part is not text.
+    """
+    if not isinstance(value, list) or not value or not all(isinstance(part, Mapping | str) for part in value):
+        return value
+    texts = list[str]()
+    for place, part in enumerate(value, 1):
+        text = part if isinstance(part, str) else part.get("text")
+        if isinstance(part, Mapping) and (part.get("type") != "text" or not isinstance(text, str)):
+            raise ValueError(f"{where}: part {place} of content is of type {part.get('type')}; only text is read")
+        texts.append(str(text))
+    return "".join(texts)
+
+
+def _calls(where: str, value: Any) -> Iterator[dict[str, Any]]:
+    """Tool calls in OpenAI's form, with their arguments as objects.
+
+    Arguments written as the JSON of an object are read, as `transformers` wants them, so that both spellings give the
+    same text.
+
+    Raises:
+        ValueError: if there is no such call.
+    """
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise ValueError(f"{where}: tool_calls must hold calls with a function's name, got {call!r:.60}")
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            with suppress(ValueError, RecursionError):  # text that is no JSON stays text
+                arguments = json.loads(arguments or "{}", object_pairs_hook=_distinct)
+            arguments = arguments if isinstance(arguments, dict) else function["arguments"]
+        else:
+            arguments = _without_nulls(arguments)
+        beside = {} if function is call else {key: _without_nulls(part) for key, part in call.items()}
+        named = {key: part for key, part in function.items() if part is not None} | {"arguments": arguments}
+        if function is call:
+            beside = {"id": named.pop("id")} if "id" in named else {}
+            named.pop("type", None)
+        yield {key: part for key, part in beside.items() if part is not None} | {"type": "function", "function": named}
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs.
+
+    Raises:
+        ValueError: if a name is given twice, of which one value would be lost.
+    """
+    if len(found := dict(pairs)) < len(pairs):
+        raise ValueError("a name is given twice")
+    return found
 
 
 def control_tokens(special_tokens: Iterable[str]) -> re.Pattern[str]:

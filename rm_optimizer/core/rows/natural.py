@@ -7,11 +7,13 @@ from typing import Any, TypeAlias
 
 import pyarrow as pa
 
-from rm_optimizer.core.rows.messages import Message, Prompt
+from rm_optimizer.core.rows.messages import Message, Prompt, is_message, read_response
 from rm_optimizer.errors import DataError
 
 Texts: TypeAlias = str | Iterable[str]
-"""Several texts as a list, tuple, generator, array or column, or a single one."""
+"""Several texts as a list, tuple, generator, array or column, or a single one.
+
+In place of a response's text, a list may hold the messages of one."""
 Prompts: TypeAlias = Prompt | Iterable[Prompt]
 """Several prompts, each a text or messages, or a single one."""
 
@@ -45,7 +47,9 @@ def texts(name: str, values: Texts) -> list[str]:
     """
     found = [values] if isinstance(values, str) else listed(name, values)
     for place, text in enumerate(found):
-        if not isinstance(text, str):
+        if isinstance(text, list | tuple) and text and all(isinstance(m, Message) or is_message(m) for m in text):
+            found[place] = read_response(f"{name}[{place}]", text)
+        elif not isinstance(text, str):
             raise TypeError(f"{name}[{place}] must be text, got {type(text).__name__}")
     return found
 

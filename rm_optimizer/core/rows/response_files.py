@@ -16,7 +16,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rm_optimizer.core.rows.columns import row_prompt
-from rm_optimizer.core.rows.messages import Prompt, are_texts, is_empty, require_characters, require_response
+from rm_optimizer.core.rows.messages import (
+    Prompt,
+    is_empty,
+    is_message,
+    read_response,
+    require_characters,
+    require_response,
+)
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import csv_table
@@ -39,7 +46,7 @@ class ResponseRow:
     Args:
         number: line of a text file or row of a Parquet file, from 1.
         prompt: text or messages.
-        responses: one or more texts.
+        responses: one or more texts or `Turns`.
         listed: True if the row has a list under `responses`, and so gets a list of rewards.
     """
 
@@ -82,10 +89,15 @@ def read_responses(path: Path) -> Iterator[ResponseRow]:
         if REWARD in row:
             raise DataError(f"{where}: there is a column '{REWARD}' already; rename it or leave it out")
         responses = row["responses"] if listed else [row["response"]]
-        if not are_texts(responses):
+        are_responses = isinstance(responses, list) and responses and all(map(_is_response, responses))
+        if not are_responses:
             expected = "responses must be a list of texts" if listed else "response must be text"
-            raise DataError(f"{where}: {expected}, got {_shown(row['responses' if listed else 'response'])}")
+            raise DataError(
+                f"{where}: {expected}, or messages that end with the assistant's, got "
+                f"{_shown(row['responses' if listed else 'response'])}"
+            )
         try:
+            responses = [read_response("response", response) for response in responses]
             for text in responses:
                 require_response("response", text)
         except ValueError as error:
@@ -126,6 +138,10 @@ def _prompt(where: str, row: dict[str, Any]) -> Prompt:
         return row_prompt(row)
     except ValueError as error:
         raise DataError(f"{where}: {error}") from error
+
+
+def _is_response(value: object) -> bool:
+    return isinstance(value, str) or (isinstance(value, list) and bool(value) and all(map(is_message, value)))
 
 
 def _shown(value: Any) -> str:

@@ -157,7 +157,7 @@ def _audit_split(dataset: PreferenceDataset, renderer: ConversationRenderer, con
     num_duplicates, num_contradictions = _repeats(dataset)
     marker, marker_wins = _marker(dataset.pairs)
     texts = (
-        "\0".join([*(message.content for message in as_messages(pair.prompt)), pair.chosen, pair.rejected])
+        "\0".join([*(message.shown() for message in as_messages(pair.prompt)), pair.chosen, pair.rejected])
         for pair in dataset.pairs
     )
     found = [tokens for text in texts if (tokens := set(control.findall(text)))]

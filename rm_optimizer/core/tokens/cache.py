@@ -32,6 +32,7 @@ from rich.console import Console
 from rich.progress import track
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages, digest
+from rm_optimizer.core.rows.messages import response_json
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
@@ -239,8 +240,8 @@ def _fingerprint(pairs: Sequence[PreferencePair], renderer: ConversationRenderer
     setting = [_LAYOUT, renderer.identity(), template, digest(known), sorted(renderer.refused_tokens)]
     content = hashlib.sha256(digest(setting).encode())
     for pair in pairs:
-        prompt = [[message.role, message.content] for message in as_messages(pair.prompt)]
-        texts = [prompt, pair.chosen, pair.rejected]
+        prompt = [[m.role, m.content, *([m.fields] if m.fields else [])] for m in as_messages(pair.prompt)]
+        texts = [prompt, response_json(pair.chosen), response_json(pair.rejected)]
         if renderer.kind == "custom":
             # A function has no digest, so the texts that it makes of the pair are used instead.
             texts = [renderer.text(pair.prompt, response) for response in (pair.chosen, pair.rejected)]

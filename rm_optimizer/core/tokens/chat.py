@@ -17,8 +17,9 @@ from weakref import WeakValueDictionary
 from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_messages, digest
-from rm_optimizer.core.rows.messages import require_characters
-from rm_optimizer.core.tokens.conversation_text import ChatTemplate, Turn, plain_prompt
+from rm_optimizer.core.rows.messages import require_characters, split_context, turns_of
+from rm_optimizer.core.tokens.conversation_text import ChatTemplate, plain_prompt
+from rm_optimizer.core.tokens.template_fields import Turn
 from rm_optimizer.core.tokens.tokenizer import added_tokens, require_one_template
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 
@@ -144,18 +145,25 @@ class ConversationRenderer:
         """`text` of many conversations; a prompt that is the same object is read once."""
         kind, texts = self.kind, list[str]()
         prompts = list(prompts)  # which keeps them alive: an `id` may be given again after its object is gone
-        read: dict[int, tuple[tuple[Message, ...], list[Turn]]] = {}
+        read: dict[int, tuple[tuple[Message, ...], Mapping[str, Any], list[Turn]]] = {}
         for prompt, response in zip(prompts, responses, strict=True):
             if id(prompt) not in read:
-                messages = _messages(prompt)
-                read[id(prompt)] = messages, list(map(Message.to_dict, messages))
-            messages, turns = read[id(prompt)]
-            if self.render_fn is not None:
-                texts.append(self.render_fn(messages, response))
-            elif kind == "plain":
-                texts.append(f"{plain_prompt(messages)}{response}")
-            else:
-                texts.append(self._template.whole([*turns, {"role": "assistant", "content": response}]))
+                context, messages = split_context(_messages(prompt))
+                read[id(prompt)] = messages, context, list(map(Message.to_dict, messages))
+            messages, context, turns = read[id(prompt)]
+            if kind == "chat_template":
+                texts.append(self._template.whole([*turns, *map(Message.to_dict, turns_of(response))], context))
+                continue
+            *between, last = turns_of(response)
+            before = (*messages, *between)
+            if lost := [*context, *(name for message in (*before, last) for name in message.fields)]:
+                reader = "a render_fn" if self.render_fn else "a tokenizer without a chat template"
+                raise ConversationRefused(
+                    f"{reader} reads roles and contents alone, and the row has {lost[0]}; give the tokenizer a chat "
+                    "template that reads it"
+                )
+            text = self.render_fn(before, last.content) if self.render_fn else plain_prompt(before) + last.content
+            texts.append(text)
         return texts
 
     def refusal(self, pair: PreferencePair) -> str | None:
@@ -290,12 +298,12 @@ class ConversationRenderer:
 
     def prompt_text(self, prompt: Prompt) -> str:
         """The text before the response, with the generation prompt."""
-        messages = _messages(prompt)
+        context, messages = split_context(_messages(prompt))
         if self.render_fn is not None:
             return self.render_fn(messages, "")
         if self.kind != "chat_template":
             return plain_prompt(messages)
-        return self._template.rendered(list(map(Message.to_dict, messages)), open_turn=True)
+        return self._template.rendered(list(map(Message.to_dict, messages)), context, open_turn=True)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:

@@ -7,16 +7,24 @@ import logging
 import re
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import TypeAlias
+from types import MappingProxyType
+from typing import Any
 
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.rows.messages import Message
+from rm_optimizer.core.tokens.template_fields import (
+    REASONING_FIELDS,
+    Marks,
+    Turn,
+    is_name_of_call,
+    linked_in_order,
+    shape,
+    texts_of,
+)
 from rm_optimizer.errors import ConfigError, ConversationRefused
 
-Turn: TypeAlias = Mapping[str, str]
-"""Message in the form that chat templates take."""
 PINNED_DATE = "26 Jul 2024"
 """The date in pinned templates, which is the default of `date_string` in Llama 3.1's template."""
 
@@ -25,6 +33,10 @@ PIN_MARK = f"{{# dates pinned to {PINNED_DATE} #}}\n"
 _SET_DATE = f"{{% set date_string = '{PINNED_DATE}' %}}\n"
 _NOW_LITERAL = re.compile(r"""strftime_now\(\s*(?:format\s*=\s*)?(['"])(.*?)\1\s*\)""")
 _log = logging.getLogger("rm_optimizer")
+_MOST_KEPT = 4096
+_PLAIN_TURN = ("role", "content")
+_OWN_ARGUMENTS = frozenset({"messages", "add_generation_prompt", "chat_template", "tokenize", "continue_final_message"})
+"""Arguments of `apply_chat_template` that a row cannot set."""
 ROLE_NAMES = {"user": "Human", "assistant": "Assistant", "system": "System"}
 
 
@@ -84,7 +96,8 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._unprinted: dict[tuple[str, ...], int | None] = {}
+        self._unprinted: dict[tuple[Any, ...], tuple[tuple[int, str], ...]] = {}
+        self._unshown: dict[tuple[str, ...], str | None] = {}
 
     def pin(self) -> None:
         """Fix the dates of the tokenizer's template, or of each of its named ones; a change is logged.
@@ -106,19 +119,35 @@ class ChatTemplate:
         """The date that the template is pinned to; None if it inserts no date."""
         return PINNED_DATE if PIN_MARK in self._tokenizer.get_chat_template() else None
 
-    def rendered(self, turns: Sequence[Turn], *, open_turn: bool = False) -> str:
+    def rendered(
+        self, turns: Sequence[Turn], context: Mapping[str, Any] = MappingProxyType({}), *, open_turn: bool = False
+    ) -> str:
         """The conversation as text.
 
         Args:
             turns: its messages.
+            context: what the template reads beside them, by the names of `TEMPLATE_COLUMNS`.
             open_turn: True to add the generation prompt.
 
         Raises:
-            ConversationRefused: if the template refuses the roles or their order.
+            ConversationRefused: if the template refuses the roles, their order or a value, or reads no such context.
         """
+        arguments = dict(context)
+        arguments |= arguments.pop("chat_template_kwargs", {})
+        for name in arguments:
+            if not self._mentions(rf"\b{re.escape(name)}\b") or name in _OWN_ARGUMENTS:
+                raise ConversationRefused(
+                    f"the tokenizer's chat template reads no {name}, which the row has; leave it out of the data, or "
+                    "give the tokenizer a template that reads it"
+                )
+        named = [self._renamed(turn) if "reasoning_content" in turn else turn for turn in turns]
         try:
-            text = self._tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=open_turn)
-        except TemplateError as error:
+            text = self._tokenizer.apply_chat_template(
+                named, tokenize=False, add_generation_prompt=open_turn, **arguments
+            )
+        except (TemplateError, TypeError) as error:
+            if isinstance(error, TypeError) and not context and all(len(turn) == len(_PLAIN_TURN) for turn in turns):
+                raise
             roles = ", ".join(turn["role"] for turn in turns)
             raise ConversationRefused(
                 f"the tokenizer's chat template refuses a conversation with roles {roles} ({error}), "
@@ -126,31 +155,118 @@ class ChatTemplate:
             ) from error
         return str(text)
 
-    def whole(self, turns: Sequence[Turn]) -> str:
-        """The conversation as text, in which each message is whole.
+    def whole(self, turns: Sequence[Turn], context: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """The conversation as text, in which each field of each message is whole.
+
+        A result's `tool_call_id` and `name` may follow from its place after the calls.
 
         Raises:
             ConversationRefused: if the template refuses the conversation, or leaves out a message or a part of one.
         """
-        text, roles = self.rendered(turns), tuple(turn["role"] for turn in turns)
-        if roles not in self._unprinted:  # found once for each order of roles
-            marks = [f"rmopt{number}mark" for number in range(len(roles))]
-            probe = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
-            printed = self.rendered(probe)
-            self._unprinted[roles] = next((i for i, mark in enumerate(marks) if mark not in printed), None)
-        if (number := self._unprinted[roles]) is not None:
+        text, roles = self.rendered(turns, context), ", ".join(turn["role"] for turn in turns)
+        for number, path in self._not_printed(turns, context):
+            if path == "name" and is_name_of_call(turns, number):
+                continue
+            turn = turns[number]
+            if path == "content":
+                raise ConversationRefused(
+                    f"the tokenizer's chat template prints nothing of a message with role '{turn['role']}' in a "
+                    f"conversation with roles {roles}, such as {turn['content'][:60]!r}; change the "
+                    "role to one that the template reads, or give the tokenizer another chat template"
+                )
             raise ConversationRefused(
-                f"the tokenizer's chat template prints nothing of a message with role '{turns[number]['role']}' in a "
-                f"conversation with roles {', '.join(roles)}, such as {turns[number]['content'][:60]!r}; change the "
-                "role to one that the template reads, or give the tokenizer another chat template"
+                f"the tokenizer's chat template prints nothing of {path} of message {number + 1} (role "
+                f"'{turn['role']}'); take it out of the data, or give the tokenizer a template that reads it"
             )
-        if (lost := first_lost([turn["content"] for turn in turns], text)) is not None:
+        parts = texts_of(turns)
+        if (place := first_lost([part for _, _, part in parts], text)) is not None:
+            number, path, part = parts[place]
+            of = "a part" if path == "content" else f"a part of {path}"
             raise ConversationRefused(
-                f"the tokenizer's chat template leaves out a part of message {lost + 1} (role "
-                f"'{turns[lost]['role']}'), which begins {turns[lost]['content'][:60]!r}; take that part out of the "
+                f"the tokenizer's chat template leaves out {of} of message {number + 1} (role "
+                f"'{turns[number]['role']}'), which begins {part[:60]!r}; take that part out of the "
                 "data (templates strip <think> blocks, for one), or give the tokenizer a template that keeps it"
             )
+        for number in range(len(turns)):
+            if (other := linked_in_order(turns, number)) is None:
+                continue
+            if self.rendered([*turns[:number], other, *turns[number + 1 :]], context) == text:
+                raise ConversationRefused(
+                    f"the tokenizer's chat template prints nothing of tool_call_id of message {number + 1}, and the "
+                    "result does not stand at the place of its call; put the results into the order of the calls"
+                )
+        for column in context.keys() & {"tools", "documents"}:
+            if (lost := self._not_shown(turns, context, column, text)) is not None:
+                raise ConversationRefused(
+                    f"the tokenizer's chat template prints nothing of {lost}; take it out of the data, or give the "
+                    "tokenizer a template that reads it"
+                )
         return text
+
+    def _not_printed(self, turns: Sequence[Turn], context: Mapping[str, Any]) -> Sequence[tuple[int, str]]:
+        """Number and path of each part of the turns that leaves no trace, found once for each form of conversation."""
+        setting = json.dumps(context.get("chat_template_kwargs"), sort_keys=True) if context else ""
+        form = (setting, *context, *map(shape, turns))
+        if form not in self._unprinted:
+            marks = Marks()
+            printed = self.rendered([marks.turn(turn, number) for number, turn in enumerate(turns)], context)
+            _make_room(self._unprinted)
+            self._unprinted[form] = tuple(place for mark, place in marks.places.items() if mark not in printed)
+        return self._unprinted[form]
+
+    def _not_shown(self, turns: Sequence[Turn], context: Mapping[str, Any], column: str, text: str) -> str | None:
+        """Path of a part of the tools or documents that leaves no trace in the text; None if all leave one."""
+        key = (column, json.dumps(context, sort_keys=True), *(turn["role"] for turn in turns))
+        if key in self._unshown:
+            return self._unshown[key]
+        marks, value = Marks(), context[column]
+        printed = self._tried(turns, {**context, column: marks.value(value, 0, column)})
+        unclear = [(mark, path) for mark, (_, path) in marks.places.items() if mark not in printed]
+        _make_room(self._unshown)
+        self._unshown[key] = next(
+            (
+                path
+                for mark, path in unclear
+                if self._tried(turns, {**context, column: _with_mark(value, column, path, mark)}) == text
+            ),
+            None,
+        )
+        return self._unshown[key]
+
+    def _tried(self, turns: Sequence[Turn], context: Mapping[str, Any]) -> str:
+        """The rendered text; empty if the template refuses it."""
+        try:
+            return self.rendered(turns, context)
+        except ConversationRefused:
+            return ""
+
+    def _renamed(self, turn: Turn) -> Turn:
+        """The turn with its reasoning under the name by which the template reads it."""
+        name = next((name for name in REASONING_FIELDS if self._mentions(rf"\.{name}\b|['\"]{name}['\"]")), "")
+        rest = {field: value for field, value in turn.items() if field != "reasoning_content"}
+        return {**rest, name: turn["reasoning_content"]} if name else turn
+
+    def _mentions(self, pattern: str) -> bool:
+        template = self._tokenizer.chat_template
+        return any(
+            re.search(pattern, text) for text in (template.values() if isinstance(template, dict) else [template])
+        )
+
+
+def _with_mark(value: Any, at: str, path: str, mark: str) -> Any:
+    """The value at one path with a mark at another, both as `Marks.value` names them."""
+    if at == path:
+        return mark
+    if isinstance(value, Mapping):
+        return {name: _with_mark(part, f"{at}.{name}", path, mark) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_with_mark(part, f"{at}[{i}]", path, mark) for i, part in enumerate(value)]
+    return value
+
+
+def _make_room(found: dict[Any, Any]) -> None:
+    if len(found) >= _MOST_KEPT:
+        found.clear()
 
 
 def first_lost(contents: Sequence[str], text: str) -> int | None:

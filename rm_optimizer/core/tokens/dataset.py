@@ -22,6 +22,7 @@ from rm_optimizer.core.pairs.source_pairs import SourcePairs, read_pairs
 from rm_optimizer.core.pairs.sources import SOURCE_OPTIONS, parse_sources
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import SkippedRow, refuse_rows
+from rm_optimizer.core.rows.messages import response_json
 from rm_optimizer.core.rows.natural import table_rows
 from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
 from rm_optimizer.errors import DataError
@@ -160,7 +161,8 @@ class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
         """16 hexadecimal digits that depend on all that training reads: texts, margins, labels, weights and order."""
         content = hashlib.sha256()
         for identity, pair in zip(self.prompt_ids, self.pairs, strict=True):
-            row = [identity, pair.chosen, pair.rejected, pair.margin, pair.label, pair.weight]
+            sides = (response_json(pair.chosen), response_json(pair.rejected))
+            row = [identity, *sides, pair.margin, pair.label, pair.weight]
             content.update(json.dumps(row).encode())
         return content.hexdigest()[:16]
 

@@ -14,6 +14,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
+from rm_optimizer.core.rows.messages import split_context
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.errors import CheckpointError
 
@@ -28,7 +29,7 @@ BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 def rendered_texts(pairs: Iterable[PreferencePair]) -> Iterator[str]:
     """Texts of the pairs for training a tokenizer: each prompt with its chosen response, and each rejected response."""
     for pair in pairs:
-        yield plain_prompt(as_messages(pair.prompt)) + pair.chosen
+        yield plain_prompt(split_context(as_messages(pair.prompt))[1]) + pair.chosen
         yield pair.rejected
 
 

@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, TypeAlias
 
 from rm_optimizer.core.pairs.pair import Message, Prompt
+from rm_optimizer.core.rows.messages import response_json, split_context
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import (
     ConfigError,
@@ -79,15 +80,16 @@ class ConversationForm:
     def size(self, row: Conversation) -> int:
         """Upper bound of a row's tokens: the bytes of its text, of which no tokenizer makes more tokens."""
         prompt, response = row
-        texts = [prompt] if isinstance(prompt, str) else [part for m in prompt for part in (m.role, m.content)]
+        texts = [prompt] if isinstance(prompt, str) else [part for m in prompt for part in (m.role, m.shown())]
         return TEMPLATE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, response))
 
     def body(self, rows: Sequence[Any]) -> dict[str, Any]:
         """JSON body in which adjacent rows with one prompt are one item."""
         items = []
         for prompt, group in groupby(rows, key=lambda row: row[0]):
-            shown = prompt if isinstance(prompt, str) else list(map(Message.to_dict, prompt))
-            items.append({"prompt": shown, "responses": [text for _, text in group]})
+            context, messages = split_context(() if isinstance(prompt, str) else prompt)
+            shown = prompt if isinstance(prompt, str) else list(map(Message.to_dict, messages))
+            items.append({"prompt": shown, "responses": [response_json(text) for _, text in group], **context})
         return {"items": items}
 
     def numbers(self, answer: Any) -> list[Any]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rm_optimizer.core.pairs.pair import Scorer, require_finite
-from rm_optimizer.core.rows.messages import Prompt, as_messages, read_messages, read_prompt
+from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, Prompt, read_prompt, read_response, with_context
 from rm_optimizer.core.rows.natural import listed
 
 
@@ -37,27 +38,30 @@ class _RewardFunction:
         self._scorer = scorer
         self.__name__ = name
 
-    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **ignored: Any) -> list[float]:
-        rewards: list[float] = self._scorer.score(*conversations(prompts, completions)).tolist()
+    def __call__(self, prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        rewards: list[float] = self._scorer.score(*conversations(prompts, completions, columns)).tolist()
         require_finite(rewards, lambda index: f"completion {index + 1}")
         return rewards
 
 
-def conversations(prompts: Sequence[Any], completions: Sequence[Any]) -> tuple[list[Prompt], list[str]]:
+def conversations(
+    prompts: Sequence[Any], completions: Sequence[Any], columns: Mapping[str, Any] = MappingProxyType({})
+) -> tuple[list[Prompt], list[str]]:
     """Prompts and responses of texts or messages as TRL passes them.
+
+    Args:
+        prompts: text or messages, one for each completion.
+        completions: text or messages that end with the assistant's; those before may be of tools.
+        columns: further columns; those that a chat template reads, such as `tools`, belong to the prompts.
 
     Raises:
         TypeError: if an argument is a text in place of a list.
         ValueError: if a completion is not text and does not end with the assistant's message.
     """
     found: list[tuple[Prompt, str]] = []
-    for prompt, completion in zip(listed("prompts", prompts), listed("completions", completions), strict=True):
-        before = read_prompt(prompt)
-        if isinstance(completion, str):
-            found.append((before, completion))
-            continue
-        *between, last = read_messages("completion", completion)  # all messages but the last belong to the prompt
-        if last.role != "assistant":
-            raise ValueError(f"completion must end with a message of the assistant, got one of {last.role!r}")
-        found.append((before if not between else (*as_messages(before), *between), last.content))
+    beside = {name: listed(name, columns[name]) for name in TEMPLATE_COLUMNS if columns.get(name) is not None}
+    rows = zip(listed("prompts", prompts), listed("completions", completions), strict=True)
+    for place, (prompt, completion) in enumerate(rows):
+        before = with_context(read_prompt(prompt), {name: values[place] for name, values in beside.items()})
+        found.append((before, read_response("completion", completion)))
     return [prompt for prompt, _ in found], [text for _, text in found]

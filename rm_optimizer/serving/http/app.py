@@ -84,7 +84,7 @@ async def classify(
     """Rewards of texts, token ids or one conversation, in vLLM's form."""
     reader, value = service.reader(body.model), body.input
     if body.messages is not None:
-        sequences = await service.read(reader.conversation, body.messages)
+        sequences = await service.read(partial(reader.conversation, values=body.values()), body.messages)
     elif isinstance(value, str) or (value and isinstance(value[0], str)):
         texts: Any = value
         sequences = await service.read(partial(reader.texts, add_special_tokens=body.add_special_tokens), texts)

@@ -6,16 +6,24 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, repeat
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import transformers
 
-from rm_optimizer.core.rows.messages import Message, Prompt, as_messages, control_tokens
+from rm_optimizer.core.rows.messages import (
+    Message,
+    Prompt,
+    as_messages,
+    control_tokens,
+    read_messages,
+    response_of,
+    with_context,
+)
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 from rm_optimizer.serving.engine import EngineDescription
@@ -114,7 +122,7 @@ SLICE_CHARACTERS = 2**18
 """Characters that are tokenized at once, one text at least; lengths are checked after each slice."""
 
 TokenSequence = tuple[int, ...]
-Text: TypeAlias = str | Message | WireMessage | ScoreItem | Sequence[str | Message | WireMessage | ScoreItem]
+Text: TypeAlias = str | Message | WireMessage | ScoreItem | Sequence["Text"]
 """Text of a request in any of its forms."""
 _log = logging.getLogger("rm_optimizer")
 
@@ -191,8 +199,12 @@ class InputReader:
         tokenize = partial(self.renderer.encode_texts, adds_frame=add_special_tokens)
         return self._in_slices(list(map(len, texts)), lambda part: tokenize(texts[part]), names)
 
-    def conversation(self, messages: Sequence[WireMessage]) -> list[TokenSequence]:
+    def conversation(self, messages: Sequence[WireMessage], values: Mapping[str, Any]) -> list[TokenSequence]:
         """Token ids of one conversation that ends with the response.
+
+        Args:
+            messages: its messages.
+            values: what the chat template reads beside them.
 
         Raises:
             InvalidRequest: if it does not end so, or the chat template refuses it.
@@ -203,7 +215,8 @@ class InputReader:
             raise InvalidRequest(
                 "messages must hold a prompt and end with the assistant's response, the text to score", "messages"
             )
-        return self._conversations([turns[:-1]], [turns[-1].content], ["messages"])
+        prompt = _in_context(turns[:-1], values, "messages")
+        return self._conversations([prompt], [response_of(turns[-1:])], ["messages"])
 
     def items(self, items: Sequence[ScoreItem]) -> list[TokenSequence]:
         """Token ids of prompts and their responses, item after item.
@@ -217,6 +230,7 @@ class InputReader:
         if count > MAX_ITEMS:
             raise TooLarge(f"expected at most {MAX_ITEMS} sequences in a request, got {count}; split it", "items")
         prompts: list[Prompt] = []
+        responses: list[str] = []
         names: list[str] = []
         for number, item in enumerate(items):
             if not item.prompt or (isinstance(item.prompt, str) and not item.prompt.strip()):
@@ -224,9 +238,11 @@ class InputReader:
             prompt: Prompt = (
                 item.prompt if isinstance(item.prompt, str) else _messages(item.prompt, f"items[{number}].prompt")
             )
-            prompts += [prompt] * len(item.responses)
-            names += [f"items[{number}].responses[{index}]" for index in range(len(item.responses))]
-        return self._conversations(prompts, [text for item in items for text in item.responses], names)
+            prompts += [_in_context(prompt, item.values(), f"items[{number}]")] * len(item.responses)
+            for index, response in enumerate(item.responses):
+                names.append(f"items[{number}].responses[{index}]")
+                responses.append(response if isinstance(response, str) else _response(response, names[-1]))
+        return self._conversations(prompts, responses, names)
 
     @cached_property
     def _control(self) -> re.Pattern[str]:
@@ -289,7 +305,7 @@ class InputReader:
             return [encoding.ids for encoding in encodings]
 
         rows = self._in_slices(sizes, tokenize, names)
-        texts = [message.content for prompt in different.values() for message in as_messages(prompt)]
+        texts = [message.shown() for prompt in different.values() for message in as_messages(prompt)]
         if found := sum(self._control.search(text) is not None for text in chain(responses, texts)):
             self.count_control(found)
         return rows
@@ -380,14 +396,40 @@ def num_characters(value: Text) -> int:
     """Number of characters of a text, a message, an item, or all of several."""
     if isinstance(value, str):
         return len(value)
-    if isinstance(value, Message | WireMessage):
-        return len(value.content if isinstance(value, Message) else value.text)
-    parts: Sequence[Text] = (value.prompt, value.responses) if isinstance(value, ScoreItem) else value
-    return sum(map(num_characters, parts))
+    if isinstance(value, Message):
+        return len(value.shown())
+    if isinstance(value, WireMessage):
+        return len(value.text) + len(value.reasoning_content or "") + len(json.dumps(value.tool_calls or ""))
+    if isinstance(value, ScoreItem):
+        return num_characters([value.prompt, *value.responses]) + len(json.dumps(value.values()))
+    return sum(map(num_characters, value))
 
 
 def _messages(messages: Sequence[WireMessage], name: str) -> tuple[Message, ...]:
+    for place, message in enumerate(messages):
+        if message.content is None and message.tool_calls is None:
+            field = f"{name}[{place}].content"
+            raise InvalidRequest(f"{field} is missing, and the message has no tool_calls", field)
     try:
-        return tuple(Message(message.role, message.text) for message in messages)
+        return tuple(
+            Message(message.role, message.text)
+            if message.model_fields_set <= {"role", "content"}
+            else read_messages(name, [message.model_dump(exclude_none=True)])[0]
+            for message in messages
+        )
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: {str(error).removeprefix(f'{name}: ')}", name) from error
+
+
+def _response(messages: Sequence[WireMessage], name: str) -> str:
+    try:
+        return response_of(_messages(messages, name))
+    except ValueError as error:
+        raise InvalidRequest(f"{name}: {error}", name) from error
+
+
+def _in_context(prompt: Prompt, values: Mapping[str, Any], name: str) -> Prompt:
+    try:
+        return with_context(prompt, values)
     except ValueError as error:
         raise InvalidRequest(f"{name}: {error}", name) from error

@@ -232,21 +232,10 @@ LAYOUTS = (
     Layout(
         "Alpaca without a mapping", lambda i: {**explicit(i, input="1, 2"), "instruction": "Add."}, is_readable=False
     ),
-    Layout("tools", lambda i: explicit(i, tools=TOOLS), is_readable=False),
     Layout("documents", lambda i: explicit(i, documents=["A rock."]), is_readable=False),
     Layout("history", lambda i: explicit(i, history=[["Hi", "Hello"]]), is_readable=False),
     Layout("images", lambda i: explicit(i, images=["a.png"]), is_readable=False),
     Layout("flattened tools", lambda i: explicit(i, **{"input.tools": TOOLS}), is_readable=False),
-    Layout(
-        "tool calls of a message",
-        lambda i: sides(i) | {"chosen": [user(q(i)), answer(a(i)) | {"tool_calls": TOOLS}]},
-        is_readable=False,
-    ),
-    Layout(
-        "reasoning beside the content",
-        lambda i: sides(i) | {"chosen": [user(q(i)), answer(a(i)) | {"reasoning_content": "Hm, hm."}]},
-        is_readable=False,
-    ),
     Layout(
         "content of one text part",
         lambda i: sides(i) | {"chosen": [user([{"type": "text", "text": q(i)}]), answer(a(i))]},

@@ -308,7 +308,7 @@ def test_a_published_layout_is_recognized_named_and_read_right(name: str, tmp_pa
 
 
 CONTENT: tuple[tuple[str, Any], ...] = (
-    ("tools", [{"type": "function"}]),
+    ("functions", [{"type": "function"}]),
     ("history", [["a", "b"]]),
     ("context", "A passage."),
     ("documents", ["d"]),

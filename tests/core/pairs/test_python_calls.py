@@ -85,7 +85,8 @@ def test_pairs_may_come_as_a_frame_or_a_data_set():
         ([7], TypeError, r"data\[0\] must be a PreferencePair or a row with prompt, chosen and rejected, got int"),
         ([PAIRS[0], {"text": "a"}], TypeError, r"data\[1\] must be .* got dict"),
         ([{**ROWS[0], "chosen": "No."}], DataError, "pairs, row 1: chosen and rejected must differ"),
-        ([{**ROWS[0], "tools": ["search"]}], DataError, "the column tools is not read and would be lost"),
+        ([{**ROWS[0], "functions": ["f"]}], DataError, "the column functions is not read and would be lost"),
+        ([{**ROWS[0], "tools": ["search"]}], DataError, "tools must be a list of objects"),
         ([{"text": "a"}], DataError, "got columns text; expected prompt, chosen and rejected"),
     ],
 )

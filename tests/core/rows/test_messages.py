@@ -73,7 +73,7 @@ def test_a_blank_turn_of_the_user_is_refused_at_every_entrance(form: str, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "field", [{"tool_calls": [{"id": 1}]}, {"reasoning_content": "Hm."}, {"name": "Ann"}, {"notes": "a " * 20}]
+    "field", [{"tools": [{"id": 1}]}, {"image": "a.png"}, {"files": ["a"]}, {"notes": "a " * 20}, {"calls": [{"a": 1}]}]
 )
 def test_a_field_of_a_message_that_would_be_lost_is_refused(field: dict[str, Any]):
     with pytest.raises(ValueError, match=f"message 1 has {next(iter(field))}, which is not read"):
@@ -98,7 +98,7 @@ def test_a_system_column_is_the_system_turn_and_must_not_contradict_the_prompt()
         in_context({"system": "Be rude."}, own, {})
 
 
-@pytest.mark.parametrize("name", ["tools", "chat_template_kwargs", "context", "history", "input", "system_prompt"])
+@pytest.mark.parametrize("name", ["functions", "tool_calls", "context", "history", "input", "system_prompt"])
 def test_a_column_that_would_be_lost_is_refused_at_every_entrance(name: str, tmp_path: Path):
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"prompt": "Hi", "chosen": "a", "rejected": "b", name: "something"}))

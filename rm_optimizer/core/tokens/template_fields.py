@@ -1,0 +1,145 @@
+"""Fields of conversations that a chat template must show: their marked copies, and links that follow from the order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+Turn: TypeAlias = Mapping[str, Any]
+"""Message in the form that chat templates take."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which chat templates read a turn's reasoning."""
+_CONSTANTS = frozenset({"type", "strict", "additionalProperties", "$schema"})
+"""Names whose values in a tool's description say how it is written, and not what it does."""
+_LINKS = frozenset({"id", "tool_call_id"})
+
+
+class Marks:
+    """Copies of values in which each part that a template must show is a mark, with the place of each mark.
+
+    Example:
+        >>> marks = Marks()
+        >>> marks.turn({"role": "user", "content": "Hi"}, 0)
+        {'role': 'user', 'content': 'rmopt0mark'}
+        >>> marks.places
+        {'rmopt0mark': (0, 'content')}
+    """
+
+    def __init__(self) -> None:
+        self.places: dict[str, tuple[int, str]] = {}
+
+    def turn(self, turn: Turn, number: int) -> dict[str, Any]:
+        """The turn with marks for its contents, its names, and the names and values of arguments."""
+        marked = dict(turn)
+        for name, value in turn.items():
+            if name == "tool_calls":
+                marked[name] = [self._call(call, number, f"tool_calls[{i}]") for i, call in enumerate(value)]
+            elif name != "role" and name not in _LINKS and str(value).strip():
+                marked[name] = self._mark(number, name)
+        return marked
+
+    def value(self, value: Any, number: int, path: str) -> Any:
+        """The value of a tool or a document with a mark for each of its parts."""
+        if isinstance(value, Mapping):
+            return {
+                key: part
+                if key in _CONSTANTS and not isinstance(part, Mapping | list)
+                else self.value(part, number, at)
+                for key, part in value.items()
+                for at in [f"{path}.{key}"]
+            }
+        if isinstance(value, list):
+            return [self.value(part, number, f"{path}[{i}]") for i, part in enumerate(value)]
+        return self._mark(number, path)
+
+    def _call(self, call: Mapping[str, Any], number: int, path: str) -> dict[str, Any]:
+        function = dict(call["function"])
+        for name, value in call["function"].items():
+            at = f"{path}.function.{name}"
+            function[name] = self._named(value, number, at) if name == "arguments" else self._mark(number, at)
+        beside = {
+            name: value if name in ("id", "type") else self._mark(number, f"{path}.{name}")
+            for name, value in call.items()
+            if name != "function"
+        }
+        return beside | {"function": function}
+
+    def _named(self, value: Any, number: int, path: str) -> Any:
+        """The value with marks for the names in it as well."""
+        if isinstance(value, Mapping):
+            return {
+                self._mark(number, at): self._named(part, number, at)
+                for key, part in value.items()
+                for at in [f"{path}.{key}"]
+            }
+        if isinstance(value, list):
+            return [self._named(part, number, f"{path}[{i}]") for i, part in enumerate(value)]
+        return self._mark(number, path)
+
+    def _mark(self, number: int, path: str) -> str:
+        mark = f"rmopt{len(self.places)}mark"
+        self.places[mark] = (number, path)
+        return mark
+
+
+def shape(value: Any) -> Any:
+    """Hashable form of a turn that is equal for turns which differ in their texts and numbers alone."""
+    if isinstance(value, Mapping):
+        return tuple((name, part if name == "role" else shape(part)) for name, part in value.items())
+    if isinstance(value, list):
+        return tuple(map(shape, value))
+    return bool(value.strip()) if isinstance(value, str) else type(value).__name__
+
+
+def texts_of(turns: Sequence[Turn]) -> list[tuple[int, str, str]]:
+    """Texts of the turns that must stand in the rendered text, each with the number of its turn and its path."""
+    found = []
+    for number, turn in enumerate(turns):
+        for name in (*REASONING_FIELDS, "content"):
+            if turn.get(name):
+                found.append((number, name, turn[name]))
+        for i, call in enumerate(turn.get("tool_calls", ())):
+            path = f"tool_calls[{i}].function.arguments"
+            found += [(number, at, text) for at, text in _texts(call["function"].get("arguments"), path)]
+    return found
+
+
+def _texts(value: Any, path: str) -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, part in value.items():
+            yield from _texts(part, f"{path}.{name}")
+    elif isinstance(value, list):
+        for i, part in enumerate(value):
+            yield from _texts(part, f"{path}[{i}]")
+
+
+def call_in_order(turns: Sequence[Turn], number: int) -> Mapping[str, Any]:
+    """The call that a tool's result answers by its place: the k-th result after several calls is of the k-th.
+
+    Returns:
+        The call; empty if there is none.
+    """
+    start = number
+    while start and turns[start - 1]["role"] == "tool":
+        start -= 1
+    calls = turns[start - 1].get("tool_calls", []) if start else []
+    return calls[number - start] if number - start < len(calls) else {}
+
+
+def is_name_of_call(turns: Sequence[Turn], number: int) -> bool:
+    """True if the turn's `name` is that of the function whose call it answers by its place."""
+    function = call_in_order(turns, number).get("function", {})
+    return turns[number]["role"] == "tool" and bool(function.get("name") == turns[number]["name"])
+
+
+def linked_in_order(turns: Sequence[Turn], number: int) -> dict[str, Any] | None:
+    """The turn linked to the call of its place, if its own link is another one; None if it is not."""
+    turn = turns[number]
+    if "tool_call_id" not in turn:
+        return None
+    call = call_in_order(turns, number)
+    if call and call.get("id") in (None, turn["tool_call_id"]):
+        return None
+    return {**turn, "tool_call_id": call.get("id", "rmoptmark")}
