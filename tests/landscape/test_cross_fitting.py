@@ -8,15 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from rm_optimizer.landscape.estimates.by_pair import pair_curvatures, weighted_means
-from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_gram, cross_fit_hessian, halves_of, part_of
+from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_gram, halves_of, part_of
 from rm_optimizer.landscape.hessian import HessianAnalyzer
-from rm_optimizer.landscape.operators.base import HessianOperator, OutputOperator
-from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
+from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
 from rm_optimizer.landscape.operators.objective import measuring
-from rm_optimizer.landscape.solvers.reference import full_spectrum
 from rm_optimizer.schema.landscape import SpectrumOptions
-from tests.landscape.worlds import EVERYTHING, FAMILIES, FOUR_PROMPTS, INNER, micro_batches, pairs, reward_model
+from tests.landscape.worlds import EVERYTHING, FOUR_PROMPTS, INNER, micro_batches, pairs, reward_model
 
 PROMPTS = (0, 0, 1, 2, 2, 3, 4, 5)
 
@@ -37,54 +34,6 @@ def test_a_part_of_the_pairs_has_their_loss(packed: bool):
     few = [pairs()[i] for i in (1, 4, 6)]
     with measuring(model, micro_batches(model, data=few), EVERYTHING, dtype=torch.float64) as objective:
         assert value == pytest.approx(objective.value(), rel=1e-12)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_gram_gives_the_curvature_of_held_pairs_along_fitted_vectors(family: str):
-    model = reward_model(family)
-    first, second = halves_of(8, PROMPTS, 0)
-    with measuring(model, micro_batches(model), EVERYTHING, params=INNER, dtype=torch.float64) as objective:
-        gram = gauss_newton_exact(objective)
-        found = cross_fit_gram(gram, 2, clusters=PROMPTS, seed=0)
-        parts = [part_of(objective, half) for half in (first, second)]
-        held = []
-        for fitted, other in (parts, parts[::-1]):
-            alone = gauss_newton_exact(fitted, num_vectors=2)
-            images = OutputOperator(other, "gauss_newton").apply(alone.vectors)
-            held.append((alone.vectors * images).sum(dim=1).numpy() * other.total_weight)
-        np.testing.assert_allclose(gram.values_of(first)[0], gauss_newton_exact(parts[0]).values[0], rtol=1e-9)
-    assert found is not None
-    np.testing.assert_allclose(
-        [estimate.value for estimate in found.values], sum(held) / gram.pair_weights.sum(), rtol=1e-8
-    )
-
-
-@pytest.mark.parametrize("family", ["bert", pytest.param("llama", marks=pytest.mark.slow)])
-def test_the_hessian_is_cross_fitted_on_halves(family: str):
-    model = reward_model(family)
-    halves = halves_of(8, PROMPTS, 0)
-    with measuring(model, micro_batches(model), EVERYTHING, params=INNER, dtype=torch.float64) as objective:
-        operator = HessianOperator(objective, product="reverse")
-        whole = full_spectrum(operator)
-        along = pair_curvatures(objective, whole.vectors[:1]).numpy()
-        sampling = weighted_means(along, objective.pair_weights, clusters=PROMPTS)
-        top = float(whole.values[0])
-        found = cross_fit_hessian(operator, 1, top=top, sampling=sampling, clusters=PROMPTS, seed=0)
-        parts = [HessianOperator(part_of(objective, half), product="reverse") for half in halves]
-        dense = [full_spectrum(part) for part in parts]
-        held = [
-            float(fit.vectors[0] @ other.apply(fit.vectors[:1])[0]) * other.objective.total_weight
-            for fit, other in zip(dense, parts[::-1], strict=True)
-        ]
-        expected = sum(held) / objective.total_weight
-    assert found is not None
-    quarters, both, all_pairs = found.by_num_pairs
-    assert found.values[0].value == pytest.approx(expected, rel=0.05, abs=0.02 * top)
-    assert both.values == pytest.approx([float(fit.values[0]) for fit in dense], rel=0.02)
-    assert quarters.num_pairs < both.num_pairs == all_pairs.num_pairs / 2 == 4
-    assert all_pairs.values == (top,)
-    assert found.population_low == found.values[0].low
-    assert found.population_high == max(found.values[0].high, sampling[0].high)  # type: ignore[type-var]
 
 
 def gram_of(rows: np.ndarray) -> GramSpectrum:

@@ -19,9 +19,7 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.landscape.analysis import measure_slices, measure_surface
 from rm_optimizer.landscape.analysis_context import AnalysisContext
-from rm_optimizer.landscape.operators.base import HessianOperator
-from rm_optimizer.landscape.solvers.lanczos import lanczos
-from rm_optimizer.landscape.surface.directions import Directions, along_eigenvectors, filter_normalized
+from rm_optimizer.landscape.surface.directions import Directions, filter_normalized
 from rm_optimizer.landscape.surface.grid import GridLedger, PointLoss, _clustered_mean, measure_grid
 from rm_optimizer.landscape.surface.results import (
     GridDescription,
@@ -30,8 +28,6 @@ from rm_optimizer.landscape.surface.results import (
     Trajectory,
     in_rows,
     plane_grid,
-    slice_grid,
-    symmetric_steps,
     trajectory_grid,
 )
 from rm_optimizer.records.files import write_rows
@@ -83,29 +79,6 @@ def random_directions(measured_loss, count: int) -> Directions:
         return filter_normalized(objective.model, objective.subset, count, seed=0)
 
 
-def test_the_middle_of_a_slice_is_the_loss_itself(measured_loss):
-    directions = random_directions(measured_loss, 2)
-    steps = symmetric_steps(1.0, 3)
-    found = measured_grid(measured_loss, directions, slice_grid(2, steps))
-    with measured_loss.measuring() as objective:
-        value = objective.value()
-    assert [found.points[1].loss, found.points[4].loss] == pytest.approx([value, value], rel=1e-14)
-
-
-def test_a_point_is_the_loss_of_a_model_with_those_weights(measured_loss):
-    directions = random_directions(measured_loss, 2)
-    found = measured_grid(measured_loss, directions, [(0.3, -0.2)])
-    vector = 0.3 * directions.vectors[0] - 0.2 * directions.vectors[1]
-    with measured_loss.measuring() as objective, torch.no_grad():
-        before = [parameter.clone() for parameter in objective.parameters]
-        for parameter, part in zip(objective.parameters, objective.subset.unflatten(vector), strict=True):
-            parameter.add_(part)
-        value = objective.value()
-        for parameter, old in zip(objective.parameters, before, strict=True):
-            parameter.copy_(old)
-    assert found.points[0].loss == pytest.approx(value, rel=1e-12)
-
-
 def test_weights_modes_and_gradients_are_as_before_bit_for_bit(measured_loss):
     model = measured_loss.model.train()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -114,17 +87,6 @@ def test_weights_modes_and_gradients_are_as_before_bit_for_bit(measured_loss):
     assert model.training
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
     model.eval()
-
-
-def test_second_derivative_along_an_eigenvector_is_its_eigenvalue(measured_loss):
-    with measured_loss.measuring() as objective:
-        found = lanczos(HessianOperator(objective, product="reverse"), 2, which="magnitude", tolerance=1e-8)
-    directions = along_eigenvectors(found.values.tolist(), found.vectors, found.converged, 2)
-    h = 1e-3
-    points = slice_grid(2, (-2 * h, -h, 0.0, h, 2 * h))
-    rows = np.array(losses(measured_grid(measured_loss, directions, points))).reshape(2, 5)
-    second = rows @ np.array([-1, 16, -30, 16, -1]) / (12 * h * h)  # error O(h^4)
-    np.testing.assert_allclose(second, directions.values, rtol=2e-3)
 
 
 def test_the_split_into_micro_batches_changes_no_point(cache, measured_loss):
