@@ -276,6 +276,13 @@ def test_a_broken_model_fails_the_checks_of_what_was_broken(broken, model):
     assert diagnosis.exit_code == 4
 
 
+@pytest.mark.parametrize(("num_openers", "status"), [(0, Status.ok), (1, Status.ok), (2, Status.fail)])
+def test_a_tokenizer_that_adds_no_bos_may_read_one(num_openers, status, model):
+    probe = [(*(model.tokenizer.bos_token_id,) * num_openers, *ids) for ids in probe_ids(model)]
+    check = doctor_text.special_tokens(model, probe)
+    assert (check.status, check.measured) == (status, len(probe) * (num_openers == 2))
+
+
 def test_a_head_that_rounds_is_found(model, monkeypatch):
     exact = RewardHead.forward
     monkeypatch.setattr(RewardHead, "forward", lambda head, inputs: exact(head, inputs).bfloat16().float())
@@ -495,6 +502,17 @@ def test_an_annotator_with_random_labels_is_named_and_others_are_not():
         pairs = tuple(replace(pair, label=value) for pair, value in zip(healthy.pairs, labels, strict=True))
         check = doctor_rewards.label_groups(replace(healthy, pairs=pairs), 0)
         assert (check.status, "annotator=d" in check.explanation) == (status, status is Status.warn)
+
+
+@pytest.mark.parametrize(("num_right", "status"), [(15, Status.ok), (13, Status.warn)])
+def test_the_level_of_a_group_is_divided_by_the_number_of_groups(num_right, status):
+    """Nine groups of 25 prompts, of which eight are right by 0.88: 2.7 and 3.5 errors, where 3.06 are significant."""
+    right = [i % 25 < (num_right if i < 25 else 22) for i in range(225)]
+    pairs = [replace(pair, metadata={"who": str(i // 25)}) for i, pair in enumerate(made_pairs(225))]
+    rewards = np.array([[1.0, 0.0] if is_right else [0.0, 1.0] for is_right in right])
+    scored = doctor_rewards.ScoredPairs(tuple(pairs), rewards, np.zeros((225, 2, 1)), {})
+    check = doctor_rewards.label_groups(scored, 0)
+    assert (check.status, check.measured) == (status, num_right / 25)
 
 
 def test_pairs_equal_after_truncation_are_ties_of_the_agreement():

@@ -176,20 +176,29 @@ Diagnosed = tuple[list[PreferencePair], list[PreferencePair], Diagnosis]
 
 @pytest.fixture(scope="module")
 def diagnosed(model: BradleyTerryRM, pairs: list[PreferencePair]) -> Diagnosed:
-    """Two data sets: the second repeats a pair, turns one round, and has a prompt of the first and two margins."""
+    """Two data sets: the second repeats a pair, turns one round, and has a prompt of the first and three margins."""
     turned = replace(pairs[43], chosen=pairs[43].rejected, rejected=pairs[43].chosen, label=1.0)
     second = [*pairs[40:43], replace(pairs[43], label=1.0), *pairs[44:], pairs[41], turned]
     second = [replace(pair, prompt=f"other {pair.prompt}") if i else pair for i, pair in enumerate(second)]
-    second[5], second[6] = replace(second[5], margin=-1.0, label=0.9), replace(second[6], margin=2.0, label=1.0)
+    for place, margin, label in ((5, -1.0, 0.9), (6, 2.0, 1.0), (7, 1.0, 0.5)):
+        second[place] = replace(second[place], margin=margin, label=label)
     data = {"train": PreferenceDataset(pairs[:40]), "val": PreferenceDataset(second)}
     record = TrainedPairs.of(pair_fingerprints(pairs[:3]))
-    found = diagnose(model, data, seed=4, max_pairs=200, max_audited_pairs=900, token_budget=900, trained=record)
+    found = diagnose(model, data, seed=4, max_pairs=74, max_audited_pairs=40, token_budget=900, trained=record)
     return pairs[:40], second, found
+
+
+def scored_of(diagnosed: Diagnosed) -> list[PreferencePair]:
+    """At most 37 pairs of each data set, one of them equal after truncation."""
+    kept = np.sort(np.random.default_rng(4).permutation(40)[:37])
+    assert 7 in kept
+    return [*(diagnosed[0][i] for i in kept), *diagnosed[1]]
 
 
 def test_the_doctors_counts_of_pairs(diagnosed: Diagnosed):
     first, second, found = diagnosed
-    assert found.num_pairs == found.num_pairs_scored == found.num_pairs_audited == {"train": 40, "val": 16}
+    assert found.num_pairs == found.num_pairs_audited == {"train": 40, "val": 16}
+    assert found.num_pairs_scored == {"train": 37, "val": 16}
     measured = {check.name: check.measured for check in found.checks}
     both = [*first, *second]
     undecided = sum(pair.label == 0.5 for pair in both)
@@ -198,7 +207,7 @@ def test_the_doctors_counts_of_pairs(diagnosed: Diagnosed):
     assert {name: measured[name] for name in shares} == pytest.approx(shares)
     details = {"rejected_preferred": sum(pair.label < 0.5 for pair in both)}
     assert found.check("labels").details == details | {"soft_labels": sum(pair.label in (0.9, 0.2) for pair in both)}
-    assert found.check("margins").details == {"with_margin": 2, "contrary_margins": 1}
+    assert found.check("margins").details == {"with_margin": 3, "contrary_margins": 1}
     rules, markers = [], []
     for part in (first, second):
         decided = [(pair, pair.label > 0.5) for pair in part if pair.label != 0.5]
@@ -218,8 +227,7 @@ def test_the_doctors_counts_of_pairs(diagnosed: Diagnosed):
 
 
 def test_the_doctors_numbers_of_rewards(model: BradleyTerryRM, diagnosed: Diagnosed):
-    first, second, found = diagnosed
-    both = [*first, *second]
+    found, both = diagnosed[2], scored_of(diagnosed)
     own = Scored(model, both)
     margin, decided = own.c - own.r, own.y != 0.5
     value, _, low, high = own.accuracy(margin)
@@ -269,8 +277,8 @@ def test_the_doctors_numbers_of_rewards(model: BradleyTerryRM, diagnosed: Diagno
 
 def test_the_doctors_probe_of_hidden_states(model: BradleyTerryRM, diagnosed: Diagnosed):
     """Ridge regression on the other folds of prompts, which are the sorted digests in turn."""
-    first, second, found = diagnosed
-    rows = [pair for pair in (*first, *second) if pair.label != 0.5 and "never never" not in pair.chosen]
+    found = diagnosed[2]
+    rows = [pair for pair in scored_of(diagnosed) if pair.label != 0.5 and "never never" not in pair.chosen]
     x = np.array([np.subtract(*(hidden(model, p.prompt, text) for text in (p.chosen, p.rejected))) for p in rows])
     x, y = x / np.sqrt((x**2).mean(axis=0)), np.array([np.sign(pair.label - 0.5) for pair in rows])
     marks = [hashlib.sha256(f"4:{pair.prompt_id}".encode()).digest() for pair in rows]

@@ -211,6 +211,7 @@ def test_held_out_chances_with_each_conversation_left_out():
     found = held_out_chances(z, y, groups, num_folds=13, num_repeats=2, seed=9)
     np.testing.assert_allclose(found.chances, [expected] * 2, atol=1e-4)
     assert found.confidence == pytest.approx(expected, abs=1e-4)
+    assert held_out_chances(z, y, groups, num_folds=3, num_repeats=2, seed=9).variability.min() > 0  # of other folds
 
 
 def test_suspected_labels_by_the_likelihood_of_flips():

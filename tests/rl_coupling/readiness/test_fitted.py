@@ -26,7 +26,7 @@ FIT = FittedReadiness(
 
 def test_score_is_linear_with_the_errors_of_features_and_fit():
     features = {
-        "accuracy": Estimate(0.8, 0.02, 100),
+        "accuracy": Estimate(0.8, 0.02, 40),
         "probe_64": Estimate(0.9, 0.04, 64),
         "other": Estimate(1, None, 1),
     }
@@ -34,6 +34,7 @@ def test_score_is_linear_with_the_errors_of_features_and_fit():
     assert found.value == pytest.approx(1.0 + 0.5 + 0.5)
     assert found.standard_error == pytest.approx(math.sqrt(0.3**2 + 0.1**2 + 0.2**2))
     assert found.high - found.low == pytest.approx(2 * 1.959964 * found.standard_error)
+    assert found.num_samples == 40
     assert FIT.outside(features, "rloo_kl") == []
     assert FIT.outside(features | {"accuracy": Estimate(0.95, None, 1)}, "rloo_kl") == ["accuracy"]
 
