@@ -172,6 +172,20 @@ def test_json_on_standard_output_stands_alone(command, checkpoint, pairs, capfd)
     assert "pairs.jsonl" in done.stderr
 
 
+def test_data_check_suggests_a_layout_to_paste(pairs):
+    row = {"ask": "2 + 2?", "answer 1": "four", "answer 2": "five", "verdict": 0}
+    rows = [row | {"ask": f"{i} + 2?", "verdict": i % 2} for i in range(8)]
+    Path("asked.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    printed = rm_opt("data", "check", "asked.jsonl", "--suggest")
+    assert printed.startswith(
+        "# asked.jsonl: save this as mine.yaml for --layout mine.yaml, with what the rows mean in place of"
+    )
+    assert 'columns: {prompt: TODO, response_a: "answer 1", response_b: "answer 2", winner: verdict}' in printed
+    Path("mine.yaml").write_text(printed.replace("prompt: TODO", "prompt: ask").replace("[TODO, TODO, TODO]", "[0, 1]"))
+    assert "trained on this data" in rm_opt("data", "check", "asked.jsonl", "--layout", "mine.yaml")
+    assert "chosen (better)" in rm_opt("data", "check", pairs, "--suggest")
+
+
 def test_data_check_tells_of_huge_responses_at_once_and_trains_no_tokenizer_on_them(pairs):
     huge = {"prompt": "Why?", "chosen": "because " * 40_000, "rejected": "No."}
     Path("huge.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in (*PAIRS, huge)))

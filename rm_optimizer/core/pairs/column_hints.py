@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from rm_optimizer.core.pairs.formats import FORMATS, RowFormat, detect_format
 from rm_optimizer.core.pairs.pair import PreferencePair
@@ -59,12 +59,30 @@ def no_format(source: DataSource, rows: Sequence[Row], near: Sequence[str] = ())
         option = Spelling.current().option("format", "NAME")
         hint = f"the rows fit the format {form.name}; name it, or leave {option} out"
     else:
-        hint = _hint(rows, names, source.columns)
+        hint = hint_of(rows, names, source.columns).text
     nearest = f"; nearest is {near[0]}" if near else ""
     return DataError(f"{source.path}: {hint}{nearest}; got columns {', '.join(names)}; expected {looked_for}")
 
 
-def _hint(rows: Sequence[Row], names: Sequence[str], columns: Columns) -> str:
+TODO = "TODO"
+"""Placeholder in a suggested layout for what only a person can tell."""
+
+
+class Hint(NamedTuple):
+    """The repair for rows without a format.
+
+    Args:
+        text: a sentence for an error.
+        columns: mapping of columns that may read the rows, with `TODO` where only a person can tell; may be empty.
+        winner: meaning of the winner column, in the same way.
+    """
+
+    text: str
+    columns: Mapping[str, Any] = {}
+    winner: Any = None
+
+
+def hint_of(rows: Sequence[Row], names: Sequence[str], columns: Columns) -> Hint:
     """The repair for rows without a format: other values, or a mapping of columns."""
     typed = Spelling.current().columns
     given = {ours: "null" if theirs is None else theirs for ours, theirs in columns.items()}
@@ -76,35 +94,39 @@ def _hint(rows: Sequence[Row], names: Sequence[str], columns: Columns) -> str:
         wrong = [f"{name} is {' or '.join(sorted(each))}" for name, each in kinds.items() if not each & _READABLE]
         if wrong:
             told = f"{' and '.join(wrong)} in each of the first {len(rows)} rows"
-            return f"{told}, where text or messages are expected; repair these values"
+            return Hint(f"{told}, where text or messages are expected; repair these values")
     for name in names:
-        values = _values(rows, name)
+        values = few_values(rows, name)
         sides = [value for value in values if value in names and value != name]
         if len(sides) == 2:
             mapping = given | {"response_a": sides[0], "response_b": sides[1], "winner": name}
             others = ", ".join(value for value in values if value not in sides)
             tie = f"; {name} also holds {others}: add the value of a tie as a third" if others else ""
             option = f"{typed(mapping)} {_winner_option(','.join(sides))}"
-            return f"{name} names the better of {sides[0]} and {sides[1]}: {option}{tie}"
+            text = f"{name} names the better of {sides[0]} and {sides[1]}: {option}{tie}"
+            return Hint(text, mapping, [*sides, *([TODO] if others else [])])
     known = _known_names(names, rows)
     if known and (form := detect_format([row for _, row in renamed(enumerate(rows), known)])):
         read = {ours: theirs for ours, theirs in known.items() if ours in form.columns}
-        return f"did you mean {typed(given | read)}?"
+        return Hint(f"did you mean {typed(given | read)}?", given | read)
     has_response = any(isinstance(row.get("response"), str) for row in rows)
     if "prompt" in names and has_response:
         numbers = [name for name in names if len(set(_numbers(rows, name))) > 1]
         if scores := [name for name in numbers if _SCORE_NAMES.search(name)] or numbers:
             example = typed({"score": scores[0] if _SCORE_NAMES.search(scores[0]) else "…"})
-            return f"name the column that scores each response (one of {', '.join(scores)}), such as {example}"
+            text = f"name the column that scores each response (one of {', '.join(scores)}), such as {example}"
+            return Hint(text, {"score": scores[0] if len(scores) == 1 else TODO})
     if hint := _hint_of_sides(rows, names, given, known):
         return hint
     has_responses = has_response or any(are_texts(row.get("responses")) for row in rows)
     if has_responses and "prompt" in names and not any(map(_WINNER_NAMES.search, names)):
-        return "these are responses to score, not comparisons: rm-opt score CHECKPOINT IN OUT takes them"
-    return _hint_of_parts(rows, names) or f"name yours as {typed({'prompt': '…', 'chosen': '…', 'rejected': '…'})}"
+        return Hint("these are responses to score, not comparisons: rm-opt score CHECKPOINT IN OUT takes them")
+    ours = ("prompt", "chosen", "rejected")
+    unknown = Hint(f"name yours as {typed(dict.fromkeys(ours, '…'))}", dict.fromkeys(ours, TODO))
+    return _hint_of_parts(rows, names, known) or unknown
 
 
-def _values(rows: Sequence[Row], name: str) -> list[str]:
+def few_values(rows: Sequence[Row], name: str) -> list[str]:
     """The values of a column of few values; none if there are many."""
     values = {str(row[name]) for row in rows if isinstance(row.get(name), str | int | float)}
     return sorted(values) if len(values) <= _FEW_VALUES and all(len(value) < 40 for value in values) else []
@@ -132,7 +154,7 @@ def _known_names(names: Sequence[str], rows: Sequence[Row]) -> dict[str, str]:
 
 def _hint_of_sides(
     rows: Sequence[Row], names: Sequence[str], given: Mapping[str, str], known: Mapping[str, str]
-) -> str | None:
+) -> Hint | None:
     """The winner form for two columns of text, such as `response_1` and `response_2`, or for a list of two texts.
 
     One column that names the better one is proposed. Several columns, and numbers of each side, are only described,
@@ -155,17 +177,18 @@ def _hint_of_sides(
         if shared not in numbers and all(any(isinstance(row.get(name), str | list) for row in rows) for name in family)
     ]
     sides = max(texts, key=lambda family: sum(len(str(row.get(family[0]))) for row in rows), default=[])
-    told = [name for name in names if _WINNER_NAMES.search(name) and _values(rows, name) and name not in sides]
+    told = [name for name in names if _WINNER_NAMES.search(name) and few_values(rows, name) and name not in sides]
     stems = tuple(before.split("_")[0] for before, _ in numbers if before)
     alone = [name for name in told if not name.startswith(stems)]
     listed = known.get("responses", "responses")
     if not sides and len(alone) == 1 and all(are_texts(row.get(listed)) and len(row[listed]) == 2 for row in rows):
         sides = [f"{listed}.0", f"{listed}.1"]
     if len(sides) > 2:
-        return (
+        text = (
             f"{', '.join(sides)} are {len(sides)} responses of a row; write them as one list in a column responses and "
             "their scores as one in a column scores, or write pairs as chosen and rejected"
         )
+        return Hint(text, {"responses": sides, "scores": TODO})
     if not sides:
         return None
     prompt = {} if "prompt" in names else {"prompt": known.get("prompt", "PROMPT")}
@@ -177,35 +200,56 @@ def _hint_of_sides(
     if len(alone) != 1 and (told or numbers):
         both = [*dict.fromkeys([*(name for shared in numbers for name in families[shared]), *told])]
         typed = f"{entrance.columns({**mapping, 'winner': both})} {entrance.option('winner', 'one_hot')}"
-        return (
+        text = (
             f"{sides[0]} and {sides[1]} are two responses of which no column alone names the better; if "
             f"{', '.join(both)} tell it together, {typed} reads them, or votes (counts) or scores in place of one_hot"
         )
+        return Hint(text, _to_fill({**mapping, "winner": both}), TODO)
     typed = f"{entrance.columns(mapping)} {_winner_option()}"
-    holds = f"; {winner} holds {', '.join(_values(rows, winner))}" if told else ""
-    return (
+    holds = f"; {winner} holds {', '.join(few_values(rows, winner))}" if told else ""
+    text = (
         f"{sides[0]} and {sides[1]} are two responses of which another column names the better one: {typed}, with the "
         f"values that say so for the first, the second and, if there are any, ties{holds}"
     )
+    return Hint(text, _to_fill(mapping), [TODO] * 3)
 
 
-def _hint_of_parts(rows: Sequence[Row], names: Sequence[str]) -> str | None:
+def _to_fill(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    return {ours: TODO if theirs in ("PROMPT", "WHICH_IS_BETTER") else theirs for ours, theirs in mapping.items()}
+
+
+def _of_scored_parts(name: str, item: Mapping[str, Any], names: Sequence[str], known: Mapping[str, str]) -> Row:
+    """Mapping of a list of objects with a text and numbers; empty for other objects."""
+    texts = [part for part, value in item.items() if isinstance(value, str)]
+    numbers = [part for part, value in item.items() if isinstance(value, int | float) and not part.endswith("id")]
+    if not texts or not numbers:
+        return {}
+    prompt = {} if "prompt" in names else {"prompt": known.get("prompt", TODO)}
+    told = f"{name}.{numbers[0]}" if len(numbers) == 1 else TODO
+    longest = max(texts, key=lambda part: len(item[part]))
+    return {**prompt, "responses": f"{name}.{longest}", "ranks" if "rank" in numbers[0] else "scores": told}
+
+
+def _hint_of_parts(rows: Sequence[Row], names: Sequence[str], known: Mapping[str, str]) -> Hint | None:
     """Paths into columns that hold objects; the longest texts in columns of our names are an example."""
-    parts, example = [], {}
+    parts, example, scored = [], {}, dict[str, Any]()
     for name in names:
         value: Any = next((row[name] for row in rows if not is_empty(row.get(name))), None)
         inner = value[0] if isinstance(value, list) and value else value
         if isinstance(inner, Mapping) and not is_message(inner):
             if all(str(part).isdigit() for part in inner):
-                return "the file lists its values by column; write it by row, in pandas with orient='records'"
+                return Hint("the file lists its values by column; write it by row, in pandas with orient='records'")
             parts.append(f"{name} holds {', '.join(f'{name}.{part}' for part in list(inner)[:8])}")
+            if inner is not value:
+                scored = scored or _of_scored_parts(name, inner, names, known)
             texts = [part for part, text in inner.items() if isinstance(text, str)]
             if name in ("prompt", "chosen", "rejected") and texts:
                 example[name] = f"{name}.{max(texts, key=lambda part: len(inner[part]))}"
     if not parts:
         return None
     such = f"{', such as' if example else ' with'} {Spelling.current().columns(example or {'OURS': 'PATH'})}"
-    return f"{'; '.join(parts)}: map the parts that are prompt, chosen and rejected, or responses and scores{such}"
+    text = f"{'; '.join(parts)}: map the parts that are prompt, chosen and rejected, or responses and scores{such}"
+    return Hint(text, scored or example or dict.fromkeys(("prompt", "responses", "scores"), TODO))
 
 
 def _winner_option(values: str = "FIRST,SECOND,TIE") -> str:
@@ -227,7 +271,7 @@ def require_readable(source: DataSource, form: RowFormat, rows: Sequence[Row]) -
     """
     typed, columns = Spelling.current().columns, source.columns
     if form.name == "winner" and source.winner is None:
-        theirs, values = columns.get("winner") or "winner", ", ".join(_values(rows, "winner")) or "many values"
+        theirs, values = columns.get("winner") or "winner", ", ".join(few_values(rows, "winner")) or "many values"
         raise DataError(
             f"{source.path}: expected the values of {theirs} that name the better response, as {_winner_option()} "
             "(values for response_a, for response_b and, if there are any, for ties; | between values that mean the "

@@ -123,6 +123,15 @@ class Layout:
             told.append(f"winner is {self.winner if isinstance(self.winner, str) else ','.join(same)}")
         return ", ".join(told)
 
+    def to_dict(self) -> dict[str, Any]:
+        """Its keys that are set, as its file has them."""
+        keys = ((each.name, getattr(self, each.name), each) for each in fields(self) if each.name != "name")
+        return {
+            key: list(value) if isinstance(value, tuple) else value
+            for key, value, each in keys
+            if value and value != each.default
+        }
+
     def ignores(self, name: str) -> bool:
         """True for a column or path that is neither read nor kept."""
         return any(fnmatchcase(name, pattern) or root_of(name) == pattern for pattern in self.ignore)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from rm_optimizer.core.pairs.column_hints import no_format, require_readable, unread_note
+from rm_optimizer.core.pairs.column_hints import TODO, few_values, hint_of, no_format, require_readable, unread_note
 from rm_optimizer.core.pairs.formats import (
     OPTIONAL_COLUMNS,
     PER_RESPONSE,
@@ -31,7 +32,7 @@ from rm_optimizer.core.rows.columns import (
     structured_columns,
 )
 from rm_optimizer.core.rows.messages import is_empty
-from rm_optimizer.core.rows.readers import Row, source_name
+from rm_optimizer.core.rows.readers import Row, read_rows, source_name
 from rm_optimizer.core.rows.trees import gather_trees
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import DataConfig, KwiseRule, OnBadRow, Spelling
@@ -348,6 +349,51 @@ def _note(source: DataSource, layout: Layout) -> str:
     return (
         f"{source.path}: read as layout {layout.name}, {layout.in_words()}; name another with {other}, or map columns"
     )
+
+
+def first_rows(source: DataSource) -> list[tuple[int, Row]]:
+    """The first rows of a source that can be read, which decide its format.
+
+    Raises:
+        DataError: if there are none.
+    """
+    first = list(itertools.islice(read_rows(source.path, lambda number, reason: None), FIRST_ROWS))
+    if not first:
+        raise DataError(f"{source.path}: the file holds no rows")
+    return first
+
+
+def suggested_layout(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[dict[str, Any], str]:
+    """The shortest layout of rows as a mapping, with `TODO` where only a person can tell, and a sentence on it.
+
+    Args:
+        source: source without a format or mapping.
+        first: its first rows, numbered.
+
+    Raises:
+        DataError: if two published layouts fit, or the rows hold no comparisons.
+    """
+    path, (found, _) = source.path, _recognized(source, first)
+    if found.layout is not None:
+        return found.layout.to_dict(), f"{path} is read without an option, as layout {found.layout.name}, which is:"
+    rows, saved = [row for _, row in first], f"{path}: save this as mine.yaml for --layout mine.yaml"
+    if form := detect_format(rows):
+        if form.name != "winner":
+            return {"format": form.name}, f"{path} is read without an option, as:"
+        return {"winner": [TODO] * 3}, _filled(saved, few_values(rows, "winner"))
+    hint = hint_of(rows, list(dict.fromkeys(name for row in rows for name in row)), source.columns)
+    if not hint.columns:
+        raise DataError(f"{path}: {hint.text}")
+    layout = {"columns": dict(hint.columns), **({} if hint.winner is None else {"winner": hint.winner})}
+    winner = hint.columns.get("winner")
+    return layout, _filled(saved, few_values(rows, winner) if isinstance(winner, str) else []) if TODO in str(
+        layout
+    ) else saved
+
+
+def _filled(saved: str, values: Sequence[str]) -> str:
+    told = f"; the winner is {', '.join(values)}: name those of the first, the second and ties" if values else ""
+    return f"{saved}, with what the rows mean in place of TODO{told}"
 
 
 def _has(layout: Layout, rows: Sequence[Row]) -> bool:

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from rm_optimizer.core.pairs.column_hints import contrary_notes
 from rm_optimizer.core.pairs.overlap import folded_prompt_id, pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.pairs.source_format import FIRST_ROWS, SourceFormat
+from rm_optimizer.core.pairs.source_format import SourceFormat, first_rows
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import RowTally, SkippedRow
-from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, read_rows, source_files
+from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, source_files
 from rm_optimizer.core.tokens.batching import PairValues
 from rm_optimizer.core.tokens.cache import EncodedPairs, PairTokens
 from rm_optimizer.core.tokens.chat import ConversationRenderer
@@ -136,9 +136,7 @@ def stream_files(sources: Sequence[DataSource]) -> tuple[SourceFormat, ...]:
 def _opened(source: DataSource, named: str) -> SourceFormat:
     """The file with its format, which the first rows that can be read decide, as they do in memory."""
     # A bad row among the first is reported when its block is read.
-    first = list(itertools.islice(read_rows(source.path, lambda number, reason: None), FIRST_ROWS))
-    if not first:
-        raise DataError(f"{source.path}: the file holds no rows")
+    first = first_rows(source)
     form = SourceFormat.of(source, first)
     if form.needs_whole_file:
         raise DataError(

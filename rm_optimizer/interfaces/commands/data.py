@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 
 TINY_VOCABULARY = 2048
 """Vocabulary size of the tokenizer that is trained if none is named; the same as for `model=tiny`."""
+_PLAIN = re.compile(r'"(?!(?:true|false|yes|no|on|off|null|y|n)")([A-Za-z_][\w.]*)"', re.IGNORECASE)
+"""Text in JSON that YAML reads as the same text without quotes."""
 LONG_CHARACTERS = 100_000
 """Length of a response beyond which it is reported at once, since it takes seconds; no tokenizer is trained on more."""
 
@@ -37,14 +41,44 @@ def data_check(
         int, Option("--max-length", min=8, help="Longest sequence in tokens; the rest is cut.")
     ] = 512,
     json_file: Annotated[Path | None, Option("--json", help="Also write the audit to this JSON file.")] = None,
+    suggest: Annotated[
+        bool, Option("--suggest", help="Print the shortest layout of the rows, to paste into a file, and stop.")
+    ] = False,
 ) -> None:
     """Audit preference data.
 
     Reports rows, duplicates, contradictions, lengths, overlap of splits, and the length baseline.
     """
+    if suggest:
+        for path in paths:
+            _suggest(path)
+        return
     with printed_beside(json_file):
         audit = _audited(paths, pair_options, tokenizer, max_length)
     write_json(json_file, audit.to_json())
+
+
+def _suggest(path: str) -> None:
+    """Print the layout of a source as a file of one, and a pair as it reads it if nothing is left to fill in."""
+    from rm_optimizer.core.pairs.column_hints import TODO
+    from rm_optimizer.core.pairs.source_format import first_rows, suggested_layout
+    from rm_optimizer.core.pairs.sources import DataSource
+    from rm_optimizer.core.rows.readers import source_files
+    from rm_optimizer.core.tokens.dataset import PreferenceDataset
+    from rm_optimizer.reporting.tables import example_table, output_console
+    from rm_optimizer.schema.data import Spelling
+
+    source = DataSource(source_files(path)[0].files[0])
+    first = first_rows(source)
+    with Spelling.flags.used():
+        layout, note = suggested_layout(source, first)
+    print(f"# {note}")
+    for key, value in layout.items():
+        print(f"{key}:", _PLAIN.sub(r"\1", json.dumps(value, ensure_ascii=False)))
+    if TODO not in json.dumps(layout):
+        rows = [row for _, row in first]
+        pairs = PreferenceDataset(rows, layout=layout, on_bad_row="drop", max_bad_share=1.0)
+        output_console().print(example_table(f"{len(pairs):,} pairs of the first {len(rows):,} rows", pairs[0]))
 
 
 def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | None, max_length: int) -> DataAudit:

@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.pairs import source_format
+from rm_optimizer.core.pairs.column_hints import TODO
 from rm_optimizer.core.pairs.layouts import Layout, published
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
+from rm_optimizer.core.pairs.source_format import suggested_layout
+from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.errors import ConfigError, DataError
 
 Row = dict[str, Any]
@@ -354,6 +358,23 @@ def test_a_damaged_file_is_refused_or_gives_a_part_of_its_pairs(name: str):
         if damage in FREE or (damage == "with prompt" and {"chosen", "rejected"} <= rows[0].keys()):
             continue
         assert {*found} <= {*WANTED}, damage
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_suggested_layout_is_right_or_has_something_to_fill_in(name: str, monkeypatch: pytest.MonkeyPatch):
+    rows = rows_of(name)
+    recognized, _ = suggested_layout(DataSource("rows"), [*enumerate(rows, 1)])
+    assert Layout.of(recognized).to_dict() == recognized
+    monkeypatch.setattr(source_format, "published", dict)
+    try:
+        layout, said = suggested_layout(DataSource("rows"), [*enumerate(rows, 1)])
+        if TODO in str(layout):
+            assert "in place of TODO" in said
+            return
+        found = [meaning(pair) for pair in PreferenceDataset(rows, layout=layout)]
+    except DataError:
+        return
+    assert {*found} <= {*WANTED}, layout
 
 
 TWO = {"question": q(0), "response_j": good(0), "response_k": bad(0)}
