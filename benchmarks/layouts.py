@@ -3,7 +3,8 @@
     python benchmarks/layouts.py FOLDER [--rows 20000] [-v]
 
 FOLDER holds one small file a layout, and `wanted.jsonl` with an object for each: `file`, and `pairs` as lists of the
-prompt (text, or lists of role and content), the better response, the worse one, and the probability that it is better.
+prompt (text, or lists of role and content, without tools), the better response, the worse one, and the probability
+that it is better.
 Every file is read without an option. The speed is that of the same rows repeated, against `datasets` reading the file.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
+from rm_optimizer.core.rows.messages import CONTEXT_ROLE
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import RMOptimizerError
 
@@ -36,7 +38,7 @@ def meaning(turns: Turns, better: str, worse: str, label: float) -> tuple[Any, .
 
 def of_pair(pair: PreferencePair) -> tuple[Any, ...]:
     """Meaning of a pair that was read."""
-    turns = tuple((message.role, message.content) for message in as_messages(pair.prompt))
+    turns = tuple((m.role, m.content) for m in as_messages(pair.prompt) if m.role != CONTEXT_ROLE)
     return meaning(turns, pair.chosen, pair.rejected, pair.label)
 
 

@@ -350,7 +350,7 @@ def _candidates(row: Row, responses: Sequence[Any]) -> tuple[Prompt, list[str]]:
     first, *others = (each[:-1] for each in turns)
     if any(other != first for other in others):
         raise ValueError("the prompts of the responses differ")
-    return first, [each[-1].content for each in turns]
+    return first, [response_of(each[-1:]) for each in turns]
 
 
 def _has_messages(value: object) -> bool:

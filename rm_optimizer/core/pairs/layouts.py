@@ -43,7 +43,7 @@ _UNDECIDED = frozenset({"tie", "both_bad", "bothbad", "tie (bothbad)", "draw", "
 
 
 _MAPPINGS = ("columns", "where", "tree", "range")
-_LISTS = ("group", "has", "ignore")
+_LISTS = ("group", "has", "optional", "ignore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,7 @@ class Layout:
         tree: columns of a tree of messages, as `gather_trees` takes them.
         range: least and greatest number of a column of ours.
         has: columns that a table of this layout has besides those that are read.
+        optional: columns of ours whose column or path may be missing.
         ignore: columns and paths, also with `*`, that are neither read nor kept.
         encoding: encoding of a text file that is not in UTF-8.
     """
@@ -76,6 +77,7 @@ class Layout:
     tree: Mapping[str, str] = field(default_factory=dict)
     range: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     has: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     encoding: str | None = None
 
@@ -102,7 +104,8 @@ class Layout:
     @cached_property
     def required(self) -> frozenset[str]:
         """Columns that a table must have; a path may also be the name of a column."""
-        mapped = (path for theirs in self.columns.values() if theirs for path in paths_of(theirs))
+        asked = (theirs for ours, theirs in self.columns.items() if theirs and ours not in self.optional)
+        mapped = (path for theirs in asked for path in paths_of(theirs))
         return frozenset({*mapped, *self.where, *self.group, *self.tree.values(), *self.has})
 
     def fits(self, row: Row) -> bool:

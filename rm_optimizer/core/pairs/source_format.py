@@ -87,7 +87,10 @@ class SourceFormat:
         if layout is not None:
             _require_layout(source, layout, [row for _, row in first])
             first = list(_belonging(layout, first)) or first
-        require_columns(source.path, [row for _, row in first], source.columns)
+        asked = {
+            ours: theirs for ours, theirs in source.columns.items() if layout is None or ours not in layout.optional
+        }
+        require_columns(source.path, [row for _, row in first], asked)
         mapped = list(_renamed(source, first))
         structured, found = structured_columns(source.path, [row for _, row in mapped], source.format)
         rows = [row for _, row in renamed(mapped, {}, structured)]

@@ -495,6 +495,21 @@ def test_annotations_that_were_taken_back_are_left_out():
     assert (len(data), data.skipped[0].reason) == (NUM - 1, "left out, since annotations.was_cancelled is True")
 
 
+def test_what_stands_beside_a_path_is_read_where_a_layout_maps_it():
+    tools = [{"type": "function", "function": {"name": "search", "description": "d", "parameters": {}}}]
+    openai, studio = rows_of("openai-preference")[0], rows_of("label-studio")[0]
+    openai["input"]["tools"], studio["data"]["system"] = tools, "Be brief."
+    assert PreferenceDataset([openai])[0].to_dict()["tools"] == tools
+    assert as_messages(PreferenceDataset([studio])[0].prompt)[0].content == "Be brief."
+
+
+def test_tool_calls_of_ranked_completions_stay():
+    call = {"type": "function", "function": {"name": "search", "arguments": {"q": "rivers"}}}
+    row = rows_of("nemo-rl")[0]
+    row["completions"][0]["completion"][0]["tool_calls"] = [call]
+    assert PreferenceDataset([row])[0].to_dict()["chosen"][0]["tool_calls"] == [call]
+
+
 def test_each_ranked_turn_of_a_tree_is_a_group_of_its_own():
     tree = CASES["oasst-trees"](0)
     assert isinstance(tree, dict)
