@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 8153,
+    "core": 8214,
     "serving": 3995,
     "landscape": 3818,
     "training": 2652,
     "rl_coupling": 2566,
     "reporting": 2472,
-    "interfaces": 1886,
+    "interfaces": 1906,
     "experiments": 1679,
     "data_efficiency": 1339,
     "schema": 1009,
@@ -34,9 +34,9 @@ LIMITS: Mapping[str, int] = {
     "files": 328,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5252,
-    "import lines inside functions": 304,
-    "lines of code": 33033,
+    "import lines": 5262,
+    "import lines inside functions": 311,
+    "lines of code": 33114,
     "private functions with one caller": 333,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
