@@ -165,13 +165,15 @@ def test_every_number_of_a_verdict():
 def test_runs_are_compared_on_their_common_pairs_and_seeds():
     """Three arms of three, two and one runs; one run has a pair more, and one pair is there twice."""
     tables = {"adamw": planted(0, 3), "sgd": planted(1, 2, 0.3), "lion": planted(2, 1, -0.5)}
+    tables["sgd"][1] *= 3.0  # so that an interval of two seeds reaches below 0
     seeds = {"adamw": (2, 0, 7), "sgd": (7, 2), "lion": (5,)}
     betas, runs = {"adamw": 1.3, "sgd": 0.8, "lion": 1.0}, []
     for arm, table in tables.items():
         for seed, margins in zip(seeds[arm], table, strict=True):
+            same = [0 if i == 14 else i for i in range(32)]  # one pair is there twice
             rows = [
-                PairReward("0" if i in (3, 14) else str(i), PROMPTS[i], LABEL[i % 14 if i == 14 else i], m, 0.25, 1.5)
-                for i, m in enumerate(margins.tolist())
+                PairReward(str(k), PROMPTS[i], LABEL[k], m, 0.25, WEIGHT[k])
+                for i, k, m in zip(range(32), same, margins.tolist(), strict=True)
             ]
             rows = [*rows, PairReward("more", "another", 1.0, 3.0, 0.0, 1.0)] if arm == "lion" else rows
             about = {"steps": seed + 10, "best_step": 4, "wall_seconds": 2.5, "pairs_per_second": 7.0, "parameters": 99}
@@ -183,8 +185,8 @@ def test_runs_are_compared_on_their_common_pairs_and_seeds():
                 ComparedRun(name=name, folder=folder, seed=seed, options=own, result=result, rewards=tuple(rows))
             )
     found = compare_runs(FoundRuns(tuple(runs)), num_bootstrap=7)
-    label, weight = LABEL.copy(), np.full(32, 1.5)
-    label[14] = LABEL[0]
+    label, weight = LABEL.copy(), WEIGHT.copy()
+    label[14], weight[14] = LABEL[0], WEIGHT[0]
 
     def arm_of(name: str, *kept: int) -> Arm:
         order = [seeds[name].index(seed) for seed in kept or sorted(seeds[name])]
@@ -286,7 +288,7 @@ def test_a_tuned_study_of_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     options = ComparisonOptions.of_budget(
         *("standard", str(tmp_path / "pairs.jsonl"), ["adamw", "muon", "sgd"]),
         **{"reference": "sgd", "rates": 3, "tuning_seeds": 2, "seeds": 4, "pairs": 40, "curvature_pairs": 0},
-        **{"val_pairs": 9, "test_pairs": 10, "pairs_per_prompt": 1},
+        **{"val_pairs": 3, "test_pairs": 9, "pairs_per_prompt": 1},
         overrides=("hardware=cpu", "model=tiny", "batching.batch_size=8", "training.epochs=2"),
     )
     frozen = freeze(options, tmp_path / "out")
@@ -295,7 +297,7 @@ def test_a_tuned_study_of_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     }
     splits = {part: [json.loads(line) for line in lines] for part, lines in files.items()}
     prompts = {part: [row["prompt"] for row in each] for part, each in splits.items()}
-    assert frozen.sizes == {part: len(each) for part, each in splits.items()} == {"train": 40, "val": 6, "test": 6}
+    assert frozen.sizes == {part: len(each) for part, each in splits.items()} == {"train": 40, "val": 3, "test": 9}
     assert frozen.steps == 2 * 5
     assert len({*prompts["val"]}) == len(prompts["val"])
     assert not {*prompts["train"]} & {*prompts["val"], *prompts["test"]}
@@ -324,7 +326,7 @@ def test_a_tuned_study_of_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert found.target == pytest.approx(target)
     y, w = (np.array([row[key] for row in splits["test"]]) for key in ("label", "weight"))
     kept = {"adamw": (0, 1, 2, 3), "muon": (0, 1, 2, 3), "sgd": (0, 1, 2)}
-    table = {name: np.stack([drawn_margins(name, seed, 6) for seed in seeds]) for name, seeds in kept.items()}
+    table = {name: np.stack([drawn_margins(name, seed, 9) for seed in seeds]) for name, seeds in kept.items()}
     for arm in found.arms:
         assert (arm.seeds, arm.diverged) == (kept[arm.name], 4 - len(kept[arm.name]))
         assert arm.means["tokens"] == pytest.approx(np.mean([40 + seed for seed in arm.seeds]))
@@ -334,6 +336,11 @@ def test_a_tuned_study_of_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         own = Arm(table[arm.name], prompts["test"], y, w)
         for score in SCORES:
             assert ends(arm.scores[score]) == pytest.approx(own.interval(None, score), rel=1e-6), (arm.name, score)
+        for z, curve in zip(own.z, arm.reliability, strict=True):
+            q, t = expit(abs(z)), np.where(z > 0, y, 1 - y)
+            bins = ((q - 0.5) * 20).astype(int)
+            shares = [np.average(t[bins == each], weights=w[bins == each]) for each in np.unique(bins)]
+            assert [each.frequency for each in curve] == pytest.approx(shares)
         first = [next((p.step for p in curve.points if p.nll <= target), math.inf) for curve in arm.curves]
         median = float(np.median(first))
         assert arm.target.missed == first.count(math.inf)
