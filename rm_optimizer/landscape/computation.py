@@ -181,10 +181,12 @@ class SpectrumComputation:
             self.is_interrupted = True
         kept.save()
         self.operator.release()
+        ritz = Ritz(matrix, state, self.top_k, self.which, options.tolerance)
         if self.is_interrupted:
-            pairs = Ritz(matrix, state, self.top_k, self.which, options.tolerance).eigenpairs()
+            pairs = ritz.eigenpairs()
         state.basis = OrthonormalBasis()  # frees the memory that whole eigenvectors need
-        is_done = pairs.values.abs() <= pairs.error_bounds  # below the rounding of products no value converges
+        # below the rounding of products no value converges
+        is_done = (pairs.values.abs() <= pairs.error_bounds) & torch.from_numpy(ritz.within[ritz.selected])
         is_done |= torch.tensor(pairs.converged)
         if options.keep_vectors and not self.is_interrupted and bool(is_done.all()):
             self.searched = self.which

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_gram, halves_of, part_of
+from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_gram, cross_fitted, halves_of, part_of
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
 from rm_optimizer.landscape.operators.objective import measuring
@@ -34,6 +34,12 @@ def test_a_part_of_the_pairs_has_their_loss(packed: bool):
     few = [pairs()[i] for i in (1, 4, 6)]
     with measuring(model, micro_batches(model, data=few), EVERYTHING, dtype=torch.float64) as objective:
         assert value == pytest.approx(objective.value(), rel=1e-12)
+
+
+def test_the_interval_of_the_largest_of_the_population_is_that_of_the_first_rank_alone():
+    columns = np.random.default_rng(0).normal((1.0, 9.0), 1.0, (50, 2))
+    found = cross_fitted(columns, np.ones(50), clusters=None, seed=0, sampling=(), by_num_pairs=())
+    assert (found.population_low, found.population_high) == (found.values[0].low, found.values[0].high)
 
 
 def gram_of(rows: np.ndarray) -> GramSpectrum:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,16 @@ def analyzed(family: str, loss: str, root: Path, matrix: str, method: str, **opt
 
 @pytest.mark.parametrize(("family", "loss"), [("bert", LOSS), ("llama", "plain")])
 def test_the_full_hessian_and_every_number_of_it(family: str, loss: str, root: Path):
-    m, tolerance = matrices(family, loss, root), MODELS[family][2]
+    m, tolerance, began = matrices(family, loss, root), MODELS[family][2], time.monotonic()
     found = analyzed(
         family, loss, root, "hessian", "full", effective_rank=True, sam_rho=0.1, num_sampled=1, num_probes=2
     )
-    whole = hessian(family, loss, root)
+    elapsed, whole = time.monotonic() - began, hessian(family, loss, root)
     values, vectors = np.linalg.eigh(whole)
     values, top, g = values[::-1], vectors[:, -1], m["gradient"]
     assert found["eigenvalues"] == pytest.approx(values, abs=tolerance * values[0])
     assert (found["num_parameters"], found["num_pairs"]) == (len(values), len(ROWS))
+    assert 0 < found["wall_seconds"] < elapsed
     assert found["trace"]["value"] == pytest.approx(values.sum(), rel=tolerance)
     d, length = dense(family, loss, root), np.linalg.norm(g)
     at = d.loss(d.point).item()
@@ -110,7 +112,8 @@ def test_gauss_newton_and_fisher(kind: str, loss: str, method: str, root: Path):
     m, d = matrices("bert", loss, root), dense("bert", loss, root)
     values = np.linalg.eigvalsh(m[kind])[::-1]
     kept = (7 if loss == "plain" else 9) if method == "lanczos" else len(found["eigenvalues"])
-    assert len(found["eigenvalues"]) == kept
+    by_rows = method == "gauss_newton_exact"
+    assert (len(found["eigenvalues"]), found["product"]) == (kept, "pair_gradients" if by_rows else "reverse")
     newton = np.abs(np.linalg.eigvalsh(m["gauss_newton"]))
     share = newton[newton > 1e-12 * newton.max()] / newton.sum()
     assert found["quantities"]["effective_rank"] == pytest.approx(math.exp(-(share * np.log(share)).sum()), rel=1e-4)
@@ -317,8 +320,9 @@ def test_intervals_over_many_prompts_are_resampled(matrix: str, method: str, roo
         "loss": LossConfig(**LOSSES[LOSS]),
     }
     analyzer = HessianAnalyzer(BradleyTerryRM.from_pretrained(folder("bert", root)), **how)
-    options = SpectrumOptions(num_sampled=2, tolerance=1e-8)
-    spectrum = analyzer.compute_spectrum(rows, method, matrix=matrix, top_k=2, options=options)
+    options, told = SpectrumOptions(num_sampled=2, tolerance=1e-8), list[int]()
+    how = {"matrix": matrix, "top_k": 2, "options": options, "on_product": told.append}
+    spectrum = analyzer.compute_spectrum(rows, method, **how)
     found, prompts = json.loads(spectrum.to_json()), np.unique(d.prompt)
     first = np.isin(d.prompt, np.random.default_rng(SEED).permutation(prompts)[: len(prompts) // 2])
 
@@ -346,6 +350,7 @@ def test_intervals_over_many_prompts_are_resampled(matrix: str, method: str, roo
     for got, estimate in pairs:
         assert got.pop("kind") == estimate.pop("kind")
         assert got == pytest.approx(estimate, **scale)
+    assert found["cross_fit"]["num_products"] == max(told, default=found["num_products"]) - found["num_products"]
     ends = {"population_low": crossed[0]["low"], "population_high": max(crossed[0]["high"], linear[0]["high"])}
     assert {name: found["cross_fit"][name] for name in ends} == pytest.approx(ends, **scale)
 

@@ -41,9 +41,9 @@ def analysis(kind: str, checkpoint: Path, to: Path, *given: str) -> dict[str, An
     return json.loads((to / f"{kind}.json").read_text())
 
 
-def of_folder(kind: str, root: Path, *given: str) -> dict[str, Any]:
+def of_folder(kind: str, root: Path, *given: str, to: str = "") -> dict[str, Any]:
     own = [f"data.train={root}/pairs.jsonl", f"seed={SEED}", *OPTIONS, *given]
-    return analysis(kind, folder("bert", root), root / "results" / kind, *own)
+    return analysis(kind, folder("bert", root), root / "results" / (to or kind), *own)
 
 
 def drawn(d: Dense, count: int) -> Dense:
@@ -162,6 +162,7 @@ def test_layers_are_the_blocks_of_the_matrices(root: Path):
         assert top["value"] == pytest.approx(value, rel=1e-6)
         assert top["converged"]
         assert top["error_bound"] <= 1e-5 * value
+        assert 0 < top["cross_fit"]["num_products"] < top["num_products"]
         require_cross_fit(block["cross_fit"], own, d, 1e-6)
         require_cross_fit(top["cross_fit"], whole, d, 0.02)
 
@@ -224,6 +225,20 @@ def test_shares_of_groups_and_pairs_in_the_top_curvature(kind: str, method: str,
     assert [pair["curvature"] for pair in heaviest] == pytest.approx(curvature[order, 0], **scale)
     assert [pair["pair"]["prompt"] for pair in heaviest] == [d.rows[i]["prompt"] for i in order]
     require_cross_fit(found["cross_fit"], each, d, 1e-6 if kind == "gauss_newton" else 0.02, count=2)
+
+
+def test_a_search_in_a_layer_ends_after_its_products(root: Path):
+    given = [
+        "landscape.method=lanczos",
+        "landscape.max_products=2",
+        "landscape.num_sampled=0",
+        "landscape.product=reverse",
+    ]
+    [block] = of_folder("layers", root, "landscape.params=*pooler*", *given, "landscape.num_probes=2", to="ended")[
+        "blocks"
+    ]
+    assert (block["hessian_top"]["num_products"], block["hessian_top"]["converged"]) == (2, False)
+    assert block["hessian_top"]["cross_fit"] is None
 
 
 @cache
@@ -321,7 +336,7 @@ def test_models_are_compared_along_the_straight_ways_between_them(root: Path):
     given = [f"landscape.others=[{one},{two}]", "landscape.method=full", "landscape.top_k=3", "landscape.num_points=5"]
     given += ["landscape.params=['*pooler*','*classifier*']", "landscape.num_pairs=6"]
     found, models = of_folder("between", root, *given), (first, second, third)
-    assert found["names"] == ["bert", "other-4", "other-1"]
+    assert (found["names"], found["num_prompts"]) == (["bert", "other-4", "other-1"], len(set(d.prompt)))
     tops = []
     for spectrum, model in zip(found["spectra"], models, strict=True):
         values, vectors = np.linalg.eigh(model.hessian())
