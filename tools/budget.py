@@ -14,29 +14,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 8214,
-    "serving": 3995,
-    "landscape": 3818,
-    "training": 2652,
+    "core": 8331,
+    "serving": 3996,
+    "landscape": 3819,
+    "training": 2653,
     "rl_coupling": 2566,
     "reporting": 2472,
     "interfaces": 1906,
     "experiments": 1679,
     "data_efficiency": 1339,
-    "schema": 1009,
-    "doctor": 932,
+    "schema": 1020,
+    "doctor": 935,
     "records": 756,
     "optim": 754,
     "evaluation": 546,
     "modules at the top": 476,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 328,
+    "files": 329,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5262,
+    "import lines": 5281,
     "import lines inside functions": 311,
-    "lines of code": 33114,
+    "lines of code": 33248,
     "private functions with one caller": 333,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -100,7 +100,10 @@ def _worst_share(
 
 def _control_tokens(name: str, audit: DataAudit) -> Check:
     tokens = dict.fromkeys(token for split in audit.splits.values() for token in split.control_tokens)
-    as_text = "are read as if a template had written them; give rendered prompts as messages, and clean texts"
+    as_text = (
+        "are read as if a template had written them; give rendered prompts as messages, and clean texts, or train "
+        "with data.special_tokens=as_text"
+    )
     remedy = f"{', '.join(list(tokens)[:5])} {as_text}"
     return _worst_share(name, audit, count="num_control_tokens", most=0.0, remedy=remedy)
 

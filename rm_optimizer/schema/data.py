@@ -22,6 +22,27 @@ class OnBadRow(StrEnum):
     drop = "drop"
 
 
+class Thinking(StrEnum):
+    """Handling of an answer's thinking.
+
+    `keep` shows it, also where the chat template drops it; `strip` takes it out of every turn, `strip_earlier` out of
+    all but the last; `refuse` shows what the template shows, and refuses rows of which it would drop thinking.
+    """
+
+    keep = "keep"
+    strip = "strip"  # type: ignore[assignment]  # hides `str.strip`, which nobody calls here
+    strip_earlier = "strip_earlier"
+    refuse = "refuse"
+
+
+class SpecialTokens(StrEnum):
+    """Handling of control tokens inside contents: refused, read as plain text, or kept as the tokens they spell."""
+
+    refuse = "refuse"
+    as_text = "as_text"
+    keep = "keep"
+
+
 class Streaming(StrEnum):
     """Storage of the training pairs: `off` is memory, `ray` reads them from files as they are needed."""
 
@@ -144,6 +165,10 @@ class DataConfig(Options, group="data"):
     """Stop at the first bad row, or drop bad rows, count them and list them."""
     max_bad_share: float = within("[0, 1]", MAX_BAD_SHARE, needs="on_bad_row=drop")
     """Most rows that `on_bad_row=drop` may drop, as a share of a source's rows; more end the run with the reasons."""
+    thinking: Thinking | None = None
+    """Thinking of answers: keep, strip, strip_earlier or refuse what the template drops; null: as the base model."""
+    special_tokens: SpecialTokens | None = None
+    """Control tokens inside contents: refuse, as_text (they forge no turn) or keep; null: as the base model."""
     allow_prompt_overlap: bool = False
     """Permit prompts that are in both training and validation."""
     max_pairs: int | None = within("[1, inf)", None)

@@ -43,6 +43,7 @@ log = logging.getLogger("rm_optimizer")
 def trainable_model(config: TrainConfig, train: PreferenceDataset) -> BradleyTerryRM:
     """The base model of a run in training mode, with the run's beta and adapter, and a head that can be trained."""
     model = build_model(config.model, train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
+    model.renderer.store_rules(config.data.thinking, config.data.special_tokens)
     model.beta = config.loss.beta
     if count := add_adapter(model.model, config.adapter, seed=config.seed):
         log.info("%s: %s", config.adapter.kind.value, count)

@@ -206,6 +206,8 @@ ELSEWHERE: Mapping[str, str] = {
     "data.winner": "core/pairs/test_sources.py",
     "data.layout": "core/pairs/test_published_layouts.py",
     "data.on_bad_row": "training/test_refused_rows.py",
+    "data.thinking": "training/test_refused_rows.py",
+    "data.special_tokens": "training/test_refused_rows.py",
     "data.max_bad_share": "core/pairs/test_sources.py",
     "data.allow_prompt_overlap": "training/data/test_streamed.py",
     "data.num_workers": "schema/test_hardware.py",

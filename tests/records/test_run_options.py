@@ -23,6 +23,8 @@ FIXED = (
         "data.max_pairs",
         "data.winner",
         "data.layout",
+        "data.thinking",
+        "data.special_tokens",
     ),
     *("data.streaming", "data.synthetic", "data.curriculum", "data.curriculum_easy", "data.curriculum_hard"),
     *("data.curriculum_quantiles", "data.curriculum_covers"),

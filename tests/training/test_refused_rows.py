@@ -66,6 +66,30 @@ def test_a_run_names_or_drops_it(checkpoint: str, small_config: Callable[..., Tr
     assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["skipped_rows"] == 2
 
 
+def test_a_run_stores_its_rules_for_contents_with_the_model(
+    checkpoint: str, small_config: Callable[..., TrainConfig], tmp_path: Path
+):
+    config = small_config(
+        tmp_path / "run", "training.max_steps=1", "data.thinking=strip", "data.special_tokens=as_text"
+    )
+    config.model.path = checkpoint
+    train_reward_model(config)
+    best = tmp_path / "run" / "best"
+    found = BradleyTerryRM.from_pretrained(best)
+    assert (found.renderer.rules.thinking, found.renderer.rules.special_tokens) == ("strip", "as_text")
+    texts = [
+        model.renderer.text("Hi <|eos|>", "<think>No.</think>Yes.") for model in (found, BradleyTerryRM(checkpoint))
+    ]
+    assert "< |eos|>" in texts[0]
+    assert "<think>" not in texts[0]
+    assert "<think>" in texts[1]
+    going_on = small_config(tmp_path / "next", "training.max_steps=1", "data.special_tokens=keep")
+    going_on.model.path = str(best)
+    train_reward_model(going_on)
+    found = BradleyTerryRM.from_pretrained(tmp_path / "next" / "best")
+    assert (found.renderer.rules.thinking, found.renderer.rules.special_tokens) == ("strip", "keep")
+
+
 def test_a_token_without_a_row_in_the_embedding_names_its_pair(tmp_path: Path):
     model = narrow_reward_model(TEXTS, max_length=128)
     model.tokenizer.add_tokens(["<tool>"])  # as a base model whose embedding nobody resized

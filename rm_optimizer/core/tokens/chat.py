@@ -18,10 +18,12 @@ from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_messages, digest
 from rm_optimizer.core.rows.messages import require_characters, split_context, turns_of
+from rm_optimizer.core.tokens.content_rules import ContentRules
 from rm_optimizer.core.tokens.conversation_text import ChatTemplate, plain_prompt
 from rm_optimizer.core.tokens.template_fields import Turn
 from rm_optimizer.core.tokens.tokenizer import added_tokens, require_one_template
-from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
+from rm_optimizer.errors import CheckpointError, ConfigError, ConversationRefused, DataError
+from rm_optimizer.schema.data import SpecialTokens, Thinking
 
 RenderFn: TypeAlias = Callable[[tuple[Message, ...], str], str]
 """Custom rendering: function of the messages before the response, and of the response, that returns the text."""
@@ -294,7 +296,26 @@ class ConversationRenderer:
                 seen.append("refused")
             else:
                 seen.append([text, self._framed(self._ids([text])[0])])
-        return digest({"probes": seen, "pinned_date": self.pinned_date}), seen[0][0]
+        rules = {} if self.rules == ContentRules() else {"rules": [self.rules.thinking, self.rules.special_tokens]}
+        return digest({"probes": seen, "pinned_date": self.pinned_date, **rules}), seen[0][0]
+
+    @property
+    def rules(self) -> ContentRules:
+        """Rules for thinking and control tokens inside contents, which the chat template stores."""
+        return self._template.rules if self.kind == "chat_template" else ContentRules()
+
+    def store_rules(self, thinking: Thinking | None, special_tokens: SpecialTokens | None) -> None:
+        """Store rules for thinking and control tokens in the tokenizer's chat template; None leaves one as it is.
+
+        Raises:
+            ConfigError: if the rendering has no chat template that could store them.
+        """
+        if thinking is None and special_tokens is None:
+            return
+        if self.kind != "chat_template":
+            raise ConfigError("data.thinking and data.special_tokens are stored in a chat template; the model has none")
+        self._template.store(ContentRules(thinking or self.rules.thinking, special_tokens or self.rules.special_tokens))
+        self.template_hash, self.probe_rendering = self._probe()
 
     def prompt_text(self, prompt: Prompt) -> str:
         """The text before the response, with the generation prompt."""
@@ -303,7 +324,7 @@ class ConversationRenderer:
             return self.render_fn(messages, "")
         if self.kind != "chat_template":
             return plain_prompt(messages)
-        return self._template.rendered(list(map(Message.to_dict, messages)), context, open_turn=True)
+        return self._template.opened(list(map(Message.to_dict, messages)), context)
 
     def _ids(self, texts: list[str]) -> list[list[int]]:
         if not texts:

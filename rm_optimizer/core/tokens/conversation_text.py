@@ -6,6 +6,7 @@ import json
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +14,13 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rm_optimizer.core.rows.messages import Message
+from rm_optimizer.core.rows.messages import Message, control_tokens
+from rm_optimizer.core.tokens.content_rules import (
+    ContentRules,
+    has_hidden_tags,
+    shown_thinking,
+    with_hidden_thinking,
+)
 from rm_optimizer.core.tokens.template_fields import (
     REASONING_FIELDS,
     Marks,
@@ -24,6 +31,7 @@ from rm_optimizer.core.tokens.template_fields import (
     texts_of,
 )
 from rm_optimizer.errors import ConfigError, ConversationRefused
+from rm_optimizer.schema.data import Thinking
 
 PINNED_DATE = "26 Jul 2024"
 """The date in pinned templates, which is the default of `date_string` in Llama 3.1's template."""
@@ -97,6 +105,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._unprinted: dict[tuple[Any, ...], tuple[tuple[int, str], ...]] = {}
+        self._tokens: re.Pattern[str] | None = None
         self._unshown: dict[tuple[str, ...], str | None] = {}
 
     def pin(self) -> None:
@@ -163,6 +172,55 @@ class ChatTemplate:
         Raises:
             ConversationRefused: if the template refuses the conversation, or leaves out a message or a part of one.
         """
+        rules = self.rules
+        if rules != ContentRules():
+            turns, context = rules.applied(turns, self._control), rules.of_context(context, self._control)
+        if rules.thinking != Thinking.keep or has_hidden_tags(turns):
+            return self._whole(turns, context)
+        try:
+            return self._whole(turns, context)
+        except ConversationRefused:
+            for places in (range(len(turns) - 1), range(len(turns))):
+                with suppress(ConversationRefused):
+                    return shown_thinking(self._whole(with_hidden_thinking(turns, places), context))
+            raise
+
+    def opened(self, turns: Sequence[Turn], context: Mapping[str, Any] = MappingProxyType({})) -> str:
+        """The text before a response, by the rules of `whole`, with the generation prompt.
+
+        Raises:
+            ConversationRefused: if the template or a rule refuses the conversation.
+        """
+        # An answer follows, so that no turn here is the last one.
+        *before, _ = self.rules.applied([*turns, {"role": "assistant", "content": "a"}], self._control)
+        return self.rendered(before, self.rules.of_context(context, self._control), open_turn=True)
+
+    @property
+    def rules(self) -> ContentRules:
+        """Rules for thinking and control tokens that the template was stored with."""
+        template = self._tokenizer.chat_template
+        return ContentRules.of(template) if isinstance(template, str) else ContentRules()
+
+    def store(self, rules: ContentRules) -> None:
+        """Store rules in the tokenizer's template, or in each of its named ones."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            raise ConfigError("data.thinking and data.special_tokens need one chat template, got several named ones")
+        self._tokenizer.chat_template = rules.stored_in(template)
+        self._tokens = None
+
+    def _control(self) -> re.Pattern[str]:
+        """Pattern of the tokenizer's special tokens and of the control tokens that the template writes."""
+        if self._tokens is None:
+            frame = self.rendered([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            added = (str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
+            tokens = {*self._tokenizer.all_special_tokens, *added, *control_tokens(()).findall(frame)}
+            longest = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
+            self._tokens = re.compile("|".join(map(re.escape, longest)) or "(?!)")
+        return self._tokens
+
+    def _whole(self, turns: Sequence[Turn], context: Mapping[str, Any]) -> str:
+        """`whole` of turns that the rules were applied to."""
         text, roles = self.rendered(turns, context), ", ".join(turn["role"] for turn in turns)
         for number, path in self._not_printed(turns, context):
             if path == "name" and is_name_of_call(turns, number):

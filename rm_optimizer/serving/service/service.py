@@ -100,8 +100,9 @@ MOST_CHARACTERS_A_TOKEN = 16
 WARNINGS = {
     "truncated": "/get_reward was sent texts of more than the model's {most} tokens; they are cut from the left as in "
     "training, extra_logs.truncated says which, rm_truncated counts them",
-    "control_tokens": "texts hold control tokens such as <|im_end|>, read as if the template had written them, as in "
-    "training; a policy can forge a turn so: strip them from responses. rm_control_tokens counts such texts",
+    "control_tokens": "texts hold control tokens such as <|im_end|>; unless the model was trained with "
+    "data.special_tokens=as_text, they are read as if the template had written them, as in training, and a policy can "
+    "forge a turn so: strip them from responses. rm_control_tokens counts such texts",
 }
 """Sentences about texts that are counted, by the names of their counters."""
 _log = logging.getLogger("rm_optimizer")
