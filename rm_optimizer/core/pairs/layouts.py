@@ -118,13 +118,15 @@ class Layout:
     def in_words(self) -> str:
         """Its mapping of columns and the meaning of the winner, for a note."""
         told = [f"{ours}={' and '.join(paths_of(theirs))}" for ours, theirs in self.columns.items() if theirs]
-        told += [f"{path} {values}" for path, values in self.where.items()]
+        for path, values in self.where.items():
+            is_refused = isinstance(values, Mapping)
+            told.append(f"{path} {'is not' if is_refused else 'is'} {values['not'] if is_refused else values}")
         if self.tree:
             told.append(f"trees of messages by {' and '.join(self.tree.values())}")
         if self.winner is not None:
             same = ["|".join(map(str, each)) if isinstance(each, list) else str(each) for each in self.winner]
             told.append(f"winner is {self.winner if isinstance(self.winner, str) else ','.join(same)}")
-        return ", ".join(told)
+        return ", ".join(told) or f"format {self.format}"
 
     def to_dict(self) -> dict[str, Any]:
         """Its keys that are set, as its file has them."""

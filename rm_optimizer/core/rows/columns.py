@@ -7,7 +7,9 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from typing import Any
 
 from rm_optimizer.core.rows.messages import (
@@ -107,6 +109,7 @@ def unread_column(row: Row, columns: Mapping[str, str | None]) -> str | None:
 Columns = Mapping[str, Any]
 """Our column name to the file's or to a path, to a list of these, or to `{user: …, assistant: …}`, the lists of texts
 of both speakers; None leaves the file's column of that name out."""
+_TRUTH: Mapping[str, object] = {"true": 1, "false": 0}
 _SLICE = re.compile(r"(-?\d*):(-?\d*)")
 _SIDES = (("chosen", "rejected"), ("response_a", "response_b"))
 _LISTS = ("responses", "scores", "ranks")
@@ -129,8 +132,9 @@ def renamed(
         structured: columns of responses whose text is read as the list that it spells, as `structured_columns` finds
             them. Lists of responses and scores always are.
     """
+    mapping = _Mapping(columns)
     for number, row in rows:
-        ours = _mapped(row, columns) if columns else row
+        ours = mapping.of(row) if columns else row
         lists: Row = {}
         for name in (*_SIDES[0], *_SIDES[1], *_LISTS):
             value = ours.get(name)
@@ -159,24 +163,43 @@ def paths_of(theirs: Any) -> list[str]:
     return [theirs] if isinstance(theirs, str) else [*(theirs.values() if isinstance(theirs, Mapping) else theirs)]
 
 
-def _mapped(row: Row, columns: Columns) -> Row:
-    given = {ours: paths_of(theirs) for ours, theirs in columns.items() if theirs is not None}
-    read = [path for each in given.values() for path in each]
-    left_out = [*(columns.keys() - given.keys())]
-    consumed = {*(path if path in row else root_of(path) for path in read), *left_out}
-    mapped = {
-        ours: cell(row, columns[ours])
-        for ours, each in given.items()
-        if any(path in row or root_of(path) in row for path in each)
-    }
-    texts = [text for value in mapped.values() for text in (value if are_texts(value) else [value])]
-    texts = [text for text in texts if isinstance(text, str)]
-    paths = [path for path in (*read, *left_out) if "." in path and path not in row]
-    kept = {name: value for name, value in row.items() if name not in consumed}
-    for root in dict.fromkeys(map(root_of, paths)):
-        inside = [path.split(".")[1:] for path in (*read, *left_out) if root_of(path) == root]
-        kept |= _beside(root, row.get(root), inside, texts)
-    return kept | mapped
+@dataclass(frozen=True)
+class _Mapping:
+    """A mapping of columns, taken apart once for all rows."""
+
+    columns: Columns
+
+    @cached_property
+    def given(self) -> dict[str, list[str]]:
+        """Paths of each of our columns that is read."""
+        return {ours: paths_of(theirs) for ours, theirs in self.columns.items() if theirs is not None}
+
+    @cached_property
+    def paths(self) -> dict[str, str]:
+        """Every path that is read or left out, with the column that it leads into."""
+        read = [path for each in self.given.values() for path in each]
+        return {path: root_of(path) for path in (*read, *(self.columns.keys() - self.given.keys()))}
+
+    def of(self, row: Row) -> Row:
+        """The row under our names, with what lies beside the paths."""
+        roots = {path: path if path in row else root for path, root in self.paths.items()}
+        mapped = {
+            ours: cell(row, self.columns[ours])
+            for ours, each in self.given.items()
+            if any(roots[path] in row for path in each)
+        }
+        consumed = {roots[path] for each in self.given.values() for path in each} | (
+            self.columns.keys() - self.given.keys()
+        )
+        kept = {name: value for name, value in row.items() if name not in consumed}
+        inside = dict.fromkeys(root for path, root in roots.items() if path not in row and path != root)
+        if inside:
+            texts = [text for value in mapped.values() for text in (value if are_texts(value) else [value])]
+            texts = [text for text in texts if isinstance(text, str)]
+        for root in inside:
+            read = [path.split(".")[1:] for path, other in self.paths.items() if other == root]
+            kept |= _beside(root, row.get(root), read, texts)
+        return kept | mapped
 
 
 def _beside(path: str, value: Any, read: Sequence[list[str]], texts: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -249,13 +272,13 @@ def cell(row: Row, path: Any) -> Any:
 
 
 def read_number(name: str, value: object) -> float:
-    """A finite number from a cell, which may be text as in CSV.
+    """A finite number from a cell, which may be text as in CSV; true is 1 and false 0.
 
     Raises:
         ValueError: if it is none; the text names the column.
     """
     try:
-        number = float(value)  # type: ignore[arg-type]
+        number = float(_TRUTH.get(str(value).strip().casefold(), value))  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ValueError(f"{name} must be a number, got {value!r}") from None
     if not math.isfinite(number):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ from rm_optimizer.core.pairs.column_hints import TODO
 from rm_optimizer.core.pairs.layouts import Layout, published
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.pairs.source_format import suggested_layout
-from rm_optimizer.core.pairs.sources import DataSource
+from rm_optimizer.core.pairs.sources import DataSource, parse_sources
+from rm_optimizer.core.streaming.blocks import BlockReader, blocks_of, stream_files
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.schema.data import DataConfig
 
 Row = dict[str, Any]
 
@@ -493,6 +497,34 @@ def test_annotations_that_were_taken_back_are_left_out():
     rows[0]["annotations"][0]["was_cancelled"] = True
     data = PreferenceDataset(rows)
     assert (len(data), data.skipped[0].reason) == (NUM - 1, "left out, since annotations.was_cancelled is True")
+
+
+def test_truth_written_as_text_is_a_score(tmp_path: Path):
+    rows = [f"{row['prompt']},{row['completion']},{row['label']}\n" for row in rows_of("trl-unpaired")]
+    (tmp_path / "kto.csv").write_text("prompt,completion,label\n" + "".join(rows))
+    assert sorted(map(meaning, PreferenceDataset(tmp_path / "kto.csv"))) == sorted(WANTED)
+
+
+def test_a_stream_reads_a_recognized_layout_and_files_have_layouts_of_their_own(tmp_path: Path):
+    for name in ("shp", "nectar", "oasst-messages"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(name)))
+    sources = parse_sources([{"path": str(tmp_path / "shp.jsonl")}, str(tmp_path / "nectar.jsonl")], DataConfig())
+    reader = BlockReader(stream_files(sources), DataConfig())
+    reader = pickle.loads(pickle.dumps(reader))  # as it goes to a worker
+    blocks = blocks_of(reader.files)
+    found = [meaning(pair) for block in blocks for _, pair in reader.pairs(block, reader.tally(block.file))]
+    assert sorted(found) == sorted(WANTED * 2)
+    with pytest.raises(DataError, match="got one response a row, or one message"):
+        stream_files(parse_sources(str(tmp_path / "oasst-messages.jsonl"), DataConfig()))
+    mixed = [{"path": str(tmp_path / f"{name}.jsonl"), "layout": name} for name in ("shp", "oasst-messages")]
+    assert sorted(map(meaning, PreferenceDataset(mixed))) == sorted(WANTED * 2)
+
+
+def test_a_run_takes_a_layout_as_a_mapping():
+    layout = "data.layout={columns: {prompt: ask}, where: {turn: 1}}"
+    config = typed(compose(["output_dir=runs/a", "data.train=a.jsonl", layout]), TrainConfig)
+    (source,) = parse_sources("a.jsonl", config.data)
+    assert (source.columns, dict(source.layout.where)) == ({"prompt": "ask"}, {"turn": 1})
 
 
 def test_what_stands_beside_a_path_is_read_where_a_layout_maps_it():
