@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 8331,
+    "core": 8346,
     "serving": 3996,
     "landscape": 3819,
     "training": 2653,
@@ -34,9 +34,9 @@ LIMITS: Mapping[str, int] = {
     "files": 329,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5281,
+    "import lines": 5283,
     "import lines inside functions": 311,
-    "lines of code": 33248,
+    "lines of code": 33263,
     "private functions with one caller": 333,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
