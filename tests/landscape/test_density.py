@@ -87,6 +87,15 @@ def test_a_moment_beyond_the_degree_of_the_rules_has_an_error_bar_of_its_own():
     ]
     held = [moment.low <= truth <= moment.high for moment in moments]  # type: ignore[operator]
     assert np.mean(held) >= 0.90
+    longer, shorter = (spectral_density(operator("decaying"), num_probes=10, num_steps=n, seed=0) for n in (3, 2))
+    for power in (5, 6):  # three nodes are exact up to the fifth
+        forms, less, squares = (
+            np.array([np.array(w) @ np.array(n) ** degree for n, w in zip(each.nodes, each.weights, strict=True)])
+            for each, degree in ((longer, power), (shorter, power), (longer, 2 * power))
+        )
+        variance = max(forms.var(ddof=1), 2 * (squares.mean() - forms.mean() ** 2 / longer.num_parameters)) / 10
+        change = forms.mean() - less.mean() if power == 6 else 0.0
+        assert longer.moment(power).standard_error == pytest.approx(np.hypot(np.sqrt(variance), change), rel=1e-4)
 
 
 @pytest.mark.parametrize("num_probes", [2, 4, 20])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.landscape.estimates.density import spectral_density
-from rm_optimizer.landscape.estimates.quantities import LocalGeometry
+from rm_optimizer.landscape.estimates.quantities import LocalGeometry, divided
 from rm_optimizer.landscape.operators.base import MatrixOperator
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, lanczos
 from rm_optimizer.landscape.spectrum import (
@@ -252,3 +252,9 @@ def test_error_bars_from_a_density_hold_the_truth(name: str, num_steps: int):
 def test_ranks_of_a_list_of_all_eigenvalues_need_no_density():
     part = replace(spectrum((3.0, 2.0, 1.0), is_exhaustive=False, ends=(2, 1)), num_parameters=3)
     assert intrinsic_dimension(part).value == pytest.approx(2)
+
+
+def test_a_quotient_has_the_errors_of_both_parts():
+    number = Estimate(12.0, 0.6, 5, 11.0, 13.0, IntervalKind.student)
+    found = divided(number, 2.0, 0.1, power=2)
+    assert found == Estimate(3.0, pytest.approx(0.6 / 4 + 2 * 3 * 0.1 / 2), 5, 11 / 2.1**2, 13 / 1.9**2, number.kind)  # type: ignore[arg-type]
