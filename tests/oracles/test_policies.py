@@ -21,7 +21,7 @@ from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.out_of_distribution import MahalanobisDetector
 from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
 from rm_optimizer.rl_coupling.rl_readiness import RLReadinessScorer
-from tests.oracles.formulas import student
+from tests.oracles.formulas import student, wilson
 
 
 def test_best_of_n_of_lists_whose_every_pair_is_known():
@@ -58,6 +58,18 @@ def test_best_of_n_of_lists_whose_every_pair_is_known():
     assert {name: part.accuracy.value for name, part in found.by_subset.items()} == {
         name: pytest.approx(np.mean([r[3] for r in right if r[1] == name])) for name in "ab"
     }
+
+
+def test_lists_that_are_all_right_have_wilsons_interval_over_their_prompts():
+    """Three prompts of one, one and four lists count as 36 / 18 (Kish, 1965)."""
+    pairs = [
+        PreferencePair(f"p{min(i, 2)}", "best", worse, metadata={"group": f"list {i}"})
+        for i in range(6)
+        for worse in ("bad", "worse")
+    ]
+    found = best_of_n(pairs, np.ones(12), np.zeros(12), num_bootstrap=10, seed=0)
+    assert found is not None
+    assert (found.accuracy.value, [found.accuracy.low, found.accuracy.high]) == (1.0, pytest.approx(wilson(1.0, 2)))
 
 
 def selected(proxy: np.ndarray, value: np.ndarray, draws: list[tuple[int, ...]]) -> float:
