@@ -52,6 +52,10 @@ class WandbMode(StrEnum):
     online = "online"
 
 
+FREEZE_BACKBONE = "backbone"
+"""`model.freeze` that trains the reward head's side alone."""
+
+
 @dataclass(kw_only=True)
 class ModelConfig(Options, group="model"):
     """The base model: a checkpoint that loads with one label, or a small decoder built from `architecture`."""
@@ -80,6 +84,8 @@ class ModelConfig(Options, group="model"):
     """Attention kernel."""
     pooling_head: str | None = None
     """Pooling head of a decoder that a plug-in registered (`register_pooling_head`); null reads the last token."""
+    freeze: str | None = None
+    """Weights that are not trained: `backbone`, or a number for the embeddings and as many layers after them."""
     dropout: bool = False
     """Keep the dropout of the backbone's configuration, functional attention dropout included."""
     gradient_checkpointing: bool = False
@@ -96,6 +102,8 @@ class ModelConfig(Options, group="model"):
                 f"model={self.name} builds a model of its own, so model.path must be null, got '{self.path}'; "
                 "take model=custom, or leave model out, to start from that path"
             )
+        is_known = self.freeze in (None, FREEZE_BACKBONE) or (self.freeze.isascii() and self.freeze.isdigit())
+        require(is_known, "model.freeze", f"be {FREEZE_BACKBONE}, a number of layers or null", self.freeze)
         known = self.max_length is not None or self.path is not None
         require(known, "model.max_length", "be set when model.path is null", "null")
 
@@ -308,4 +316,9 @@ class TrainConfig(Options):
             raise ConfigError(
                 f"adapter=qlora stores pretrained weights in four bits, and model={self.model.name} starts from random "
                 "ones; take a pretrained model (model=qwen, model.path=MODEL) or adapter=lora"
+            )
+        if MISSING not in (self.adapter, self.model) and self.adapter.kind != AdapterKind.none and self.model.freeze:
+            raise ConfigError(
+                f"adapter={self.adapter.kind} trains no weight of the backbone, so model.freeze={self.model.freeze} "
+                "would have no effect; leave one of them out"
             )

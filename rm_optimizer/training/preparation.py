@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.building import compile_backbone
-from rm_optimizer.core.classifier.head import require_trainable_head
+from rm_optimizer.core.classifier.head import head_side_modules, require_trainable_head
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs
@@ -23,10 +23,12 @@ from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_training_data
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.optim.param_groups import partition
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.schema import ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
+from rm_optimizer.schema.config import FREEZE_BACKBONE
 from rm_optimizer.schema.data import OWN_MARGINS, DataConfig
 from rm_optimizer.training.callbacks.evaluation import Evaluation
 from rm_optimizer.training.callbacks.evaluation_plan import PairMetric, require_monitored
@@ -47,8 +49,38 @@ def trainable_model(config: TrainConfig, train: PreferenceDataset) -> BradleyTer
     model.beta = config.loss.beta
     if count := add_adapter(model.model, config.adapter, seed=config.seed):
         log.info("%s: %s", config.adapter.kind.value, count)
+    if config.model.freeze is not None:
+        freeze(model, config.model.freeze)
     require_trainable_head(model.train().model)
     return model
+
+
+def freeze(model: BradleyTerryRM, weights: str) -> None:
+    """Keep a part of the weights out of training, and log how many stay.
+
+    Args:
+        model: the base model, without an adapter.
+        weights: `backbone` for all weights before the reward head's side, or a number: the embeddings and as many
+            layers after them.
+
+    Raises:
+        ConfigError: if the model has no more layers than that.
+    """
+    parts = partition(model, head_names=model.head_parameter_names())
+    if weights == FREEZE_BACKBONE:
+        side = tuple(f"model.{name}." for name in head_side_modules(model.model))
+        frozen = [each.parameter for each in parts.parameters if not each.name.startswith(side)]
+    elif (count := int(weights)) < parts.num_layers:
+        frozen = [each.parameter for each in parts.parameters if each.layer is not None and each.layer <= count]
+    else:
+        raise ConfigError(
+            f"model.freeze must be less than the {parts.num_layers} layers of {model.model_name}, or "
+            f"{FREEZE_BACKBONE}, got {weights}"
+        )
+    for parameter in frozen:
+        parameter.requires_grad_(False)
+    kept, whole = sum(map(Tensor.numel, frozen)), sum(map(Tensor.numel, model.parameters()))
+    log.info("model.freeze=%s: %s of %s weights stay as they are", weights, f"{kept:,}", f"{whole:,}")
 
 
 def starting_weights(options: Mapping[str, Any], data: DataConfig) -> dict[str, Tensor]:

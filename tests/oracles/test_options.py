@@ -81,6 +81,7 @@ CHANGES: Mapping[str, Change] = {
     "model.adamw_lr": change(2e-3, "lr"),
     "model.lora_lr": change(2e-3, "lr", **LORA),
     "model.batch_size": change(4, "train_pairs", batching__batch_size=None),
+    "model.freeze": change("backbone", "parameters"),
     "model.dropout": change("true", "train_loss", **{"+model__architecture__attention_dropout": "0.5"}),
     "adapter.kind": change("none", "parameters", **LORA),
     "adapter.rank": change(2, "train_loss", **LORA),
