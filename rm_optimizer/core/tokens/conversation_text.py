@@ -221,11 +221,11 @@ class ChatTemplate:
 
     def _whole(self, turns: Sequence[Turn], context: Mapping[str, Any]) -> str:
         """`whole` of turns that the rules were applied to."""
-        text, roles = self.rendered(turns, context), ", ".join(turn["role"] for turn in turns)
+        text = self.rendered(turns, context)
         for number, path in self._not_printed(turns, context):
             if path == "name" and is_name_of_call(turns, number):
                 continue
-            turn = turns[number]
+            turn, roles = turns[number], ", ".join(turn["role"] for turn in turns)
             if path == "content":
                 raise ConversationRefused(
                     f"the tokenizer's chat template prints nothing of a message with role '{turn['role']}' in a "
@@ -245,8 +245,8 @@ class ChatTemplate:
                 f"'{turns[number]['role']}'), which begins {part[:60]!r}; take that part out of the "
                 "data (templates strip <think> blocks, for one), or give the tokenizer a template that keeps it"
             )
-        for number in range(len(turns)):
-            if (other := linked_in_order(turns, number)) is None:
+        for number, turn in enumerate(turns):
+            if "tool_call_id" not in turn or (other := linked_in_order(turns, number)) is None:
                 continue
             if self.rendered([*turns[:number], other, *turns[number + 1 :]], context) == text:
                 raise ConversationRefused(
@@ -264,7 +264,9 @@ class ChatTemplate:
     def _not_printed(self, turns: Sequence[Turn], context: Mapping[str, Any]) -> Sequence[tuple[int, str]]:
         """Number and path of each part of the turns that leaves no trace, found once for each form of conversation."""
         setting = json.dumps(context.get("chat_template_kwargs"), sort_keys=True) if context else ""
-        form = (setting, *context, *map(shape, turns))
+        plain = len(_PLAIN_TURN)
+        forms = ((t["role"], not t["content"].strip()) if len(t) == plain else shape(t) for t in turns)
+        form = (setting, *context, *forms)
         if form not in self._unprinted:
             marks = Marks()
             printed = self.rendered([marks.turn(turn, number) for number, turn in enumerate(turns)], context)

@@ -135,10 +135,8 @@ def is_name_of_call(turns: Sequence[Turn], number: int) -> bool:
 
 
 def linked_in_order(turns: Sequence[Turn], number: int) -> dict[str, Any] | None:
-    """The turn linked to the call of its place, if its own link is another one; None if it is not."""
+    """The turn, which has a `tool_call_id`, linked to the call of its place; None if it is linked so already."""
     turn = turns[number]
-    if "tool_call_id" not in turn:
-        return None
     call = call_in_order(turns, number)
     if call and call.get("id") in (None, turn["tool_call_id"]):
         return None
