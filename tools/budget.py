@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 8346,
+    "core": 8348,
     "serving": 3996,
     "landscape": 3819,
     "training": 2671,
@@ -36,7 +36,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 51,
     "import lines": 5285,
     "import lines inside functions": 311,
-    "lines of code": 33290,
+    "lines of code": 33292,
     "private functions with one caller": 332,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -98,6 +98,8 @@ class SourceFormat:
         form = source.named_format or detect_format(rows)
         if form is None or (source.named_format and not any(names >= required for required in form.required)):
             raise no_format(source, rows, near)
+        lost = [each for each in near if ": prompt is not read by layout" in each]
+        notes += [f"{source.path}: read as format {form.name}, not as {each}" for each in lost[:1]]
         unread = _unread_options(source, form)
         require_readable(source, form, rows)
         has_one_response = form.name == "kwise" and "responses" not in mapped[0][1]

@@ -396,6 +396,13 @@ def test_two_layouts_that_fit_are_refused_with_both_named():
     assert PreferenceDataset([row], layout="votes-a-b")[0].chosen == bad(0)
 
 
+def test_another_prompt_beside_the_columns_of_a_layout_is_noted():
+    (row, *_) = rows_of("ultrainteract")
+    data = PreferenceDataset([row | {"prompt": q(1)}])
+    assert as_messages(data[0].prompt)[0].content == q(1)
+    assert "read as format explicit, not as layout ultrainteract: prompt is not read by layout" in data.notes[0]
+
+
 def test_a_mapping_of_the_user_wins():
     row = {**TWO, "prompt": q(1)}
     (pair,) = PreferenceDataset([TWO], columns={"prompt": "question", "chosen": "response_k", "rejected": "response_j"})
