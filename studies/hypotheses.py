@@ -197,8 +197,8 @@ def lora_costs(full: Float[np.ndarray, "seeds 2"], lora: Float[np.ndarray, "seed
     found: dict[str, float | str | None] = {}
     for (name, (bound, sign)), logs in zip(LORA_COSTS.items(), np.log(lora / full).T, strict=True):
         beyond = crossed_mean(sign * (logs - math.log(bound)), 0.0, len(logs)).estimate  # positive: as claimed
-        low, high = sorted((beyond.low, beyond.high), reverse=sign < 0) if beyond.low is not None else (None, None)
-        for end, log in (("", beyond.value), ("_low", low), ("_high", high)):
+        ends = (beyond.low, beyond.high)[::sign]
+        for end, log in zip(("", "_low", "_high"), (beyond.value, *ends), strict=True):
             found[f"{name}_ratio{end}"] = None if log is None else bound * math.exp(sign * log)
         found[f"{name}_as_claimed"] = outcome(beyond)
     return found
