@@ -25,7 +25,7 @@ ROOMS: Mapping[str, int] = {
     "data_efficiency": 1339,
     "schema": 1029,
     "doctor": 935,
-    "records": 756,
+    "records": 762,
     "optim": 754,
     "evaluation": 546,
     "modules at the top": 476,
@@ -34,10 +34,10 @@ LIMITS: Mapping[str, int] = {
     "files": 329,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5285,
+    "import lines": 5286,
     "import lines inside functions": 311,
-    "lines of code": 33292,
-    "private functions with one caller": 332,
+    "lines of code": 33298,
+    "private functions with one caller": 333,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

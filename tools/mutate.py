@@ -46,6 +46,8 @@ ROOMS = ("core", "optim", "evaluation", "training", "landscape", "serving", "rl_
 ROOMS += ("data_efficiency", "experiments")
 LIBRARIES = "torch transformers peft scipy.stats pytorch_lightning pyarrow.parquet hydra hypothesis beartype pytest"
 """Imported once: each run is forked from this process."""
+MOST_TESTS = 300
+"""Most tests of one change that `--covered` names, the oracles apart."""
 REWRITE = "-Wignore::pytest.PytestAssertRewriteWarning"
 SWAPPED = {
     **{ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq},
@@ -202,7 +204,7 @@ def test_files(root: Path, change: Change) -> list[str]:
 def covering_tests(copy: Path, change: Change, covered: Path) -> list[str]:
     """Quick tests that run the changed line, the oracles last; empty if it only runs when its module is imported.
 
-    A line that runs in the set-up of a fixture counts for all tests of the file, since they may share the fixture.
+    At most `MOST_TESTS` and the oracles, those of the changed file's room first. A line that runs in the set-up of a fixture counts for all tests of the file, since they may share the fixture.
 
     Args:
         copy: copy of the repository.
@@ -225,7 +227,9 @@ def covering_tests(copy: Path, change: Change, covered: Path) -> list[str]:
         file = test.partition("::")[0]
         return file.startswith(ORACLES), near.get(file, len(near)), test
 
-    return sorted((test for test in tests if (copy / test.partition("::")[0]).exists()), key=rank)
+    found = sorted((test for test in tests if (copy / test.partition("::")[0]).exists()), key=rank)
+    others = [test for test in found if not test.startswith(ORACLES)]
+    return [*others[:MOST_TESTS], *(test for test in found if test.startswith(ORACLES))]
 
 
 def pytest_in(copy: Path, arguments: list[str], timeout: float) -> str | None:

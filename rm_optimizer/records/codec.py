@@ -15,6 +15,8 @@ from typing import Any, ClassVar, Self, TypeVar, Union, cast, get_args, get_orig
 
 NOT_STORED = MappingProxyType({"is_stored": False})
 """Metadata of a field that the JSON leaves out; it needs a default."""
+OMITTED_EMPTY = MappingProxyType({"is_omitted_empty": True})
+"""Metadata of a field that the JSON leaves out if it is empty; an empty value must be its default."""
 
 REPR_WIDTH, REPR_LINES = 100, 12
 """Most columns and lines of a record's `repr`."""
@@ -189,8 +191,15 @@ def _alternative(kinds: tuple[Any, ...], value: Any) -> Any:
 
 
 def _stored(record: Any) -> dict[str, Any]:
-    """Values of the fields that are stored, by name."""
-    return {name: getattr(record, name) for name in _hints(cast("Any", type(record)))}
+    """Values of the fields that are stored, by name; fields of `OMITTED_EMPTY` only if they are not empty."""
+    kind = cast("Any", type(record))
+    values = {name: getattr(record, name) for name in _hints(kind)}
+    return {name: value for name, value in values.items() if name not in _omitted_empty(kind) or value}
+
+
+@cache
+def _omitted_empty(kind: Any) -> frozenset[str]:
+    return frozenset(field.name for field in fields(kind) if field.metadata == OMITTED_EMPTY)
 
 
 @cache

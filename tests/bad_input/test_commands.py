@@ -275,7 +275,7 @@ ROWS: list[tuple[str, str]] = [
     (f"{CHECK} files/quote.csv", "quote.csv"),
     (f"{CHECK} files/headless.csv", "headless.csv"),
     (f"{CHECK} files/semicolons.csv", "semicolons.csv"),
-    (f"{CHECK} files/pairs.tsv", "pairs.tsv"),
+    (f"{CHECK} files/pairs.psv", "pairs.psv"),
     (f"{CHECK} files/pairs.xlsx", "pairs.xlsx"),
     (f"{CHECK} files/torn.parquet", "torn.parquet"),
     (f"{CHECK} files/twice.parquet", "chosen"),

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
 
+from rm_optimizer.records.codec import OMITTED_EMPTY
+
 _TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
 LAST_TURN = "\n\nAssistant:"
 """Text before the response in an HH-style transcript."""
@@ -70,7 +72,7 @@ class Message:
 
     role: str
     content: str
-    fields: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False)
+    fields: Mapping[str, Any] = field(default_factory=dict, hash=False, repr=False, metadata=OMITTED_EMPTY)
 
     def __post_init__(self) -> None:
         if not isinstance(self.role, str) or not self.role:
