@@ -204,7 +204,8 @@ def test_files(root: Path, change: Change) -> list[str]:
 def covering_tests(copy: Path, change: Change, covered: Path) -> list[str]:
     """Quick tests that run the changed line, the oracles last; empty if it only runs when its module is imported.
 
-    At most `MOST_TESTS` and the oracles, those of the changed file's room first. A line that runs in the set-up of a fixture counts for all tests of the file, since they may share the fixture.
+    At most `MOST_TESTS` and the oracles, those of the changed file's room first. A line that runs in the set-up of a
+    fixture counts for all tests of the file, since they may share the fixture.
 
     Args:
         copy: copy of the repository.
