@@ -161,8 +161,8 @@ class ConversationRenderer:
             if lost := [*context, *(name for message in (*before, last) for name in message.fields)]:
                 reader = "a render_fn" if self.render_fn else "a tokenizer without a chat template"
                 raise ConversationRefused(
-                    f"{reader} reads roles and contents alone, and the row has {lost[0]}; give the tokenizer a chat "
-                    "template that reads it"
+                    f"{reader} reads roles and contents alone, and the row has {lost[0]}; name a model or "
+                    "tokenizer whose chat template reads it"
                 )
             text = self.render_fn(before, last.content) if self.render_fn else plain_prompt(before) + last.content
             texts.append(text)
