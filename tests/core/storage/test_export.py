@@ -50,6 +50,7 @@ def test_plain_transformers_scores_the_export_as_the_model_does(family: str, tmp
         theirs = plain(**batch).logits[:, 0]
     ours = model.score(prompts, responses)
     torch.testing.assert_close(theirs, ours, rtol=1e-5, atol=1e-5)
+    assert {turn.role for turns in prompts if not isinstance(turns, str) for turn in turns} == {"user", "assistant"}
     assert len(certificate.scores) == len(DEFAULT_PROBE) >= 8
     assert [score.reward for score in certificate.scores] == ours.double().tolist()
     assert max(map(len, ids)) == 96
