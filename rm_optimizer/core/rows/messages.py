@@ -150,8 +150,8 @@ def response_of(messages: Sequence[Message]) -> str:
     Raises:
         ValueError: if the last message is not the assistant's.
     """
-    turns = Turns(tuple(messages))
-    return turns.messages[0].content if len(turns.messages) == 1 and not turns.messages[0].fields else turns
+    is_text = len(messages) == 1 and messages[0].role == "assistant" and not messages[0].fields
+    return messages[0].content if is_text else Turns(tuple(messages))
 
 
 def read_response(name: str, value: object) -> str:
@@ -342,8 +342,8 @@ def is_message(value: object) -> bool:
     """True for a value like a message: an object with `role` and `content`, or `from` and `value`."""
     if not isinstance(value, Mapping):
         return False
-    is_call = "role" in value and any(isinstance(value.get(name), list | Mapping) for name in _CALL_FIELDS)
-    return is_call or {"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()
+    is_plain = {"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()
+    return is_plain or ("role" in value and any(isinstance(value.get(name), list | Mapping) for name in _CALL_FIELDS))
 
 
 def are_texts(value: object) -> TypeGuard[list[str]]:
