@@ -52,14 +52,14 @@ def no_format(source: DataSource, rows: Sequence[Row], near: Sequence[str] = ())
         rows: its first rows under our names.
         near: layouts whose columns the rows have, and why they do not read them.
     """
-    forms = FORMATS.values() if source.named_format is None else [source.named_format]
+    forms = FORMATS.values() if source.layout.named_format is None else [source.layout.named_format]
     names = list(dict.fromkeys(name for row in rows for name in row))
     looked_for = "; or ".join(f"{form.expects} ({form.name})" for form in forms)
     if form := detect_format(rows):
         option = Spelling.current().option("format", "NAME")
         hint = f"the rows fit the format {form.name}; name it, or leave {option} out"
     else:
-        hint = hint_of(rows, names, source.columns).text
+        hint = hint_of(rows, names, source.layout.columns).text
     nearest = f"; nearest is {near[0]}" if near else ""
     return DataError(f"{source.path}: {hint}{nearest}; got columns {', '.join(names)}; expected {looked_for}")
 
@@ -269,8 +269,8 @@ def require_readable(source: DataSource, form: RowFormat, rows: Sequence[Row]) -
         DataError: if no option defines the values of the winner column, no column has prompts, labels are no
             probabilities, or a column would change what the model reads.
     """
-    typed, columns = Spelling.current().columns, source.columns
-    if form.name == "winner" and source.winner is None:
+    typed, columns = Spelling.current().columns, source.layout.columns
+    if form.name == "winner" and source.layout.winner is None:
         theirs, values = columns.get("winner") or "winner", ", ".join(few_values(rows, "winner")) or "many values"
         raise DataError(
             f"{source.path}: expected the values of {theirs} that name the better response, as {_winner_option()} "
@@ -365,7 +365,8 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
         source: the source.
         pairs: its pairs, whose metadata are the unread columns.
     """
-    path, sides = source.path, (source.columns.get("chosen") or "chosen", source.columns.get("rejected") or "rejected")
+    path, columns = source.path, source.layout.columns
+    sides = (columns.get("chosen") or "chosen", columns.get("rejected") or "rejected")
     decided = [(pair.metadata, 1 if pair.label > 0.5 else -1) for pair in pairs if pair.label != 0.5]
     names = dict.fromkeys(name for row, _ in decided for name in row)
     words = [re.findall(r"[A-Za-z]+|\d+", side) for side in sides]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -14,7 +14,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rm_optimizer.core.pairs.formats import FORMATS, OPTIONAL_COLUMNS, READ_COLUMNS
+from rm_optimizer.core.pairs.formats import FORMATS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
+from rm_optimizer.core.pairs.winner import Winner
 from rm_optimizer.core.rows.columns import (
     CONTEXT_COLUMNS,
     UNREAD_COLUMNS,
@@ -27,8 +28,9 @@ from rm_optimizer.core.rows.columns import (
 )
 from rm_optimizer.core.rows.messages import is_empty
 from rm_optimizer.core.rows.readers import Row
-from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.schema.compose import config_root
+from rm_optimizer.schema.data import Spelling
 from rm_optimizer.schema.registry import Registry
 
 _CONTENT = {
@@ -83,13 +85,13 @@ class Layout:
 
     @classmethod
     def of(cls, option: object) -> Layout:
-        """The layout that an option gives: a name, a YAML file with one, or the mapping itself.
+        """The layout that an option gives: a name, a YAML file with one, or the mapping itself; None leaves all open.
 
         Raises:
             ConfigError: if there is no such layout or file, or a key of it is unknown.
         """
-        if isinstance(option, Layout):
-            return option
+        if option is None or isinstance(option, Layout):
+            return option or cls()
         if isinstance(option, Mapping):
             return _checked("", option)
         text = str(option)
@@ -100,6 +102,26 @@ class Layout:
         if text not in published():
             raise ConfigError(did_you_mean("layout", text, [*published(), *LAYOUTS]) + "; or name a .yaml file of one")
         return published()[text]
+
+    @cached_property
+    def named_format(self) -> RowFormat | None:
+        """The row format that it names; None where the rows tell."""
+        return None if self.format == "auto" else row_format(self.format)
+
+    @cached_property
+    def verdicts(self) -> Winner | None:
+        """Meaning of the winner column; None where nothing gives it."""
+        return None if self.winner is None else Winner.parse(self.winner)
+
+    @cached_property
+    def is_open(self) -> bool:
+        """True if the rows tell how they are read, since it names neither a format nor columns."""
+        return not self.to_dict().keys() - {"columns", "label", "encoding"} and not any(self.columns.values())
+
+    @property
+    def shown(self) -> str:
+        """Its name with its kind, for messages."""
+        return f"layout {self.name}" if self.name else f"format {self.format}"
 
     @cached_property
     def required(self) -> frozenset[str]:
@@ -117,7 +139,10 @@ class Layout:
 
     def in_words(self) -> str:
         """Its mapping of columns and the meaning of the winner, for a note."""
-        told = [f"{ours}={' and '.join(paths_of(theirs))}" for ours, theirs in self.columns.items() if theirs]
+        told = [
+            f"{ours}={' and '.join(paths_of(theirs))}" if theirs else f"without {ours}"
+            for ours, theirs in self.columns.items()
+        ]
         for path, values in self.where.items():
             is_refused = isinstance(values, Mapping)
             told.append(f"{path} {'is not' if is_refused else 'is'} {values['not'] if is_refused else values}")
@@ -126,7 +151,7 @@ class Layout:
         if self.winner is not None:
             same = ["|".join(map(str, each)) if isinstance(each, list) else str(each) for each in self.winner]
             told.append(f"winner is {self.winner if isinstance(self.winner, str) else ','.join(same)}")
-        return ", ".join(told) or f"format {self.format}"
+        return ", ".join(told) or self.shown
 
     def to_dict(self) -> dict[str, Any]:
         """Its keys that are set, as its file has them."""
@@ -234,3 +259,41 @@ LAYOUTS: Registry[Mapping[str, Any]] = Registry("layout", {name: {"format": name
 """Options of a source by the value of its `format`: the formats, and the layouts of tables that users add."""
 ALWAYS_READ = frozenset({*OPTIONAL_COLUMNS, *CONTEXT_COLUMNS})
 """Columns that are read by their own names beside those of a format."""
+
+
+def require_columns(path: str, layout: Layout, rows: Sequence[Row]) -> None:
+    """Refuse rows that lack columns of a layout, or parts of columns.
+
+    Args:
+        path: the source as it was named.
+        layout: layout with the options of the source.
+        rows: its first rows as they are stored.
+
+    Raises:
+        DataError: naming what is lacking and the columns or parts that are there.
+    """
+    known = list(dict.fromkeys(name for row in rows for name in row))
+    mapped = [
+        (ours, theirs, name)
+        for ours, theirs in layout.columns.items()
+        if ours not in layout.optional
+        for name in paths_of(theirs or ours)
+    ]
+    lost = sorted(name for name in layout.required if name not in known and root_of(name) not in known)
+    if lost and (layout.name or not {*lost} <= {name for _, _, name in mapped}):
+        shown = layout.shown if layout.name else "the layout"
+        raise DataError(
+            f"{path}: {shown} needs the columns {', '.join(lost)}, which the rows lack; got columns "
+            f"{', '.join(sorted(known))}"
+        )
+    for ours, theirs, name in mapped:
+        is_there = (root_of(name) if theirs is None else name) in known
+        if is_there or not all(is_missing(cell(row, name)) for row in rows):
+            continue
+        cells = (row.get(root_of(name)) for row in rows)
+        items = (item for value in cells for item in (value if isinstance(value, list) else [value]))
+        parts = dict.fromkeys(str(part) for item in items if isinstance(item, Mapping) for part in item)
+        told = f"the column {root_of(name)} holds no such part; it has {', '.join(parts) or 'no parts'}"
+        reason = told if root_of(name) in known else did_you_mean("column", name, known)
+        option = Spelling.current().columns({ours: "null" if theirs is None else name})
+        raise DataError(f"{path}: {option}: {reason}")

@@ -18,7 +18,7 @@ from rm_optimizer.core.pairs.formats import (
     detect_format,
     gather_responses,
 )
-from rm_optimizer.core.pairs.layouts import ALWAYS_READ, OVERWRITTEN, Layout, published
+from rm_optimizer.core.pairs.layouts import ALWAYS_READ, OVERWRITTEN, Layout, published, require_columns
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import RowTally
@@ -27,12 +27,11 @@ from rm_optimizer.core.rows.columns import (
     paths_of,
     read_number,
     renamed,
-    require_columns,
     root_of,
     structured_columns,
 )
 from rm_optimizer.core.rows.messages import is_empty
-from rm_optimizer.core.rows.readers import Row, read_rows, source_name
+from rm_optimizer.core.rows.readers import Row, source_name
 from rm_optimizer.core.rows.trees import gather_trees
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import DataConfig, KwiseRule, OnBadRow, Spelling
@@ -74,29 +73,20 @@ class SourceFormat:
                 misread.
         """
         notes, near = list[str](), list[str]()
-        if (
-            source.layout is None
-            and source.format == "auto"
-            and source.winner is None
-            and not any(source.columns.values())
-        ):
+        if source.layout.is_open:
             source, near = _recognized(source, first)
-            if source.layout is not None:
-                notes.append(_note(source, source.layout))
+            if source.layout.name:
+                other = Spelling.current().option("layout", "NAME")
+                told = f"{source.layout.shown}, {source.layout.in_words()}; name another with {other}, or map columns"
+                notes.append(f"{source.path}: read as {told}")
         layout = source.layout
-        if layout is not None:
-            _require_layout(source, layout, [row for _, row in first])
-            first = list(_belonging(layout, first)) or first
-        asked = {
-            ours: theirs for ours, theirs in source.columns.items() if layout is None or ours not in layout.optional
-        }
-        require_columns(source.path, [row for _, row in first], asked)
-        mapped = list(_renamed(source, first))
-        structured, found = structured_columns(source.path, [row for _, row in mapped], source.format)
+        require_columns(source.path, layout, [row for _, row in first])
+        mapped = list(_renamed(layout, list(_belonging(layout, first)) or first))
+        structured, found = structured_columns(source.path, [row for _, row in mapped], layout.format)
         rows = [row for _, row in renamed(mapped, {}, structured)]
         names = {name for row in rows for name in row}
-        form = source.named_format or detect_format(rows)
-        if form is None or (source.named_format and not any(names >= required for required in form.required)):
+        form = layout.named_format or detect_format(rows)
+        if form is None or not any(names >= required for required in form.required):
             raise no_format(source, rows, near)
         lost = [each for each in near if ": prompt is not read by layout" in each]
         notes += [f"{source.path}: read as format {form.name}, not as {each}" for each in lost[:1]]
@@ -110,7 +100,7 @@ class SourceFormat:
     @property
     def needs_whole_file(self) -> bool:
         """True if rows must be gathered from the whole file before they can be compared."""
-        return self.has_one_response or (self.source.layout is not None and "parent" in self.source.layout.tree)
+        return self.has_one_response or "parent" in self.source.layout.tree
 
     def pairs(
         self, rows: Iterable[tuple[int, Row]], kwise_rule: KwiseRule, tally: RowTally
@@ -126,13 +116,11 @@ class SourceFormat:
             DataError: if a row is bad and the tally stops there.
         """
         layout = self.source.layout
-        if layout is not None:
-            rows = _belonging(layout, rows, tally)
-        ours = _renamed(self.source, rows, self.structured)
-        if layout is not None:
+        ours = _renamed(layout, _belonging(layout, rows, tally), self.structured)
+        if layout.name or layout.range:
             ours = self._readable(ours, layout, tally)
         if self.has_one_response:
-            ours = gather_responses(ours, tally.report, () if layout is None else layout.group)
+            ours = gather_responses(ours, tally.report, layout.group)
         for number, row in ours:
             try:
                 pairs, reason = self._compared(number, row, kwise_rule)
@@ -166,6 +154,7 @@ class SourceFormat:
         Raises:
             ValueError: if the row cannot be compared or its winner is unknown.
         """
+        layout = self.source.layout
         # Columns that nothing reads are metadata; those of a `metadata` column, as `PreferencePair.to_dict` writes it,
         # join them.
         metadata = _kept((name, value) for name, value in row.items() if name not in self._columns)
@@ -173,10 +162,10 @@ class SourceFormat:
             metadata = _kept(metadata.pop("metadata").items()) | metadata
         metadata.setdefault("source", self.source.name)
         if self.form.makes_groups:
-            is_tree = self.source.layout is not None and self.source.layout.tree
-            metadata["group"] = f"{source_name(self.source.path)}:{number}" + (f".{row['turn']}" if is_tree else "")
-        if self.form.name == "winner" and self.source.verdicts is not None:
-            row = row | {"winner": self.source.verdicts.read(row.get("winner"))}
+            turn = f".{row['turn']}" if layout.tree else ""
+            metadata["group"] = f"{source_name(self.source.path)}:{number}{turn}"
+        if self.form.name == "winner" and layout.verdicts is not None:
+            row = row | {"winner": layout.verdicts.read(row.get("winner"))}
         comparisons = self.form.compare(row, kwise_rule)
         missing = {
             name
@@ -187,10 +176,10 @@ class SourceFormat:
         pairs: list[PreferencePair] = []
         reason: str | None = None
         for item in comparisons:
-            own_label = self.source.label if item.label is None else item.label
+            own_label = layout.label if item.label is None else item.label
             try:
                 pair = PreferencePair(
-                    in_context(row, item.prompt, self.source.columns),
+                    in_context(row, item.prompt, layout.columns),
                     item.chosen,
                     item.rejected,
                     margin=margin if margin is not None else item.margin,
@@ -221,11 +210,11 @@ def _unread_options(source: DataSource, form: RowFormat) -> str | None:
     Raises:
         DataError: with that sentence, if the source brings the options, which are not defaults of all sources.
     """
-    entrance = Spelling.current()
-    unread = {ours: theirs for ours, theirs in source.columns.items() if theirs and ours in READ_COLUMNS - form.columns}
+    entrance, layout = Spelling.current(), source.layout
+    unread = {ours: theirs for ours, theirs in layout.columns.items() if theirs and ours in READ_COLUMNS - form.columns}
     options = {"columns": entrance.columns(unread)} if unread else {}
-    if source.winner is not None and form.name != "winner":
-        options["winner"] = entrance.option("winner", str(source.winner))
+    if layout.winner is not None and form.name != "winner":
+        options["winner"] = entrance.option("winner", str(layout.winner))
     if not options:
         return None
     text = (
@@ -254,22 +243,23 @@ def _is_json(value: object) -> bool:
 
 
 def _renamed(
-    source: DataSource, rows: Iterable[tuple[int, Row]], structured: frozenset[str] = frozenset()
+    layout: Layout, rows: Iterable[tuple[int, Row]], structured: frozenset[str] = frozenset()
 ) -> Iterator[tuple[int, Row]]:
-    """The rows under our names, without what the source's layout ignores."""
-    layout = source.layout
-    if layout is None:
-        yield from renamed(rows, source.columns, structured)
+    """The rows under our names, without what the layout ignores."""
+    roots = {root_of(path) for theirs in layout.columns.values() if theirs for path in paths_of(theirs)}
+    twice = [ours for ours, theirs in layout.columns.items() if layout.name and theirs and ours not in roots]
+    if twice:
+        rows = (
+            (number, row | {f"{name}{OVERWRITTEN}": row[name] for name in twice if name in row}) for number, row in rows
+        )
+    ours = renamed(rows, layout.columns, structured)
+    if not layout.ignore:
+        yield from ours
         return
-    roots = {root_of(path) for theirs in source.columns.values() if theirs for path in paths_of(theirs)}
-    twice = [ours for ours, theirs in source.columns.items() if theirs and ours not in roots]
     ignored: dict[str, bool] = {}
-    kept = (
-        (number, row | {f"{name}{OVERWRITTEN}": row[name] for name in twice if name in row}) for number, row in rows
-    )
-    for number, row in renamed(kept, source.columns, structured):
+    for number, row in ours:
         for name in row.keys() - ignored.keys():
-            ignored[name] = name not in source.columns and layout.ignores(name.removesuffix(OVERWRITTEN))
+            ignored[name] = name not in layout.columns and layout.ignores(name.removesuffix(OVERWRITTEN))
         yield number, {name: value for name, value in row.items() if not ignored[name]}
 
 
@@ -292,16 +282,6 @@ def _belonging(
     return gather_trees(wanted(), layout.tree, report) if layout.tree else wanted()
 
 
-def _require_layout(source: DataSource, layout: Layout, rows: Sequence[Row]) -> None:
-    present = {name for row in rows for name in row}
-    if lost := sorted(name for name in layout.required if name not in present and root_of(name) not in present):
-        shown = f"layout {layout.name}" if layout.name else "the layout"
-        raise DataError(
-            f"{source.path}: {shown} needs the columns {', '.join(lost)}, which the rows lack; got columns "
-            f"{', '.join(sorted(present))}"
-        )
-
-
 def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[DataSource, list[str]]:
     """The source with the published layout of its first rows, and why others with their columns do not read them.
 
@@ -319,41 +299,29 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[D
     rows = [row for _, row in first]
     present = frozenset(name for row in rows for name in row)
     fits, some, near = list[_Fit](), list[_Fit](), list[str]()
-    candidates = [replace(source, layout=each) for each in published().values() if _has(each, rows)]
-    if not candidates:
-        return source, []
-    general = detect_format(rows)
-    if general is not None:
-        candidates.append(replace(source, format=general.name))
-    for candidate in candidates:
+    layouts = [each for each in published().values() if _has(each, rows)]
+    if layouts and (general := detect_format(rows)) is not None:
+        layouts.append(Layout(format=general.name))
+    for layout in layouts:
         tally = RowTally(source.path, DataConfig(on_bad_row=OnBadRow.drop, max_bad_share=1.0))
-        name = f"format {candidate.format}" if candidate.layout is None else f"layout {candidate.layout.name}"
+        candidate = replace(source, layout=replace(layout, encoding=source.layout.encoding))
         try:
             form = SourceFormat.of(candidate, first)
             pairs = [pair for _, pair in form.pairs(first, KwiseRule.all, tally)]
         except DataError as error:
-            near.append(f"{name}: {str(error).removeprefix(f'{source.path}: ')}")
+            near.append(f"{layout.shown}: {str(error).removeprefix(f'{source.path}: ')}")
             continue
         causes = tally.causes()
-        near += [f"{name}: {cause}" for cause, _ in causes.most_common(1)]
+        near += [f"{layout.shown}: {cause}" for cause, _ in causes.most_common(1)]
         if pairs:
-            (fits if causes.total() <= _MOST_BAD * len(rows) else some).append(_Fit.of(name, form, pairs, present))
+            (fits if causes.total() <= _MOST_BAD * len(rows) else some).append(_Fit.of(form, pairs, present))
     fits = fits or some
     meant = [one for one in fits if not any(other.is_meant_before(one) for other in fits)]
     if len({one.meaning for one in meant}) > 1:
-        entrance = Spelling.current()
-        raise DataError(
-            f"{source.path}: the rows fit {' and '.join(one.name for one in meant)}; name the one that is meant with "
-            f"{entrance.option('layout', 'NAME')} or {entrance.option('format', 'NAME')}"
-        )
-    return (meant[-1].source if meant and meant[-1].source.layout is not None else source), near
-
-
-def _note(source: DataSource, layout: Layout) -> str:
-    other = Spelling.current().option("layout", "NAME")
-    return (
-        f"{source.path}: read as layout {layout.name}, {layout.in_words()}; name another with {other}, or map columns"
-    )
+        both = " and ".join(one.source.layout.shown for one in meant)
+        options = " or ".join(Spelling.current().option(name, "NAME") for name in ("layout", "format"))
+        raise DataError(f"{source.path}: the rows fit {both}; name the one that is meant with {options}")
+    return (meant[-1].source if meant and meant[-1].source.layout.name else source), near
 
 
 def first_rows(source: DataSource) -> list[tuple[int, Row]]:
@@ -362,7 +330,7 @@ def first_rows(source: DataSource) -> list[tuple[int, Row]]:
     Raises:
         DataError: if there are none.
     """
-    first = list(itertools.islice(read_rows(source.path, lambda number, reason: None), FIRST_ROWS))
+    first = list(itertools.islice(source.stored(lambda number, reason: None), FIRST_ROWS))
     if not first:
         raise DataError(f"{source.path}: the file holds no rows")
     return first
@@ -379,14 +347,14 @@ def suggested_layout(source: DataSource, first: Sequence[tuple[int, Row]]) -> tu
         DataError: if two published layouts fit, or the rows hold no comparisons.
     """
     path, (found, _) = source.path, _recognized(source, first)
-    if found.layout is not None:
-        return found.layout.to_dict(), f"{path} is read without an option, as layout {found.layout.name}, which is:"
+    if found.layout.name:
+        return found.layout.to_dict(), f"{path} is read without an option, as {found.layout.shown}, which is:"
     rows, saved = [row for _, row in first], f"{path}: save this as mine.yaml for --layout mine.yaml"
     if form := detect_format(rows):
         if form.name != "winner":
             return {"format": form.name}, f"{path} is read without an option, as:"
         return {"winner": [TODO] * 3}, _filled(saved, few_values(rows, "winner"))
-    hint = hint_of(rows, list(dict.fromkeys(name for row in rows for name in row)), source.columns)
+    hint = hint_of(rows, list(dict.fromkeys(name for row in rows for name in row)), source.layout.columns)
     if not hint.columns:
         raise DataError(f"{path}: {hint.text}")
     layout = {"columns": dict(hint.columns), **({} if hint.winner is None else {"winner": hint.winner})}
@@ -409,32 +377,27 @@ class _Fit(NamedTuple):
     """A layout or format that reads the first rows of a source.
 
     Args:
-        name: its name with its kind, for messages.
         source: the source with it.
         required: columns of the rows that it needs.
         passed: columns of the rows that it neither reads nor ignores.
         meaning: prompts, responses and labels of its pairs.
     """
 
-    name: str
     source: DataSource
     required: frozenset[str]
     passed: frozenset[str]
     meaning: tuple[tuple[str, str, str, float], ...]
 
     @classmethod
-    def of(cls, name: str, form: SourceFormat, pairs: Sequence[PreferencePair], present: frozenset[str]) -> _Fit:
+    def of(cls, form: SourceFormat, pairs: Sequence[PreferencePair], present: frozenset[str]) -> _Fit:
         """The fit of a format by the pairs that it read."""
         layout = form.source.layout
-        if layout is None:
-            required = next((each for each in form.form.required if present >= each), frozenset[str]())
-            passed = present - form.form.columns - ALWAYS_READ
-        else:
-            required = frozenset(map(root_of, layout.required))
-            own = form._read - {ours for ours in layout.columns if ours not in required}
-            passed = frozenset(each for each in present - required - own if not layout.ignores(each))
+        of_format = next((each for each in form.form.required if present >= each), frozenset[str]())
+        required = frozenset(map(root_of, layout.required)) or of_format
+        own = form._read - {ours for ours in layout.columns if ours not in required}
+        passed = frozenset(each for each in present - required - own if not layout.ignores(each))
         meaning = tuple((pair.prompt_id, pair.chosen, pair.rejected, pair.label) for pair in pairs)
-        return cls(name, form.source, required, passed, meaning)
+        return cls(form.source, required, passed, meaning)
 
     def is_meant_before(self, other: _Fit) -> bool:
         """True if it asks for more columns than the other and passes over none that the other reads."""

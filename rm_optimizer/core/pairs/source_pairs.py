@@ -15,7 +15,6 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.source_format import FIRST_ROWS, SourceFormat
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import PairRow, RowTally, SkippedRow
-from rm_optimizer.core.rows.readers import read_rows
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema.data import DataConfig, Spelling
 
@@ -104,9 +103,7 @@ def load_source(source: DataSource, options: DataConfig) -> SourcePairs:
             left.
     """
     tally = RowTally(source.path, options)
-    encoding = None if source.layout is None else source.layout.encoding
-    stored = read_rows(source.path, tally.report_unread, encoding) if source.rows is None else enumerate(source.rows, 1)
-    rest = tally.counted(iter(stored))
+    rest = tally.counted(source.stored(tally.report_unread))
     first = list(itertools.islice(rest, FIRST_ROWS))
     if not first:
         raise tally.nothing_left()

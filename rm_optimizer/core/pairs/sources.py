@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rm_optimizer.core.pairs.formats import FORMATS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
+from rm_optimizer.core.pairs.formats import OPTIONAL_COLUMNS, READ_COLUMNS
 from rm_optimizer.core.pairs.layouts import LAYOUTS, Layout
-from rm_optimizer.core.pairs.winner import Winner
 from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, Columns, read_number
-from rm_optimizer.core.rows.readers import NamedFiles, Row, source_files, source_name
+from rm_optimizer.core.rows.readers import NamedFiles, Report, Row, read_rows, source_files, source_name
 from rm_optimizer.errors import ConfigError, did_you_mean, nearest
 from rm_optimizer.schema.data import DataConfig
 
@@ -29,7 +27,8 @@ class DataSource:
         winner: meaning of the `winner` column, as `Winner.parse` reads it.
         label: the preference probability of rows that carry none, 0.5 for a file of ties.
         inherited: names of the options that are those of all sources.
-        layout: name, YAML file or mapping of a layout, whose options hold where the source has none.
+        layout: name, YAML file or mapping of a layout, whose options hold where the source has none; of a made source
+            the `Layout` with the options of both, by which its rows are read.
         name: name of the source, which its pairs carry as `metadata["source"]`; that of the path if it is empty.
         rows: rows in memory, which are read in place of a file.
 
@@ -49,28 +48,23 @@ class DataSource:
     rows: Sequence[Row] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        options = LAYOUTS.get(self.format)
+        if options is None:
+            raise ConfigError(did_you_mean("data.format", self.format, LAYOUTS))
+        layout, named = Layout.of(self.layout), Layout.of(options).to_dict()
+        named |= {} if self.winner is None else {"winner": self.winner}
+        named |= {} if self.label == 1.0 else {"label": self.label}
+        columns = {**layout.columns, **named.pop("columns", {}), **self.columns}
+        layout = replace(layout, columns=columns, **named)
         if not 0 < self.weight < float("inf"):
             raise ConfigError(f"the weight of source {self.path} must be positive, got {self.weight}")
-        if not 0 <= self.label <= 1:
-            raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {self.label}")
-        named = self.layout
-        if self.format not in ("auto", *FORMATS):
-            named = LAYOUTS.get(self.format)
-            if named is None:
-                raise ConfigError(did_you_mean("data.format", self.format, LAYOUTS))
-            object.__setattr__(self, "format", "auto")
-        if named is not None:
-            layout = Layout.of(named)
-            own = {"layout": layout, "columns": {**layout.columns, **self.columns}}
-            for name, unset in (("format", "auto"), ("winner", None), ("label", 1.0)):
-                if getattr(self, name) == unset:
-                    own[name] = getattr(layout, name)
-            for name, value in own.items():
-                object.__setattr__(self, name, value)
-        _ = self.named_format, self.verdicts
+        if not 0 <= layout.label <= 1:
+            raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {layout.label}")
+        object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "name", self.name or source_name(self.path))
+        _ = layout.named_format, layout.verdicts
         ours = {*READ_COLUMNS, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
-        for name, theirs in self.columns.items():
+        for name, theirs in layout.columns.items():
             if name == "scores" and str(theirs).rpartition(".")[2].lower() in ("rank", "ranks", "ranking"):
                 raise ConfigError(
                     f"data.columns: ranks count from the best, so {theirs} must be mapped as ranks, not as scores"
@@ -82,15 +76,11 @@ class DataSource:
         """Files of the source, by `source_files`; rows in memory count as one file."""
         return source_files(self.path) if self.rows is None else [NamedFiles(self.path, self.path, [self.path], [])]
 
-    @cached_property
-    def named_format(self) -> RowFormat | None:
-        """The row format that the option names; None where the first rows tell."""
-        return None if self.format == "auto" else row_format(self.format)
-
-    @cached_property
-    def verdicts(self) -> Winner | None:
-        """Meaning of the winner column; None where no option gives it."""
-        return None if self.winner is None else Winner.parse(self.winner)
+    def stored(self, report: Report) -> Iterator[tuple[int, Row]]:
+        """Numbered rows as they are stored, or those in memory; `report` is called for rows that cannot be read."""
+        return (
+            read_rows(self.path, report, self.layout.encoding) if self.rows is None else iter(enumerate(self.rows, 1))
+        )
 
 
 SOURCE_OPTIONS = ("path", "weight", "format", "columns", "winner", "label", "layout")

@@ -27,7 +27,7 @@ from rm_optimizer.core.rows.messages import (
     with_context,
 )
 from rm_optimizer.core.rows.readers import Row
-from rm_optimizer.errors import DataError, did_you_mean
+from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
 
 CONTEXT_COLUMNS = frozenset({"system", "input", *TEMPLATE_COLUMNS})
@@ -375,32 +375,6 @@ def _kind(value: Any) -> str:
     if parsed is None and _MESSAGES.match(value):
         return "unreadable"
     return "texts" if are_texts(parsed) else "other"
-
-
-def require_columns(path: str, rows: Sequence[Row], columns: Columns) -> None:
-    """Refuse a mapping of columns, or of parts of columns, that the rows lack.
-
-    Args:
-        path: the source as it was named.
-        rows: its first rows as they are stored.
-        columns: column mapping.
-
-    Raises:
-        DataError: naming the option and the columns or parts that are there.
-    """
-    known = list(dict.fromkeys(name for row in rows for name in row))
-    named = [(ours, theirs, name) for ours, theirs in columns.items() for name in paths_of(theirs or ours)]
-    for ours, theirs, name in named:
-        is_there = (root_of(name) if theirs is None else name) in known
-        if is_there or not all(is_missing(cell(row, name)) for row in rows):
-            continue
-        cells = (row.get(root_of(name)) for row in rows)
-        items = (item for value in cells for item in (value if isinstance(value, list) else [value]))
-        parts = dict.fromkeys(str(part) for item in items if isinstance(item, Mapping) for part in item)
-        lost = f"the column {root_of(name)} holds no such part; it has {', '.join(parts) or 'no parts'}"
-        reason = lost if root_of(name) in known else did_you_mean("column", name, known)
-        option = Spelling.current().columns({ours: "null" if theirs is None else name})
-        raise DataError(f"{path}: {option}: {reason}")
 
 
 def is_missing(value: Any) -> bool:

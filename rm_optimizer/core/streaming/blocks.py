@@ -121,7 +121,7 @@ def stream_files(sources: Sequence[DataSource]) -> tuple[SourceFormat, ...]:
                 f"the weight of streamed source {source.path} must be a whole number, got {source.weight:g}; a "
                 "fraction needs the whole source in memory"
             )
-        if source.layout is not None and source.layout.encoding is not None:
+        if source.layout.encoding is not None:
             raise DataError(f"{source.path}: streaming reads files in UTF-8; convert it, or set data.streaming=off")
         found = [name for part in source_files(source.path) for name in part.files]
         for name in found:

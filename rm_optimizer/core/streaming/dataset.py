@@ -87,9 +87,9 @@ class RayPreferenceDataset:
         """
         content = hashlib.sha256(repr((self.reader.options.kwise_rule.value,)).encode())
         for file in self.reader.files:
-            source, found = file.source, os.stat(file.source.path)
-            place = (os.path.abspath(os.path.expanduser(source.path)), found.st_size, found.st_mtime_ns)
-            known = (*place, file.form.name, sorted(source.columns.items()), source.winner)
+            path, layout, found = file.source.path, file.source.layout, os.stat(file.source.path)
+            place = (os.path.abspath(os.path.expanduser(path)), found.st_size, found.st_mtime_ns)
+            known = (*place, file.form.name, sorted(layout.columns.items()), layout.winner)
             content.update(repr(known).encode())
         return content.hexdigest()[:16]
 

@@ -531,7 +531,7 @@ def test_a_run_takes_a_layout_as_a_mapping():
     layout = "data.layout={columns: {prompt: ask}, where: {turn: 1}}"
     config = typed(compose(["output_dir=runs/a", "data.train=a.jsonl", layout]), TrainConfig)
     (source,) = parse_sources("a.jsonl", config.data)
-    assert (source.columns, dict(source.layout.where)) == ({"prompt": "ask"}, {"turn": 1})
+    assert (source.layout.columns, dict(source.layout.where)) == ({"prompt": "ask"}, {"turn": 1})
 
 
 def test_what_stands_beside_a_path_is_read_where_a_layout_maps_it():
