@@ -14,16 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 8348,
+    "core": 8395,
     "serving": 3996,
     "landscape": 3819,
-    "training": 2671,
+    "training": 2681,
     "rl_coupling": 2566,
     "reporting": 2472,
-    "interfaces": 1906,
-    "experiments": 1679,
+    "interfaces": 1913,
+    "experiments": 1681,
     "data_efficiency": 1339,
-    "schema": 1029,
+    "schema": 1035,
     "doctor": 935,
     "records": 762,
     "optim": 754,
@@ -34,9 +34,9 @@ LIMITS: Mapping[str, int] = {
     "files": 329,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5286,
+    "import lines": 5291,
     "import lines inside functions": 311,
-    "lines of code": 33298,
+    "lines of code": 33370,
     "private functions with one caller": 333,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -108,6 +108,15 @@ def _theirs(text: str) -> str | list[str] | None:
 
 
 @dataclass(frozen=True)
+class TokenizedPairOptions(PairOptions):
+    """Options of a command that turns all of its pairs into tokens."""
+
+    over_long: Annotated[
+        str, Option("--over-long", help="Pairs longer than the length limit: truncate, drop or refuse.")
+    ] = DataConfig.over_long.value
+
+
+@dataclass(frozen=True)
 class SavedModel:
     """Options of a saved reward model, each with its flag and help."""
 

@@ -113,7 +113,7 @@ def _pairs_of(model: BradleyTerryRM, source: Any) -> Sequence[PreferencePair] | 
     is_row = isinstance(first, Mapping) and "chosen_input_ids" not in first
     is_batches = not (first is None or is_row or isinstance(first, PreferencePair))
     if is_table or (isinstance(source, Sequence) and not is_batches):
-        return PreferenceDataset(source).pairs
+        return PreferenceDataset(source, model).pairs
     return None
 
 

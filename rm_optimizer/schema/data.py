@@ -22,6 +22,14 @@ class OnBadRow(StrEnum):
     drop = "drop"
 
 
+class OverLong(StrEnum):
+    """Treatment of a pair with a sequence of more tokens than the length limit: cut, left out, or refused."""
+
+    truncate = "truncate"
+    drop = "drop"
+    refuse = "refuse"
+
+
 class Thinking(StrEnum):
     """Handling of an answer's thinking.
 
@@ -165,6 +173,8 @@ class DataConfig(Options, group="data"):
     """Stop at the first bad row, or drop bad rows, count them and list them."""
     max_bad_share: float = within("[0, 1]", MAX_BAD_SHARE, needs="on_bad_row=drop")
     """Most rows that `on_bad_row=drop` may drop, as a share of a source's rows; more end the run with the reasons."""
+    over_long: OverLong = OverLong.truncate
+    """Pairs with a sequence above the length limit: truncate it, drop the pair, or refuse and name its row."""
     thinking: Thinking | None = None
     """Thinking of answers: keep, strip, strip_earlier or refuse what the template drops; null: as the base model."""
     special_tokens: SpecialTokens | None = None
@@ -226,6 +236,8 @@ class ReadOptions(TypedDict, total=False):
         kwise_rule: pairs that a k-wise row gives: all, best_worst or adjacent.
         on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
         max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
+        over_long: treatment of pairs with a sequence above the length limit, where pairs become tokens: "truncate",
+            "drop" (they are listed in `skipped`) or "refuse".
         seed: seed of the random part that a fractional weight takes.
     """
 
@@ -236,6 +248,7 @@ class ReadOptions(TypedDict, total=False):
     kwise_rule: str
     on_bad_row: str
     max_bad_share: float
+    over_long: str
     seed: int
 
 
@@ -255,7 +268,7 @@ def read_config(call: str, options: ReadOptions, entrance: Spelling = Spelling.p
     for name in values:
         if name not in known:
             raise TypeError(did_you_mean(f"argument of {call}", name, known))
-    for name, kind in (("kwise_rule", KwiseRule), ("on_bad_row", OnBadRow)):
+    for name, kind in (("kwise_rule", KwiseRule), ("on_bad_row", OnBadRow), ("over_long", OverLong)):
         if (value := values.get(name)) is not None:
             if value not in [*kind]:
                 raise ConfigError(did_you_mean(entrance.name_of(name), str(value), [*kind]))

@@ -207,6 +207,7 @@ ELSEWHERE: Mapping[str, str] = {
     "data.winner": "core/pairs/test_sources.py",
     "data.layout": "core/pairs/test_published_layouts.py",
     "data.on_bad_row": "training/test_refused_rows.py",
+    "data.over_long": "training/test_over_long.py",
     "data.thinking": "training/test_refused_rows.py",
     "data.special_tokens": "training/test_refused_rows.py",
     "data.max_bad_share": "core/pairs/test_sources.py",

@@ -23,6 +23,7 @@ FIXED = (
         "data.max_pairs",
         "data.winner",
         "data.layout",
+        "data.over_long",
         "data.thinking",
         "data.special_tokens",
     ),

@@ -16,7 +16,7 @@ from rm_optimizer.core.pairs.source_format import FIRST_ROWS, SourceFormat
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import PairRow, RowTally, SkippedRow
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.schema.data import DataConfig, Spelling
+from rm_optimizer.schema.data import DataConfig, OverLong, Spelling
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +29,7 @@ class SourcePairs:
         rows: row of each pair; empty for pairs that were not read from rows.
         notes: sentences on columns that look like content or tell the preference, and are not read.
         sources: paths and names of the sources.
+        over_long: treatment of pairs with a sequence above the length limit, where they become tokens.
     """
 
     pairs: tuple[PreferencePair, ...]
@@ -36,12 +37,13 @@ class SourcePairs:
     rows: tuple[PairRow, ...] = ()
     notes: tuple[str, ...] = ()
     sources: tuple[str, ...] = ()
+    over_long: OverLong = OverLong.truncate
 
     def take(self, positions: Iterable[int], skipped: tuple[SkippedRow, ...] = ()) -> SourcePairs:
         """The pairs at these positions."""
         kept = list(positions)
         rows = tuple(self.rows[i] for i in kept) if self.rows else ()
-        return SourcePairs(tuple(self.pairs[i] for i in kept), skipped, rows, self.notes, self.sources)
+        return SourcePairs(tuple(self.pairs[i] for i in kept), skipped, rows, self.notes, self.sources, self.over_long)
 
     @staticmethod
     def joined(parts: Sequence[SourcePairs]) -> SourcePairs:
@@ -54,6 +56,7 @@ class SourcePairs:
             rows if len(rows) == len(pairs) else (),
             tuple(dict.fromkeys(note for part in parts for note in part.notes)),
             tuple(dict.fromkeys(source for part in parts for source in part.sources)),
+            max((part.over_long for part in parts), key=[*OverLong].index, default=OverLong.truncate),
         )
 
 

@@ -75,6 +75,7 @@ class RowTally:
         skipped: reported rows that give no pair.
         num_rows: rows read.
         stops: True if the first bad row ends the reading.
+        entrance: form in which the user typed the options.
     """
 
     def __init__(self, path: str, options: DataConfig) -> None:
@@ -83,7 +84,7 @@ class RowTally:
         self.path, self.max_bad_share = path, options.max_bad_share
         self.stops = options.on_bad_row == OnBadRow.error
         # A template refuses rows after the entrance has read them, and its block of `used` is left by then.
-        self._entrance = Spelling.current()
+        self.entrance = Spelling.current()
         self._bad: dict[int, str] = {}
 
     def counted(self, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
@@ -106,8 +107,8 @@ class RowTally:
         self._bad.setdefault(number, reason)
         row = SkippedRow(self.path, number, reason)
         if self.stops:
-            verb = "use" if self._entrance == Spelling.flags else "set"
-            option = self._entrance.option("on_bad_row", OnBadRow.drop.value)
+            verb = "use" if self.entrance == Spelling.flags else "set"
+            option = self.entrance.option("on_bad_row", OnBadRow.drop.value)
             raise DataError(f"{row}; correct it, or {verb} {option} to leave bad rows out")
         return row
 
@@ -130,7 +131,7 @@ class RowTally:
         """Raise where too many of all rows are bad, or of those `among` that were looked at once more."""
         numbers = None if among is None else set(among)
         num_rows = self.num_rows if numbers is None else len(numbers)
-        with self._entrance.used():
+        with self.entrance.used():
             require_few_bad(self.path, self.causes(numbers), num_rows, self.max_bad_share)
 
 

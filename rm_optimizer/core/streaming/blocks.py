@@ -18,10 +18,10 @@ from rm_optimizer.core.pairs.overlap import folded_prompt_id, pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.source_format import SourceFormat, first_rows
 from rm_optimizer.core.pairs.sources import DataSource
-from rm_optimizer.core.rows.bad_rows import RowTally, SkippedRow
+from rm_optimizer.core.rows.bad_rows import PairRow, RowTally, SkippedRow
 from rm_optimizer.core.rows.readers import Report, Row, guarded, parse_lines, source_files
 from rm_optimizer.core.tokens.batching import PairValues
-from rm_optimizer.core.tokens.cache import EncodedPairs, PairTokens
+from rm_optimizer.core.tokens.cache import EncodedPairs, PairTokens, over_long_rows
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import ConfigError, ConversationRefused, DataError
 from rm_optimizer.schema.data import DataConfig, KwiseRule, OnBadRow
@@ -302,7 +302,7 @@ class BlockTokenizer:
         """The block's pairs as token ids.
 
         Raises:
-            DataError: if a row is bad, its prompt is held out, or the chat template refuses it.
+            DataError: if a row is bad, its prompt is held out, or the chat template or `over_long` refuses it.
         """
         tally = self.reader.tally(block.file)
         numbered = list(self.reader.pairs(block, tally))
@@ -310,6 +310,13 @@ class BlockTokenizer:
             encoded = EncodedPairs.of([pair for _, pair in numbered], self.renderer)
         except ConversationRefused:
             numbered = self._accepted(numbered, tally)
+            encoded = EncodedPairs.of([pair for _, pair in numbered], self.renderer)
+        origins, over_long = [PairRow(tally, number) for number, _ in numbered], self.reader.options.over_long
+        dropped = over_long_rows(encoded.cuts.sum(axis=2), origins, self.renderer.max_length, over_long)
+        if dropped:
+            for row in dict.fromkeys(dropped.values()):
+                tally.skip(row.row, row.reason)
+            numbered = [pair for position, pair in enumerate(numbered) if position not in dropped]
             encoded = EncodedPairs.of([pair for _, pair in numbered], self.renderer)
         pairs, kept = [pair for _, pair in numbered], encoded.differ
         rows = np.array([block.stream_row + number - 1 for number, _ in numbered], dtype=np.int64)

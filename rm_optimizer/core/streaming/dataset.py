@@ -111,7 +111,8 @@ class RayPreferenceDataset:
         found = list(itertools.islice(numbered, num_pairs))
         rows = tuple(PairRow(tallies[file], number) for file, (number, _) in found)
         skipped = tuple(row for tally in tallies for row in tally.skipped)
-        return PreferenceDataset(SourcePairs(tuple(pair for _, (_, pair) in found), skipped, rows, self.notes))
+        pairs = SourcePairs(tuple(pair for _, (_, pair) in found), skipped, rows, self.notes)
+        return PreferenceDataset(replace(pairs, over_long=self.reader.options.over_long))
 
     def to_torch_dataloader(
         self, batch_size: int = 32, *, shuffle: bool = True, seed: int = 0

@@ -32,12 +32,14 @@ from rich.console import Console
 from rich.progress import track
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages, digest
+from rm_optimizer.core.rows.bad_rows import PairRow, SkippedRow
 from rm_optimizer.core.rows.messages import response_json
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.schema.data import OverLong, Spelling
 
-_LAYOUT = 2
+_LAYOUT = 3
 _CHUNK = 1024
 _PROGRESS_FROM = 20_000
 _ABANDONED_SECONDS = 86_400
@@ -45,8 +47,7 @@ _ARRAYS: Mapping[str, type[np.integer[Any]]] = {
     "tokens": np.int32,
     "offsets": np.int64,
     "pair_index": np.int64,
-    "prompt_cut": np.int32,
-    "response_cut": np.int32,
+    "num_cut": np.int32,
 }
 
 
@@ -112,8 +113,7 @@ class TokenizedPairs(PairTokens):
         folder: a complete cache folder from `tokenize_pairs`.
         lengths: tokens of the chosen and the rejected sequence, shape (pairs, 2).
         pair_index: position of each pair among the given ones, without pairs that are equal after truncation.
-        prompt_cut: tokens cut from the prompt, shape (pairs, 2).
-        response_cut: tokens cut from the response, shape (pairs, 2).
+        num_cut: tokens cut from both sequences of every given pair, shape (given pairs, 2).
         report: effect of truncation on all given pairs.
     """
 
@@ -121,8 +121,7 @@ class TokenizedPairs(PairTokens):
         self.folder = folder
         lengths = np.diff(np.array(_mapped(folder, "offsets"))).reshape(-1, 2)
         super().__init__(_mapped(folder, "tokens"), lengths, np.array(_mapped(folder, "pair_index")))
-        self.prompt_cut = np.array(_mapped(folder, "prompt_cut")).reshape(-1, 2)
-        self.response_cut = np.array(_mapped(folder, "response_cut")).reshape(-1, 2)
+        self.num_cut = np.array(_mapped(folder, "num_cut")).reshape(-1, 2)
         self.report = TruncationReport(**_read_meta(folder)["report"])
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -260,8 +259,7 @@ def _build(folder: Path, pairs: Sequence[PreferencePair], renderer: Conversation
     arrays = {
         "offsets": np.concatenate([[0], np.cumsum(lengths[differ])]),
         "pair_index": np.flatnonzero(differ),
-        "prompt_cut": cuts[differ, :, 0],
-        "response_cut": cuts[differ, :, 1],
+        "num_cut": cuts.sum(axis=2),
     }
     for name, values in arrays.items():
         values.astype(_ARRAYS[name]).tofile(folder / f"{name}.bin")
@@ -278,6 +276,33 @@ def cut_counts(cuts: NDArray[np.int32]) -> dict[str, int]:
         "num_uneven_prompt_cut": int((cuts[:, 0, 0] != cuts[:, 1, 0]).sum()),
         "num_response_cut": int((cuts[:, :, 1] > 0).any(axis=1).sum()),
     }
+
+
+def over_long_rows(
+    num_cut: NDArray[np.integer[Any]], rows: Sequence[PairRow], max_length: int, over_long: OverLong
+) -> dict[int, SkippedRow]:
+    """Pairs to leave out because a sequence is too long, by position, as rows that give no pair.
+
+    Args:
+        num_cut: tokens that truncation cuts from both sequences of each pair, shape (pairs, 2).
+        rows: row of each pair; empty for pairs that were not read from rows.
+        max_length: most tokens of a sequence.
+        over_long: treatment of such pairs; `truncate` leaves none out.
+
+    Raises:
+        DataError: if `over_long` refuses them; the text names file and row.
+    """
+    found: dict[int, SkippedRow] = {}
+    for position in np.flatnonzero(num_cut.any(axis=1)).tolist() if over_long != OverLong.truncate else ():
+        num_tokens = max_length + int(num_cut[position].max())
+        path, number = (rows[position].tally.path, rows[position].number) if rows else ("pairs", position + 1)
+        reason = f"a sequence has more than max_length={max_length} tokens, got {num_tokens:,}"
+        found[position] = SkippedRow(path, number, reason)
+        if over_long == OverLong.refuse:
+            entrance = rows[position].tally.entrance if rows else Spelling.python
+            option = entrance.option("over_long", OverLong.drop.value)
+            raise DataError(f"{found[position]}; raise that limit, shorten the row, or leave such pairs out: {option}")
+    return found
 
 
 def truncation_report(

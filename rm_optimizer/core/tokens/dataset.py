@@ -6,12 +6,14 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Unpack, overload
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rm_optimizer.core.pairs.formats import READ_COLUMNS
@@ -24,9 +26,10 @@ from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.rows.bad_rows import SkippedRow, refuse_rows
 from rm_optimizer.core.rows.messages import response_json
 from rm_optimizer.core.rows.natural import table_rows
+from rm_optimizer.core.tokens.cache import encoded_chunks, over_long_rows
 from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
 from rm_optimizer.errors import DataError
-from rm_optimizer.schema.data import DataConfig, ReadOptions, Spelling, read_config
+from rm_optimizer.schema.data import DataConfig, OverLong, ReadOptions, Spelling, read_config
 
 _log = logging.getLogger("rm_optimizer")
 
@@ -82,6 +85,8 @@ class TokenizedPair(PreferencePair, Mapping[str, Tensor]):
 class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
     """An immutable sequence of preference pairs.
 
+    With a tokenizer, pairs that `over_long` drops are left out at once, else where the pairs become tokens.
+
     Args:
         data: the pairs or where to read them: a path, a folder of files or written by `datasets`, a pattern, a hub name
             (`owner/name` or `owner/name:config:split`), a mapping `{path, weight, format, columns, winner, label}`, or
@@ -129,6 +134,10 @@ class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
         renderer = None if tokenizer is None else renderer_of(tokenizer, max_length)
         kept = {name: value for name, value in vars(data).items() if value is not None}
         vars(self).update({"renderer": renderer, **kept})
+        if "over_long" in options:
+            vars(self).update({"over_long": config.over_long})
+        if renderer is not None:
+            vars(self).update(vars(self.fitting(renderer)))
 
     @staticmethod
     def joined(parts: Sequence[SourcePairs]) -> PreferenceDataset:
@@ -182,11 +191,13 @@ class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
         return self._taken(kept.tolist(), self.skipped)
 
     def accepted_by(self, renderer: ConversationRenderer) -> PreferenceDataset:
-        """The pairs that can be rendered; a row whose conversation is refused is treated like any other bad row.
+        """The pairs that can be rendered, and that `over_long` leaves.
+
+        A row whose conversation is refused is treated like any other bad row.
 
         Raises:
-            DataError: if a row is refused and bad rows stop the reading, or too many are, or no pair is left; the text
-                names file and row.
+            DataError: if a row is refused and bad rows stop the reading, or too many are, or no pair is left, or a
+                sequence is too long and `over_long` refuses it; the text names file and row.
         """
         reasons: dict[int, str] = {}
         for position, pair in enumerate(self.pairs):
@@ -197,14 +208,47 @@ class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
                 if self.rows[position].tally.stops:
                     break
         if not reasons:
-            return self
+            return self.fitting(renderer)
         dropped = refuse_rows(self.rows, reasons.items())
         if len(reasons) == len(self.pairs):
             raise DataError(f"none of {len(reasons)} pairs can be rendered; the first: {dropped[0]}")
-        return self._taken([i for i in range(len(self.pairs)) if i not in reasons], (*self.skipped, *dropped))
+        return self._without(reasons, dropped).fitting(renderer)
+
+    def fitting(
+        self, renderer: ConversationRenderer, num_cut: NDArray[np.integer[Any]] | None = None
+    ) -> PreferenceDataset:
+        """The pairs that `over_long` leaves: those without a sequence that is too long, if such pairs are dropped.
+
+        Args:
+            renderer: renderer of the token ids, with the limit.
+            num_cut: tokens that truncation cuts from both sequences of each pair, if they are known.
+
+        Raises:
+            DataError: if `over_long` refuses a pair, or no pair is left; the text names file and row.
+        """
+        if self.over_long == OverLong.truncate or not self.pairs:
+            return self
+        if num_cut is None:
+            num_cut = np.concatenate([chunk.cuts.sum(axis=2) for chunk in encoded_chunks(self.pairs, renderer)])
+        dropped = over_long_rows(num_cut, self.rows, renderer.max_length, self.over_long)
+        if not dropped:
+            return self
+        if len(dropped) == len(self.pairs):
+            raise DataError(f"none of {len(dropped)} pairs is left by over_long=drop; the first: {dropped[0]}")
+        _log.info(
+            "%d of %d pairs are left out: a sequence has more than max_length=%d tokens",
+            *(len(dropped), len(self.pairs), renderer.max_length),
+        )
+        return self._without(dropped, dict.fromkeys(dropped.values()))
+
+    def _without(self, positions: Container[int], rows: Iterable[SkippedRow]) -> PreferenceDataset:
+        kept = [position for position in range(len(self.pairs)) if position not in positions]
+        return self._taken(kept, (*self.skipped, *rows))
 
     def _taken(self, positions: Iterable[int], skipped: tuple[SkippedRow, ...]) -> PreferenceDataset:
-        return PreferenceDataset(self.take(positions, skipped), self.renderer)
+        taken = PreferenceDataset(self.take(positions, skipped))
+        vars(taken).update({"renderer": self.renderer})  # whose limit was applied before
+        return taken
 
     def split_by_prompt(self, fraction: float, seed: int) -> tuple[PreferenceDataset, PreferenceDataset]:
         """Two data sets without a common conversation; the second has about `fraction` of the prompts, at least one.
@@ -399,4 +443,4 @@ def load_pairs(source: object, config: DataConfig) -> PreferenceDataset:
         ConfigError: if an option of a source is wrong.
         TypeError: if it is neither a source nor pairs.
     """
-    return PreferenceDataset(_read(source, config))
+    return PreferenceDataset(_read(source, config), over_long=config.over_long)

@@ -46,6 +46,8 @@ OWNED = MappingProxyType(
         "publish": "weights of a comparison are not kept",
         "data.train": "--data names the training pairs",
         "data.val": "--val names the validation pairs",
+        "data.over_long": "every optimizer is scored on all pairs, cut to model.max_length",
+        **dict.fromkeys(("data.thinking", "data.special_tokens"), "every optimizer reads pairs as the base model does"),
         "training.early_stopping": "every run is judged by its last weights after the whole schedule",
         "training.monitor": "every run is judged by its last weights after the whole schedule",
         "training.checkpoint_every": "every run is judged by its last weights after the whole schedule",

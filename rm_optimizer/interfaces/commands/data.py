@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from rm_optimizer.errors import CheckpointError, ConfigError
-from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
+from rm_optimizer.interfaces.inputs import PairOptions, SavedModel, TokenizedPairOptions
 from rm_optimizer.interfaces.outputs import printed_beside, write_json
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ LONG_CHARACTERS = 100_000
 
 def data_check(
     paths: Annotated[list[str], Argument(help="Files, folders or hub names of pairs; each is one split.")],
-    pair_options: PairOptions,
+    pair_options: TokenizedPairOptions,
     tokenizer: Annotated[
         str | None, Option("--tokenizer", help="Hub id or folder of a tokenizer; default: one trained on the data.")
     ] = None,
@@ -81,7 +81,9 @@ def _suggest(path: str) -> None:
         output_console().print(example_table(f"{len(pairs):,} pairs of the first {len(rows):,} rows", pairs[0]))
 
 
-def _audited(paths: Sequence[str], pair_options: PairOptions, tokenizer: str | None, max_length: int) -> DataAudit:
+def _audited(
+    paths: Sequence[str], pair_options: TokenizedPairOptions, tokenizer: str | None, max_length: int
+) -> DataAudit:
     """Print the audit of the splits, and return it."""
     from rm_optimizer.core.rows.bad_rows import cause_of
     from rm_optimizer.core.tokens.audit import audit_pairs

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Argument, Exit, Option
 
 from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
-from rm_optimizer.interfaces.inputs import PairOptions, SavedModel, cut_notes, length_note
+from rm_optimizer.interfaces.inputs import SavedModel, TokenizedPairOptions, cut_notes, length_note
 from rm_optimizer.interfaces.outputs import filling, made_folder, printed_beside, write_json
 from rm_optimizer.records.files import write_text
 from rm_optimizer.schema.registry import import_plugins
@@ -32,7 +32,7 @@ RESULTS = Path("outputs", "evaluate")
 def evaluate(
     saved: SavedModel,
     sources: Annotated[list[str], Option("--data", "-d", help="Pairs: file, folder or pattern; may be repeated.")],
-    pair_options: PairOptions,
+    pair_options: TokenizedPairOptions,
     output: Annotated[
         Path | None, Option("--output", help="Folder for JSON and plots; default: one by time in outputs/evaluate.")
     ] = None,
@@ -241,7 +241,7 @@ def _score_file(
 
 def doctor(
     saved: SavedModel,
-    pair_options: PairOptions,
+    pair_options: TokenizedPairOptions,
     sources: Annotated[list[str], Option("--data", "-d", help="Pairs of one split; may be repeated.")] = [],  # noqa: B006
     json_file: Annotated[Path | None, Option("--json", help="Also write the diagnosis to this JSON file.")] = None,
     show_all: Annotated[bool, Option("--all", help="Also print the checks that passed.")] = False,

@@ -13,7 +13,7 @@ from typer import Context, Exit, Option
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.interfaces.commands.policy_options import PolicyOptions, load_judge, require_other
 from rm_optimizer.interfaces.field_flags import refuse_unread
-from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
+from rm_optimizer.interfaces.inputs import SavedModel, TokenizedPairOptions
 from rm_optimizer.interfaces.outputs import filling, made_folder
 from rm_optimizer.schema.rlhf import WORLD
 
@@ -139,7 +139,7 @@ class SizeFlags:
 def readiness(
     context: Context,
     saved: SavedModel,
-    pair_options: PairOptions,
+    pair_options: TokenizedPairOptions,
     responses: PolicyOptions,
     oracle: OracleFlags,
     sizes: SizeFlags,

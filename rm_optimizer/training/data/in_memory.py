@@ -96,7 +96,10 @@ class PreferenceDataModule(pl.LightningDataModule):
     def _require_fitting(self, num_given: int) -> None:
         """Refuse an order that does not fit the pairs, before the first step."""
         if len(self.data.train) != num_given:
-            raise DataError("an order needs every training pair, but the chat template refuses some; remove them")
+            raise DataError(
+                "an order needs every training pair, but some are left out: the chat template refuses them, or they "
+                "are too long and data.over_long=drop; remove them from the data"
+            )
         num_dropped = num_given - len(self.train_tokens)
         if num_dropped and self.config.curriculum is not None and not self.config.curriculum_covers:
             raise DataError(
@@ -218,6 +221,9 @@ def _tokenized(
     except ConversationRefused:  # the search for all takes as long as rendering, so it comes after a failure only
         dataset = dataset.accepted_by(renderer)
         tokens = tokenize_pairs(dataset.pairs, renderer, cache)
+    fitting = dataset.fitting(renderer, tokens.num_cut)
+    if fitting is not dataset:
+        dataset, tokens = fitting, tokenize_pairs(fitting.pairs, renderer, cache)
     if len(tokens) == 0:
         raise DataError(
             f"no {split} pair is left of {len(dataset)}: the two responses of each are equal after truncation "

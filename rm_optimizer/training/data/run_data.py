@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -32,7 +32,7 @@ from rm_optimizer.core.tokens.dataset import (
 )
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import DataConfig, TrainConfig
-from rm_optimizer.schema.data import OWN_MARGINS, Streaming
+from rm_optimizer.schema.data import OWN_MARGINS, OverLong, Streaming
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 
 
@@ -166,7 +166,10 @@ def load_data(config: TrainConfig, given: TrainVal | None = None) -> TrainVal:
     """
     if given is not None:
         _require_pairs(given, config.data)
-        return given
+        if config.data.over_long == OverLong.truncate:
+            return given
+        train, val = (PreferenceDataset(data, over_long=config.data.over_long) for data in (given.train, given.val))
+        return replace(given, train=train, val=val)
     if config.data.streaming == Streaming.off:
         return load_training_data(config.data)
     return stream_pairs(config.data, config.training.max_steps)
@@ -268,6 +271,7 @@ def stream_pairs(config: DataConfig, max_steps: int | None) -> StreamedTrainVal:
         kwise_rule=config.kwise_rule,
         on_bad_row=config.on_bad_row,
         max_bad_share=config.max_bad_share,
+        over_long=config.over_long,
         held_out_prompts=() if config.allow_prompt_overlap else [*distinct_prompts(val).values()],
     )
     return StreamedTrainVal(stream.first_pairs(FIRST_PAIRS), val, str(config.val), stream=stream)

@@ -21,7 +21,7 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import DataError
 from tests.builders import byte_tokenizer
 
-FILES = ["meta.json", "offsets.bin", "pair_index.bin", "prompt_cut.bin", "response_cut.bin", "tokens.bin"]
+FILES = ["meta.json", "num_cut.bin", "offsets.bin", "pair_index.bin", "tokens.bin"]
 
 
 def renderer(max_length: int = 60) -> ConversationRenderer:
@@ -40,7 +40,7 @@ def test_tokens_are_the_renderers_for_every_pair_across_chunks(tmp_path: Path, m
     pairs, render = some_pairs(40), renderer()
     tokenized = tokenize_pairs(pairs, render, tmp_path)
     assert len(tokenized) == 41
-    assert tokenized.lengths.shape == tokenized.prompt_cut.shape == tokenized.response_cut.shape == (41, 2)
+    assert tokenized.lengths.shape == tokenized.num_cut.shape == (41, 2)
     for i, pair in enumerate(pairs):
         for column, (ids, response) in enumerate(
             [(tokenized.chosen(i), pair.chosen), (tokenized.rejected(i), pair.rejected)]
@@ -49,9 +49,8 @@ def test_tokens_are_the_renderers_for_every_pair_across_chunks(tmp_path: Path, m
             assert tuple(ids.tolist()) == expected.ids
             assert ids.dtype == np.int32
             assert tokenized.lengths[i, column] == len(ids)
-            assert tokenized.prompt_cut[i, column] == expected.prompt_cut
-            assert tokenized.response_cut[i, column] == expected.response_cut
-    assert tokenized.prompt_cut.any()
+            assert tokenized.num_cut[i, column] == expected.prompt_cut + expected.response_cut
+    assert tokenized.num_cut.any()
 
 
 def test_pairs_identical_after_cutting_are_dropped_and_counted(tmp_path: Path):
@@ -60,6 +59,7 @@ def test_pairs_identical_after_cutting_are_dropped_and_counted(tmp_path: Path):
     tokenized = tokenize_pairs(pairs, renderer(), tmp_path)
     assert tokenized.pair_index.tolist() == [0, 2]
     assert tokenized.num_identical_dropped == 1
+    assert tokenized.num_cut.any(axis=1).tolist() == [False, True, False]
     assert tuple(tokenized.chosen(1).tolist()) == renderer().encode("p", "c").ids
 
 
