@@ -5,7 +5,8 @@
 Each conversation is plain, with tools, with tool calls, with reasoning, or with documents and template arguments. Every
 text in it has a word of its own. Each template of `FAMILIES`, which TRL ships, renders it, or refuses it with a reason.
 An accepted conversation counts as equal if its tokens are those of `apply_chat_template` on the row as it was
-generated, and as a silent loss if a word is missing from the text.
+generated, by the template and by the one in which the rule for control tokens is stored. It counts as a silent loss if
+a word is missing from the text.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator
+from copy import deepcopy
 from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
@@ -26,6 +28,7 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import ConversationRefused
+from rm_optimizer.schema.data import SpecialTokens
 
 FAMILIES = (
     "qwen2_5",
@@ -129,27 +132,45 @@ def templates() -> dict[str, str]:
 
 
 def tokenizer_of(template: str) -> PreTrainedTokenizerFast:
-    """A small tokenizer with the template, completed as before training."""
+    """A small tokenizer with the template, completed for training."""
     tokenizer = train_tokenizer(["Why so? Say one. a b x < y"], 300)
     tokenizer.chat_template = template
     TemplateWriter(tokenizer).write_for_training()
     return tokenizer
 
 
-def outcomes(num_conversations: int, seed: int) -> Iterator[tuple[str, str, str]]:
-    """Template, kind of row and outcome of each: `equal`, `other tokens`, `lost WORD` or `refused: REASON`."""
+def outcomes(
+    num_conversations: int, seed: int, special_tokens: SpecialTokens = SpecialTokens.keep
+) -> Iterator[tuple[str, str, str]]:
+    """Template, kind of row and outcome of each: `equal`, `other tokens`, `lost WORD` or `refused: REASON`.
+
+    Args:
+        num_conversations: number of conversations.
+        seed: their seed.
+        special_tokens: rule for control tokens, which the conversations do not hold.
+    """
     generated = Conversations(seed)
-    renderers = {name: ConversationRenderer(tokenizer_of(text), MAX_LENGTH) for name, text in templates().items()}
+    plain = {name: tokenizer_of(text) for name, text in templates().items()}
+    renderers = {name: ConversationRenderer(deepcopy(tokenizer), MAX_LENGTH) for name, tokenizer in plain.items()}
+    for renderer in renderers.values():
+        renderer.store_rules(None, special_tokens)
     for number in range(num_conversations):
         kind = KINDS[number % len(KINDS)]
         row = generated.row(kind)
         prompt = with_context(read_messages("prompt", row["prompt"]), row)
         response = response_of(read_messages("response", row["response"]))
         for name, renderer in renderers.items():
-            yield name, kind, _outcome(renderer, row, prompt, response, generated.words)
+            yield name, kind, _outcome(renderer, plain[name], row, prompt, response, generated.words)
 
 
-def _outcome(renderer: ConversationRenderer, row: dict[str, Any], prompt: Any, response: str, words: list[str]) -> str:
+def _outcome(
+    renderer: ConversationRenderer,
+    plain: PreTrainedTokenizerFast,
+    row: dict[str, Any],
+    prompt: Any,
+    response: str,
+    words: list[str],
+) -> str:
     try:
         text, ids = renderer.text(prompt, response), list(renderer.encode(prompt, response).ids)
     except ConversationRefused as error:
@@ -157,13 +178,13 @@ def _outcome(renderer: ConversationRenderer, row: dict[str, Any], prompt: Any, r
     if lost := next((word for word in words if word not in text), None):
         return f"lost {lost}"
     options = {name: row[name] for name in ("tools", "documents") if name in row} | row.get("chat_template_kwargs", {})
-    reasoning = "thinking" if "message.thinking" in str(renderer.tokenizer.chat_template) else "reasoning_content"
+    reasoning = "thinking" if "message.thinking" in str(plain.chat_template) else "reasoning_content"
     turns = [
         {(reasoning if name == "reasoning_content" else name): part for name, part in turn.items()}
         for turn in [*row["prompt"], *row["response"]]
     ]
-    own = renderer.tokenizer.apply_chat_template(turns, tokenize=True, return_dict=True, **options)["input_ids"]
-    return "equal" if ids == list(own) else "other tokens"
+    own = (each.apply_chat_template(turns, return_dict=True, **options) for each in (plain, renderer.tokenizer))
+    return "equal" if all(ids == list(each["input_ids"]) for each in own) else "other tokens"
 
 
 def main() -> None:
@@ -171,8 +192,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--conversations", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--special-tokens", type=SpecialTokens, choices=SpecialTokens, default=SpecialTokens.keep)
     args = parser.parse_args()
-    tried = outcomes(args.conversations, args.seed)
+    tried = outcomes(args.conversations, args.seed, args.special_tokens)
     found = Counter((name, kind, outcome.split()[0].rstrip(":")) for name, kind, outcome in tried)
     for name in templates():
         accepted = {kind: found[name, kind, "equal"] for kind in KINDS}

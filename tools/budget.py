@@ -14,10 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 8395,
+    "core": 8436,
     "serving": 3996,
     "landscape": 3819,
-    "training": 2681,
+    "training": 2682,
     "rl_coupling": 2566,
     "reporting": 2472,
     "interfaces": 1913,
@@ -34,9 +34,9 @@ LIMITS: Mapping[str, int] = {
     "files": 329,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5291,
+    "import lines": 5298,
     "import lines inside functions": 311,
-    "lines of code": 33370,
+    "lines of code": 33410,
     "private functions with one caller": 333,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -11,8 +11,10 @@ from rm_optimizer.core.pairs.overlap import TrainedPairs, folded_words
 from rm_optimizer.core.pairs.pair import Prompt, as_messages
 from rm_optimizer.core.tokens.audit import DataAudit, audit_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.content_rules import READINGS
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
+from rm_optimizer.schema.data import SpecialTokens
 
 MOST_REPEATS, MOST_CONTRADICTIONS = 0.01, 0.01
 """Shares of repeated pairs and of contradictions above which a data set gets a warning."""
@@ -100,11 +102,9 @@ def _worst_share(
 
 def _control_tokens(name: str, audit: DataAudit) -> Check:
     tokens = dict.fromkeys(token for split in audit.splits.values() for token in split.control_tokens)
-    as_text = (
-        "are read as if a template had written them; give rendered prompts as messages, and clean texts, or train "
-        "with data.special_tokens=as_text"
-    )
-    remedy = f"{', '.join(list(tokens)[:5])} {as_text}"
+    remedy = f"{', '.join(list(tokens)[:5])} {READINGS[audit.special_tokens]}; give rendered prompts as messages"
+    if audit.special_tokens == SpecialTokens.keep:
+        remedy += ", and clean texts, or train with data.special_tokens=as_text"
     return _worst_share(name, audit, count="num_control_tokens", most=0.0, remedy=remedy)
 
 

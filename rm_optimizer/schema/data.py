@@ -178,7 +178,7 @@ class DataConfig(Options, group="data"):
     thinking: Thinking | None = None
     """Thinking of answers: keep, strip, strip_earlier or refuse what the template drops; null: as the base model."""
     special_tokens: SpecialTokens | None = None
-    """Control tokens inside contents: refuse, as_text (they forge no turn) or keep; null: as the base model."""
+    """Control tokens inside contents: refuse, as_text (they forge no turn) or keep; null: as_text for a new head."""
     allow_prompt_overlap: bool = False
     """Permit prompts that are in both training and validation."""
     max_pairs: int | None = within("[1, inf)", None)

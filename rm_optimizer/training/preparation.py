@@ -20,6 +20,7 @@ from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.core.tokens.audit import control_notes
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_training_data
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.errors import ConfigError
@@ -45,7 +46,7 @@ log = logging.getLogger("rm_optimizer")
 def trainable_model(config: TrainConfig, train: PreferenceDataset) -> BradleyTerryRM:
     """The base model of a run in training mode, with the run's beta and adapter, and a head that can be trained."""
     model = build_model(config.model, train, config.seed, quantize=config.adapter.kind == AdapterKind.qlora)
-    model.renderer.store_rules(config.data.thinking, config.data.special_tokens)
+    model.renderer.store_rules(config.data.thinking, config.data.special_tokens, is_new=model.has_new_head)
     model.beta = config.loss.beta
     if count := add_adapter(model.model, config.adapter, seed=config.seed):
         log.info("%s: %s", config.adapter.kind.value, count)
@@ -188,9 +189,10 @@ def prepare(
     require_monitored(config.training.monitor, data.val)
     notes = data.notes(uses_margins=config.loss.margin_scale > 0 or config.data.curriculum == OWN_MARGINS)
     notes += seen_by_base(config.model.path, data.val.pairs)
+    model = trainable_model(config, data.train)
+    notes += control_notes(data.train.pairs, model.renderer)
     for note in notes:
         log.warning(note)
-    model = trainable_model(config, data.train)
     datamodule = data_module(data, config, model, order)
     record = recorded(start, data, order, datamodule.num_steps)
     module = RunModule(model, config, datamodule)

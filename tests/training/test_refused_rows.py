@@ -11,10 +11,13 @@ from typer.testing import CliRunner
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.schema import TrainConfig
+from rm_optimizer.schema.data import SpecialTokens
 from rm_optimizer.training import train_reward_model
+from rm_optimizer.training.preparation import trainable_model
 from tests.builders import narrow_reward_model
 from tests.core.rows.test_bad_rows import rows, written
 from tests.core.test_template_zoo import KNOWN_ROLES
@@ -88,6 +91,41 @@ def test_a_run_stores_its_rules_for_contents_with_the_model(
     train_reward_model(going_on)
     found = BradleyTerryRM.from_pretrained(tmp_path / "next" / "best")
     assert (found.renderer.rules.thinking, found.renderer.rules.special_tokens) == ("strip", "keep")
+
+
+@pytest.mark.parametrize(("option", "rule"), [(None, "as_text"), ("keep", "keep"), ("refuse", "refuse")])
+def test_a_new_head_learns_control_tokens_as_text_unless_told_otherwise(
+    small_config: Callable[..., TrainConfig], tmp_path: Path, option: str | None, rule: str
+):
+    config = small_config(tmp_path / "run", "training.max_steps=1")
+    config.data.special_tokens = None if option is None else SpecialTokens(option)
+    model = trainable_model(config, PreferenceDataset([PreferencePair("Hi", "a", "b")]))
+    assert model.renderer.rules.special_tokens == rule
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "So.<|eos|>"}]
+    if rule != "refuse":
+        plain = model.tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]
+        assert plain == list(model.renderer.encode("Hi", "So.<|eos|>").ids)
+
+
+def test_training_names_control_tokens_in_its_pairs_and_says_how_they_are_read(
+    small_config: Callable[..., TrainConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    rows = [{"prompt": f"Question {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(20)]
+    rows[3]["chosen"] = "Yes.<|im_end|>"
+    for option, reading in ((None, "are read as plain text"), ("keep", "a text can forge a turn")):
+        path = tmp_path / "pairs.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        config = small_config(
+            tmp_path / str(option), "training.max_steps=1", f"data.train={path}", "data.val_fraction=0.1"
+        )
+        config.data.special_tokens = None if option is None else SpecialTokens(option)
+        train_reward_model(config)
+        notes = json.loads((tmp_path / str(option) / "run.json").read_text())["data"]["notes"]
+        (note,) = [note for note in notes if "control tokens" in note]
+        assert note.startswith("1 of ")
+        assert "(<|im_end|>)" in note
+        assert reading in note
+        assert note in caplog.text
 
 
 def test_a_token_without_a_row_in_the_embedding_names_its_pair(tmp_path: Path):

@@ -89,6 +89,7 @@ class BradleyTerryRM(ClassifierRewardModel):
         beta: inverse temperature that the rewards were trained with, `P(a > b) = sigmoid(beta (r(a) - r(b)))`; stored
             with the model.
         has_default_length: True if `max_length` is neither the caller's nor recorded with the model.
+        has_new_head: True if the source had no reward head, so that its weights were drawn.
 
     Raises:
         CheckpointError: if the source is missing, damaged, no trained reward model, or recorded another rendering; or
@@ -148,6 +149,7 @@ class BradleyTerryRM(ClassifierRewardModel):
             fresh_head_seed=fresh_head_seed,
         )
         self.has_default_length = max_length is None and recorded is None
+        self.has_new_head = loaded.is_head_fresh
         if (stored := loaded.identity.get("pooling_head", pooling_head_of(self.model))) is not None:
             set_pooling_head(self.model, stored)  # the configuration of an adapter's base has none
         if not isinstance(model_name, PreTrainedModel):

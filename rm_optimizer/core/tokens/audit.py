@@ -16,8 +16,10 @@ from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.rows.messages import control_tokens
 from rm_optimizer.core.tokens.cache import cut_counts, encoded_chunks
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.content_rules import READINGS
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
 from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.schema.data import SpecialTokens
 
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 """Quantiles of the token lengths; the last is the longest."""
@@ -62,8 +64,8 @@ class SplitAudit:
         num_zero_labels: pairs with label 0, of which the rejected response is the better one.
         num_soft_labels: pairs whose label is neither 0 nor 1.
         sources: the same numbers by source, largest first.
-        num_control_tokens: pairs with a control token inside a message or response, which is read as if a template had
-            written it. A prompt that another template has rendered holds some.
+        num_control_tokens: pairs with a control token inside a message or response. A prompt that another template has
+            rendered holds some.
         control_tokens: these tokens, most frequent first.
         num_blank_only: pairs whose two responses differ in blanks and line breaks alone.
         marker: the single word or sign that best tells the better response, as `with 'sure'` or `without 'sorry'`.
@@ -118,10 +120,17 @@ class PromptOverlap:
 
 @dataclass(frozen=True)
 class DataAudit(JsonRecord):
-    """The audit of one or more splits."""
+    """The audit of one or more splits.
+
+    Args:
+        splits: audit of each split, by its name.
+        overlaps: prompts that are in two splits.
+        special_tokens: rule for control tokens inside texts that the renderer has.
+    """
 
     splits: Mapping[str, SplitAudit]
     overlaps: tuple[PromptOverlap, ...]
+    special_tokens: SpecialTokens = SpecialTokens.keep
 
 
 def audit_pairs(
@@ -142,7 +151,7 @@ def audit_pairs(
         on_first, on_second = (sum(each in shared for each in data.prompt_ids) for data in (earlier, later))
         num_leaked = num_leaked_pairs(earlier, later)
         overlaps.append(PromptOverlap(first, second, len(shared), on_first, on_second, num_leaked))
-    return DataAudit(splits, tuple(overlaps))
+    return DataAudit(splits, tuple(overlaps), renderer.rules.special_tokens)
 
 
 def _audit_split(dataset: PreferenceDataset, renderer: ConversationRenderer, control: re.Pattern[str]) -> SplitAudit:
@@ -156,11 +165,7 @@ def _audit_split(dataset: PreferenceDataset, renderer: ConversationRenderer, con
         members.setdefault(str(pair.metadata.get("source", "unnamed")), []).append(pair)
     num_duplicates, num_contradictions = _repeats(dataset)
     marker, marker_wins = _marker(dataset.pairs)
-    texts = (
-        "\0".join([*(message.shown() for message in as_messages(pair.prompt)), pair.chosen, pair.rejected])
-        for pair in dataset.pairs
-    )
-    found = [tokens for text in texts if (tokens := set(control.findall(text)))]
+    found = _control_tokens(dataset.pairs, control)
     return SplitAudit(
         num_pairs=len(dataset),
         num_skipped=len(dataset.skipped),
@@ -187,6 +192,24 @@ def _audit_split(dataset: PreferenceDataset, renderer: ConversationRenderer, con
         marker=marker,
         marker_wins=marker_wins,
     )
+
+
+def _control_tokens(pairs: Sequence[PreferencePair], control: re.Pattern[str]) -> list[set[str]]:
+    """Control tokens inside the texts of each pair that has some."""
+    texts = (
+        "\0".join([*(message.shown() for message in as_messages(pair.prompt)), pair.chosen, pair.rejected])
+        for pair in pairs
+    )
+    return [tokens for text in texts if (tokens := set(control.findall(text)))]
+
+
+def control_notes(pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> tuple[str, ...]:
+    """Sentence on training pairs with control tokens inside their texts; nothing if there are none."""
+    if not (found := _control_tokens(pairs, control_tokens(renderer.tokenizer.all_special_tokens))):
+        return ()
+    named = ", ".join(sorted(set().union(*found))[:3])
+    reading = READINGS[renderer.rules.special_tokens]
+    return (f"{len(found)} of {len(pairs)} training pairs hold control tokens ({named}), which {reading}",)
 
 
 def _repeats(dataset: PreferenceDataset) -> tuple[int, int]:

@@ -304,12 +304,22 @@ class ConversationRenderer:
         """Rules for thinking and control tokens inside contents, which the chat template stores."""
         return self._template.rules if self.kind == "chat_template" else ContentRules()
 
-    def store_rules(self, thinking: Thinking | None, special_tokens: SpecialTokens | None) -> None:
+    def store_rules(
+        self, thinking: Thinking | None, special_tokens: SpecialTokens | None, *, is_new: bool = False
+    ) -> None:
         """Store rules for thinking and control tokens in the tokenizer's chat template; None leaves one as it is.
+
+        Args:
+            thinking: handling of thinking.
+            special_tokens: handling of control tokens inside contents.
+            is_new: True for a model that is not trained yet. Unset, its control tokens are read as text, if its
+                template can store this.
 
         Raises:
             ConfigError: if the rendering has no chat template that could store them.
         """
+        if is_new and special_tokens is None and self.kind == "chat_template":
+            special_tokens = SpecialTokens.as_text if isinstance(self.tokenizer.chat_template, str) else None
         if thinking is None and special_tokens is None:
             return
         if self.kind != "chat_template":

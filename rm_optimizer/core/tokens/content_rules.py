@@ -2,21 +2,45 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from typing import Any
 
 from rm_optimizer.core.tokens.template_fields import Turn
 from rm_optimizer.errors import ConversationRefused
 from rm_optimizer.schema.data import SpecialTokens, Thinking
 
-_MARK = re.compile(r"\{# rules: thinking=(\w+) special_tokens=(\w+) #\}\n")
+_STORED = re.compile(r"\{# rules: thinking=(\w+) special_tokens=(\w+) #\}\n(?:.*?\{# end of rules #\}\n)?", re.DOTALL)
+_AS_TEXT = """\
+{%- set content_rules = namespace(messages=[]) -%}
+{%- for message in messages -%}
+{%- set content_rules.fields = dict(message) -%}
+{%- for name, text in message.items() if name != 'role' and text is string -%}
+{%- set content_rules.text = text -%}
+{%- for token in TOKENS if token in content_rules.text -%}
+{%- set content_rules.text = content_rules.text | replace(token, token[0] ~ ' ' ~ token[1:]) -%}
+{%- endfor -%}
+{%- set content_rules.fields = dict(content_rules.fields, **{name: content_rules.text}) -%}
+{%- endfor -%}
+{%- set content_rules.messages = content_rules.messages + [content_rules.fields] -%}
+{%- endfor -%}
+{%- set messages = content_rules.messages -%}
+{# end of rules #}
+"""
+"""Beginning of a template that does to the texts of messages what `as_text` does, for other readers of the template."""
 _THINKING = re.compile(r"\s*<think>.*?</think>\s*|(?:(?!<think>).)*?</think>\s*", re.DOTALL)
 """Thinking at the start of an answer; if its opening is in the generation prompt, all up to the closing tag."""
 _HIDDEN = {"<think>": "\ue0f0", "</think>": "\ue0f1"}
 """Characters for private use that a template does not take for the tags."""
+READINGS: Mapping[SpecialTokens, str] = {
+    SpecialTokens.keep: "are read as if a template had written them, so that a text can forge a turn",
+    SpecialTokens.as_text: "are read as plain text",
+    SpecialTokens.refuse: "are refused",
+}
+"""Parts of sentences on control tokens inside texts, by the rule for them."""
 
 
 @dataclass(frozen=True)
@@ -35,21 +59,29 @@ class ContentRules:
     @cache
     def of(template: str) -> ContentRules:
         """The rules that a chat template was stored with."""
-        found = _MARK.search(template)
+        found = _STORED.search(template)
         return ContentRules(Thinking(found[1]), SpecialTokens(found[2])) if found else ContentRules()
 
-    def stored_in(self, template: str) -> str:
-        """The template with these rules in place of any other."""
-        bare = _MARK.sub("", template)
-        mark = f"{{# rules: thinking={self.thinking} special_tokens={self.special_tokens} #}}\n"
-        return bare if self == ContentRules() else mark + bare
+    def stored_in(self, template: str, tokens: Collection[str]) -> str:
+        """The template with these rules in place of any other.
 
-    def applied(self, turns: Sequence[Turn], control: Callable[[], re.Pattern[str]]) -> list[Turn]:
+        Args:
+            template: chat template of a tokenizer.
+            tokens: control tokens, the longest first.
+        """
+        bare = without_rules(template)
+        if self == ContentRules():
+            return bare
+        mark = f"{{# rules: thinking={self.thinking} special_tokens={self.special_tokens} #}}\n"
+        is_code = self.special_tokens == SpecialTokens.as_text
+        return mark + _AS_TEXT.replace("TOKENS", json.dumps(list(tokens), ensure_ascii=False)) * is_code + bare
+
+    def applied(self, turns: Sequence[Turn], control: Callable[[], ControlTokens]) -> list[Turn]:
         """The turns as the template gets them.
 
         Args:
             turns: messages of a conversation.
-            control: function that returns the pattern of the template's and the tokenizer's control tokens.
+            control: function that returns the control tokens of template and tokenizer.
 
         Raises:
             ConversationRefused: if a content has a control token and the rule refuses it, or a response is nothing but
@@ -66,21 +98,45 @@ class ContentRules:
             found = [_mapped(turn, lambda text: self._checked(text, control())) for turn in found]
         return found
 
-    def of_context(self, context: Mapping[str, Any], control: Callable[[], re.Pattern[str]]) -> Mapping[str, Any]:
+    def of_context(self, context: Mapping[str, Any], control: Callable[[], ControlTokens]) -> Mapping[str, Any]:
         """The values beside the messages as the template gets them."""
         if self.special_tokens == SpecialTokens.keep or not context:
             return context
         return {name: _mapped(value, lambda text: self._checked(text, control())) for name, value in context.items()}
 
-    def _checked(self, text: str, control: re.Pattern[str]) -> str:
-        if self.special_tokens == SpecialTokens.as_text:
-            return control.sub(lambda token: f"{token[0][0]} {token[0][1:]}", text)
-        if found := control.search(text):
+    def _checked(self, text: str, control: ControlTokens) -> str:
+        if (found := control.pattern.search(text)) is None:
+            return text
+        if self.special_tokens == SpecialTokens.refuse:
             raise ConversationRefused(
                 f"a content holds the control token {found[0]!r} in {text[max(0, found.start() - 20) :][:60]!r}; take "
                 "it out, or read such tokens as text with data.special_tokens=as_text"
             )
+        for token in control.tokens:  # one after another, as the stored template does it
+            text = text.replace(token, f"{token[0]} {token[1:]}")
         return text
+
+
+@dataclass(frozen=True)
+class ControlTokens:
+    """Control tokens of a chat template and its tokenizer.
+
+    Args:
+        tokens: the tokens, the longest first.
+    """
+
+    tokens: tuple[str, ...]
+
+    @cached_property
+    def pattern(self) -> re.Pattern[str]:
+        """Pattern of any of them."""
+        return re.compile("|".join(map(re.escape, self.tokens)) or "(?!)")
+
+
+@cache
+def without_rules(template: str) -> str:
+    """The chat template as it was before rules were stored in it."""
+    return _STORED.sub("", template)
 
 
 def with_hidden_thinking(turns: Sequence[Turn], places: Sequence[int]) -> list[Turn]:

@@ -17,9 +17,11 @@ from transformers import PreTrainedTokenizerBase
 from rm_optimizer.core.rows.messages import Message, control_tokens
 from rm_optimizer.core.tokens.content_rules import (
     ContentRules,
+    ControlTokens,
     has_hidden_tags,
     shown_thinking,
     with_hidden_thinking,
+    without_rules,
 )
 from rm_optimizer.core.tokens.template_fields import (
     REASONING_FIELDS,
@@ -105,7 +107,7 @@ class ChatTemplate:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         self._unprinted: dict[tuple[Any, ...], tuple[tuple[int, str], ...]] = {}
-        self._tokens: re.Pattern[str] | None = None
+        self._tokens: ControlTokens | None = None
         self._unshown: dict[tuple[str, ...], str | None] = {}
 
     def pin(self) -> None:
@@ -152,7 +154,7 @@ class ChatTemplate:
         named = [self._renamed(turn) if "reasoning_content" in turn else turn for turn in turns]
         try:
             text = self._tokenizer.apply_chat_template(
-                named, tokenize=False, add_generation_prompt=open_turn, **arguments
+                named, tokenize=False, add_generation_prompt=open_turn, chat_template=self._bare, **arguments
             )
         except (TemplateError, TypeError) as error:
             if isinstance(error, TypeError) and not context and all(len(turn) == len(_PLAIN_TURN) for turn in turns):
@@ -206,17 +208,24 @@ class ChatTemplate:
         template = self._tokenizer.chat_template
         if isinstance(template, dict):
             raise ConfigError("data.thinking and data.special_tokens need one chat template, got several named ones")
-        self._tokenizer.chat_template = rules.stored_in(template)
-        self._tokens = None
+        self._tokenizer.chat_template = rules.stored_in(template, self._control().tokens)
 
-    def _control(self) -> re.Pattern[str]:
-        """Pattern of the tokenizer's special tokens and of the control tokens that the template writes."""
+    @property
+    def _bare(self) -> str | None:
+        """The template without its rules, which are applied before it; None if it has several named ones."""
+        template = self._tokenizer.chat_template
+        return without_rules(template) if isinstance(template, str) else None
+
+    def _control(self) -> ControlTokens:
+        """The tokenizer's special tokens, and the control tokens that the template writes."""
         if self._tokens is None:
-            frame = self.rendered([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+            turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+            frames = [self._tried([*turns[first:], {"role": "assistant", "content": "b"}], {}) for first in (0, 1)]
             added = (str(token) for token in self._tokenizer.added_tokens_decoder.values() if token.special)
-            tokens = {*self._tokenizer.all_special_tokens, *added, *control_tokens(()).findall(frame)}
-            longest = sorted((token for token in tokens if len(token) > 1), key=len, reverse=True)
-            self._tokens = re.compile("|".join(map(re.escape, longest)) or "(?!)")
+            written = control_tokens(()).findall("\n".join([*frames, self._bare or ""]))
+            tokens = {*self._tokenizer.all_special_tokens, *added, *written}
+            longest = sorted((token for token in tokens if len(token) > 1), key=lambda token: (-len(token), token))
+            self._tokens = ControlTokens(tuple(longest))
         return self._tokens
 
     def _whole(self, turns: Sequence[Turn], context: Mapping[str, Any]) -> str:
@@ -308,9 +317,8 @@ class ChatTemplate:
 
     def _mentions(self, pattern: str) -> bool:
         template = self._tokenizer.chat_template
-        return any(
-            re.search(pattern, text) for text in (template.values() if isinstance(template, dict) else [template])
-        )
+        texts = template.values() if isinstance(template, dict) else [self._bare or ""]
+        return any(re.search(pattern, text) for text in texts)
 
 
 def _with_mark(value: Any, at: str, path: str, mark: str) -> Any:

@@ -26,6 +26,7 @@ from rm_optimizer.core.rows.messages import (
 )
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
+from rm_optimizer.schema.data import SpecialTokens
 from rm_optimizer.serving.engine import EngineDescription
 from rm_optimizer.serving.protocol import MAX_ITEMS, ScoreItem, WireMessage
 from rm_optimizer.serving.service.api_errors import InvalidRequest, TooLarge, TooLong
@@ -137,18 +138,19 @@ class InputReader:
         max_length: most tokens that the model reads.
         vocab_size: exclusive upper bound of the token ids.
         max_request_tokens: most tokens of all sequences of a request.
-        count_control: function that takes the number of responses and prompts of a request with a control token inside.
+        count_control: function that takes the number of responses and prompts of a request with a control token inside,
+            and `warns`, False for a model that reads them as plain text.
     """
 
     renderer: ConversationRenderer
     max_length: int
     vocab_size: int
     max_request_tokens: int
-    count_control: Callable[[int], None] = lambda count: None
+    count_control: Callable[..., None] = lambda count, *, warns: None
 
     @classmethod
     def of(
-        cls, description: EngineDescription, max_request_tokens: int, count_control: Callable[[int], None]
+        cls, description: EngineDescription, max_request_tokens: int, count_control: Callable[..., None]
     ) -> InputReader:
         """Reader for an engine's model, with the arguments of the class.
 
@@ -307,7 +309,7 @@ class InputReader:
         rows = self._in_slices(sizes, tokenize, names)
         texts = [message.shown() for prompt in different.values() for message in as_messages(prompt)]
         if found := sum(self._control.search(text) is not None for text in chain(responses, texts)):
-            self.count_control(found)
+            self.count_control(found, warns=self.renderer.rules.special_tokens == SpecialTokens.keep)
         return rows
 
     def _in_slices(

@@ -100,9 +100,9 @@ MOST_CHARACTERS_A_TOKEN = 16
 WARNINGS = {
     "truncated": "/get_reward was sent texts of more than the model's {most} tokens; they are cut from the left as in "
     "training, extra_logs.truncated says which, rm_truncated counts them",
-    "control_tokens": "texts hold control tokens such as <|im_end|>; unless the model was trained with "
-    "data.special_tokens=as_text, they are read as if the template had written them, as in training, and a policy can "
-    "forge a turn so: strip them from responses. rm_control_tokens counts such texts",
+    "control_tokens": "texts hold control tokens such as <|im_end|>, which the model reads as if the template had "
+    "written them, as in training, and a policy can forge a turn so: strip them from responses, or train with "
+    "data.special_tokens=as_text. rm_control_tokens counts such texts",
 }
 """Sentences about texts that are counted, by the names of their counters."""
 _log = logging.getLogger("rm_optimizer")
@@ -217,9 +217,9 @@ class RewardService:
         with self._characters.holding(size):
             return await asyncio.get_running_loop().run_in_executor(self._threads, tokenize, value)
 
-    def count(self, name: str, count: int) -> None:
+    def count(self, name: str, count: int, *, warns: bool = True) -> None:
         """Count texts of a kind in `WARNINGS`, and warn of the first."""
-        if name not in self._has_warned:
+        if warns and name not in self._has_warned:
             self._has_warned.add(name)
             _log.warning(WARNINGS[name].format(most=self.engine.description.max_length))
         getattr(self.metrics, name).inc(count)

@@ -9,6 +9,7 @@ from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_mes
 from rm_optimizer.core.pairs.source_pairs import SourcePairs
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.tokens.audit import QUANTILES, DataAudit, PromptOverlap, audit_pairs, length_baseline
+from rm_optimizer.core.tokens.content_rules import ContentRules
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class Encoded:
 
 class CharacterRenderer:
     """One token a character; the prompt is cut from the left, then the response from the right."""
+
+    rules = ContentRules()
 
     def __init__(self, max_length: int) -> None:
         self.max_length = max_length
