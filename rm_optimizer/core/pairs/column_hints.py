@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from os.path import commonprefix
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, TypeGuard
 
 from rm_optimizer.core.pairs.formats import FORMATS, RowFormat, detect_format
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
-from rm_optimizer.core.rows.columns import UNREAD_COLUMNS, Columns, read_number, renamed, unread_column
-from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, are_texts, is_empty, is_message, parsed_text
+from rm_optimizer.core.rows.columns import (
+    UNREAD_COLUMNS,
+    Columns,
+    folded,
+    read_number,
+    renamed,
+    texts_in,
+    unread_column,
+)
+from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, are_texts, is_empty, is_message
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
@@ -38,6 +48,7 @@ _WINNER_NAMES = re.compile(
     re.IGNORECASE,
 )
 _SCORE_NAMES = re.compile(r"score|rating|reward|grade|quality|helpful|overall", re.IGNORECASE)
+_TEXT_NAMES = (".text", ".response", ".answer", ".completion", ".content")
 _READABLE = {"str", "list", "dict"}
 _FEW_VALUES = 8
 _SYSTEMATIC = 0.1
@@ -53,77 +64,99 @@ def no_format(source: DataSource, rows: Sequence[Row], near: Sequence[str] = ())
         near: layouts whose columns the rows have, and why they do not read them.
     """
     forms = FORMATS.values() if source.layout.named_format is None else [source.layout.named_format]
-    names = list(dict.fromkeys(name for row in rows for name in row))
     looked_for = "; or ".join(f"{form.expects} ({form.name})" for form in forms)
     if form := detect_format(rows):
         option = Spelling.current().option("format", "NAME")
         hint = f"the rows fit the format {form.name}; name it, or leave {option} out"
     else:
-        hint = hint_of(rows, names, source.layout.columns).text
+        hint = suggestion(rows, source.layout.columns).text
     nearest = f"; nearest is {near[0]}" if near else ""
-    return DataError(f"{source.path}: {hint}{nearest}; got columns {', '.join(names)}; expected {looked_for}")
+    return DataError(
+        f"{source.path}: {hint}{nearest}; got columns {', '.join(columns_of(rows))}; expected {looked_for}"
+    )
 
 
 TODO = "TODO"
-"""Placeholder in a suggested layout for what only a person can tell."""
+"""Placeholder in a suggestion for what only a person can tell."""
 
 
-class Hint(NamedTuple):
-    """The repair for rows without a format.
+@dataclass(frozen=True)
+class Suggestion:
+    """Options that may read rows without a format.
 
     Args:
-        text: a sentence for an error.
-        columns: mapping of columns that may read the rows, with `TODO` where only a person can tell; may be empty.
+        told: a sentence on the rows, in which `{}` stands for the options; without them nothing reads the rows.
+        columns: mapping of columns, with `TODO` where only a person can tell.
         winner: meaning of the winner column, in the same way.
     """
 
-    text: str
-    columns: Mapping[str, Any] = {}
+    told: str
+    columns: Columns = field(default_factory=dict)
     winner: Any = None
 
+    @property
+    def text(self) -> str:
+        """The sentence, with the options as the user types them."""
+        mapping = {ours: "null" if theirs is None else theirs for ours, theirs in self.columns.items()}
+        winner = "" if self.winner is None else f" {_winner_option(self.winner)}"
+        return self.told.replace("{}", f"{Spelling.current().columns(mapping)}{winner}")
 
-def hint_of(rows: Sequence[Row], names: Sequence[str], columns: Columns) -> Hint:
-    """The repair for rows without a format: other values, or a mapping of columns."""
-    typed = Spelling.current().columns
-    given = {ours: "null" if theirs is None else theirs for ours, theirs in columns.items()}
-    if all({"prompt", "chosen", "rejected"} <= row.keys() for row in rows):
-        kinds = {
-            name: {"empty" if is_empty(row[name]) else type(row[name]).__name__ for row in rows}
-            for name in ("prompt", "chosen", "rejected")
-        }
+
+def _winner_option(meaning: str | Sequence[str]) -> str:
+    entrance = Spelling.current()
+    if not isinstance(meaning, str):
+        places = zip(("FIRST", "SECOND", "TIE"), meaning, strict=False)
+        meaning = ",".join(place if value == TODO else value for place, value in places)
+        meaning = f"[{meaning}]" if entrance == Spelling.hydra else meaning
+    return entrance.option("winner", "one_hot" if meaning == TODO else meaning)
+
+
+def columns_of(rows: Sequence[Row]) -> list[str]:
+    """The names of all columns of rows."""
+    return list(dict.fromkeys(name for row in rows for name in row))
+
+
+def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
+    """Options that may read rows without a format, or the reason why none can.
+
+    Args:
+        rows: the first rows of a source under our names.
+        columns: its mapping of columns.
+    """
+    names, ours = columns_of(rows), ("prompt", "chosen", "rejected")
+    if all({*ours} <= row.keys() for row in rows):
+        kinds = {name: {"empty" if is_empty(row[name]) else type(row[name]).__name__ for row in rows} for name in ours}
         wrong = [f"{name} is {' or '.join(sorted(each))}" for name, each in kinds.items() if not each & _READABLE]
         if wrong:
             told = f"{' and '.join(wrong)} in each of the first {len(rows)} rows"
-            return Hint(f"{told}, where text or messages are expected; repair these values")
+            return Suggestion(f"{told}, where text or messages are expected; repair these values")
+    known = _known_names(names, rows)
+    given = {**columns, **({} if "prompt" in names else {"prompt": known.get("prompt", TODO)})}
     for name in names:
         values = few_values(rows, name)
         sides = [value for value in values if value in names and value != name]
         if len(sides) == 2:
-            mapping = given | {"response_a": sides[0], "response_b": sides[1], "winner": name}
-            others = ", ".join(value for value in values if value not in sides)
-            tie = f"; {name} also holds {others}: add the value of a tie as a third" if others else ""
-            option = f"{typed(mapping)} {_winner_option(','.join(sides))}"
-            text = f"{name} names the better of {sides[0]} and {sides[1]}: {option}{tie}"
-            return Hint(text, mapping, [*sides, *([TODO] if others else [])])
-    known = _known_names(names, rows)
+            told, others = f"{name} names the better of {sides[0]} and {sides[1]}: {{}}", {*values} - {*sides}
+            if others:
+                told += f"; {name} also holds {', '.join(sorted(others))}: give the value of a tie, or leave TIE out"
+            mapping = {**given, "response_a": sides[0], "response_b": sides[1], "winner": name}
+            return Suggestion(told, mapping, [*sides, *([TODO] if others else [])])
     if known and (form := detect_format([row for _, row in renamed(enumerate(rows), known)])):
-        read = {ours: theirs for ours, theirs in known.items() if ours in form.columns}
-        return Hint(f"did you mean {typed(given | read)}?", given | read)
+        read = {name: theirs for name, theirs in known.items() if name in form.columns}
+        return Suggestion("did you mean {}?", {**columns, **read})
     has_response = any(isinstance(row.get("response"), str) for row in rows)
-    if "prompt" in names and has_response:
-        numbers = [name for name in names if len(set(_numbers(rows, name))) > 1]
-        if scores := [name for name in numbers if _SCORE_NAMES.search(name)] or numbers:
-            example = typed({"score": scores[0] if _SCORE_NAMES.search(scores[0]) else "…"})
-            text = f"name the column that scores each response (one of {', '.join(scores)}), such as {example}"
-            return Hint(text, {"score": scores[0] if len(scores) == 1 else TODO})
-    if hint := _hint_of_sides(rows, names, given, known):
-        return hint
+    numbers = [name for name in names if has_response and len({*_numbers(rows, name)}) > 1]
+    if scores := [name for name in numbers if _SCORE_NAMES.search(name)] or numbers:
+        score = scores[0] if len(scores) == 1 and _SCORE_NAMES.search(scores[0]) else TODO
+        told = f"name the column that scores each response (one of {', '.join(scores)}) as {{}}"
+        return Suggestion(told, {**given, "score": score})
+    if found := _of_sides(rows, names, given, known.get("responses", "responses")):
+        return found
     has_responses = has_response or any(are_texts(row.get("responses")) for row in rows)
     if has_responses and "prompt" in names and not any(map(_WINNER_NAMES.search, names)):
-        return Hint("these are responses to score, not comparisons: rm-opt score CHECKPOINT IN OUT takes them")
-    ours = ("prompt", "chosen", "rejected")
-    unknown = Hint(f"name yours as {typed(dict.fromkeys(ours, '…'))}", dict.fromkeys(ours, TODO))
-    return _hint_of_parts(rows, names, known) or unknown
+        return Suggestion("these are responses to score, not comparisons: rm-opt score CHECKPOINT IN OUT takes them")
+    lacking = {name: known.get(name, TODO) for name in ours if name not in names} or dict.fromkeys(ours, TODO)
+    return _of_parts(rows, names, given) or Suggestion("name yours as {}", {**columns, **lacking})
 
 
 def few_values(rows: Sequence[Row], name: str) -> list[str]:
@@ -141,7 +174,7 @@ def _numbers(rows: Sequence[Mapping[str, Any]], *names: str) -> list[float]:
 
 
 def _known_names(names: Sequence[str], rows: Sequence[Row]) -> dict[str, str]:
-    by_lower = {name.lower(): name for name in names}
+    by_lower = {name.lower(): name for name in names if not any(_is_object(row.get(name)) for row in rows)}
     found = {}
     for ours, others in _OTHER_NAMES.items():
         same = next((by_lower[name] for name in (ours, *others.split()) if name in by_lower), None)
@@ -152,9 +185,11 @@ def _known_names(names: Sequence[str], rows: Sequence[Row]) -> dict[str, str]:
     return found
 
 
-def _hint_of_sides(
-    rows: Sequence[Row], names: Sequence[str], given: Mapping[str, str], known: Mapping[str, str]
-) -> Hint | None:
+def _is_object(value: object) -> TypeGuard[Mapping[str, Any]]:
+    return isinstance(value, Mapping) and not is_message(value)
+
+
+def _of_sides(rows: Sequence[Row], names: Sequence[str], given: Columns, listed: str) -> Suggestion | None:
     """The winner form for two columns of text, such as `response_1` and `response_2`, or for a list of two texts.
 
     One column that names the better one is proposed. Several columns, and numbers of each side, are only described,
@@ -164,97 +199,75 @@ def _hint_of_sides(
     for name in names:
         for mark in _MARK.finditer(name):
             marked.setdefault((name[: mark.start()], name[mark.end() :]), {})[mark[0]] = name
-    # Names that differ by the mark of a side alone, such as `answer_a` and `answer_b`, by the text that they share.
-    families = {
-        shared: [each[mark] for mark in sorted(each, key=lambda mark: (len(mark), mark))]
-        for shared, each in marked.items()
+    # Names that differ by the mark of a side alone, such as `answer_a` and `answer_b`.
+    families = [
+        [each[mark] for mark in sorted(each, key=lambda mark: (len(mark), mark))]
+        for each in marked.values()
         if any(sides <= each.keys() for sides in _SIDES)
-    }
-    numbers = [shared for shared, family in families.items() if all(_numbers(rows, name) for name in family)]
+    ]
+    numbers = [family for family in families if all(_numbers(rows, name) for name in family)]
     texts = [
         family
-        for shared, family in families.items()
-        if shared not in numbers and all(any(isinstance(row.get(name), str | list) for row in rows) for name in family)
+        for family in families
+        if family not in numbers and all(any(isinstance(row.get(name), str | list) for row in rows) for name in family)
     ]
     sides = max(texts, key=lambda family: sum(len(str(row.get(family[0]))) for row in rows), default=[])
     told = [name for name in names if _WINNER_NAMES.search(name) and few_values(rows, name) and name not in sides]
-    stems = tuple(before.split("_")[0] for before, _ in numbers if before)
+    stems = tuple(stem.split("_")[0] for stem in map(commonprefix, numbers) if stem)
     alone = [name for name in told if not name.startswith(stems)]
-    listed = known.get("responses", "responses")
     if not sides and len(alone) == 1 and all(are_texts(row.get(listed)) and len(row[listed]) == 2 for row in rows):
         sides = [f"{listed}.0", f"{listed}.1"]
-    if len(sides) > 2:
-        text = (
-            f"{', '.join(sides)} are {len(sides)} responses of a row; write them as one list in a column responses and "
-            "their scores as one in a column scores, or write pairs as chosen and rejected"
-        )
-        return Hint(text, {"responses": sides, "scores": TODO})
     if not sides:
         return None
-    prompt = {} if "prompt" in names else {"prompt": known.get("prompt", "PROMPT")}
-    winner = alone[0] if len(alone) == 1 else "winner" if told or numbers else "WHICH_IS_BETTER"
-    mapping: dict[str, Any] = {**given, **prompt, "response_a": sides[0], "response_b": sides[1], "winner": winner}
-    if all(isinstance(row.get(sides[0]), list) for row in rows):
-        mapping.pop("prompt", None)
-    entrance = Spelling.current()
-    if len(alone) != 1 and (told or numbers):
-        both = [*dict.fromkeys([*(name for shared in numbers for name in families[shared]), *told])]
-        typed = f"{entrance.columns({**mapping, 'winner': both})} {entrance.option('winner', 'one_hot')}"
-        text = (
-            f"{sides[0]} and {sides[1]} are two responses of which no column alone names the better; if "
-            f"{', '.join(both)} tell it together, {typed} reads them, or votes (counts) or scores in place of one_hot"
+    if len(sides) > 2:
+        scores = {} if "scores" in names else {"scores": TODO}
+        of_row = (
+            f"{', '.join(sides)} are {len(sides)} responses of a row: {{}} reads them with their scores in one list"
         )
-        return Hint(text, _to_fill({**mapping, "winner": both}), TODO)
-    typed = f"{entrance.columns(mapping)} {_winner_option()}"
-    holds = f"; {winner} holds {', '.join(few_values(rows, winner))}" if told else ""
-    text = (
-        f"{sides[0]} and {sides[1]} are two responses of which another column names the better one: {typed}, with the "
+        return Suggestion(of_row, {**given, "responses": sides, **scores})
+    columns = {**given, "response_a": sides[0], "response_b": sides[1]}
+    if all(isinstance(row.get(sides[0]), list) for row in rows):
+        columns.pop("prompt", None)
+    both = [*dict.fromkeys([*(name for family in numbers for name in family), *told])]
+    if len(alone) != 1 and both:
+        of_row = (
+            f"{sides[0]} and {sides[1]} are two responses of which no column alone names the better; if "
+            f"{', '.join(both)} tell it together, {{}} reads them, or votes (counts) or scores in place of one_hot"
+        )
+        return Suggestion(of_row, {**columns, "winner": both}, TODO)
+    holds = "".join(f"; {name} holds {', '.join(few_values(rows, name))}" for name in alone)
+    of_row = (
+        f"{sides[0]} and {sides[1]} are two responses of which another column names the better one: {{}}, with the "
         f"values that say so for the first, the second and, if there are any, ties{holds}"
     )
-    return Hint(text, _to_fill(mapping), [TODO] * 3)
+    return Suggestion(of_row, {**columns, "winner": [*alone, TODO][0]}, [TODO] * 3)
 
 
-def _to_fill(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    return {ours: TODO if theirs in ("PROMPT", "WHICH_IS_BETTER") else theirs for ours, theirs in mapping.items()}
-
-
-def _of_scored_parts(name: str, item: Mapping[str, Any], names: Sequence[str], known: Mapping[str, str]) -> Row:
-    """Mapping of a list of objects with a text and numbers; empty for other objects."""
-    texts = [part for part, value in item.items() if isinstance(value, str)]
-    numbers = [part for part, value in item.items() if isinstance(value, int | float) and not part.endswith("id")]
-    if not texts or not numbers:
-        return {}
-    prompt = {} if "prompt" in names else {"prompt": known.get("prompt", TODO)}
-    told = f"{name}.{numbers[0]}" if len(numbers) == 1 else TODO
-    longest = max(texts, key=lambda part: len(item[part]))
-    return {**prompt, "responses": f"{name}.{longest}", "ranks" if "rank" in numbers[0] else "scores": told}
-
-
-def _hint_of_parts(rows: Sequence[Row], names: Sequence[str], known: Mapping[str, str]) -> Hint | None:
-    """Paths into columns that hold objects; the longest texts in columns of our names are an example."""
-    parts, example, scored = [], {}, dict[str, Any]()
+def _of_parts(rows: Sequence[Row], names: Sequence[str], given: Columns) -> Suggestion | None:
+    """Paths into columns that hold objects; the longest texts beside numbers, or in columns of our names, are read."""
+    parts, inside = list[str](), dict[str, Any]()
     for name in names:
         value: Any = next((row[name] for row in rows if not is_empty(row.get(name))), None)
         inner = value[0] if isinstance(value, list) and value else value
-        if isinstance(inner, Mapping) and not is_message(inner):
-            if all(str(part).isdigit() for part in inner):
-                return Hint("the file lists its values by column; write it by row, in pandas with orient='records'")
-            parts.append(f"{name} holds {', '.join(f'{name}.{part}' for part in list(inner)[:8])}")
-            if inner is not value:
-                scored = scored or _of_scored_parts(name, inner, names, known)
-            texts = [part for part, text in inner.items() if isinstance(text, str)]
-            if name in ("prompt", "chosen", "rejected") and texts:
-                example[name] = f"{name}.{max(texts, key=lambda part: len(inner[part]))}"
+        if not _is_object(inner):
+            continue
+        if all(str(part).isdigit() for part in inner):
+            return Suggestion("the file lists its values by column; write it by row, in pandas with orient='records'")
+        parts.append(f"{name} holds {', '.join(f'{name}.{part}' for part in list(inner)[:8])}")
+        texts = {f"{name}.{part}": len(text) for part, text in inner.items() if isinstance(text, str)}
+        longest = max(texts, key=lambda path: (path.endswith(_TEXT_NAMES), texts[path]), default=None)
+        numbers = [part for part, each in inner.items() if isinstance(each, int | float) and not part.endswith("id")]
+        if longest and numbers and inner is not value and "responses" not in inside:
+            told = f"{name}.{numbers[0]}" if len(numbers) == 1 else TODO
+            inside |= {**given, "responses": longest, "ranks" if "rank" in numbers[0] else "scores": told}
+        elif longest and name in ("prompt", "chosen", "rejected"):
+            inside[name] = longest
     if not parts:
         return None
-    such = f"{', such as' if example else ' with'} {Spelling.current().columns(example or {'OURS': 'PATH'})}"
-    text = f"{'; '.join(parts)}: map the parts that are prompt, chosen and rejected, or responses and scores{such}"
-    return Hint(text, scored or example or dict.fromkeys(("prompt", "responses", "scores"), TODO))
-
-
-def _winner_option(values: str = "FIRST,SECOND,TIE") -> str:
-    entrance = Spelling.current()
-    return entrance.option("winner", values if entrance == Spelling.flags else f"[{values}]")
+    told = (
+        f"{'; '.join(parts)}: map the parts that are prompt, chosen and rejected, or responses and scores, such as {{}}"
+    )
+    return Suggestion(told, inside or {**given, "responses": TODO, "scores": TODO})
 
 
 def require_readable(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> None:
@@ -273,11 +286,11 @@ def require_readable(source: DataSource, form: RowFormat, rows: Sequence[Row]) -
     if form.name == "winner" and source.layout.winner is None:
         theirs, values = columns.get("winner") or "winner", ", ".join(few_values(rows, "winner")) or "many values"
         raise DataError(
-            f"{source.path}: expected the values of {theirs} that name the better response, as {_winner_option()} "
-            "(values for response_a, for response_b and, if there are any, for ties; | between values that mean the "
-            f"same); {theirs} holds {values}"
+            f"{source.path}: expected the values of {theirs} that name the better response, as "
+            f"{_winner_option([TODO] * 3)} (values for response_a, for response_b and, if there are any, for ties; | "
+            f"between values that mean the same); {theirs} holds {values}"
         )
-    names = list(dict.fromkeys(name for row in rows for name in row))
+    names = columns_of(rows)
     sides = [row["chosen"] for row in rows if isinstance(row.get("chosen"), list)]
     # The message of the response alone and no prompt column, as in files for LLaMA-Factory.
     if "prompt" not in names and sides and all(len(side) == 1 and is_message(side[0]) for side in sides):
@@ -292,11 +305,12 @@ def require_readable(source: DataSource, form: RowFormat, rows: Sequence[Row]) -
         theirs = columns.get("label") or "label"
         values = ", ".join(sorted({str(label) for label in labels})[:_FEW_VALUES])
         both = {"response_a": columns.get("chosen") or "chosen", "response_b": columns.get("rejected") or "rejected"}
+        winner = Suggestion("{}", {**both, "winner": theirs}, [TODO] * 3).text
         raise DataError(
             f"{source.path}: label must be the probability, in [0, 1], that chosen is the better response, but "
             f"{theirs} holds {values} ({num_wrong} of the first {len(labels)} are no probability); if it names the "
-            f"better one of two responses, map {typed({**both, 'winner': theirs})} {_winner_option()} with the values "
-            "that name the first, the second and ties; if it means something else, leave it out with "
+            f"better one of two responses, map {winner} with the values that "
+            "name the first, the second and ties; if it means something else, leave it out with "
             f"{typed({'label': 'null'})}"
         )
     lost = next((name for row in rows if (name := unread_column(row, columns)) is not None), None)
@@ -342,7 +356,7 @@ def unread_note(path: str, rows: Sequence[Row], read: frozenset[str]) -> str | N
         rows: its first rows under our column names.
         read: columns that are read.
     """
-    texts_read = ["\0".join(_folded(text) for name in read for text in _texts(row.get(name))) for row in rows]
+    texts_read = ["\0".join(folded(text) for name in read for text in texts_in(row.get(name))) for row in rows]
     names = dict.fromkeys(name for row in rows for name in row)
     passed = {*read, *UNREAD_COLUMNS, "metadata"}
     unread = [name for name in names if name not in passed and _is_content(name, rows, texts_read)]
@@ -409,13 +423,9 @@ def _named(value: Any, sides: Sequence[tuple[str, str]]) -> int:
 
 
 def _is_content(name: str, rows: Sequence[Row], texts_read: Sequence[str]) -> bool:
-    found = [max(_texts(row.get(name)), key=len, default="") for row in rows]
+    found = [max(texts_in(row.get(name)), key=len, default="") for row in rows]
     texts = [text for text in found if text.strip()]
-    lost = [
-        text
-        for text, others in zip(found, texts_read, strict=True)
-        if text.strip() and not (_folded(text) and _folded(text) in others)
-    ]
+    lost = [text for text, others in zip(found, texts_read, strict=True) if text.strip() and folded(text) not in others]
     if not lost or len(lost) < len(texts) / 2:
         return False
     is_metadata = _OF_METADATA.search(name) is not None
@@ -424,19 +434,3 @@ def _is_content(name: str, rows: Sequence[Row], texts_read: Sequence[str]) -> bo
     if median(len(_WORD.findall(text)) for text in lost) < _SENTENCE:
         return False
     return median(map(len, lost)) >= _LONG or (not is_metadata and len(set(lost)) > len(lost) / 2)
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """The texts in a cell, those inside its lists and objects too, which may be written as text."""
-    if isinstance(value, str):
-        parsed = parsed_text(value)
-        if not isinstance(parsed, list | dict):
-            yield value
-        value = parsed
-    if isinstance(value, list | Mapping):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _texts(item)
-
-
-def _folded(text: str) -> str:
-    return " ".join(text.casefold().split())

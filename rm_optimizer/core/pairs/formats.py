@@ -289,56 +289,48 @@ def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int
 
 
 def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
-    """Margins are gaps of scores, or of ranks, of which the lowest is the best; equal texts make no pair."""
-    responses = row.get("responses")
-    if row.get("edges") is not None:
-        return _compare_edges(row)
-    given = [name for name in ("scores", "ranks") if row.get(name) is not None]
-    if len(given) == 2:
-        raise ValueError("a row has both scores and ranks; leave one out")
-    values = row[given[0]] if given else None
+    """Comparisons by scores, by ranks, of which the lowest is the best, or by edges; equal texts make no pair.
+
+    Margins are gaps of scores or ranks. Edges are pairs of places in `responses` from 0, the better one first.
+    """
+    given = [name for name in ("scores", "ranks", "edges") if row.get(name) is not None]
+    if len(given) > 1:
+        raise ValueError(f"a row has both {' and '.join(given)}; leave one out")
+    told = given[0] if given else "scores"
+    responses: Any = row.get("responses")
+    values: Any = row.get(told)
     if isinstance(responses, Mapping):
         responses, values = [*responses.values()], _ranks_by_name(values, responses)
-    if not isinstance(values, list):
-        raise ValueError("responses and scores must be lists of the same length")
-    sign = 1.0 if given == ["scores"] else -1.0
-    values = [sign * read_number(f"each of {given[0]}", value) for value in values]
-    if not isinstance(responses, list) or len(responses) != len(values):
-        raise ValueError("responses and scores must be lists of the same length")
+    are_lists = isinstance(responses, list) and isinstance(values, list)
+    if not are_lists or (told != "edges" and len(responses) != len(values)):
+        raise ValueError(f"responses and {told} must be lists{' of the same length' if told != 'edges' else ''}")
+    if told != "edges":
+        values = [read_number(f"each of {told}", value) for value in values]
     prompt, texts = _candidates(row, responses)
+    scores = [-value for value in values] if told == "ranks" else values
+    places = [_edge(each, len(texts)) for each in values] if told == "edges" else kwise_pairs(scores, rule)
     of_each: Mapping[str, Sequence[Any]] = {"index": range(len(texts)), **(row.get(PER_RESPONSE) or {})}
     return [
         Comparison(
-            *(prompt, texts[better], texts[worse], values[better] - values[worse]),
+            *(prompt, texts[better], texts[worse], None if told == "edges" else scores[better] - scores[worse]),
             extra={
                 f"{side}_{name}": each[index]
                 for name, each in of_each.items()
                 for side, index in (("chosen", better), ("rejected", worse))
             },
         )
-        for better, worse in kwise_pairs(values, rule)
+        for better, worse in places
         if texts[better] != texts[worse]
     ]
 
 
-def _compare_edges(row: Row) -> list[Comparison]:
-    """Pairs of places in `responses`, the better one first; a place counts from 0."""
-    if not isinstance(row.get("responses"), list) or not isinstance(row["edges"], list):
-        raise ValueError("responses and edges must be lists")
-    prompt, texts = _candidates(row, row["responses"])
-    found = []
-    for edge in row["edges"]:
-        places = [*edge.values()] if isinstance(edge, Mapping) else edge
-        if not isinstance(places, list) or len(places) != 2 or not all(_is_place(each, texts) for each in places):
-            raise ValueError(f"each of edges must be two places in {len(texts)} responses, from 0, got {edge!r}")
+def _edge(edge: Any, num_responses: int) -> tuple[int, int]:
+    places = [*edge.values()] if isinstance(edge, Mapping) else edge
+    if isinstance(places, list) and len(places) == 2:
         better, worse = places
-        extra = {"chosen_index": better, "rejected_index": worse}
-        found.append(Comparison(prompt, texts[better], texts[worse], extra=extra))
-    return found
-
-
-def _is_place(value: object, texts: Sequence[str]) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < len(texts)
+        if all(type(place) is int and 0 <= place < num_responses for place in places):
+            return better, worse
+    raise ValueError(f"each of edges must be two places in {num_responses} responses, from 0, got {edge!r}")
 
 
 def _candidates(row: Row, responses: Sequence[Any]) -> tuple[Prompt, list[str]]:

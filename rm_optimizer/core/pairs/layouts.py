@@ -21,10 +21,12 @@ from rm_optimizer.core.rows.columns import (
     UNREAD_COLUMNS,
     Columns,
     cell,
+    folded,
     is_missing,
     paths_of,
     read_number,
     root_of,
+    texts_in,
 )
 from rm_optimizer.core.rows.messages import is_empty
 from rm_optimizer.core.rows.readers import Row
@@ -192,20 +194,11 @@ class Layout:
                 return f"{name} is {value}, which layout {self.name} does not read"
         content = [name for name in unread if name.removesuffix(OVERWRITTEN).rpartition(".")[2] in _CONTENT]
         if content:
-            known = {text for each in read for text in _texts(row.get(each))}
-            lost = [name for name in content if not known.issuperset(_texts(unread[name]))]
+            known = {folded(text) for each in read for text in texts_in(row.get(each))}
+            lost = [name for name in content if not known.issuperset(map(folded, texts_in(unread[name])))]
             if lost:
                 return f"{lost[0].removesuffix(OVERWRITTEN)} is not read by layout {self.name} and would be lost"
         return None
-
-
-def _texts(value: Any) -> set[str]:
-    """The texts in a value, without case and outer blanks; those of a message without its role."""
-    if isinstance(value, str):
-        return {value.strip().casefold()} - {""}
-    if isinstance(value, Mapping):
-        return set().union(*(_texts(part) for name, part in value.items() if name not in ("role", "from", "type")))
-    return set().union(*map(_texts, value)) if isinstance(value, list | tuple) else {str(value)}
 
 
 def _checked(name: str, options: Mapping[Any, Any]) -> Layout:

@@ -6,9 +6,17 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any
 
-from rm_optimizer.core.pairs.column_hints import TODO, few_values, hint_of, no_format, require_readable, unread_note
+from rm_optimizer.core.pairs.column_hints import (
+    TODO,
+    Suggestion,
+    few_values,
+    no_format,
+    require_readable,
+    suggestion,
+    unread_note,
+)
 from rm_optimizer.core.pairs.formats import (
     OPTIONAL_COLUMNS,
     PER_RESPONSE,
@@ -193,6 +201,19 @@ class SourceFormat:
                 pairs.append(pair)
         return pairs, reason
 
+    def is_meant_before(self, other: SourceFormat, present: frozenset[str]) -> bool:
+        """True if it asks for more of the columns than the other and passes over none that the other reads."""
+        (mine, passed), (theirs, passed_by_other) = self._claim(present), other._claim(present)
+        return theirs < mine and passed <= passed_by_other
+
+    def _claim(self, present: frozenset[str]) -> tuple[frozenset[str], frozenset[str]]:
+        """Columns that it needs, and those that it neither reads nor ignores."""
+        layout = self.source.layout
+        of_format = next((each for each in self.form.required if present >= each), frozenset[str]())
+        required = frozenset(map(root_of, layout.required)) or of_format
+        own = self._read - {ours for ours in layout.columns if ours not in required}
+        return required, frozenset(each for each in present - required - own if not layout.ignores(each))
+
     @cached_property
     def _columns(self) -> frozenset[str]:
         """Columns that are no metadata; beside a list of responses, `response` and `score` are."""
@@ -298,8 +319,9 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[D
     """
     rows = [row for _, row in first]
     present = frozenset(name for row in rows for name in row)
-    fits, some, near = list[_Fit](), list[_Fit](), list[str]()
-    layouts = [each for each in published().values() if _has(each, rows)]
+    fits, some, near = list[SourceFormat](), list[SourceFormat](), list[str]()
+    meanings = dict[str, tuple[tuple[str, str, str, float], ...]]()
+    layouts = [each for each in published().values() if sum(map(each.fits, rows)) >= (1 - _MOST_BAD) * len(rows)]
     if layouts and (general := detect_format(rows)) is not None:
         layouts.append(Layout(format=general.name))
     for layout in layouts:
@@ -314,14 +336,15 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[D
         causes = tally.causes()
         near += [f"{layout.shown}: {cause}" for cause, _ in causes.most_common(1)]
         if pairs:
-            (fits if causes.total() <= _MOST_BAD * len(rows) else some).append(_Fit.of(form, pairs, present))
+            (fits if causes.total() <= _MOST_BAD * len(rows) else some).append(form)
+            meanings[layout.shown] = tuple((each.prompt_id, each.chosen, each.rejected, each.label) for each in pairs)
     fits = fits or some
-    meant = [one for one in fits if not any(other.is_meant_before(one) for other in fits)]
-    if len({one.meaning for one in meant}) > 1:
-        both = " and ".join(one.source.layout.shown for one in meant)
+    meant = [one.source for one in fits if not any(other.is_meant_before(one, present) for other in fits)]
+    shown = [each.layout.shown for each in meant]
+    if len({meanings[name] for name in shown}) > 1:
         options = " or ".join(Spelling.current().option(name, "NAME") for name in ("layout", "format"))
-        raise DataError(f"{source.path}: the rows fit {both}; name the one that is meant with {options}")
-    return (meant[-1].source if meant and meant[-1].source.layout.name else source), near
+        raise DataError(f"{source.path}: the rows fit {' and '.join(shown)}; name the one that is meant with {options}")
+    return (meant[-1] if meant and meant[-1].layout.name else source), near
 
 
 def first_rows(source: DataSource) -> list[tuple[int, Row]]:
@@ -346,59 +369,19 @@ def suggested_layout(source: DataSource, first: Sequence[tuple[int, Row]]) -> tu
     Raises:
         DataError: if two published layouts fit, or the rows hold no comparisons.
     """
-    path, (found, _) = source.path, _recognized(source, first)
-    if found.layout.name:
-        return found.layout.to_dict(), f"{path} is read without an option, as {found.layout.shown}, which is:"
-    rows, saved = [row for _, row in first], f"{path}: save this as mine.yaml for --layout mine.yaml"
-    if form := detect_format(rows):
-        if form.name != "winner":
-            return {"format": form.name}, f"{path} is read without an option, as:"
-        return {"winner": [TODO] * 3}, _filled(saved, few_values(rows, "winner"))
-    hint = hint_of(rows, list(dict.fromkeys(name for row in rows for name in row)), source.layout.columns)
-    if not hint.columns:
-        raise DataError(f"{path}: {hint.text}")
-    layout = {"columns": dict(hint.columns), **({} if hint.winner is None else {"winner": hint.winner})}
-    winner = hint.columns.get("winner")
-    return layout, _filled(saved, few_values(rows, winner) if isinstance(winner, str) else []) if TODO in str(
-        layout
-    ) else saved
-
-
-def _filled(saved: str, values: Sequence[str]) -> str:
-    told = f"; the winner is {', '.join(values)}: name those of the first, the second and ties" if values else ""
-    return f"{saved}, with what the rows mean in place of TODO{told}"
-
-
-def _has(layout: Layout, rows: Sequence[Row]) -> bool:
-    return sum(map(layout.fits, rows)) >= (1 - _MOST_BAD) * len(rows)
-
-
-class _Fit(NamedTuple):
-    """A layout or format that reads the first rows of a source.
-
-    Args:
-        source: the source with it.
-        required: columns of the rows that it needs.
-        passed: columns of the rows that it neither reads nor ignores.
-        meaning: prompts, responses and labels of its pairs.
-    """
-
-    source: DataSource
-    required: frozenset[str]
-    passed: frozenset[str]
-    meaning: tuple[tuple[str, str, str, float], ...]
-
-    @classmethod
-    def of(cls, form: SourceFormat, pairs: Sequence[PreferencePair], present: frozenset[str]) -> _Fit:
-        """The fit of a format by the pairs that it read."""
-        layout = form.source.layout
-        of_format = next((each for each in form.form.required if present >= each), frozenset[str]())
-        required = frozenset(map(root_of, layout.required)) or of_format
-        own = form._read - {ours for ours in layout.columns if ours not in required}
-        passed = frozenset(each for each in present - required - own if not layout.ignores(each))
-        meaning = tuple((pair.prompt_id, pair.chosen, pair.rejected, pair.label) for pair in pairs)
-        return cls(form.source, required, passed, meaning)
-
-    def is_meant_before(self, other: _Fit) -> bool:
-        """True if it asks for more columns than the other and passes over none that the other reads."""
-        return other.required < self.required and self.passed <= other.passed
+    rows, layout = [row for _, row in first], _recognized(source, first)[0].layout
+    form = detect_format(rows)
+    if form is not None and form.name != "winner" and not layout.name:
+        layout = Layout(format=form.name)
+    if not layout.is_open:
+        return layout.to_dict(), f"{source.path} is read without an option, as {layout.shown}, which is:"
+    found = suggestion(rows, {}) if form is None else Suggestion("", winner=[TODO] * 3)
+    told = {name: value for name, value in (("columns", found.columns), ("winner", found.winner)) if value}
+    if not told:
+        raise DataError(f"{source.path}: {found.text}")
+    note = f"{source.path}: save this as mine.yaml for --layout mine.yaml"
+    if TODO in str(told):
+        note += ", with what the rows mean in place of TODO"
+        if values := few_values(rows, str(found.columns.get("winner", "winner"))):
+            note += f"; the winner is {', '.join(values)}: name those of the first, the second and ties"
+    return told, note

@@ -380,3 +380,23 @@ def _kind(value: Any) -> str:
 def is_missing(value: Any) -> bool:
     """True for a cell without a value, and for a list of such."""
     return value is None or (isinstance(value, list) and all(map(is_missing, value)))
+
+
+def texts_in(value: Any) -> Iterator[str]:
+    """The texts and numbers in a cell, those inside its lists and objects too, which may be written as text.
+
+    Roles and types are no texts of messages.
+    """
+    parsed = parsed_text(value) if isinstance(value, str) else value
+    if isinstance(parsed, Mapping):
+        parsed = [part for name, part in parsed.items() if name not in ("role", "from", "type")]
+    if isinstance(parsed, list | tuple):
+        for item in parsed:
+            yield from texts_in(item)
+    elif not is_empty(value):
+        yield str(value)
+
+
+def folded(text: str) -> str:
+    """The text without regard to case and blanks."""
+    return " ".join(text.casefold().split())

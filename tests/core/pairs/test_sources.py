@@ -322,7 +322,7 @@ SIDES = {"response_a": "x", "response_b": "y"}
         (
             [{"left": "x", "right": "y", "preferred": side} for side in ("left", "right", "skip")],
             r"preferred names the better of left and right: .*response_a: left.*winner: preferred} data.winner=\[left,"
-            "right\\]; preferred also holds skip",
+            "right,TIE\\]; preferred also holds skip",
             "chosen: left",
         ),
         (
@@ -335,7 +335,7 @@ SIDES = {"response_a": "x", "response_b": "y"}
             "scores each response .*score: helpfulness",
             "rm-opt score",
         ),
-        ([{"response": "x", "turn": i} for i in (0, 1)], "one of turn.*score: …", "score: turn"),
+        ([{"response": "x", "turn": i} for i in (0, 1)], "one of turn.*score: TODO", "score: turn"),
         (
             [{"responses": ["x", "y"], "choice": i} for i in (0, 1)],
             "response_a: responses.0, response_b: responses.1, winner: choice}.*choice holds 0, 1",
@@ -346,7 +346,11 @@ SIDES = {"response_a": "x", "response_b": "y"}
             "response_10, response_11 are 11 responses of a row",
             "response_b: response_2",
         ),
-        ([{"completions": [{"annotations": "x", "response": "y"}]}], "with data.columns={OURS: PATH}", "such as"),
+        (
+            [{"completions": [{"annotations": "x", "response": "y"}]}],
+            "such as data.columns={responses: TODO, scores: TODO}",
+            "completions.annotations}",
+        ),
         (
             [{"prompt": {"message_id": "17", "text": "a longer text"}, "labels": {"quality": 1}}],
             "such as data.columns={prompt: prompt.text}",
