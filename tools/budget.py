@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 8436,
     "serving": 3996,
-    "landscape": 3819,
+    "landscape": 3821,
     "training": 2682,
     "rl_coupling": 2566,
     "reporting": 2472,
@@ -34,7 +34,7 @@ LIMITS: Mapping[str, int] = {
     "files": 329,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 51,
-    "import lines": 5298,
+    "import lines": 5321,
     "import lines inside functions": 311,
     "lines of code": 33410,
     "private functions with one caller": 333,

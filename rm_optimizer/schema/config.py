@@ -127,7 +127,7 @@ class LossConfig(Options, group="loss"):
     """The Bradley-Terry loss and its additions, which are off by default."""
 
     name: str | None = None
-    """Loss that a plug-in registered (`register_loss`); null is Bradley-Terry's."""
+    """Function of the margins or rewards as module:function, or a registered loss; null is Bradley-Terry's."""
     beta: float = within("(0, inf)", 1.0)
     """Inverse temperature: P(chosen > rejected) = sigmoid(beta (chosen - rejected - margin))."""
     label_smoothing: float = within("[0, 0.5)", 0.0, needs="!name")

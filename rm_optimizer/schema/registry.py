@@ -79,8 +79,12 @@ def load_entry_points(kind: str) -> None:
         plugin.load()
 
 
-def import_plugins(modules: Iterable[str]) -> None:
+def import_plugins(modules: Iterable[str], option: str = "plugins") -> None:
     """Import the modules that `plugins=[…]` names, each of which may register entries.
+
+    Args:
+        modules: names of the modules.
+        option: option that names them.
 
     Raises:
         ConfigError: if a module cannot be found.
@@ -92,6 +96,6 @@ def import_plugins(modules: Iterable[str]) -> None:
             if error.name is None or not f"{name}.".startswith(f"{error.name}."):
                 raise
             raise ConfigError(
-                f"plugins must name modules that Python can import, got '{name}'; install it, or add its folder to "
+                f"{option} must name modules that Python can import, got '{name}'; install it, or add its folder to "
                 "PYTHONPATH"
             ) from error

@@ -17,7 +17,7 @@ from lightning_utilities.core.rank_zero import rank_zero_only
 from omegaconf import DictConfig
 from pytorch_lightning.callbacks import Callback
 
-from rm_optimizer.core.model.losses import LOSSES, PairLoss, register_loss
+from rm_optimizer.core.model.losses import MarginLoss, PairLoss, loss_named, register_loss
 from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.tokens.dataset import TrainVal, names_files
 from rm_optimizer.errors import ConfigError, Interrupted, TrainingDiverged, did_you_mean
@@ -63,7 +63,7 @@ def train_reward_model(
     precision: str | None = None,
     order: PairOrder | None = None,
     callbacks: Sequence[Callback] = (),
-    loss: str | PairLoss | None = None,
+    loss: str | PairLoss | MarginLoss | None = None,
     metrics: Mapping[str, PairMetric] = MappingProxyType({}),
     options: Mapping[str, object] = MappingProxyType({}),
     **unknown: Never,
@@ -92,7 +92,7 @@ def train_reward_model(
         order: order of the training pairs by epoch; None shuffles them by the seed.
         callbacks: Lightning callbacks, called after the evaluation and before the checkpoint of a step; one may set
             `trainer.should_stop`. Hooks of Lightning's validation are not called.
-        loss: function of the rewards that `register_loss` accepts, or the name of a registered one.
+        loss: function of the rewards or margins that `register_loss` accepts, or the value of `loss.name`.
         metrics: further numbers of each evaluation, logged as `val/NAME`: functions of the rewards of the chosen and of
             the rejected responses.
         options: any options by their names on the command line, such as `{"optimizer.beta2": 0.95}`; they win over the
@@ -179,7 +179,7 @@ def run_training(
             f"config must be the options of a run, got {type(config).__name__}; make them by compose(['model=tiny', …])"
         )
     if config.loss.name is not None:
-        LOSSES[config.loss.name]  # an unknown name is refused before anything is loaded
+        loss_named(config.loss.name)  # an unknown name is refused before anything is loaded
     require_callbacks(config, callbacks)
     check_compatible(config.optimizer, config.hardware, config.schedule)
     require_devices(config.hardware)

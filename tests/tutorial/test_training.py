@@ -126,10 +126,15 @@ def hinge(chosen: Tensor, rejected: Tensor, *, margin: Tensor, label: Tensor) ->
     return torch.relu(1 + margin - (2 * label - 1) * (chosen - rejected))
 
 
-def test_a_loss_and_metrics_of_ones_own(tmp_path: Path):
+def margin_hinge(z: Tensor) -> Tensor:
+    return torch.relu(1 - z)
+
+
+@pytest.mark.parametrize("given", [hinge, "tests.tutorial.test_training:margin_hinge"])
+def test_a_loss_and_metrics_of_ones_own(tmp_path: Path, given: Any):
     metrics = {"median_margin": lambda chosen, rejected: float(np.median(chosen - rejected))}
     result = train_reward_model(
-        data_path=ROWS, batch_size=27, loss=hinge, metrics=metrics, output_dir=tmp_path, options=SMALL
+        data_path=ROWS, batch_size=27, loss=given, metrics=metrics, output_dir=tmp_path, options=SMALL
     )
     rows = read_rows(tmp_path / "metrics.csv")
     rewards = RunFolder(tmp_path).pair_rewards()
@@ -138,7 +143,7 @@ def test_a_loss_and_metrics_of_ones_own(tmp_path: Path):
     assert float(rows[-1]["eval_median_margin"]) == pytest.approx(median)
     means = np.mean([max(0.0, 1 - pair.chosen + pair.rejected) for pair in rewards])
     assert float(rows[-1]["eval_loss"]) == pytest.approx(means, rel=1e-5)
-    assert RunFolder(tmp_path).options["loss"]["name"] == "hinge"
+    assert RunFolder(tmp_path).options["loss"]["name"] in ("hinge", given)
     assert RunResult.from_json(result.to_json()).own_metrics == result.own_metrics
 
 

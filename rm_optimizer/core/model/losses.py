@@ -7,16 +7,22 @@ and has the right gradient for margins of any finite size.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from functools import cache, partial
+from importlib import import_module
+from inspect import isfunction, signature
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema import LossConfig
-from rm_optimizer.schema.registry import Registry
+from rm_optimizer.schema.registry import Registry, import_plugins
+
+MarginLoss: TypeAlias = Callable[[Tensor], Tensor]
+"""Loss of each pair by the margin of the better response, shape (pairs,)."""
 
 
 class PairLoss(Protocol):
@@ -35,12 +41,16 @@ class PairLoss(Protocol):
         ...
 
 
+LossT = TypeVar("LossT", bound=PairLoss | MarginLoss)
 LOSSES: Registry[PairLoss] = Registry("loss")
 """Losses that users have registered."""
 
 
-def register_loss(name: str) -> Callable[[PairLoss], PairLoss]:
+def register_loss(name: str) -> Callable[[LossT], LossT]:
     """Decorator that makes a function of the rewards a loss of runs: `loss.name=NAME`.
+
+    A function `f` of one argument gets the margins `z = c - r - margin`; with the label `y` its loss is
+    `y f(z) + (1 - y) f(-z)`.
 
     Args:
         name: name of the loss, as the user types it.
@@ -55,14 +65,53 @@ def register_loss(name: str) -> Callable[[PairLoss], PairLoss]:
         ...     return torch.relu(1 + margin - (2 * label - 1) * (chosen - rejected))
     """
 
-    def add(loss: PairLoss) -> PairLoss:
-        _require_pairwise(name, loss)
-        LOSSES.add(name, loss, made_by=loss)
+    def add(loss: LossT) -> LossT:
+        LOSSES.add(name, _checked(name, loss), made_by=loss)
         return loss
 
     return add
 
 
+def loss_named(name: str) -> PairLoss:
+    """The loss that `loss.name` means: a registered one, or the function of `module:function`.
+
+    Raises:
+        ConfigError: if it is unknown, or the function is none that `register_loss` accepts.
+    """
+    return _imported(name) if ":" in name else LOSSES[name]
+
+
+@cache
+def _imported(name: str) -> PairLoss:
+    module, _, function = name.partition(":")
+    import_plugins([module], "loss.name")
+    content = vars(import_module(module))
+    if not callable(content.get(function)):
+        known = [key for key, value in content.items() if isfunction(value) and value.__module__ == module]
+        raise ConfigError(did_you_mean(f"function of {module} in loss.name", function, known))
+    return _checked(name, content[function])
+
+
+def _checked(name: str, function: PairLoss | MarginLoss) -> PairLoss:
+    """The function as a loss of pairs, once it is found to be one."""
+    loss: PairLoss = partial(_of_margins, function) if len(signature(function).parameters) == 1 else function  # type: ignore[assignment, arg-type]
+    try:
+        signature(loss).bind(None, None, margin=None, label=None)
+    except TypeError as error:
+        raise ConfigError(
+            f"the loss '{name}' must take (chosen, rejected, *, margin, label), or the margins alone, got "
+            f"{signature(function)}: {error}"
+        ) from error
+    _require_pairwise(name, loss)
+    return loss
+
+
+def _of_margins(function: MarginLoss, chosen: Tensor, rejected: Tensor, *, margin: Tensor, label: Tensor) -> Tensor:
+    z = chosen - rejected - margin
+    return label * function(z) + (1 - label) * function(-z)
+
+
+@torch.enable_grad()
 def _require_pairwise(name: str, loss: PairLoss) -> None:
     """Refuse a loss that is not one finite number a pair, independent of the other pairs, with the right gradient."""
     draws = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -81,7 +130,7 @@ def _require_pairwise(name: str, loss: PairLoss) -> None:
     if not losses(far, -far).isfinite().all():
         raise ConfigError(f"the loss '{name}' must be finite at margins of 10,000; use logsigmoid or softplus")
     inputs = chosen.requires_grad_(), rejected.requires_grad_()
-    if not torch.autograd.gradcheck(losses, inputs, raise_exception=False):
+    if not (losses(*inputs).requires_grad and torch.autograd.gradcheck(losses, inputs, raise_exception=False)):
         raise ConfigError(f"the loss '{name}' must be differentiable in both rewards; leave out detach and item")
 
 
@@ -151,12 +200,12 @@ def configured_pair_losses(
     margin: Float[Tensor, " pairs"],
     label: Float[Tensor, " pairs"],
 ) -> Float[Tensor, " pairs"]:
-    """`bradley_terry_pair_losses`, or the loss registered as `loss.name`, with a run's options.
+    """`bradley_terry_pair_losses`, or the loss that `loss.name` names, with a run's options.
 
     Margins are multiplied by `loss.margin_scale`.
     """
     if config.name is not None:
-        return LOSSES[config.name](chosen, rejected, margin=margin * config.margin_scale, label=label)
+        return loss_named(config.name)(chosen, rejected, margin=margin * config.margin_scale, label=label)
     return bradley_terry_pair_losses(
         chosen,
         rejected,

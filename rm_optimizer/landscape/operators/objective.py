@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.attention import soft_cap
-from rm_optimizer.core.model.losses import configured_pair_losses
+from rm_optimizer.core.model.losses import configured_pair_losses, loss_named
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError, DataError, RMOptimizerError, TrainingDiverged
@@ -164,6 +164,8 @@ class PairObjective:
     group: dist.ProcessGroup | None
 
     def __post_init__(self) -> None:
+        if self.loss.name is not None:
+            loss_named(self.loss.name)  # is checked by its gradient, which is not possible inside a transform
         self.parameters = self.subset.of(self.model)
         self._rewards = _RewardsModule(self.model)
         weights = sum((batch.weight.double().sum() for batch in self.batches), torch.zeros((), dtype=torch.float64))
