@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 8436,
+    "core": 8456,
     "serving": 3996,
     "landscape": 3821,
     "training": 2682,
@@ -36,7 +36,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 51,
     "import lines": 5321,
     "import lines inside functions": 311,
-    "lines of code": 33410,
+    "lines of code": 33432,
     "private functions with one caller": 333,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -22,7 +22,7 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.tokens.audit import control_notes
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_training_data
-from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
+from rm_optimizer.core.tokens.tokenizer import tokenizer_of_pairs
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.optim.param_groups import partition
 from rm_optimizer.records.codec import from_values
@@ -112,7 +112,7 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, qua
         origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
         return BradleyTerryRM.from_pretrained(config.path, quantize=quantize, new_head=True, **origin, **shared)
     assert config.max_length is not None, "checked with the options"
-    tokenizer = train_tokenizer(rendered_texts(train.pairs), config.vocab_size)
+    tokenizer = tokenizer_of_pairs(train.pairs, config.vocab_size)
     return BradleyTerryRM.from_config(config.architecture, tokenizer, **shared)
 
 

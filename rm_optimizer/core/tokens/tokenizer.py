@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -14,7 +14,7 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
-from rm_optimizer.core.rows.messages import split_context
+from rm_optimizer.core.rows.messages import Turns, split_context
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.errors import CheckpointError
 
@@ -24,6 +24,42 @@ _PLAIN_TEXTS = (
     *("(x)[y]{z}!?.,;:--", " lead and trail "),
 )
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+_FIELDS_TEMPLATE = """\
+{%- if tools -%}{{- 'Tools: ' ~ tools | tojson ~ '\\n\\n' -}}{%- endif -%}
+{%- if documents -%}{{- 'Documents: ' ~ documents | tojson ~ '\\n\\n' -}}{%- endif -%}
+{%- for message in messages -%}
+{{- message.role | capitalize ~ (' ' ~ message.name if message.name) -}}
+{{- (' ' ~ message.tool_call_id if message.tool_call_id) ~ ': ' -}}
+{%- if message.reasoning_content -%}{{- '<think>\\n' ~ message.reasoning_content ~ '\\n</think>\\n\\n' -}}{%- endif -%}
+{{- message.content -}}
+{%- for call in message.tool_calls or [] -%}{{- '\\n<tool_call>' ~ call | tojson ~ '</tool_call>' -}}{%- endfor -%}
+{%- if not loop.last or add_generation_prompt -%}{{- '\\n\\n' -}}{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- 'Assistant: ' -}}{%- endif -%}
+"""
+"""Chat template that writes all fields of messages, tools and documents."""
+
+
+def tokenizer_of_pairs(
+    pairs: Sequence[PreferencePair], vocab_size: int, *, longest: int | None = None
+) -> PreTrainedTokenizerFast:
+    """Tokenizer trained on pairs. It has a chat template if they have tools, or messages with more than contents.
+
+    Args:
+        pairs: pairs whose texts are read.
+        vocab_size: most tokens, as in `train_tokenizer`.
+        longest: number of characters after which a text is not read any more; None reads all of it.
+    """
+    tokenizer = train_tokenizer((text[:longest] for text in rendered_texts(pairs)), vocab_size)
+    if any(map(_has_fields, pairs)):
+        tokenizer.chat_template = _FIELDS_TEMPLATE
+    return tokenizer
+
+
+def _has_fields(pair: PreferencePair) -> bool:
+    before = () if isinstance(pair.prompt, str) else pair.prompt
+    is_long = isinstance(pair.chosen, Turns) or isinstance(pair.rejected, Turns)
+    return is_long or any(message.fields for message in before)
 
 
 def rendered_texts(pairs: Iterable[PreferencePair]) -> Iterator[str]:

@@ -129,11 +129,11 @@ def _audited(
 
 def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> PreTrainedTokenizerBase:
     from rm_optimizer.core.rows.hub import hub_obstacle, restored_hub
-    from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
+    from rm_optimizer.core.tokens.tokenizer import tokenizer_of_pairs
 
     if source is None:
-        pairs = (pair for data in datasets for pair in data.pairs)
-        return train_tokenizer((text[:LONG_CHARACTERS] for text in rendered_texts(pairs)), TINY_VOCABULARY)
+        pairs = [pair for data in datasets for pair in data.pairs]
+        return tokenizer_of_pairs(pairs, TINY_VOCABULARY, longest=LONG_CHARACTERS)
     from transformers import AutoTokenizer  # takes seconds
 
     try:

@@ -6,11 +6,16 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import Message, PreferencePair
 from rm_optimizer.core.pairs.synthetic import synthetic_world
-from rm_optimizer.core.tokens.tokenizer import train_tokenizer
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.tokenizer import tokenizer_of_pairs, train_tokenizer
+from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.schema import TrainConfig, compose, config_root, typed
 from rm_optimizer.schema.data import SyntheticConfig
+from tests.serving.test_agent_rows import ROWS
 
 PRESETS = ["tiny", "minilm", "deberta", "modernbert", "qwen", "llama"]
 
@@ -98,3 +103,15 @@ def test_no_response_of_the_embedded_world_is_cut_by_the_tiny_model():
     world = synthetic_world(SyntheticConfig(num_train=400, num_val=2, seed=1))
     encodings = [rewarder.renderer.encode(p.prompt, r) for p in world.train for r in (p.chosen, p.rejected)]
     assert sum(encoding.prompt_cut + encoding.response_cut for encoding in encodings) == 0
+
+
+def test_a_tokenizer_of_agents_rows_writes_every_field_and_one_of_plain_rows_has_no_template():
+    plain = PreferencePair((Message("user", "Hi"),), "a", "b")
+    assert tokenizer_of_pairs([plain], 300).chat_template is None
+    data = PreferenceDataset([row for row in ROWS if "chat_template_kwargs" not in row])
+    for pair in data:
+        tokenizer = tokenizer_of_pairs([plain, pair], 300)
+        TemplateWriter(tokenizer).write_for_training()
+        renderer = ConversationRenderer(tokenizer, 4096)
+        assert renderer.refusal(pair) is None
+        assert renderer.text(pair.prompt, pair.chosen).startswith(renderer.prompt_text(pair.prompt)[:-11])
