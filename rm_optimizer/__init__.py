@@ -15,6 +15,10 @@ if TYPE_CHECKING:
     from rm_optimizer.core.data_loader import RayPreferenceDataset as RayPreferenceDataset
     from rm_optimizer.core.data_loader import TrainVal as TrainVal
     from rm_optimizer.core.data_loader import create_dataloader as create_dataloader
+    from rm_optimizer.core.importing.exporting import ExportedModel as ExportedModel
+    from rm_optimizer.core.importing.exporting import export_reward_model as export_reward_model
+    from rm_optimizer.core.importing.importing import ImportedModel as ImportedModel
+    from rm_optimizer.core.importing.importing import import_reward_model as import_reward_model
     from rm_optimizer.core.model.losses import register_loss as register_loss
     from rm_optimizer.core.model.reward_model import BradleyTerryRM as BradleyTerryRM
     from rm_optimizer.core.pairs.pair import BaseRewardModel as BaseRewardModel

@@ -38,6 +38,7 @@ INNER = {
         {"streaming", "classifier"},
         {"storage"},
         {"model"},
+        {"importing"},
         {"base", "data_loader", "reward_model"},
     ),
     "landscape": (

@@ -303,6 +303,17 @@ WAYS: dict[str, Run] = {
     "rm-opt scaling outputs/scaling data.train=pairs.jsonl model=minilm --sizes 500,1000,2000,4000 --gain 2": Run(
         "rm-opt scaling --help", prints="--gain"
     ),
+    "rm-opt import value-head-run outputs/imported": Run(
+        "rm-opt import outputs/run/best outputs/imported", prints="imported: outputs/imported", slow=True
+    ),
+    'rm-opt score outputs/imported --prompt "What is 2 + 2?" --response "4"': Run(
+        "rm-opt score --help", prints="--response"
+    ),
+    "rm-opt export outputs/imported outputs/half --dtype bfloat16 --data pairs.jsonl": Run(
+        "rm-opt export outputs/run/best outputs/half --dtype bfloat16 --data pairs.jsonl",
+        prints="exported in bfloat16",
+        slow=True,
+    ),
     "rm-opt doctor outputs/run/best --data pairs.jsonl": Run(
         # a model of four steps may fail the checks of its rewards, and says so with its exit code
         "rm-opt doctor outputs/run/best --data pairs.jsonl || test $? = 4",
@@ -361,7 +372,11 @@ def test_the_front_page_of_the_manual_links_every_page():
 
 
 def test_the_front_page_of_the_manual_names_every_command():
-    names = {command.__name__.replace("_", "-") for group in COMMANDS.values() for command, _ in group}
+    names = {
+        settings.get("name", command.__name__.replace("_", "-"))
+        for group in COMMANDS.values()
+        for command, settings in group
+    }
     assert names <= set(re.findall(r"`rm-opt ([\w-]+)", DOCUMENTS["doc.md"]))
 
 

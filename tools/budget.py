@@ -14,30 +14,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 8456,
-    "serving": 3996,
+    "core": 9133,
+    "serving": 4003,
     "landscape": 3821,
     "training": 2682,
     "rl_coupling": 2566,
     "reporting": 2472,
-    "interfaces": 1913,
+    "interfaces": 1994,
     "experiments": 1681,
     "data_efficiency": 1339,
     "schema": 1035,
-    "doctor": 935,
+    "doctor": 933,
     "records": 762,
     "optim": 754,
     "evaluation": 546,
     "modules at the top": 476,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 329,
+    "files": 337,
     "files of less than 40 lines": 6,
-    "functions of seven parameters or more": 51,
-    "import lines": 5321,
-    "import lines inside functions": 311,
-    "lines of code": 33432,
-    "private functions with one caller": 333,
+    "functions of seven parameters or more": 54,
+    "import lines": 5450,
+    "import lines inside functions": 313,
+    "lines of code": 34197,
+    "private functions with one caller": 351,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

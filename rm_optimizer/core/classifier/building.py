@@ -20,10 +20,14 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from rm_optimizer.core.classifier.attention import choose_attention
 from rm_optimizer.core.classifier.head import freeze_beside_text
+from rm_optimizer.core.classifier.heads import OWN_TYPE, with_head, with_own_type
 from rm_optimizer.core.classifier.limits import refuse_known
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 from rm_optimizer.records.randomness import keeping_random_state
@@ -74,6 +78,25 @@ class LoadOptions:
     new_head: bool = False
 
 
+def read_config(location: str, options: LoadOptions) -> PretrainedConfig:
+    """Configuration of a stored model; of one with a head of its own, its backbone's with `reward_head`."""
+    stored, _ = PretrainedConfig.get_config_dict(location, revision=options.revision)
+    if stored.get("model_type") != OWN_TYPE:
+        trusted = options.trust_remote_code
+        return AutoConfig.from_pretrained(location, revision=options.revision, trust_remote_code=trusted)
+    base = CONFIG_MAPPING[stored["reward_head"]["model_type"]]
+    config = with_own_type(base).from_pretrained(location, revision=options.revision)
+    del config.auto_map  # the same code is here
+    return config
+
+
+def classifier_class(config: PretrainedConfig) -> Any:
+    """`AutoModelForSequenceClassification`, or the classifier whose head the configuration describes."""
+    if getattr(config, "reward_head", None) is None:
+        return AutoModelForSequenceClassification
+    return with_head(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)])
+
+
 def build_arguments(config: PretrainedConfig, options: LoadOptions) -> dict[str, Any]:
     """Arguments by which transformers builds a classifier: its configuration, set to one label, type and attention.
 
@@ -118,10 +141,17 @@ def build(config: PretrainedConfig, options: LoadOptions) -> PreTrainedModel:
     """The classifier at its random start, as `finished` returns it."""
     arguments = build_arguments(config, options)
     with keeping_random_state(seed=options.seed):
-        model = AutoModelForSequenceClassification.from_config(
-            arguments.pop("config"), trust_remote_code=options.trust_remote_code, **arguments
-        )
+        model = new_classifier(trust_remote_code=options.trust_remote_code, **arguments)
     return finished(model, options)
+
+
+def new_classifier(config: PretrainedConfig, *, trust_remote_code: bool = False, **arguments: Any) -> PreTrainedModel:
+    """The classifier of a configuration, with the head that it describes."""
+    if (made := classifier_class(config)) is AutoModelForSequenceClassification:
+        arguments["trust_remote_code"] = trust_remote_code
+        return made.from_config(config, **arguments)
+    model: PreTrainedModel = made._from_config(config, **arguments)
+    return model
 
 
 def finished(model: PreTrainedModel, options: LoadOptions) -> PreTrainedModel:

@@ -20,7 +20,7 @@ from rm_optimizer.errors import CheckpointError, ConfigError, no_trained_head
 REWARD_HEAD_PATTERNS = ("pooler",)
 """Parts of names of modules inside a backbone that belong to the reward head's side, as all modules after it do."""
 _log = logging.getLogger("rm_optimizer")
-_OTHER_TASKS = ("ForTokenClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForQuestionAnswering")
+OTHER_TASKS = ("ForTokenClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForQuestionAnswering")
 """Classes whose head `transformers` would load as a sequence classifier's, since it has the same name and shape."""
 
 _OTHER_HEADS = {
@@ -132,13 +132,13 @@ def require_trained_head(
         CheckpointError: if the head has another form, weights were drawn at random, or those of the head were trained
             for another task.
     """
-    task = next((task for name in model.config.architectures or () for task in _OTHER_TASKS if task in name), None)
+    task = next((task for name in model.config.architectures or () for task in OTHER_TASKS if task in name), None)
     form = next((_OTHER_HEADS[start] for start in _OTHER_HEADS for name in unread if name.startswith(start)), None)
     if drawn and form:
         raise CheckpointError(
             f"{source} has a trained reward head in another form: {form}, stored as {', '.join(sorted(unread)[:3])}, "
-            f"where {', '.join(sorted(drawn)[:3])} was expected; convert it to a classifier with one label, or "
-            f"train a new head from it with rm-opt train model.path={source}"
+            f"where {', '.join(sorted(drawn)[:3])} was expected; bring it into a classifier's with "
+            f"rm-opt import {source} FOLDER, or train a new head from it with rm-opt train model.path={source}"
         )
     if drawn:
         instead = f"; it stores {', '.join(sorted(unread)[:3])}, which the classifier does not have" if unread else ""

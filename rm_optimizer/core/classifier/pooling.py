@@ -6,7 +6,9 @@ A decoder pools at the last attended token, or as a plug-in does, independent of
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
+from functools import cache
 
 import torch
 from jaxtyping import Float, Int
@@ -14,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.attention import attention_masks
+from rm_optimizer.core.classifier.heads import GatedHead, marker_index
 from rm_optimizer.core.tokens.prefix_trees import PackedTrees
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.registry import Registry
@@ -103,6 +106,11 @@ def require_pooling(name: str, head: PoolingHead) -> None:
         raise ConfigError(f"the pooling head '{name}' must be differentiable in the hidden states; leave out detach")
 
 
+@cache
+def _say_once(sentence: str) -> None:
+    logging.getLogger("rm_optimizer").warning("%s", sentence)
+
+
 def pooling_head_of(model: PreTrainedModel) -> str | None:
     """Name of the registered pooling head that a model was given; None for its architecture's own."""
     name: str | None = getattr(model.config, "pooling_head", None)
@@ -122,8 +130,8 @@ def set_pooling_head(model: PreTrainedModel, name: str) -> None:
 
 
 def pools_last_token(model: PreTrainedModel) -> bool:
-    """True if the classifier is a decoder: a plain linear `score` applied to each token's hidden state."""
-    return isinstance(getattr(model, "score", None), nn.Linear)
+    """True if the classifier is a decoder: `score` is applied to each token's hidden state."""
+    return isinstance(getattr(model, "score", None), nn.Linear | nn.Sequential | GatedHead)
 
 
 def last_attended(attention_mask: Int[Tensor, "sequences tokens"]) -> Int[Tensor, " sequences"]:
@@ -184,7 +192,14 @@ def decoder_logits(
     accepted = inspect.signature(backbone.forward).parameters
     extra = {"position_ids": mask_position_ids(attention_mask)} if "position_ids" in accepted else {}
     hidden = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **extra).last_hidden_state
-    logits: Tensor = model.score(pool(hidden, attention_mask))
+    states = pool(hidden, attention_mask)
+    if isinstance(model.score, GatedHead):
+        index = marker_index(input_ids, model.config.reward_head["marker"])
+        if bool((index < 0).any()):
+            _say_once("a sequence lacks the marker at which the head reads the prompt; its first token is read instead")
+        rows = torch.arange(len(input_ids), device=hidden.device)
+        states = torch.cat([states, hidden[rows, index.clamp(min=0)]], dim=-1)
+    logits: Tensor = model.score(states)
     return logits
 
 

@@ -21,6 +21,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.classifier.attention import sharing_obstacle
 from rm_optimizer.core.classifier.head import head_name, initialize_head, install_reward_head
+from rm_optimizer.core.classifier.heads import GatedHead
 from rm_optimizer.core.classifier.limits import check_window, default_max_length
 from rm_optimizer.core.classifier.pooling import (
     RewardHead,
@@ -196,6 +197,8 @@ class ClassifierRewardModel(BaseRewardModel):
             return f"{type(self.model).__name__} is not a causal decoder: a token's state depends on those after it"
         if (name := pooling_head_of(self.model)) is not None:
             return f"its pooling head '{name}' may read more than the last token"
+        if isinstance(self.model.score, GatedHead):
+            return "its head reads the end of the prompt too"
         return sharing_obstacle(self.model)
 
     def prefix_parity(self, groups: Sequence[Sequence[NDArray[np.int32]]]) -> float:

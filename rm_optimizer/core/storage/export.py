@@ -20,8 +20,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedModel
 
 import rm_optimizer
+from rm_optimizer.core.classifier import heads
 from rm_optimizer.core.classifier.adapters import has_adapter, import_peft
 from rm_optimizer.core.classifier.attention import soft_cap
+from rm_optimizer.core.classifier.heads import CODE_FILE, OWN_TYPE
 from rm_optimizer.core.classifier.pooling import plain_logits, pooling_head_of
 from rm_optimizer.core.classifier.quantization import computing_dtype, reading_arguments
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
@@ -115,6 +117,8 @@ def _save(
                 if (name := pooling_head_of(model)) is not None:  # vLLM refuses a class that it does not know
                     changes["architectures"] = [f"{type(model).__name__}WithPoolingHead"]
                     _log.warning("plain transformers has no pooling head '%s' and reads other rewards", name)
+                if (described := getattr(model.config, "reward_head", None)) is not None:
+                    changes |= _own_code(model, described, aside)
                 if changes:
                     file = aside / "config.json"
                     config = json.loads(file.read_text(encoding="utf-8")) | changes
@@ -144,9 +148,22 @@ def _save(
     return certificate
 
 
+def _own_code(model: PreTrainedModel, described: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Write the code of a head that no class of `transformers` has; return what it changes in `config.json`."""
+    base = next(each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
+    config, module = type(model.config), Path(CODE_FILE).stem
+    names = f"from transformers import {config.__name__}, {base.__name__}"
+    classes = f"RewardConfig = with_own_type({config.__name__})\nRewardModel = with_head({base.__name__})"
+    code = Path(heads.__file__).read_text(encoding="utf-8")
+    (folder / CODE_FILE).write_text(f"{code}\n\n{names}  # noqa: E402\n\n{classes}\n", encoding="utf-8")
+    auto_map = {"AutoConfig": f"{module}.RewardConfig", "AutoModelForSequenceClassification": f"{module}.RewardModel"}
+    head = {**described, "model_type": model.config.model_type}
+    return {"model_type": OWN_TYPE, "auto_map": auto_map, "architectures": ["RewardModel"], "reward_head": head}
+
+
 def _reloaded(model: PreTrainedModel, folder: Path, base: BaseModel | None) -> PreTrainedModel:
     """The stored model as plain `transformers` reads it, or as plain peft reads it with its base."""
-    has_code = hasattr(model.config, "auto_map")
+    has_code = hasattr(model.config, "auto_map") or hasattr(model.config, "reward_head")
     if base is None:
         return AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=has_code)
     attention = {} if soft_cap(model.config) is None else {"attn_implementation": "eager"}

@@ -21,7 +21,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoConfig,
-    AutoModelForSequenceClassification,
     AutoTokenizer,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -31,7 +30,15 @@ from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import extract_commit_hash
 
 from rm_optimizer.core.classifier.adapters import attach, has_untrained_adapter, import_peft
-from rm_optimizer.core.classifier.building import LoadOptions, build, build_arguments, finished, reason_of
+from rm_optimizer.core.classifier.building import (
+    LoadOptions,
+    build,
+    build_arguments,
+    classifier_class,
+    finished,
+    read_config,
+    reason_of,
+)
 from rm_optimizer.core.classifier.head import head_name, require_trained_head
 from rm_optimizer.core.classifier.quantization import is_quantized, quantization_arguments
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
@@ -137,7 +144,7 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Pa
 
 _LOAD_ERRORS = (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError, StrictDataclassError)
 
-_HARMLESS = re.compile(
+HARMLESS = re.compile(
     r"(rotary_emb\.inv_freq|position_ids|token_type_ids|(attn|attention)\.(masked_)?bias)$|(^|\.)pooler\."
     r"|^(lm_head|embed_out|cls|generator_lm_head|generator_predictions|discriminator_predictions|lm_predictions"
     r"|mask_predictions|vocab_\w+|predictions|sop_classifier)\."
@@ -250,14 +257,15 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
     found = [cached_file(source.location, name, revision=options.revision, **_IF_THERE) for name in _OWN_FILES]
     folder = Path(found[0]).parent if found[0] else Path(os.devnull)
     record = read_record(folder)
-    arguments = build_arguments(AutoConfig.from_pretrained(source.location, **origin), options)
+    arguments = build_arguments(read_config(source.location, options), options)
     if options.quantize:
         arguments |= quantization_arguments(arguments["config"], trust_remote_code=options.trust_remote_code)
-    tokenizer = AutoTokenizer.from_pretrained(source.location, **origin)
+    with quiet_transformers():
+        tokenizer = AutoTokenizer.from_pretrained(source.location, **origin)
     if found[1] and (difference := read_otherwise(tokenizer, found[1])):
         _log.warning("%s", difference)
     with keeping_random_state(seed=options.seed), quiet_transformers():
-        model, report = AutoModelForSequenceClassification.from_pretrained(
+        model, report = classifier_class(arguments["config"]).from_pretrained(
             source.location, output_loading_info=True, ignore_mismatched_sizes=True, **origin, **arguments
         )
     if wrong := sorted(report["mismatched_keys"]):
@@ -270,7 +278,7 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
         file = cached_file(source.location, CONFIG_NAME, revision=options.revision)
         model.config._commit_hash = extract_commit_hash(file, None)
     missing = set(report["missing_keys"])
-    unread = {name for name in report["unexpected_keys"] if not _HARMLESS.search(name)}
+    unread = {name for name in report["unexpected_keys"] if not HARMLESS.search(name)}
     if source.kind is SourceKind.FOLDER:
         unread |= {file.name for file in Path(source.location).glob("value_head.*")}
     is_fresh = f"{head_name(model)}.weight" in missing

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from rm_optimizer.core.classifier.adapters import ADAPTER_NAME, has_adapter, lora_config
+from rm_optimizer.core.classifier.building import LoadOptions, new_classifier, read_config
 from rm_optimizer.core.classifier.head import require_trained_head
 from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -49,7 +50,10 @@ class VllmModel:
 def suits_vllm(checkpoint: str) -> bool:
     """True for a folder with a decoder of `FAMILIES`; the transformers engine serves all others."""
     source = resolve_source(checkpoint)
-    return source.kind is SourceKind.FOLDER and AutoConfig.from_pretrained(source.location).model_type in FAMILIES
+    if source.kind is not SourceKind.FOLDER:
+        return False
+    config = read_config(source.location, LoadOptions())
+    return config.model_type in FAMILIES and not hasattr(config, "reward_head")
 
 
 def prepare_model(checkpoint: str, work: Path, dtype: str) -> VllmModel:
@@ -124,7 +128,7 @@ def _from_files(folder: Path, dtype: str) -> VllmModel:
     record = read_record(folder)
     require_exported_weights(folder, record)
     with torch.device("meta"):
-        skeleton = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(folder))
+        skeleton = new_classifier(read_config(str(folder), LoadOptions()))
     read, stored = skeleton.state_dict().keys(), tensor_files(map(str, folder.glob("*.safetensors"))).keys()
     require_trained_head(skeleton, read - stored, folder)
     refuse_unread(skeleton, stored - read, is_fresh=False)
@@ -160,6 +164,10 @@ def _describe(
 ) -> EngineDescription:
     if (name := getattr(model.config, "pooling_head", None)) is not None:
         raise CheckpointError(f"vLLM has no pooling head '{name}'; serve the model with --engine transformers")
+    if hasattr(model.config, "reward_head"):
+        raise CheckpointError(
+            "vLLM has no reward head but one linear layer without a bias; serve the model with --engine transformers"
+        )
     return EngineDescription(
         engine="vllm",
         architecture=type(model).__name__,

@@ -1,0 +1,1 @@
+"""Reward models of other software, brought into one certified form."""

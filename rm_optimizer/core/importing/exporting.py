@@ -1,0 +1,119 @@
+"""Export of a model in another type, with normalized rewards, or as an adapter alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from rm_optimizer.core.classifier.adapters import has_adapter
+from rm_optimizer.core.classifier.head import head_name
+from rm_optimizer.core.classifier.pooling import RewardHead
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.storage.certificate import ParityCertificate
+from rm_optimizer.core.storage.export import save_adapter
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.codec import NOT_STORED, JsonRecord
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class ExportedModel(JsonRecord, indent=2):
+    """A reward model that was exported.
+
+    Args:
+        folder: folder of the export.
+        dtype: type of its weights.
+        num_pairs: number of pairs on which it was compared with its source.
+        num_turned: pairs whose better response is another one in the export.
+        largest_change: largest change of a reward, after the normalization was taken back.
+        mean: mean of the source's rewards on the pairs, which was subtracted; None without normalization.
+        deviation: their standard deviation, by which rewards were divided.
+        certificate: comparison of the folder with the model in memory.
+    """
+
+    folder: str
+    dtype: str
+    num_pairs: int = 0
+    num_turned: int = 0
+    largest_change: float | None = None
+    mean: float | None = None
+    deviation: float | None = None
+    certificate: ParityCertificate | None = field(default=None, metadata=NOT_STORED)
+
+
+def export_reward_model(
+    source: str | os.PathLike[str],
+    folder: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    adapter_only: bool = False,
+    pairs: Sequence[PreferencePair] = (),
+    normalize: bool = False,
+) -> ExportedModel:
+    """Write a certified folder of a reward model: merged, in another type, normalized, or as an adapter alone.
+
+    Args:
+        source: hub id, model folder, run folder or `.ckpt`.
+        folder: folder of the export.
+        dtype: type of the backbone's weights; None is float32.
+        adapter_only: write the LoRA factors and the head alone, which plain peft loads with the base.
+        pairs: pairs on which the export is compared with its source in float32.
+        normalize: shift and scale rewards so that the responses of the pairs have mean 0 and deviation 1.
+
+    Raises:
+        CheckpointError: if the source cannot be loaded, the folder cannot be written, or the export scores otherwise.
+        ConfigError: if there are no pairs to normalize on, their rewards are all equal, or an adapter would change.
+    """
+    exact = BradleyTerryRM.from_pretrained(source)
+    model = exact if dtype in (None, "float32") else BradleyTerryRM.from_pretrained(source, dtype=dtype)
+    before, mean, deviation = _rewards(exact, pairs), None, None
+    if normalize:
+        if has_adapter(model.model):
+            raise ConfigError("rewards of an adapter cannot be normalized; export it merged first, then normalize that")
+        if not pairs or bool((before == before.flatten()[0]).all()):
+            raise ConfigError("normalize needs pairs whose rewards differ; give them as pairs (--data)")
+        mean, deviation = float(before.double().mean()), float(before.double().std())
+        rescale(model, 1 / deviation, -mean / deviation)
+    after = before if model is exact and not normalize else _rewards(model, pairs)
+    restored = after if mean is None or deviation is None else deviation * after + mean
+    turned = (before[0] > before[1]) != (restored[0] > restored[1])
+    certificate = save_adapter(model, Path(folder)) if adapter_only else model.save_pretrained(Path(folder))
+    return ExportedModel(
+        folder=str(folder),
+        dtype=certificate.dtype,
+        num_pairs=len(pairs),
+        num_turned=int(turned.sum()),
+        largest_change=float((restored - before).abs().max()) if pairs else None,
+        mean=mean,
+        deviation=deviation,
+        certificate=certificate,
+    )
+
+
+def _rewards(model: BradleyTerryRM, pairs: Sequence[PreferencePair]) -> Float[Tensor, "2 pairs"]:
+    prompts = [pair.prompt for pair in pairs]
+    sides = ([pair.chosen for pair in pairs], [pair.rejected for pair in pairs])
+    return torch.stack([model.score(prompts, side) if pairs else torch.zeros(0) for side in sides])
+
+
+@torch.no_grad()
+def rescale(model: BradleyTerryRM, factor: float, constant: float) -> None:
+    """Fold `factor * reward + constant` into the head; a decoder's gets a bias, which its configuration describes."""
+    head = model.reward_head
+    weight, bias = head.weight.double(), 0.0 if head.bias is None else head.bias.double()
+    head.weight.copy_(factor * weight)
+    if head.bias is None:
+        biased = RewardHead(head.in_features, 1, bias=True, device=head.weight.device, dtype=head.weight.dtype)
+        biased.weight.copy_(head.weight)
+        parent, _, name = head_name(model.model).rpartition(".")
+        setattr(model.model.get_submodule(parent), name, biased.eval())
+        model.model.config.reward_head = {"sizes": [head.in_features, 1], "activation": "relu"}
+        head = biased
+    assert isinstance(head.bias, nn.Parameter)
+    head.bias.copy_(torch.as_tensor(factor * bias + constant))

@@ -1,0 +1,172 @@
+"""Stored tensors of a model in whatever files they lie, with its configuration."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
+
+from rm_optimizer.core.classifier.adapters import import_peft
+from rm_optimizer.core.storage.model_files import find_source
+from rm_optimizer.errors import CheckpointError
+from rm_optimizer.records.locations import ADAPTER_FILE
+
+_OTHER_FILES = ("optimizer", "scheduler", "rng_state", "training_args", "random_states")
+"""Starts of the names of a trainer's other files in torch's format."""
+_SHARD_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor that is read when it is asked for."""
+
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """Tensors of a model, read one at a time, and its configuration.
+
+    Args:
+        folder: folder of the tensors.
+        base: folder of configuration and tokenizer.
+        config: content of `config.json`.
+        tensors: the tensors by their stored names.
+    """
+
+    folder: Path
+    base: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+
+
+@contextmanager
+def stored_model(source: str, base: str | None, revision: str | None) -> Iterator[StoredModel]:
+    """The stored model of a folder or hub id, whose tensors can be read in the block.
+
+    Weights may be safetensors, torch's files, a checkpoint of `torch.distributed.checkpoint`, or an adapter with a head
+    in a file of its own, which is merged into its base.
+
+    Args:
+        source: folder or hub id.
+        base: folder or hub id of configuration and tokenizer; None takes the source.
+        revision: hub revision of the source.
+
+    Raises:
+        CheckpointError: if there is no such source, or its files cannot be read.
+    """
+    folder = _local(source, revision)
+    home = folder if base is None else _local(base, None)
+    with TemporaryDirectory() as work:
+        try:
+            tensors = dict(_from_files(folder, Path(work)))
+            if (folder / ADAPTER_FILE).is_file():
+                home, merged = _merged(folder, base)
+                tensors = merged | {name: each for name, each in tensors.items() if not _is_of_adapter(name)}
+            config, _ = PretrainedConfig.get_config_dict(home)
+        except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{source} cannot be read: {(str(error).splitlines() or ['?'])[0]}") from error
+        if not tensors:
+            raise CheckpointError(f"{source} holds no weights: expected .safetensors, .bin or .pt files")
+        if "model_type" not in config:
+            raise CheckpointError(f"{source} has no {CONFIG_NAME} with a model_type; name its base with --base")
+        yield StoredModel(folder, home, config, tensors)
+
+
+def _local(source: str, revision: str | None) -> Path:
+    if (path := Path(source).expanduser()).is_dir():
+        return path
+    return Path(snapshot_download(find_source(source, revision).location, revision=revision))
+
+
+def _from_files(folder: Path, work: Path) -> Iterator[tuple[str, StoredTensor]]:
+    if (folder / ".metadata").is_file():
+        dcp_to_torch_save(folder, work / "whole.pt")
+        yield from _in_torch_file(work / "whole.pt")
+        return
+    files = sorted(folder.glob("*.safetensors"))
+    if (index := folder / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if lost := sorted(name for name in listed if not (folder / name).is_file()):
+            raise CheckpointError(f"{folder} lacks {lost[0]}, which {index.name} names")
+        files = [file for file in files if file.name in listed or not file.name.startswith("model-")]
+    for file in files:
+        with safe_open(file, framework="pt") as stored:
+            for name in stored.keys():  # noqa: SIM118, no dictionary
+                shape = tuple(stored.get_slice(name).get_shape())
+                yield name, StoredTensor(shape, partial(_read, file, name))
+    has_whole = any(file.name.startswith("model") for file in files)
+    for file in sorted([*folder.glob("*.bin"), *folder.glob("*.pt")]):
+        if not file.name.startswith(_OTHER_FILES) and not (has_whole and file.name.startswith("pytorch_model")):
+            yield from _in_torch_file(file)
+
+
+def _read(file: Path, name: str) -> Tensor:
+    with safe_open(file, framework="pt") as stored:
+        tensor: Tensor = stored.get_tensor(name)
+    return tensor
+
+
+def _in_memory(tensor: Tensor) -> StoredTensor:
+    return StoredTensor(tuple(tensor.shape), lambda: tensor)
+
+
+def _in_torch_file(file: Path) -> Iterator[tuple[str, StoredTensor]]:
+    stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    while isinstance(stored, Mapping) and len(stored) and not any(map(torch.is_tensor, stored.values())):
+        (stored, *_) = stored.values()  # {"module": weights}, {"model": weights}, …
+    for name, tensor in stored.items() if isinstance(stored, Mapping) else ():
+        if torch.is_tensor(tensor):
+            yield name, _in_memory(tensor)
+
+
+def _is_of_adapter(name: str) -> bool:
+    return "lora_" in name or name.startswith("base_model.")
+
+
+def _merged(folder: Path, base: str | None) -> tuple[Path, dict[str, StoredTensor]]:
+    """Folder of an adapter's base, and its weights with the adapter merged in float32."""
+    peft = import_peft()
+    config = peft.PeftConfig.from_pretrained(str(folder))
+    home = _local(base or config.base_model_name_or_path, config.revision if base is None else None)
+    model = AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32)
+    merged = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload(safe_merge=True)
+    return home, {name: _in_memory(value) for name, value in merged.state_dict().items()}
+
+
+def write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    """Write tensors as safetensors with an index, a few gigabytes a file, so that few are in memory at a time."""
+    shard, places, size = dict[str, Tensor](), dict[str, str](), 0
+
+    def write() -> None:
+        name = f"model-{len(set(places.values())) + 1:05}.safetensors"
+        save_file(shard, folder / name, metadata={"format": "pt"})
+        places.update(dict.fromkeys(shard, name))
+        shard.clear()
+
+    for name, tensor in tensors:
+        shard[name] = tensor.contiguous().clone()
+        size += tensor.nbytes
+        if size > _SHARD_BYTES:
+            write()
+            size = 0
+    if shard:
+        write()
+    index = {"metadata": {}, "weight_map": places}
+    (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index), encoding="utf-8")

@@ -1,0 +1,105 @@
+"""`rm-opt import` and `export`: reward models from and to other software."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+from rm_optimizer.interfaces.inputs import PairOptions
+from rm_optimizer.interfaces.outputs import write_json
+
+
+def import_model(
+    source: Annotated[str, Argument(help="Folder or hub id of the model, in the form of another project.")],
+    out: Annotated[Path, Argument(help="Folder to write.")],
+    base: Annotated[str | None, Option("--base", help="Folder or hub id of configuration and tokenizer.")] = None,
+    head: Annotated[
+        str | None, Option("--head", metavar="NAME", help="Head to read, where several are stored.")
+    ] = None,
+    logit: Annotated[
+        str | None, Option("--logit", help="Reward of two labels: difference (second less first), 0 or 1.")
+    ] = None,
+    activation: Annotated[
+        str | None, Option("--activation", help="Function between the layers of a head: relu, gelu, silu or tanh.")
+    ] = None,
+    marker: Annotated[
+        str | None, Option("--marker", metavar="TEXT", help="Text that opens the answer, for a gated head.")
+    ] = None,
+    drop_constant: Annotated[
+        bool, Option("--drop-constant", help="Leave the head's constant out, so that vLLM can serve the folder.")
+    ] = False,
+    template: Annotated[
+        str | None, Option("--template", metavar="FILE", help="Chat template that the model was trained with.")
+    ] = None,
+    append: Annotated[
+        str | None, Option("--append", metavar="TEXT", help="Text after each conversation; default: the form's own.")
+    ] = None,
+    input_form: Annotated[
+        str | None, Option("--input-form", help="Input form of a model without a chat template: plain or pair.")
+    ] = None,
+    max_length: Annotated[
+        int | None, Option("--max-length", min=8, help="Longest sequence in tokens; the rest is cut.")
+    ] = None,
+    dtype: Annotated[str | None, Option("--dtype", help="Type of the weights: float32, bfloat16 or float16.")] = None,
+    revision: Annotated[str | None, Option("--revision", help="Hub revision of the source.")] = None,
+) -> None:
+    """Bring a reward model of another project into a certified folder.
+
+    Its rewards stay the same. Value heads of TRL, LLaMA-Factory and OpenRLHF, DeepSpeed-Chat, Starling, UltraRM,
+    Beaver, InternLM2, heads of several layers and ArmoRM are recognized by their tensors.
+    """
+    from rm_optimizer.core.importing.importing import import_reward_model
+
+    imported = import_reward_model(
+        source,
+        out,
+        base=base,
+        head=head,
+        logit=logit,
+        activation=activation,
+        marker=marker,
+        drop_constant=drop_constant,
+        template=None if template is None else Path(template),
+        append=append,
+        input_form=input_form,
+        max_length=max_length,
+        dtype=dtype,
+        revision=revision,
+    )
+    print("\n".join(imported.sentences()))
+
+
+def export_model(
+    checkpoint: Annotated[str, Argument(help="Hub id, exported folder, run folder or Lightning .ckpt.")],
+    out: Annotated[Path, Argument(help="Folder to write.")],
+    pair_options: PairOptions,
+    sources: Annotated[
+        list[str], Option("--data", "-d", help="Pairs to compare on, and to normalize on; may be repeated.")
+    ] = [],  # noqa: B006
+    dtype: Annotated[str | None, Option("--dtype", help="Type of the weights: float32, bfloat16 or float16.")] = None,
+    adapter: Annotated[bool, Option("--adapter", help="Write the LoRA factors and the head alone.")] = False,
+    normalize: Annotated[
+        bool, Option("--normalize", help="Give the rewards of --data mean 0 and deviation 1.")
+    ] = False,
+    json_file: Annotated[Path | None, Option("--json", help="Also write the result to this JSON file.")] = None,
+) -> None:
+    """Write a reward model as a certified folder: merged, in another type, or with normalized rewards."""
+    from rm_optimizer.core.importing.exporting import export_reward_model
+
+    pairs = [*pair_options.load(sources)] if sources else []
+    made = export_reward_model(checkpoint, out, dtype=dtype, adapter_only=adapter, pairs=pairs, normalize=normalize)
+    certificate = made.certificate
+    assert certificate is not None
+    print(f"exported in {made.dtype}: {made.folder}; reloaded rewards differ by up to {certificate.max_difference:.2g}")
+    if made.mean is not None:
+        print(
+            f"normalized by mean {made.mean:.4g} and deviation {made.deviation:.4g} of {2 * made.num_pairs:,} rewards"
+        )
+    if made.num_pairs:
+        print(
+            f"pairs whose better response is another one than in float32: {made.num_turned:,} of {made.num_pairs:,}; "
+            f"largest change of a reward {made.largest_change:.2g}"
+        )
+    write_json(json_file, made.to_json())

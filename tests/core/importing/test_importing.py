@@ -1,0 +1,128 @@
+"""Imported models score as their projects' published rules do, in memory, in plain transformers and when refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForSequenceClassification
+
+from rm_optimizer import BradleyTerryRM, CheckpointError, ConfigError, import_reward_model
+from tests.core.importing.published import CONVERSATIONS, MARKER, Published, at_last, biased, layered, linear, zoo
+
+QUICK = (
+    *("classifier with a head bias", "LLaMA-Factory adapter with value_head.bin", "Starling", "Beaver reward"),
+    *("OpenRLHF value_head, normalized", "InternLM2", "GRM", "QRM", "NeMo RL, distributed checkpoint"),
+    *("sharded .bin in bfloat16", "cross-encoder of two labels"),
+)
+NAMES = [each.name for each in zoo(Path())]
+
+
+def published(name: str, work: Path) -> Published:
+    return next(each for each in zoo(work) if each.name == name)
+
+
+def as_messages(prompt: str, response: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_an_imported_model_scores_by_its_projects_rule(name: str, tmp_path: Path):
+    form, source, folder = published(name, tmp_path), tmp_path / "source", tmp_path / "imported"
+    reward = form.write(source)
+    imported = import_reward_model(source, folder, **form.options)
+    expected = torch.tensor([float(reward(as_messages(*each))) for each in CONVERSATIONS])
+    expected -= 0 if imported.is_constant_kept else imported.constant
+    prompts, responses = map(list, zip(*CONVERSATIONS, strict=True))
+    model = BradleyTerryRM.from_pretrained(folder)
+    torch.testing.assert_close(model.score(prompts, responses), expected, rtol=1e-5, atol=1e-5)
+    assert (folder / "modeling_reward.py").exists() == form.needs_code
+    plain = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=form.needs_code)
+    for (prompt, response), value in zip(CONVERSATIONS, expected, strict=True):
+        ids = torch.tensor([model.encode([prompt], [response])[0].ids])
+        torch.testing.assert_close(plain(input_ids=ids).logits.squeeze(), value, rtol=1e-5, atol=1e-5)
+
+
+def test_a_folder_with_its_own_head_is_refused_by_classes_that_lack_it(tmp_path: Path):
+    at_last("llama", "model.", biased, "v_head.summary")(tmp_path / "source")
+    imported = import_reward_model(tmp_path / "source", tmp_path / "imported")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "imported", trust_remote_code=False)
+    again = BradleyTerryRM.from_pretrained(tmp_path / "imported")
+    again.save_pretrained(tmp_path / "again")
+    with torch.no_grad():
+        assert again.score("Hi", "Hello.") == BradleyTerryRM.from_pretrained(tmp_path / "again").score("Hi", "Hello.")
+    record = json.loads((tmp_path / "imported" / "import.json").read_text())
+    assert record["form"] == imported.form == "TRL's value head"
+    assert record["head"] == ["v_head.summary.weight", "v_head.summary.bias"]
+    assert record["constant"] == imported.constant != 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "message"),
+    [
+        ({}, {"logit": "0"}, "the head has 1 output; leave --logit out"),
+        ({}, {"head": "scores"}, "did you mean 'score'"),
+        ({"mean": 2.0, "std": 3.0}, {}, "a mean of 2 and a deviation of 3, and config.json does not tell"),
+        ({"model_type": "gpt_neox"}, {}, "the stored weights are not those of the configuration's backbone"),
+        ({"model_type": "baichuan"}, {}, "its backbone baichuan has no classifier in transformers"),
+    ],
+)
+def test_what_the_files_leave_open_is_asked(
+    fields: dict[str, object], options: dict[str, str], message: str, tmp_path: Path
+):
+    at_last("llama", "model.", linear, "score", more=fields)(tmp_path / "source")
+    with pytest.raises((CheckpointError, ConfigError), match=message):
+        import_reward_model(tmp_path / "source", tmp_path / "imported", **options)
+    assert [each.name for each in tmp_path.iterdir()] == ["source"]
+
+
+def test_several_heads_and_layers_ask_for_their_options(tmp_path: Path):
+    source = tmp_path / "source"
+    at_last("llama", "model.", layered(24), "score")(source)
+    with pytest.raises(ConfigError, match="--activation"):
+        import_reward_model(source, tmp_path / "imported")
+    assert import_reward_model(source, tmp_path / "tanh", activation="tanh").form.endswith("tanh between them")
+    weights = load_file(source / "model.safetensors")
+    save_file(weights | {"v_head.weight": torch.ones(1, 32)}, source / "model.safetensors")
+    with pytest.raises(ConfigError, match="2 heads, score, v_head; name one with --head"):
+        import_reward_model(source, tmp_path / "imported")
+    assert import_reward_model(source, tmp_path / "chosen", head="v_head").head == ("v_head.weight",)
+    save_file(weights | {"extra.scale": torch.ones(3)}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"1 stored tensors have no part .* such as extra\.scale"):
+        import_reward_model(source, tmp_path / "imported", activation="relu")
+
+
+def test_a_gated_head_needs_its_marker(tmp_path: Path):
+    published("ArmoRM", tmp_path).write(tmp_path / "source")
+    with pytest.raises(ConfigError, match="--marker"):
+        import_reward_model(tmp_path / "source", tmp_path / "imported")
+    imported = import_reward_model(tmp_path / "source", tmp_path / "imported", marker=MARKER)
+    assert "mixture of 5 objectives" in imported.form
+
+
+def test_a_source_without_a_chat_template_asks_for_one(tmp_path: Path):
+    at_last("llama", "model.", linear, "regression_head")(tmp_path / "source")
+    (tmp_path / "source" / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="--template"):
+        import_reward_model(tmp_path / "source", tmp_path / "imported")
+    turn = "{{ 'Human' if m['role'] == 'user' else 'Assistant' }}: {{ m['content'] }}{{ '' if loop.last else '\n\n' }}"
+    (tmp_path / "template.jinja").write_text("{% for m in messages %}" + turn + "{% endfor %}")
+    options = {"template": tmp_path / "template.jinja", "append": "</s>"}
+    import_reward_model(tmp_path / "source", tmp_path / "imported", **options)
+    tokenizer = BradleyTerryRM.from_pretrained(tmp_path / "imported").tokenizer
+    assert (
+        tokenizer.apply_chat_template(as_messages("Hi", "Yes."), tokenize=False) == "Human: Hi\n\nAssistant: Yes.</s>"
+    )
+
+
+def test_a_conversation_that_ends_with_the_pad_token_is_refused_where_the_first_pad_decides(tmp_path: Path):
+    published("DeepSpeed-Chat", tmp_path).write(tmp_path / "source")
+    with pytest.raises(ConfigError, match="reads the token before the first pad"):
+        import_reward_model(tmp_path / "source", tmp_path / "imported", append="<pad>")
