@@ -13,7 +13,7 @@ from os.path import commonprefix
 from statistics import median
 from typing import Any, TypeGuard
 
-from rm_optimizer.core.pairs.formats import FORMATS, RowFormat, detect_format
+from rm_optimizer.core.pairs.formats import FORMATS, RowFormat, described, detect_format
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.columns import (
@@ -30,16 +30,7 @@ from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
 
-_OTHER_NAMES = {
-    "prompt": "question instruction query input history conversations problem",
-    "chosen": "better preferred accepted positive response_chosen answer_chosen chosen_response preferred_response "
-    "text_chosen text_correct response_w",
-    "rejected": "worse dispreferred negative response_rejected answer_rejected rejected_response "
-    "dispreferred_response text_rejected text_incorrect response_l",
-    "responses": "completions answers candidates generations",
-    "scores": "rewards ratings",
-    "ranks": "rank ranking",
-}
+_OTHER_NAMES: Mapping[str, Sequence[str]] = described("general/names.yaml")
 """Column names of other data sets, by the equivalent names here."""
 _MARK = re.compile(r"(?<!\d)(\d+|[A-Za-z])(?![^\W_])", re.ASCII)
 _SIDES = ({"1", "2"}, {"0", "1"}, {"a", "b"}, {"A", "B"}, {"j", "k"})
@@ -177,7 +168,7 @@ def _known_names(names: Sequence[str], rows: Sequence[Row]) -> dict[str, str]:
     by_lower = {name.lower(): name for name in names if not any(_is_object(row.get(name)) for row in rows)}
     found = {}
     for ours, others in _OTHER_NAMES.items():
-        same = next((by_lower[name] for name in (ours, *others.split()) if name in by_lower), None)
+        same = next((by_lower[name] for name in (ours, *others) if name in by_lower), None)
         if same is not None and ours not in names:
             found[ours] = same
     if "scores" in found and not all(isinstance(row.get(found["scores"]), list) for row in rows):

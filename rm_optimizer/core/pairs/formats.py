@@ -1,6 +1,6 @@
-"""Table of row layouts: the columns of each, the kinds of their cells, and the comparisons that a row gives.
+"""Row formats: the kinds of their cells, and the comparisons that a row of each gives.
 
-A row fits a layout by the kinds of its cells. Its comparisons have the better response first; a `ValueError` gives the
+A row fits a format by the kinds of its cells. Its comparisons have the better response first; a `ValueError` gives the
 reason why there are none. Prompts come out alike whatever form they had: an HH-style transcript becomes the messages it
 holds, so that no source shows by its frame.
 """
@@ -11,7 +11,10 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 from rm_optimizer.core.pairs.winner import Verdict
 from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, UNREAD_COLUMNS, read_number
@@ -32,6 +35,7 @@ from rm_optimizer.core.rows.messages import (
 )
 from rm_optimizer.core.rows.readers import Report, Row
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.schema.compose import config_root
 from rm_optimizer.schema.data import KwiseRule
 
 OPTIONAL_COLUMNS = ("margin", "label", "weight")
@@ -65,56 +69,47 @@ class Comparison:
     label: float | None = None
 
 
-ABSENT = frozenset({"absent"})
-TRANSCRIPT = frozenset({"transcript"})
-TEXT = TRANSCRIPT | {"text"}
-TEXTS = frozenset({"texts"})
-MESSAGES = frozenset({"list"})
-LIST = TEXTS | MESSAGES
-PRESENT = TEXT | LIST | {"other"}
-ANY = PRESENT | ABSENT
-
-
-def _cell_kind(row: Row, name: str) -> str:
-    value = row.get(name)
-    if isinstance(value, str):
-        return "transcript" if begins_with_turn(value) else "text"
-    if isinstance(value, list):
-        return "texts" if are_texts(value) else "list"
-    return "other" if name in row else "absent"
-
-
 @dataclass(frozen=True)
 class RowFormat:
-    """One way to write comparisons in rows.
+    """One way to write comparisons in rows, as `configs/layout/general/formats.yaml` describes it.
 
     Args:
         name: the value of `data.format`.
-        expects: the columns it reads, in words.
         compare: comparisons of a row; raises `ValueError` with the reason where there are none.
-        layouts: kinds of cell that a column may have, for each column of one or several layouts.
+        expects: the columns it reads, in words.
+        cells: kinds of cell that a column may have, for each column of one or several forms of a row.
         makes_groups: True if a row may give several comparisons, which then share a group id.
     """
 
     name: str
-    expects: str
     compare: Callable[[Row, KwiseRule], list[Comparison]]
-    layouts: tuple[Mapping[str, frozenset[str]], ...]
+    expects: str
+    cells: Sequence[Mapping[str, Sequence[str]]]
     makes_groups: bool = False
 
     @cached_property
     def columns(self) -> frozenset[str]:
         """All columns it reads."""
-        return frozenset(name for layout in self.layouts for name, kinds in layout.items() if kinds != ABSENT)
+        return frozenset(name for form in self.cells for name, kinds in form.items() if {*kinds} != {"absent"})
 
     @cached_property
     def required(self) -> tuple[frozenset[str], ...]:
         """Sets of columns of which one must be there."""
-        return tuple(frozenset(name for name in layout if not layout[name] & ABSENT) for layout in self.layouts)
+        return tuple(frozenset(name for name in form if "absent" not in form[name]) for form in self.cells)
 
     def fits(self, row: Row) -> bool:
         """True for a row of this format."""
-        return any(all(_cell_kind(row, name) in layout[name] for name in layout) for layout in self.layouts)
+        return any(all(not _kinds(row, name).isdisjoint(form[name]) for name in form) for form in self.cells)
+
+
+def _kinds(row: Row, name: str) -> set[str]:
+    """The words that a description of formats has for a cell."""
+    value = row.get(name)
+    if isinstance(value, str):
+        return {"present", "text"} | ({"transcript"} if begins_with_turn(value) else set())
+    if isinstance(value, list):
+        return {"present", "list", "texts" if are_texts(value) else "messages"}
+    return {"present", "other"} if name in row else {"absent"}
 
 
 def row_format(name: str) -> RowFormat:
@@ -401,61 +396,23 @@ def gather_responses(
             yield number, shared | {"prompt": first.get("prompt"), **listed, PER_RESPONSE: differing}
 
 
+def described(file: str) -> Any:
+    """Content of a file of `configs/layout`."""
+    # OmegaConf takes 15 times as long, a quarter of a second for all of them.
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    return yaml.load((Path(config_root()) / "layout" / file).read_text(encoding="utf-8"), Loader=loader)
+
+
+_COMPARE = {
+    "explicit": _compare_texts,
+    "hh": _compare_transcripts,
+    "messages": _compare_messages,
+    "lists": _compare_lists,
+    "winner": _compare_winner,
+    "kwise": _compare_kwise,
+}
 FORMATS: Mapping[str, RowFormat] = {
-    form.name: form
-    for form in (
-        RowFormat(
-            "explicit",
-            "prompt, chosen and rejected texts",
-            _compare_texts,
-            ({"prompt": TEXT | LIST, "chosen": TEXT, "rejected": TEXT},),
-        ),
-        RowFormat(
-            "hh",
-            "chosen and rejected transcripts that begin with 'Human:'",
-            _compare_transcripts,
-            ({"prompt": ABSENT, "chosen": TRANSCRIPT, "rejected": TRANSCRIPT},),
-        ),
-        RowFormat(
-            "messages",
-            "chosen and rejected lists of messages, with or without a prompt",
-            _compare_messages,
-            ({"prompt": ANY, "chosen": MESSAGES, "rejected": MESSAGES},),
-        ),
-        RowFormat(
-            "lists",
-            "prompt, and chosen and rejected of which one is a list of texts",
-            _compare_lists,
-            (
-                {"prompt": PRESENT, "chosen": TEXTS, "rejected": TEXT | TEXTS},
-                {"prompt": PRESENT, "chosen": TEXT, "rejected": TEXTS},
-            ),
-            makes_groups=True,
-        ),
-        RowFormat(
-            "winner",
-            "prompt, response_a, response_b and the winner of the two",
-            _compare_winner,
-            (
-                {"prompt": ANY, "chosen": ABSENT, "rejected": ABSENT}
-                | dict.fromkeys(("response_a", "response_b", "winner"), PRESENT),
-            ),
-        ),
-        RowFormat(
-            "kwise",
-            "prompt, responses and scores lists, or ranks (1 is the best) for scores, or prompt, response and score "
-            "with one response a row",
-            _compare_kwise,
-            (
-                {"prompt": PRESENT, "responses": LIST, "scores": LIST},
-                {"prompt": PRESENT, "responses": LIST | {"other"}, "ranks": LIST},
-                {"prompt": ABSENT, "responses": MESSAGES, "scores": LIST},
-                {"prompt": PRESENT, "responses": LIST, "edges": LIST},
-                {"prompt": PRESENT, **dict.fromkeys(SINGLE_RESPONSE, PRESENT)},
-            ),
-            makes_groups=True,
-        ),
-    )
+    name: RowFormat(name, _COMPARE[name], **options) for name, options in described("general/formats.yaml").items()
 }
 """The row formats by name, in the order in which they are tried."""
 READ_COLUMNS = frozenset[str]().union(*(form.columns for form in FORMATS.values()))

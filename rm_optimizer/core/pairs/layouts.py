@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rm_optimizer.core.pairs.formats import FORMATS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, row_format
+from rm_optimizer.core.pairs.formats import FORMATS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, described, row_format
 from rm_optimizer.core.pairs.winner import Winner
 from rm_optimizer.core.rows.columns import (
     CONTEXT_COLUMNS,
@@ -44,10 +44,6 @@ OVERWRITTEN = " (own)"
 """End of the name under which a row keeps its column of one of our names that a layout reads from another column."""
 _UNDECIDED = frozenset({"tie", "both_bad", "bothbad", "tie (bothbad)", "draw", "discarded", "skipped", "invalid"})
 """Cells that take the preference of a row back, in a column that the layout must read or ignore."""
-
-
-_MAPPINGS = ("columns", "where", "tree", "range")
-_LISTS = ("group", "has", "optional", "ignore")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,15 +135,25 @@ class Layout:
             for name in self.required
         )
 
+    @cached_property
+    def conditions(self) -> list[tuple[str, list[str], bool]]:
+        """Columns and paths of `where` with their values as text, and True for values that a row must not have."""
+        found = []
+        for path, wanted in self.where.items():
+            refused = isinstance(wanted, Mapping)
+            values = wanted["not"] if refused else wanted
+            found.append((path, list(map(str, values if isinstance(values, list | tuple) else [values])), refused))
+        return found
+
     def in_words(self) -> str:
         """Its mapping of columns and the meaning of the winner, for a note."""
         told = [
             f"{ours}={' and '.join(paths_of(theirs))}" if theirs else f"without {ours}"
             for ours, theirs in self.columns.items()
         ]
-        for path, values in self.where.items():
-            is_refused = isinstance(values, Mapping)
-            told.append(f"{path} {'is not' if is_refused else 'is'} {values['not'] if is_refused else values}")
+        told += [
+            f"{path} is{' not' if refused else ''} {' or '.join(values)}" for path, values, refused in self.conditions
+        ]
         if self.tree:
             told.append(f"trees of messages by {' and '.join(self.tree.values())}")
         if self.winner is not None:
@@ -170,13 +176,10 @@ class Layout:
 
     def left_out(self, row: Row) -> str | None:
         """Reason why the row does not belong to the comparisons; None if it does."""
-        for path, wanted in self.where.items():
-            refused = isinstance(wanted, Mapping)
-            named = wanted["not"] if refused else wanted
-            values = named if isinstance(named, list | tuple) else [named]
+        for path, values, refused in self.conditions:
             found = cell(row, path)
             for value in found if isinstance(found, list) else [found]:
-                if (str(value) in map(str, values)) == refused:
+                if (str(value) in values) == refused:
                     return f"left out, since {path} is {value}"
         return None
 
@@ -207,22 +210,16 @@ def _checked(name: str, options: Mapping[Any, Any]) -> Layout:
     for key, value in options.items():
         if key not in known:
             raise ConfigError(did_you_mean(f"option of {shown}", str(key), known))
-        kind = "a mapping" if key in _MAPPINGS else "a list" if key in _LISTS else "one value"
-        got = (
-            "a mapping" if isinstance(value, Mapping) else "a list" if isinstance(value, list | tuple) else "one value"
-        )
-        if got != kind and key != "winner":
+        kind = _kind(getattr(Layout(), key))
+        if _kind(value) != kind and key != "winner":
             raise ConfigError(f"{shown}: {key} must be {kind}, got {value!r}")
     tree = options.get("tree")
     if tree is not None and {*tree} not in ({"root"}, {"id", "parent"}):
         raise ConfigError(f"{shown}: tree must name root, or id and parent, got {tree!r}")
-    if "encoding" in options:
-        try:
-            codecs.lookup(str(options["encoding"]))
-        except LookupError as error:
-            raise ConfigError(
-                f"{shown}: encoding must be one that Python knows, such as latin1, got {error}"
-            ) from error
+    try:
+        codecs.lookup(str(options.get("encoding", "utf-8")))
+    except LookupError as error:
+        raise ConfigError(f"{shown}: encoding must be one that Python knows, such as latin1, got {error}") from error
     if todo := [key for key, value in options.items() if "TODO" in str(value)]:
         raise ConfigError(f"{shown}: put what the rows mean in place of TODO in {todo[0]}")
     values: dict[str, Any] = {
@@ -230,6 +227,10 @@ def _checked(name: str, options: Mapping[Any, Any]) -> Layout:
         for key, value in options.items()
     }
     return Layout(name=name, **values)
+
+
+def _kind(value: object) -> str:
+    return "a mapping" if isinstance(value, Mapping) else "a list" if isinstance(value, list | tuple) else "one value"
 
 
 def _stored(path: Path) -> Layout:
@@ -245,7 +246,8 @@ def _stored(path: Path) -> Layout:
 @cache
 def published() -> Mapping[str, Layout]:
     """The layouts of published data sets by name, which `configs/layout` holds."""
-    return {path.stem: _stored(path) for path in sorted((Path(config_root()) / "layout").glob("*.yaml"))}
+    files = sorted((Path(config_root()) / "layout").glob("*.yaml"))
+    return {path.stem: _checked(path.stem, described(path.name)) for path in files}
 
 
 LAYOUTS: Registry[Mapping[str, Any]] = Registry("layout", {name: {"format": name} for name in ("auto", *FORMATS)})

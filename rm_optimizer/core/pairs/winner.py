@@ -95,17 +95,12 @@ class Winner:
                 raise ValueError(f"winner must lie in [{min(self.ends):g}, {max(self.ends):g}], got {number:g}")
             if self.kind == "probability":
                 return Verdict((second - number) / (second - first))
-            centre = (first + second) / 2
-            label = 0.5 if number == centre else float((number < centre) == (first < second))
-            return Verdict(label, abs(number - centre))
-        if not isinstance(value, list):
-            return Verdict(self._label(value))
+            label = _better(abs(number - second), abs(number - first))
+            return Verdict(label, abs(number - (first + second) / 2))
         told = [self._label(each) for each in _flat(value) if not is_empty(each)] or [self._label(value)]
         mean = sum(told) / len(told)
         votes = (float(told.count(1.0)), float(told.count(0.0))) if len(told) > 1 else None
-        if self.kind == "majority":
-            mean = (mean > 0.5) + 0.5 * (mean == 0.5)
-        return Verdict(mean, None, votes)
+        return Verdict(_better(mean, 0.5) if self.kind == "majority" else mean, None, votes)
 
     def _label(self, value: object) -> float:
         if (key := _value_key(value)) not in self.values:
@@ -118,7 +113,7 @@ class Winner:
         numbers = [read_number("winner", number) for number in value]
         first, second, tie = (*numbers, 0.0)[:3]
         if self.kind == "scores":
-            return Verdict(0.5 + 0.5 * (first > second) - 0.5 * (first < second), abs(first - second))
+            return Verdict(_better(first, second), abs(first - second))
         if self.kind == "votes":
             if min(first, second) < 0 or first + second == 0:
                 raise ValueError(f"votes must be counts of which one is positive, got {first:g} and {second:g}")
@@ -126,6 +121,11 @@ class Winner:
         if sorted(numbers)[:-1] != [0] * (len(numbers) - 1) or max(numbers) != 1:
             raise ValueError(f"exactly one of the winner's numbers must be 1 and the others 0, got {value}")
         return Verdict(first + 0.5 * tie)
+
+
+def _better(first: float, second: float) -> float:
+    """Label of two numbers, of which the larger one is better."""
+    return 0.5 + 0.5 * ((first > second) - (first < second))
 
 
 def _values(option: object) -> dict[str, float]:

@@ -215,31 +215,28 @@ def _beside(path: str, value: Any, read: Sequence[list[str]], texts: Sequence[st
         yield path, value
     if not read or [] in read:
         return
-    wanted = {steps[0] for steps in read}
-    value = parsed_text(value) if isinstance(value, str) else value
-    parts: list[tuple[tuple[str, ...], Any]] = []
-    if isinstance(value, Mapping):
-        patterns = [step for step in wanted if "*" in step]
-        parts = [
-            ((str(name), *(step for step in patterns if fnmatchcase(str(name), step))), part)
+    value, wanted = parsed_text(value) if isinstance(value, str) else value, {steps[0] for steps in read}
+    if isinstance(value, list) and not any(re.match(r"-?\d|-?\d*:", step) for step in wanted):
+        of_items = dict.fromkeys(str(name) for item in value if isinstance(item, Mapping) for name in item)
+        value = {name: _inside(value, name) for name in dict.fromkeys([*filter(is_context, of_items), *wanted])}
+        value = {
+            name: part
             for name, part in value.items()
-            if not is_empty(part)
-        ]
-    elif isinstance(value, list) and any(re.match(r"-?\d|-?\d*:", name) for name in wanted):
-        slices = {step: range(len(value))[_slice(found)] for step in wanted if (found := _SLICE.fullmatch(step))}
-        parts = [
-            ((str(i), str(i - len(value)), *(step for step, places in slices.items() if i in places)), part)
-            for i, part in enumerate(value)
-        ]
-    elif isinstance(value, list):
-        inside = dict.fromkeys(str(name) for item in value if isinstance(item, Mapping) for name in item)
-        for name in dict.fromkeys([*filter(is_context, inside), *wanted]):
-            of_each = _inside(value, name)
-            if name in wanted or not all(is_empty(part) or is_missing(part) for part in of_each):
-                parts.append(((name,), of_each))
-    for names, part in parts:
-        name = next((name for name in names if name in wanted), names[0])
-        yield from _beside(f"{path}.{name}", part, [steps[1:] for steps in read if steps[0] in names], texts)
+            if name in wanted or not all(is_empty(each) or is_missing(each) for each in part)
+        }
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    for name, part in parts:
+        if isinstance(value, list) or not is_empty(part):
+            inner = [steps[1:] for steps in read if _leads_to(steps[0], name, value)]
+            yield from _beside(f"{path}.{name}", part, inner, texts)
+
+
+def _leads_to(step: str, place: Any, value: Any) -> bool:
+    """True if the step of a path leads from a value to its part at a place."""
+    if isinstance(value, Mapping):
+        return step == place or fnmatchcase(str(place), step)
+    found = _SLICE.fullmatch(step)
+    return place in range(len(value))[_slice(found)] if found else step in (str(place), str(place - len(value)))
 
 
 def root_of(path: str) -> str:

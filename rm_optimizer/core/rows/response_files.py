@@ -6,6 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
 from itertools import chain, islice
@@ -81,28 +82,23 @@ def read_responses(path: Path) -> Iterator[ResponseRow]:
         DataError: naming file and row, if the file or a row cannot be read or is no prompt with responses.
     """
     for number, row in stored_rows(path):
-        where = f"{path}, {row_unit(path)} {number}"
         listed = "responses" in row
-        if "prompt" not in row or ("response" in row) == listed:
-            got = ", ".join(row) or "none"
-            raise DataError(f"{where}: expected the columns prompt and response, or prompt and responses; got {got}")
-        if REWARD in row:
-            raise DataError(f"{where}: there is a column '{REWARD}' already; rename it or leave it out")
-        responses = row["responses"] if listed else [row["response"]]
-        are_responses = isinstance(responses, list) and responses and all(map(_is_response, responses))
-        if not are_responses:
-            expected = "responses must be a list of texts" if listed else "response must be text"
-            raise DataError(
-                f"{where}: {expected}, or messages that end with the assistant's, got "
-                f"{_shown(row['responses' if listed else 'response'])}"
-            )
-        try:
-            responses = [read_response("response", response) for response in responses]
+        name, kind = ("responses", "a list of texts") if listed else ("response", "text")
+        with _named(path, number):
+            if "prompt" not in row or ("response" in row) == listed:
+                got = ", ".join(row) or "none"
+                raise ValueError(f"expected the columns prompt and response, or prompt and responses; got {got}")
+            if REWARD in row:
+                raise ValueError(f"there is a column '{REWARD}' already; rename it or leave it out")
+            given = row[name] if listed else [row[name]]
+            if not isinstance(given, list) or not given or not all(map(_is_response, given)):
+                expected = f"{name} must be {kind}, or messages that end with the assistant's"
+                raise ValueError(f"{expected}, got {_shown(row[name])}")
+            responses = tuple(read_response("response", each) for each in given)
             for text in responses:
                 require_response("response", text)
-        except ValueError as error:
-            raise DataError(f"{where}: {error}; repair it or leave the row out") from error
-        yield ResponseRow(number, _prompt(where, row), tuple(responses), listed)
+            found = ResponseRow(number, _prompt(row), responses, listed)
+        yield found
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
@@ -112,10 +108,11 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
         DataError: naming file and row, if the file or a row cannot be read or has no prompt.
     """
     for number, row in stored_rows(path):
-        where = f"{path}, {row_unit(path)} {number}"
-        if "prompt" not in row:
-            raise DataError(f"{where}: expected the column prompt, got {', '.join(row) or 'none'}")
-        yield _prompt(where, row)
+        with _named(path, number):
+            if "prompt" not in row:
+                raise ValueError(f"expected the column prompt, got {', '.join(row) or 'none'}")
+            prompt = _prompt(row)
+        yield prompt
 
 
 def stored_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -127,17 +124,22 @@ def stored_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     return read_rows(path, refuse)
 
 
-def _prompt(where: str, row: dict[str, Any]) -> Prompt:
-    if is_empty(row["prompt"]):
-        raise DataError(
-            f"{where}: prompt must be non-empty text or a list of {{role, content}}, got {_shown(row['prompt'])}"
-        )
+@contextmanager
+def _named(path: Path, number: int) -> Iterator[None]:
+    """Name file and row of a `ValueError` in the block, and a remedy if it has none."""
     try:
-        if isinstance(row["prompt"], str):
-            require_characters("prompt", row["prompt"])
-        return row_prompt(row)
+        yield
     except ValueError as error:
-        raise DataError(f"{where}: {error}") from error
+        remedy = "" if ";" in str(error) else "; repair it or leave the row out"
+        raise DataError(f"{path}, {row_unit(path)} {number}: {error}{remedy}") from error
+
+
+def _prompt(row: dict[str, Any]) -> Prompt:
+    if is_empty(row["prompt"]):
+        raise ValueError(f"prompt must be non-empty text or a list of {{role, content}}, got {_shown(row['prompt'])}")
+    if isinstance(row["prompt"], str):
+        require_characters("prompt", row["prompt"])
+    return row_prompt(row)
 
 
 def _is_response(value: object) -> bool:
