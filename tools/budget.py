@@ -34,10 +34,10 @@ LIMITS: Mapping[str, int] = {
     "files": 337,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 54,
-    "import lines": 5450,
+    "import lines": 5458,
     "import lines inside functions": 313,
     "lines of code": 34197,
-    "private functions with one caller": 351,
+    "private functions with one caller": 353,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

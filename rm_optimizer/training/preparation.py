@@ -20,7 +20,7 @@ from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
-from rm_optimizer.core.tokens.audit import control_notes
+from rm_optimizer.core.tokens.audit import content_notes
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_training_data
 from rm_optimizer.core.tokens.tokenizer import tokenizer_of_pairs
 from rm_optimizer.errors import ConfigError
@@ -190,7 +190,7 @@ def prepare(
     notes = data.notes(uses_margins=config.loss.margin_scale > 0 or config.data.curriculum == OWN_MARGINS)
     notes += seen_by_base(config.model.path, data.val.pairs)
     model = trainable_model(config, data.train)
-    notes += control_notes(data.train.pairs, model.renderer)
+    notes += content_notes(data.train.pairs, model.renderer)
     for note in notes:
         log.warning(note)
     datamodule = data_module(data, config, model, order)

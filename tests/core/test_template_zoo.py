@@ -225,14 +225,14 @@ def test_special_tokens_stand_once_and_cuts_are_counted(name: str):
 def test_reasoning_that_a_template_strips_is_refused(name: str):
     render = renderer(TEMPLATES[name])
     turns = (Message("user", "Why?"), Message("assistant", "<think>Hm, hm.</think>So."), Message("user", "Sure?"))
-    with pytest.raises(DataError, match=r"leaves out a part of message 2 \(role 'assistant'\), which begins '<think>"):
+    with pytest.raises(DataError, match=r"leaves out the thinking of message 2 \(role 'assistant'\), which begins 'Hm"):
         render.text(turns, "Yes.")
 
 
 def test_reasoning_in_the_response_is_kept_or_refused():
     response = "<think>\nTwo and two.\n</think>\n\nFour."
     assert "Two and two." in renderer(RETHINKING).text("2 + 2?", response)
-    with pytest.raises(DataError, match=r"leaves out a part of message 2"):
+    with pytest.raises(DataError, match=r"leaves out the thinking of message 2"):
         renderer(FORGETTING).text("2 + 2?", response)
 
 

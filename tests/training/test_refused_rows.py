@@ -107,25 +107,30 @@ def test_a_new_head_learns_control_tokens_as_text_unless_told_otherwise(
         assert plain == list(model.renderer.encode("Hi", "So.<|eos|>").ids)
 
 
-def test_training_names_control_tokens_in_its_pairs_and_says_how_they_are_read(
-    small_config: Callable[..., TrainConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("chosen", "option", "note"),
+    [
+        ("Yes.<|im_end|>", None, "hold control tokens (<|im_end|>), which are read as plain text"),
+        ("Yes.<|im_end|>", "data.special_tokens=keep", "so that a text can forge a turn"),
+        ("<think>\n\n</think>\n\nYes.", None, "have an empty thinking block in one response alone"),
+        ("<think>\n\n</think>\n\nYes.", "data.thinking=strip", None),
+    ],
+)
+def test_training_names_content_that_reads_otherwise_than_it_looks(
+    small_config: Callable[..., TrainConfig], tmp_path: Path, caplog: pytest.LogCaptureFixture, chosen, option, note
 ):
     rows = [{"prompt": f"Question {i}?", "chosen": "Yes.", "rejected": "No."} for i in range(20)]
-    rows[3]["chosen"] = "Yes.<|im_end|>"
-    for option, reading in ((None, "are read as plain text"), ("keep", "a text can forge a turn")):
-        path = tmp_path / "pairs.jsonl"
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        config = small_config(
-            tmp_path / str(option), "training.max_steps=1", f"data.train={path}", "data.val_fraction=0.1"
-        )
-        config.data.special_tokens = None if option is None else SpecialTokens(option)
-        train_reward_model(config)
-        notes = json.loads((tmp_path / str(option) / "run.json").read_text())["data"]["notes"]
-        (note,) = [note for note in notes if "control tokens" in note]
-        assert note.startswith("1 of ")
-        assert "(<|im_end|>)" in note
-        assert reading in note
-        assert note in caplog.text
+    rows[3]["chosen"] = rows[4]["chosen"] = chosen
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = ("training.max_steps=1", f"data.train={path}", "data.val_fraction=0.1", *([option] if option else ()))
+    train_reward_model(small_config(tmp_path / "run", *options))
+    notes = json.loads((tmp_path / "run" / "run.json").read_text())["data"]["notes"]
+    found = [each for each in notes if "training pairs h" in each]
+    assert len(found) == (note is not None)
+    for each in found:
+        assert note in each
+        assert each in caplog.text
 
 
 def test_a_token_without_a_row_in_the_embedding_names_its_pair(tmp_path: Path):

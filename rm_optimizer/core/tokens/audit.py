@@ -13,11 +13,12 @@ import numpy as np
 from rm_optimizer.core.metrics.estimate import UNKNOWN, Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
-from rm_optimizer.core.rows.messages import control_tokens
+from rm_optimizer.core.rows.messages import control_tokens, turns_of
 from rm_optimizer.core.tokens.cache import cut_counts, encoded_chunks
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.content_rules import READINGS
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
+from rm_optimizer.core.tokens.template_fields import split_thinking
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.schema.data import SpecialTokens
 
@@ -203,13 +204,27 @@ def _control_tokens(pairs: Sequence[PreferencePair], control: re.Pattern[str]) -
     return [tokens for text in texts if (tokens := set(control.findall(text)))]
 
 
-def control_notes(pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> tuple[str, ...]:
-    """Sentence on training pairs with control tokens inside their texts; nothing if there are none."""
-    if not (found := _control_tokens(pairs, control_tokens(renderer.tokenizer.all_special_tokens))):
-        return ()
-    named = ", ".join(sorted(set().union(*found))[:3])
-    reading = READINGS[renderer.rules.special_tokens]
-    return (f"{len(found)} of {len(pairs)} training pairs hold control tokens ({named}), which {reading}",)
+def content_notes(pairs: Sequence[PreferencePair], renderer: ConversationRenderer) -> tuple[str, ...]:
+    """Sentences on training pairs with control tokens, or with an empty thinking block in one response alone."""
+    notes = []
+    if found := _control_tokens(pairs, control_tokens(renderer.tokenizer.all_special_tokens)):
+        named = ", ".join(sorted(set().union(*found))[:3])
+        reading = READINGS[renderer.rules.special_tokens]
+        notes.append(f"{len(found)} of {len(pairs)} training pairs hold control tokens ({named}), which {reading}")
+    uneven = [pair for pair in pairs if _opens_empty(pair.chosen) != _opens_empty(pair.rejected)]
+    if uneven and renderer.text("Hi", "<think>\n\n</think>\n\nSo.") != renderer.text("Hi", "So."):
+        notes.append(
+            f"{len(uneven)} of {len(pairs)} training pairs have an empty thinking block in one response alone, which "
+            "changes its tokens; data.thinking=strip takes it out"
+        )
+    return tuple(notes)
+
+
+def _opens_empty(response: str) -> bool:
+    """True if the last turn of the response begins with a thinking block without thoughts."""
+    content = turns_of(response)[-1].content
+    thinking, answer = split_thinking(content)
+    return not thinking and answer != content
 
 
 def _repeats(dataset: PreferenceDataset) -> tuple[int, int]:

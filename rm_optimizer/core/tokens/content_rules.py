@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from rm_optimizer.core.tokens.template_fields import Turn
+from rm_optimizer.core.tokens.template_fields import Turn, split_thinking
 from rm_optimizer.errors import ConversationRefused
 from rm_optimizer.schema.data import SpecialTokens, Thinking
 
@@ -31,8 +31,6 @@ _AS_TEXT = """\
 {# end of rules #}
 """
 """Beginning of a template that does to the texts of messages what `as_text` does, for other readers of the template."""
-_THINKING = re.compile(r"\s*<think>.*?</think>\s*|(?:(?!<think>).)*?</think>\s*", re.DOTALL)
-"""Thinking at the start of an answer; if its opening is in the generation prompt, all up to the closing tag."""
 _HIDDEN = {"<think>": "\ue0f0", "</think>": "\ue0f1"}
 """Characters for private use that a template does not take for the tags."""
 READINGS: Mapping[SpecialTokens, str] = {
@@ -140,13 +138,21 @@ def without_rules(template: str) -> str:
 
 
 def with_hidden_thinking(turns: Sequence[Turn], places: Sequence[int]) -> list[Turn]:
-    """The turns with the thinking of some as content whose tags a template does not recognize."""
+    """The turns with the thinking of some as content whose tags a template does not recognize.
+
+    Empty blocks are left out, and an opening tag that was in the generation prompt is written.
+    """
     found = list(turns)
     for place in places:
         turn = dict(turns[place])
         if turn["role"] == "assistant":
+            thinking, answer = split_thinking(turn["content"])
             if reasoning := turn.pop("reasoning_content", None):
                 turn["content"] = f"<think>\n{reasoning}\n</think>\n\n{turn['content']}"
+            elif not thinking:
+                turn["content"] = answer
+            elif not turn["content"].lstrip().startswith("<think>"):
+                turn["content"] = f"<think>\n{turn['content']}"
             for tag, hidden in _HIDDEN.items():
                 turn["content"] = turn["content"].replace(tag, hidden)
         found[place] = turn
@@ -169,8 +175,7 @@ def _without_thinking(turn: Turn) -> Turn:
     if turn["role"] != "assistant":
         return turn
     bare = {name: value for name, value in turn.items() if name != "reasoning_content"}
-    found = _THINKING.match(turn["content"]) if "</think>" in turn["content"] else None
-    return bare | {"content": turn["content"][found.end() :]} if found else bare
+    return bare | {"content": split_thinking(turn["content"])[1]}
 
 
 def _is_blank(turn: Turn) -> bool:

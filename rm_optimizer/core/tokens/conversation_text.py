@@ -24,7 +24,9 @@ from rm_optimizer.core.tokens.content_rules import (
     without_rules,
 )
 from rm_optimizer.core.tokens.template_fields import (
+    CLOSING_TAG,
     REASONING_FIELDS,
+    THINKING,
     Marks,
     Turn,
     is_name_of_call,
@@ -246,13 +248,19 @@ class ChatTemplate:
                 f"'{turn['role']}'); take it out of the data, or give the tokenizer a template that reads it"
             )
         parts = texts_of(turns)
-        if (place := first_lost([part for _, _, part in parts], text)) is not None:
+        place = first_lost([part for _, _, part in parts], text)
+        thoughts = [i for i, (_, path, _) in enumerate(parts) if path == THINKING]
+        if place is None and text.count(CLOSING_TAG) < len(thoughts):
+            place = thoughts[0]
+        if place is not None:
             number, path, part = parts[place]
-            of = "a part" if path == "content" else f"a part of {path}"
+            of = {"content": "a part", THINKING: "the thinking"}.get(path, f"a part of {path}")
+            remedy = "take that part out of the data, or give the tokenizer a template that keeps it"
+            if path == THINKING:
+                remedy = "data.thinking=keep shows it, and data.thinking=strip takes it out"
             raise ConversationRefused(
                 f"the tokenizer's chat template leaves out {of} of message {number + 1} (role "
-                f"'{turns[number]['role']}'), which begins {part[:60]!r}; take that part out of the "
-                "data (templates strip <think> blocks, for one), or give the tokenizer a template that keeps it"
+                f"'{turns[number]['role']}'), which begins {part[:60]!r}; {remedy}"
             )
         for number, turn in enumerate(turns):
             if "tool_call_id" not in turn or (other := linked_in_order(turns, number)) is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -12,6 +13,10 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 _CONSTANTS = frozenset({"type", "strict", "additionalProperties", "$schema"})
 """Names whose values in a tool's description say how it is written, and not what it does."""
 _LINKS = frozenset({"id", "tool_call_id"})
+THINKING, CLOSING_TAG = "<think>", "</think>"
+"""Path of thinking inside a content, which is its opening tag, and its closing tag."""
+_THINKING = re.compile(r"\s*(?:<think>(.*?)|((?:(?!<think>).)*?))</think>\s*", re.DOTALL)
+"""Thinking at the start of an answer; if its opening is in the generation prompt, all up to the closing tag."""
 
 
 class Marks:
@@ -91,13 +96,25 @@ def shape(value: Any) -> Any:
     return bool(value.strip()) if isinstance(value, str) else type(value).__name__
 
 
+def split_thinking(content: str) -> tuple[str, str]:
+    r"""The thinking at the start of an answer, without its tags and the blanks around it, and the rest.
+
+    Example:
+        >>> split_thinking("<think>\nHm.\n</think>\n\nSo."), split_thinking("So.")
+        (('Hm.', 'So.'), ('', 'So.'))
+    """
+    found = _THINKING.match(content) if CLOSING_TAG in content else None
+    return ("", content) if found is None else ((found[1] or found[2] or "").strip(), content[found.end() :])
+
+
 def texts_of(turns: Sequence[Turn]) -> list[tuple[int, str, str]]:
     """Texts of the turns that must stand in the rendered text, each with the number of its turn and its path."""
     found = []
     for number, turn in enumerate(turns):
-        for name in (*REASONING_FIELDS, "content"):
-            if turn.get(name):
-                found.append((number, name, turn[name]))
+        found += [(number, name, turn[name]) for name in REASONING_FIELDS if turn.get(name)]
+        thinking, answer = split_thinking(turn["content"]) if turn["role"] == "assistant" else ("", turn["content"])
+        # A template may write other blanks around the tags, and may leave out an empty block.
+        found += [(number, name, part) for name, part in ((THINKING, thinking), ("content", answer)) if part]
         for i, call in enumerate(turn.get("tool_calls", ())):
             path = f"tool_calls[{i}].function.arguments"
             found += [(number, at, text) for at, text in _texts(call["function"].get("arguments"), path)]
