@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from rm_optimizer.core.classifier.building import LoadOptions, build_arguments, new_classifier
 from rm_optimizer.core.classifier.head import OTHER_TASKS, head_name
+from rm_optimizer.core.classifier.heads import OWN_TYPE
 from rm_optimizer.core.classifier.pooling import pools_last_token
 from rm_optimizer.core.importing.forms import (
     Choices,
@@ -155,6 +156,10 @@ def import_reward_model(
     """
     target, name = Path(folder).expanduser(), str(source)
     if (path := Path(name).expanduser() / ADAPTER_FILE).is_file() and not [*path.parent.glob("value_head.*")]:
+        given = {"base": base, "head": head, "logit": logit, "activation": activation, "marker": marker}
+        given |= {"template": template, "append": append, "drop_constant": drop_constant or None}
+        if unread := [option for option, value in given.items() if value is not None]:
+            raise ConfigError(f"an adapter of peft with its head is read as it is; leave out {', '.join(unread)}")
         record = ImportedModel(folder=str(target), source=name, form="an adapter of peft with its head")
         return _saved(BradleyTerryRM.from_pretrained(name, **loading), record)
     with stored_model(name, None if base is None else str(base), loading.pop("revision", None)) as found:
@@ -215,8 +220,11 @@ def _stage(stored: StoredModel, staging: Path, choices: Choices, *, drop_constan
         settings, weights = _settled(head, drop_constant=drop_constant)
         if settings is not None:
             config.reward_head = settings
-        record = ImportedModel(form=head.form, head=head.names, constant=float(head.biases[-1]))
-        record = replace(record, is_constant_kept=not record.constant or settings is not None)
+        is_linear = len(head.weights) == 1
+        if drop_constant and not is_linear:
+            raise ConfigError(f"drop_constant is for a linear head, and this is {head.form}; leave it out")
+        record = ImportedModel(form=head.form, head=head.names, constant=float(head.biases[0]) if is_linear else 0.0)
+        record = replace(record, is_constant_kept=not drop_constant or not record.constant)
     else:
         architectures = stored.config.get("architectures") or [type(skeleton).__name__]
         if any(task in name for task in OTHER_TASKS for name in architectures):
@@ -262,6 +270,8 @@ def _plain_config(stored: StoredModel) -> PretrainedConfig:
         CheckpointError: if the backbone's architecture is not one of `transformers`.
     """
     kind = stored.config["model_type"]
+    if kind == OWN_TYPE:
+        raise CheckpointError(f"{stored.folder} was imported before; rm-opt export writes it in another type")
     if kind not in CONFIG_MAPPING or CONFIG_MAPPING[kind] not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         raise CheckpointError(
             f"its backbone {kind} has no classifier in transformers; only InternLM2 is converted to one that has"
@@ -328,7 +338,7 @@ def _ending(config: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> tu
 
     OpenRLHF's data sets end in a blank and EOS, InternLM2's in the token whose state is read.
     """
-    if {"normalize_reward", "value_head_prefix"} & config.keys():
+    if {"normalize_reward", "value_head_prefix"} & config.keys() and tokenizer.eos_token is not None:
         return "\n", f" {tokenizer.eos_token}"
     read = config.get("reward_token_id")
     return "", "" if read is None else str(tokenizer.convert_ids_to_tokens(read))

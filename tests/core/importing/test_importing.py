@@ -99,6 +99,17 @@ def test_several_heads_and_layers_ask_for_their_options(tmp_path: Path):
         import_reward_model(source, tmp_path / "imported", activation="relu")
 
 
+def test_what_an_option_is_not_for_is_refused(tmp_path: Path):
+    at_last("llama", "model.", layered(24), "v_head.summary")(tmp_path / "source")
+    with pytest.raises(
+        ConfigError, match="drop_constant is for a linear head, and this is TRL's value head of 2 layers"
+    ):
+        import_reward_model(tmp_path / "source", tmp_path / "imported", drop_constant=True)
+    import_reward_model(tmp_path / "source", tmp_path / "imported")
+    with pytest.raises(CheckpointError, match="was imported before"):
+        import_reward_model(tmp_path / "imported", tmp_path / "again")
+
+
 def test_a_gated_head_needs_its_marker(tmp_path: Path):
     published("ArmoRM", tmp_path).write(tmp_path / "source")
     with pytest.raises(ConfigError, match="--marker"):
