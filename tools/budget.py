@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9097,
+    "core": 9109,
     "serving": 4003,
     "landscape": 3821,
     "training": 2682,
@@ -34,9 +34,9 @@ LIMITS: Mapping[str, int] = {
     "files": 337,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 54,
-    "import lines": 5459,
+    "import lines": 5460,
     "import lines inside functions": 313,
-    "lines of code": 34161,
+    "lines of code": 34173,
     "private functions with one caller": 353,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -27,6 +27,7 @@ from rm_optimizer.core.rows.messages import (
     begins_with_turn,
     is_empty,
     is_message,
+    messages_text,
     parse_transcript,
     read_messages,
     read_prompt,
@@ -108,7 +109,8 @@ def _kinds(row: Row, name: str) -> set[str]:
     if isinstance(value, str):
         return {"present", "text"} | ({"transcript"} if begins_with_turn(value) else set())
     if isinstance(value, list):
-        return {"present", "list", "texts" if are_texts(value) else "messages"}
+        are_responses = any(isinstance(item, list) for item in value)
+        return {"present", "list", "texts" if are_texts(value) else "responses" if are_responses else "messages"}
     return {"present", "other"} if name in row else {"absent"}
 
 
@@ -165,18 +167,23 @@ def _require_agreement(prompt: Prompt, messages: Sequence[Message]) -> None:
 
 
 def _compare_lists(row: Row, rule: KwiseRule) -> list[Comparison]:
-    """Every chosen response against every rejected one; equal texts make no pair."""
-    prompt, sides = read_prompt(row.get("prompt")), list[list[str]]()
+    """Every chosen response against every rejected one; equal responses make no pair."""
+    sides = list[list[Any]]()
     for name in ("chosen", "rejected"):
         value = row.get(name)
-        texts = [value] if isinstance(value, str) else value
-        if not are_texts(texts):
-            raise ValueError(f"{name} must be a text or a list of texts, got {shown_kind(value)}")
-        sides.append(texts)
+        listed = value if isinstance(value, list) and not any(map(is_message, value)) else [value]
+        if not listed or not all(isinstance(each, str) or _has_messages(each) for each in listed):
+            raise ValueError(f"{name} must be a text or messages, or a list of them, got {shown_kind(value)}")
+        sides.append(listed)
+    prompt, responses = _candidates(row, [*sides[0], *sides[1]])
+    places = itertools.product(range(len(sides[0])), range(len(sides[0]), len(responses)))
     return [
-        Comparison(prompt, better, worse, extra={"chosen_index": i, "rejected_index": j})
-        for (i, better), (j, worse) in itertools.product(*map(enumerate, sides))
-        if better != worse
+        Comparison(
+            *(prompt, responses[better], responses[worse]),
+            extra={"chosen_index": better, "rejected_index": worse - len(sides[0])},
+        )
+        for better, worse in places
+        if responses[better] != responses[worse]
     ]
 
 
@@ -199,8 +206,9 @@ def _compare_winner(row: Row, rule: KwiseRule) -> list[Comparison]:
 
 def _compare_transcripts(row: Row, rule: KwiseRule) -> list[Comparison]:
     # Texts that begin a turn inside an answer would pass for turns, so transcripts part at their end alone.
-    sides = (_transcript(name, _text(name, row.get(name))) for name in ("chosen", "rejected"))
-    return [_parted(*sides, responses_begin=())]
+    sides = [_transcript(name, _text(name, row.get(name))) for name in ("chosen", "rejected")]
+    prompt, (chosen, rejected) = _parted(sides, responses_begin=())
+    return [Comparison(prompt, chosen, rejected)]
 
 
 def _transcript(name: str, text: str) -> tuple[Message, ...]:
@@ -216,13 +224,15 @@ def _transcript(name: str, text: str) -> tuple[Message, ...]:
 
 
 def _compare_messages(row: Row, rule: KwiseRule) -> list[Comparison]:
-    sides = (_conversation(row, "chosen"), _conversation(row, "rejected"))
-    return [_parted(*sides, responses_begin=("assistant", "tool"))]
+    prompt, (chosen, rejected) = _parted([_conversation(row, "chosen"), _conversation(row, "rejected")])
+    return [Comparison(prompt, chosen, rejected)]
 
 
 def _conversation(row: Row, name: str) -> tuple[Message, ...]:
-    """Prompt and response: a list that begins with the assistant is a completion, any other the whole conversation."""
-    turns, prompt = read_messages(name, row.get(name)), row.get("prompt")
+    """Prompt and response: a text or a list that begins with the assistant is a completion, any other list is both."""
+    value, prompt = row.get(name), row.get("prompt")
+    is_text = isinstance(value, str) and not messages_text(value)
+    turns = (Message("assistant", value),) if is_text else read_messages(name, value)
     prompt = None if is_empty(prompt) else read_prompt(prompt)
     is_within = isinstance(prompt, str) and Message("user", prompt) in turns
     if prompt and turns[0].role == "assistant" and not is_within:
@@ -238,30 +248,36 @@ def _conversation(row: Row, name: str) -> tuple[Message, ...]:
     return turns
 
 
-def _parted(chosen: Sequence[Message], rejected: Sequence[Message], *, responses_begin: Collection[str]) -> Comparison:
-    """The comparison of two conversations from where they part: the common beginning is the prompt.
+def _parted(
+    sides: Sequence[Sequence[Message]],
+    named: str = "chosen and rejected",
+    *,
+    responses_begin: Collection[str] = ("assistant", "tool"),
+) -> tuple[tuple[Message, ...], list[str]]:
+    """The common beginning of conversations, which is their prompt, and the rest of each.
 
     They part at a turn that the model or its tools gave. A tool's result belongs to the response with its call.
 
     Args:
-        chosen: one conversation, to its end.
-        rejected: the other one.
+        sides: conversations, to their ends.
+        named: their names, for the message.
         responses_begin: roles of the turns at which they may part; with none of them, at the last turn alone.
 
     Raises:
         ValueError: if they part at another turn.
     """
-    most = min(len(chosen), len(rejected)) - 1
-    same = next((place for place in range(most) if chosen[place] != rejected[place]), most)
-    if {len(chosen), len(rejected)} != {same + 1}:
-        roles = {side[same].role for side in (chosen, rejected)}
+    first, *others = sides
+    most = min(map(len, sides)) - 1
+    same = next((place for place in range(most) if any(side[place] != first[place] for side in others)), most)
+    if set(map(len, sides)) != {same + 1}:
+        roles = {side[same].role for side in sides}
         start = same
         if "tool" in roles:
-            start = max((place for place in range(1, same) if chosen[place].role == "assistant"), default=0)
+            start = max((place for place in range(1, same) if first[place].role == "assistant"), default=0)
         if not start or not roles <= {*responses_begin}:
-            raise ValueError(f"the prompts of chosen and rejected differ, from turn {same + 1} on")
+            raise ValueError(f"the prompts of {named} differ, from turn {same + 1} on")
         same = start
-    return Comparison(tuple(chosen[:same]), response_of(chosen[same:]), response_of(rejected[same:]))
+    return tuple(first[:same]), [response_of(side[same:]) for side in sides]
 
 
 def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int]]:
@@ -330,14 +346,10 @@ def _edge(edge: Any, num_responses: int) -> tuple[int, int]:
 
 def _candidates(row: Row, responses: Sequence[Any]) -> tuple[Prompt, list[str]]:
     """The prompt of a row, and its responses: texts, messages of the assistant, or conversations of one prompt."""
-    if all(isinstance(response, str) for response in responses) or not all(map(_has_messages, responses)):
+    if not any(map(_has_messages, responses)):
         return read_prompt(row.get("prompt")), [_text("each of responses", response) for response in responses]
-    listed = [response if isinstance(response, list) else [response] for response in responses]
-    turns = [_conversation({**row, "response": each}, "response") for each in listed]
-    first, *others = (each[:-1] for each in turns)
-    if any(other != first for other in others):
-        raise ValueError("the prompts of the responses differ")
-    return first, [response_of(each[-1:]) for each in turns]
+    listed = [[response] if isinstance(response, Mapping) else response for response in responses]
+    return _parted([_conversation({**row, "response": each}, "response") for each in listed], "the responses")
 
 
 def _has_messages(value: object) -> bool:
@@ -373,7 +385,8 @@ def gather_responses(
     context = ("prompt", *sorted({*CONTEXT_COLUMNS, *UNREAD_COLUMNS}), *by)
     for number, row in rows:
         try:
-            _text("response", row.get("response"))
+            if not _has_messages(row.get("response")):
+                _text("response", row.get("response"))
             entry = row | {"score": read_number("score", row.get("score"))}
         except ValueError as error:
             report(number, str(error))

@@ -206,3 +206,64 @@ def test_completions_of_trl_keep_their_turns_and_tools():
     prompts, responses = conversations([[ASK], [ASK]], [[CALL, RESULT, DONE], [DONE]], {"tools": [TOOLS, None], "x": 1})
     assert prompts == [with_context((Message("user", "2 + 2?"),), {"tools": TOOLS}), (Message("user", "2 + 2?"),)]
     assert responses == [response_of(read_messages("c", [CALL, RESULT, DONE])), "It is 4."]
+
+
+TURNS, OTHER = [CALL, RESULT, DONE], {**ASK, "content": "3 + 3?"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": [ASK], "responses": [TURNS, [GUESS]], "scores": [1, 0]},
+        {"prompt": "2 + 2?", "responses": [GUESS, TURNS], "scores": [0, 1]},
+        {"prompt": [ASK], "responses": [TURNS, "5."], "ranks": [1, 2]},
+        {"prompt": [ASK], "responses": ["5.", TURNS], "edges": [[1, 0]]},
+        {"responses": [[ASK, *TURNS], [ASK, GUESS]], "scores": [1, 0]},
+        {"prompt": [ASK], "chosen": [TURNS], "rejected": [[GUESS]]},
+        {"prompt": [ASK], "chosen": TURNS, "rejected": ["5."]},
+        {"prompt": [ASK], "chosen": TURNS, "rejected": "5."},
+        {"prompt": [ASK], "response_a": "5.", "response_b": TURNS, "winner": "b"},
+    ],
+)
+def test_messages_are_responses_in_every_format(row: dict[str, Any]):
+    options: dict[str, Any] = {"winner": ["a", "b"]} if "winner" in row else {}
+    (pair,) = PreferenceDataset([{**row, "tools": TOOLS}], **options)
+    expected = PreferenceDataset([{"prompt": [ASK], "chosen": TURNS, "rejected": [GUESS], "tools": TOOLS}])[0]
+    assert (pair.prompt, pair.chosen, pair.rejected) == (expected.prompt, expected.chosen, expected.rejected)
+
+
+def test_rows_of_one_response_each_may_hold_messages():
+    rows = [{"prompt": [ASK], "response": response, "score": score} for response, score in ((TURNS, 2), ("5.", 1))]
+    (pair,) = PreferenceDataset(rows)
+    assert (turns_of(pair.chosen)[-1].content, pair.rejected, pair.margin) == ("It is 4.", "5.", 1.0)
+
+
+def test_every_chosen_response_is_paired_with_every_rejected_one_also_of_messages():
+    pairs = PreferenceDataset([{"prompt": [ASK], "chosen": [TURNS, "Four."], "rejected": [[GUESS], "6."]}])
+    assert [(turns_of(pair.chosen)[-1].content, pair.rejected) for pair in pairs] == [
+        ("It is 4.", "5."),
+        ("It is 4.", "6."),
+        ("Four.", "5."),
+        ("Four.", "6."),
+    ]
+    assert [(pair.metadata["chosen_index"], pair.metadata["rejected_index"]) for pair in pairs] == [
+        *((0, 0), (0, 1)),
+        *((1, 0), (1, 1)),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        (
+            {"prompt": [ASK], "responses": [[OTHER, DONE], [ASK, GUESS]], "scores": [1, 0]},
+            "begin",
+        ),
+        ({"responses": [[ASK, DONE], [OTHER, GUESS]], "scores": [1, 0]}, "the responses differ"),
+        ({"prompt": [ASK], "chosen": [TURNS[:2]], "rejected": ["5."]}, "must end with a message of role assistant"),
+        ({"prompt": [ASK], "chosen": [TURNS, 3], "rejected": ["5."]}, "chosen must be a text or messages"),
+    ],
+)
+def test_messages_that_are_no_responses_to_the_prompt_are_refused(row: dict[str, Any], reason: str):
+    with pytest.raises(DataError, match=reason):
+        PreferenceDataset([row])
