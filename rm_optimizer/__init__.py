@@ -60,6 +60,8 @@ if TYPE_CHECKING:
     from rm_optimizer.experiments.compared_runs import read_runs as read_runs
     from rm_optimizer.experiments.run_comparison import RunComparison as RunComparison
     from rm_optimizer.experiments.run_comparison import compare_runs as compare_runs
+    from rm_optimizer.explanation.explain import explain_difference as explain_difference
+    from rm_optimizer.explanation.findings import Explanation as Explanation
     from rm_optimizer.landscape import HessianAnalyzer as HessianAnalyzer
     from rm_optimizer.landscape import HessianSpectrum as HessianSpectrum
     from rm_optimizer.landscape import SpectrumOptions as SpectrumOptions

@@ -22,7 +22,7 @@ FLOORS = (
     {"core", "optim"},
     {"evaluation"},
     {"training", "doctor", "landscape", "serving", "rl_coupling"},
-    {"experiments"},
+    {"experiments", "explanation"},
     {"data_efficiency"},
     {"reporting"},
     {"compare"},

@@ -314,6 +314,14 @@ WAYS: dict[str, Run] = {
         prints="exported in bfloat16",
         slow=True,
     ),
+    "rm-opt why outputs/run/best scored.jsonl": Run(
+        f"{RESPONSES} && rm-opt score outputs/run/best responses.jsonl same.jsonl && "
+        "rm-opt why outputs/run/best same.jsonl",
+        prints="agree",
+        slow=True,
+    ),
+    "rm-opt why outputs/imported http://127.0.0.1:8000/classify": Run("rm-opt why --help", prints="/get_reward"),
+    "rm-opt why outputs/run/best scored.jsonl --json why.json": Run("rm-opt why --help", prints="--json"),
     "rm-opt doctor outputs/run/best --data pairs.jsonl": Run(
         # a model of four steps may fail the checks of its rewards, and says so with its exit code
         "rm-opt doctor outputs/run/best --data pairs.jsonl || test $? = 4",

@@ -15,13 +15,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9109,
-    "serving": 4003,
+    "serving": 4013,
     "landscape": 3821,
     "training": 2682,
     "rl_coupling": 2566,
     "reporting": 2472,
-    "interfaces": 1994,
+    "interfaces": 2012,
     "experiments": 1681,
+    "explanation": 777,
     "data_efficiency": 1339,
     "schema": 1035,
     "doctor": 933,
@@ -31,13 +32,13 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 476,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 337,
+    "files": 346,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 54,
-    "import lines": 5460,
-    "import lines inside functions": 313,
-    "lines of code": 34173,
-    "private functions with one caller": 353,
+    "import lines": 5574,
+    "import lines inside functions": 316,
+    "lines of code": 34978,
+    "private functions with one caller": 369,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

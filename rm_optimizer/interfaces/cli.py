@@ -15,7 +15,7 @@ from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_tr
 from rm_optimizer.interfaces.commands.evaluate import doctor, evaluate, report, score
 from rm_optimizer.interfaces.commands.labels import label, label_import, scaling, select
 from rm_optimizer.interfaces.commands.look_up import info, params
-from rm_optimizer.interfaces.commands.models import export_model, import_model
+from rm_optimizer.interfaces.commands.models import export_model, import_model, why
 from rm_optimizer.interfaces.commands.readiness import readiness
 from rm_optimizer.interfaces.commands.rlhf import rlhf
 from rm_optimizer.interfaces.commands.serve import serve
@@ -42,7 +42,7 @@ HYDRA: dict[str, Any] = {
 }
 GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Train and analyze": [(train, HYDRA), (analyze, HYDRA)],
-    "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {}), (report, {})],
+    "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {}), (why, {}), (report, {})],
     "Couple to a policy": [(readiness, {}), (bon, {}), (rlhf, HYDRA)],
     "Labels": [(select, {}), (label, {}), (label_import, {}), (scaling, {})],
     "Import and export": [(import_model, {"name": "import"}), (export_model, {"name": "export"})],

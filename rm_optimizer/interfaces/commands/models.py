@@ -1,14 +1,14 @@
-"""`rm-opt import` and `export`: reward models from and to other software."""
+"""`rm-opt import`, `export` and `why`: reward models of other software, and differences of their scores."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
 
-from typer import Argument, Option
+from typer import Argument, Exit, Option
 
 from rm_optimizer.interfaces.inputs import PairOptions
-from rm_optimizer.interfaces.outputs import write_json
+from rm_optimizer.interfaces.outputs import printed_beside, write_json
 
 
 def import_model(
@@ -103,3 +103,31 @@ def export_model(
             f"largest change of a reward {made.largest_change:.2g}"
         )
     write_json(json_file, made.to_json())
+
+
+SIDE = (
+    "Model folder, hub id or adapter folder; server: http://HOST:PORT for rm-opt serve, with /classify for vLLM or "
+    "/get_reward for OpenRLHF; or a file with columns prompt, response and reward."
+)
+
+
+def why(
+    a: Annotated[str, Argument(help=SIDE, metavar="A")],
+    b: Annotated[str, Argument(help="The other side, in the same forms; one of the two must be a model.", metavar="B")],
+    text: Annotated[Path | None, Option("--text", help="File of further prompts and responses to compare on.")] = None,
+    json_file: Annotated[Path | None, Option("--json", help="Also write all that was tried to this JSON file.")] = None,
+    max_length: Annotated[
+        int | None, Option("--max-length", min=8, help="Longest sequence in tokens of the models that are loaded.")
+    ] = None,
+) -> None:
+    """Explain why two scorings of the same conversations differ.
+
+    Prints the cause, the evidence and the remedy. Exits with 0 if the rewards agree, and with 4 if they differ.
+    """
+    from rm_optimizer.explanation.explain import explain_difference
+
+    found = explain_difference(a, b, texts=text, max_length=max_length)
+    with printed_beside(json_file):
+        print(found)
+    write_json(json_file, found.to_json())
+    raise Exit(found.exit_code)

@@ -72,6 +72,28 @@ class TokenForm:
         return [datum["probs"][0] for datum in data]
 
 
+class TextForm(TokenForm):
+    """`/classify` of vLLM with rendered texts, which the server tokenizes by its own rules."""
+
+    def body(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """JSON body of the texts."""
+        return {"input": list(rows)}
+
+
+class QueryForm(TextForm):
+    """`/get_reward` of OpenRLHF with rendered texts."""
+
+    path = "/get_reward"
+
+    def body(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """JSON body of the texts."""
+        return {"query": list(rows)}
+
+    def numbers(self, answer: Any) -> list[Any]:
+        """One number for each text."""
+        return list(answer["rewards"])
+
+
 class ConversationForm:
     """`/rm/score` with prompts and responses: the server renders them as training did."""
 
@@ -99,6 +121,8 @@ class ConversationForm:
 
 Form: TypeAlias = TokenForm | ConversationForm
 TOKEN_FORM, CONVERSATION_FORM = TokenForm(), ConversationForm()
+TEXT_FORMS: dict[str, TextForm] = {form.path: form for form in (TextForm(), QueryForm())}
+"""Forms of servers that take rendered texts, by path."""
 
 
 def pieces(rows: Sequence[Any], size: Callable[[Any], int], limits: Limits) -> Iterator[range]:

@@ -1,0 +1,1 @@
+"""Explanation of a difference between two scorings of the same conversations."""

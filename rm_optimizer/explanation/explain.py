@@ -1,0 +1,180 @@
+"""Explanation of the difference between two scorings, by changing one thing at a time in a local copy."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.stats import spearmanr
+
+from rm_optimizer.core.classifier.adapters import has_adapter
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.rows.messages import Prompt
+from rm_optimizer.core.rows.natural import listed
+from rm_optimizer.doctor.probe_conversations import alone_rewards, padded_rewards, running
+from rm_optimizer.errors import ConfigError, ConversationRefused, DataError
+from rm_optimizer.explanation.changes import Scores
+from rm_optimizer.explanation.findings import Cause, Explanation
+from rm_optimizer.explanation.local_copy import LocalCopy
+from rm_optimizer.explanation.probes import Conversation, conversation, group_of, probes
+from rm_optimizer.explanation.search import Found, Search
+from rm_optimizer.explanation.sides import MOST_ROWS, Side, model_side, other_side, read_conversations
+
+TOLERANCE, NOISES = 1e-5, 8
+"""Least difference that counts, and the same in units of the measured noise; each times max(1, |reward|)."""
+MOST_HIDDEN = 256
+"""Widest input of a head for which another linear head is fitted to rewards of further texts."""
+_FOLDERS = "give both sides as folders"
+_NEEDS = {
+    "adapter": "the local copy has none",
+    "head_weights": _FOLDERS,
+    "weights": _FOLDERS,
+    "tokenizer": _FOLDERS,
+    "padding": "the other side is not asked in batches",
+}
+"""What is missing where a kind of cause has no change to try."""
+
+
+def explain_difference(
+    a: Any,
+    b: Any,
+    *,
+    texts: str | os.PathLike[str] | Iterable[tuple[Prompt, str]] | None = None,
+    max_length: int | None = None,
+) -> Explanation:
+    """Compare two scorings of the same conversations, and name the cause of a difference by intervention.
+
+    Built-in conversations and given ones are scored by both sides. If rewards differ by more than
+    ``max(1e-5, 8 noise) max(1, |reward|)``, a local copy of one side is changed until every reward meets: one change
+    from a closed list, then two. The noise is the largest difference of the copy's rewards alone and in a batch.
+
+    Args:
+        a: a model (folder, hub id, adapter folder, run, `BradleyTerryRM`); address of a server; file of prompts,
+            responses and rewards; object with `score`; `pipeline`; or function of prompts and responses.
+        b: the other side, in the same forms. One of the two must be a model.
+        texts: further conversations: a file with columns prompt and response, or tuples of prompt and response.
+        max_length: most tokens of a sequence of models that are loaded; None takes the stored number.
+
+    Raises:
+        ConfigError: if neither side is a model, or a side is none of these.
+        CheckpointError: if a model cannot be loaded.
+        DataError: if a file cannot be used.
+    """
+    began = time.perf_counter()
+    first, second = model_side(a, max_length), model_side(b, max_length)
+    models = [side.model for side in (first, second) if side is not None and side.model is not None]
+    if not models:
+        raise ConfigError("expected a model as A or B (a folder, hub id or adapter), whose local copy can be changed")
+    first, second = first or other_side(a, models[0].renderer), second or other_side(b, models[0].renderer)
+    is_second = len(models) == 2 and has_adapter(models[1].model) and not has_adapter(models[0].model)
+    is_local_b = first.model is None or is_second
+    given = () if texts is None else _given(texts)
+    found = _compared(models[is_second], first if is_local_b else second, given)
+    return Explanation(
+        first.name, second.name, "B" if is_local_b else "A", **found, wall_seconds=time.perf_counter() - began
+    )
+
+
+def _given(texts: str | os.PathLike[str] | Iterable[tuple[Prompt, str]]) -> list[Conversation]:
+    """The user's conversations; of a file the first `MOST_ROWS`."""
+    if isinstance(texts, str | os.PathLike):
+        return [talk for talk, _ in read_conversations(Path(texts))][:MOST_ROWS]
+    return [conversation(prompt, response) for prompt, response in listed("texts", texts)]
+
+
+def _compared(model: BradleyTerryRM, other: Side, given: Sequence[Conversation]) -> dict[str, Any]:
+    """Fields of the explanation: rewards of a local model and of another side, and the causes of a difference."""
+    readers = [each.renderer for each in (model, other.model) if each is not None]
+    talks = []
+    for talk in other.stored or (*probes(model.renderer), *given):
+        try:
+            all(reader.encode(*talk) for reader in readers)
+            talks.append(talk)
+        except ConversationRefused:
+            continue
+    if not talks:
+        raise DataError(f"the model's chat template refuses every conversation of {other.name}")
+    local = LocalCopy(model, other.model)
+    rows = [local.rendering.ids(talk, local.rendering.base) for talk in talks]
+    with running(model, training=False):
+        alone, padded = alone_rewards(model, rows), padded_rewards(model, rows)
+    noise = float((alone - padded).abs().max())
+    together = target = np.array(other.score(talks))
+    change = 0.0
+    if other.can_be_asked:
+        target = np.concatenate([other.score([talk]) for talk in talks])
+        change = float(np.abs(np.array(other.score(talks)) - together).max())
+    tolerance = max(TOLERANCE, NOISES * noise) * np.maximum(1.0, np.abs(target)) + _half_unit(target)
+    differ = np.abs(alone.numpy() - target)
+    is_different, depends = differ > tolerance, bool((np.abs(together - target) > tolerance).any())
+    told: dict[str, Any] = {}
+    if change > tolerance.max():
+        cause = Cause("chance", f"rewards that change by {change:.3g} when the same is asked again")
+        told = {"causes": (cause,), "left": float(differ.max())}
+    elif is_different.any() or depends:
+        search = Search(local, talks, target, tolerance)
+        found = search.explanations() if is_different.any() else []
+        if not found and is_different.any():
+            found = _other_head(local, talks, other, 10 * float(tolerance.max()))
+            told = {} if found else {"remarks": tuple(_remarks(talks, alone.numpy(), target, is_different))}
+        told |= _fields(search, found, has_batches=other.can_be_asked)
+        if depends:
+            told["causes"] = (Cause("padding", "rewards that depend on the padding of a batch"), *told["causes"])
+    counts = {"num_probes": len(talks), "num_differing": int(is_different.sum())}
+    return {**counts, "largest": float(differ.max()), "noise": noise, **told}
+
+
+def _fields(search: Search, found: Sequence[Found], *, has_batches: bool) -> dict[str, Any]:
+    names = [" and ".join(cause.name for cause in each.causes) for each in found]
+    causes = found[0].causes if found else ()
+    same = {name for cause in causes for name in search.same.get(cause.name, ())}
+    tested = {change.cause.kind for change in search.changes} | ({"padding"} if has_batches else set())
+    return {
+        "causes": causes,
+        "left": found[0].left if found else 0.0,
+        "lookalikes": tuple(sorted(same.union(names[1:]) - {*names[:1]})),
+        "excluded": tuple(dict.fromkeys(change.cause.name for change in search.changes if change.cause not in causes)),
+        "not_testable": tuple(f"{kind} ({reason})" for kind, reason in _NEEDS.items() if kind not in tested),
+        "interventions": tuple(search.tried),
+    }
+
+
+def _other_head(local: LocalCopy, talks: Sequence[Conversation], other: Side, allowed: float) -> list[Found]:
+    """Another linear head on the same inputs, fitted to rewards of short texts and checked on others."""
+    width = local.model.reward_head.in_features
+    if width > MOST_HIDDEN or other.stored:
+        return []
+    words = [word for messages, text in talks for word in f"{messages[-1].content} {text}".split()]
+    draw, num_fitted = np.random.default_rng(0), width + 1 + width // 2
+    fresh = [conversation(*(" ".join(draw.choice(words, 6)) for _ in range(2))) for _ in range(2 * width + 8)]
+    inputs = local.head_inputs(fresh)
+    inputs = np.column_stack([inputs, np.ones(len(inputs))])
+    scores = np.concatenate([other.score([talk]) for talk in fresh])
+    fit = np.linalg.lstsq(inputs[:num_fitted], scores[:num_fitted], rcond=1e-10)[0]
+    left = float(np.abs(inputs @ fit - scores)[num_fitted:].max())
+    name = f"other head weights (a linear head on the same inputs gives {len(fresh) - num_fitted} further rewards)"
+    return [Found((Cause("head_weights", name),), left)] if left <= allowed else []
+
+
+def _remarks(talks: Sequence[Conversation], own: Scores, other: Scores, is_different: Any) -> Iterator[str]:
+    """Sentences on a difference without a cause: the kinds of conversations, and the order of the rewards."""
+    groups = np.array([group_of(talk) for talk in talks])
+    num: Callable[[str], int] = lambda name: int(is_different[groups == name].sum())  # noqa: E731
+    yield "Differing: " + ", ".join(
+        f"{num(name)} of {(groups == name).sum()} with {name}" for name in sorted({*groups})
+    )
+    if "system messages" in groups and num("system messages") == 0 < num("one turn"):
+        yield "Only conversations without a system message differ, so one side inserts one"
+    yield f"The rank correlation of the rewards is {float(spearmanr(own, other).statistic):.3f}"
+
+
+def _half_unit(rewards: Scores) -> float:
+    """Half of the last decimal of rounded rewards; 0 if they are not rounded."""
+    for digits in range(1, 6):
+        if np.ptp(rewards) > 10.0**-digits and np.abs(rewards - rewards.round(digits)).max() < 1e-9:
+            return float(0.5 * 10.0**-digits)
+    return 0.0

@@ -1,0 +1,115 @@
+"""Local copy of a model: its rewards by a recipe, with some tensors replaced, without a second model in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.func import functional_call
+
+from rm_optimizer.core.classifier.adapters import has_adapter
+from rm_optimizer.core.classifier.head import head_name
+from rm_optimizer.core.classifier.limits import position_window
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.storage.adapter_files import merged_state
+from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
+from rm_optimizer.errors import ConversationRefused
+from rm_optimizer.explanation.probes import Conversation
+from rm_optimizer.explanation.recipe import Recipe, RecipeRenderer
+
+POSITIONS = {"last-1": -2, "last-2": -3, "first": 0, "last": -1}
+"""Places of the hidden states that a faulty pooling reads, among a sequence's tokens."""
+_TOKENS = 8192
+
+
+class LocalCopy:
+    """A reward model whose recipe, tensors and pooling can be changed for one scoring.
+
+    Args:
+        model: the model, which is never changed.
+        other: model of the other side, if it is one here.
+
+    Attributes:
+        rendering: renderer of conversations by recipes.
+        tensors: tensors in place of the model's own, by the names that recipes have for them.
+        head: name of the final layer.
+        embedding: name of the embedding's weight.
+    """
+
+    def __init__(self, model: BradleyTerryRM, other: BradleyTerryRM | None = None) -> None:
+        self.model = model
+        self.other = other
+        self.rendering = RecipeRenderer(model.renderer, None if other is None else other.renderer)
+        self.tensors: dict[str, Mapping[str, Tensor]] = {"": {}}
+        self.head = f"model.{head_name(model.model)}"
+        table = model.model.get_input_embeddings().weight
+        self.embedding = next(name for name, value in model.named_parameters() if value is table)
+        self._rewards: dict[tuple[tuple[int, ...], str], dict[str, float]] = {}
+        self._read: dict[str, Float[np.ndarray, ...]] = {}
+
+    def score(self, talks: Sequence[Conversation], recipe: Recipe) -> Float[np.ndarray, " sequences"]:
+        """Rewards of conversations by a recipe.
+
+        Raises:
+            ConversationRefused: if the recipe renders no ids that the model can read.
+        """
+        rows = [self.rendering.ids(talk, recipe) for talk in talks]
+        new = sorted({row for row in rows if (row, recipe.weights) not in self._rewards})
+        for batch in length_batches(list(map(len, new)), _TOKENS) if new else ():
+            some = [new[place] for place in batch]
+            for row, rewards in zip(some, self._forward(some, self.tensors[recipe.weights]), strict=True):
+                self._rewards[row, recipe.weights] = rewards
+        return np.array([self._rewards[row, recipe.weights][recipe.pool] for row in rows])
+
+    def head_inputs(self, talks: Sequence[Conversation]) -> Float[np.ndarray, "sequences hidden"]:
+        """Vectors that the final layer reads."""
+        rows = [self.rendering.ids(talk, self.rendering.base) for talk in talks]
+        self._forward(rows, {})
+        return self._read["own"]
+
+    def _forward(self, rows: Sequence[tuple[int, ...]], tensors: Mapping[str, Tensor]) -> list[dict[str, float]]:
+        """Rewards of a batch, by the position of the hidden state that is read."""
+        num_known = len(tensors.get(self.embedding, self.model.get_parameter(self.embedding)))
+        window = position_window(self.model.model.config)
+        if max(map(max, rows)) >= num_known or (window is not None and max(map(len, rows)) > window):
+            raise ConversationRefused("the model has no embedding of a token or a position")
+        ids, mask = pad_sequences(rows, self.model.pad_choice.token_id)
+        read = self._read
+
+        def keep_hidden(module: object, inputs: object, output: Any) -> None:
+            read["hidden"] = _array(output[0])
+
+        def keep_reward(module: object, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+            read.update(own=_array(inputs[0]), reward=_array(output))
+
+        backbone, head = self.model.model.base_model, self.model.reward_head
+        hooks = backbone.register_forward_hook(keep_hidden), head.register_forward_hook(keep_reward)
+        try:
+            with self.model.inference():
+                functional_call(self.model, dict(tensors), (ids.to(self.model.device), mask.to(self.model.device)))
+        finally:
+            for hook in hooks:
+                hook.remove()
+        weight = _array(tensors.get(f"{self.head}.weight", head.weight))[0]
+        bias = 0.0 if head.bias is None else float(tensors.get(f"{self.head}.bias", head.bias).detach())
+        found = []
+        for states, reward, row in zip(read["hidden"], read["reward"], rows, strict=True):
+            at = {"mean": states[: len(row)].mean(axis=0)}
+            at |= {name: states[: len(row)][max(place, -len(row))] for name, place in POSITIONS.items()}
+            is_read = states.shape[-1] == len(weight)
+            rewards = {name: float(vector @ weight) + bias if is_read else np.nan for name, vector in at.items()}
+            found.append({"own": float(reward[0]), **rewards})
+        return found
+
+
+def plain_state(model: BradleyTerryRM) -> Mapping[str, Tensor]:
+    """Tensors of the plain classifier, with an adapter merged."""
+    return merged_state(model.model) if has_adapter(model.model) else model.model.state_dict()
+
+
+def _array(tensor: Tensor) -> Float[np.ndarray, ...]:
+    return tensor.detach().to("cpu", torch.float64).numpy()

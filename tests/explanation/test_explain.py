@@ -1,0 +1,149 @@
+"""Causes of differences between two scorings, on callers of plain transformers that `benchmarks/why.py` builds."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.why import LIMIT, Caller, Zoo, cases, scores_file
+from rm_optimizer import BradleyTerryRM, ConfigError, Explanation, explain_difference
+from rm_optimizer.explanation.findings import REMEDIES
+from rm_optimizer.explanation.probes import probes
+from rm_optimizer.explanation.recipe import RecipeRenderer
+from rm_optimizer.interfaces.cli import app
+
+QUICK = {"chatml/pipeline", "chatml/system", "llama/doubled_bos", "llama/cut_right", "bert/head_bias"}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    return Zoo(tmp_path_factory.mktemp("zoo"))
+
+
+@pytest.fixture(scope="module")
+def models(zoo):
+    """The model of each family, loaded once."""
+    return {name: BradleyTerryRM.from_pretrained(folder, max_length=LIMIT) for name, folder in zoo.of.items()}
+
+
+def kinds(found: Explanation) -> list[str]:
+    return [cause.kind for cause in found.causes]
+
+
+def case_of(zoo: Zoo, name: str):
+    return next(case for group in cases(zoo) for case in group if case.name == name)
+
+
+@pytest.mark.parametrize("name", sorted(QUICK))
+def test_the_cause_of_one_mistake_is_named_first(zoo, models, name):
+    case = case_of(zoo, name)
+    found = explain_difference(models[name.partition("/")[0]], case.b())
+    assert kinds(found)[0] == case.kinds[0]
+    assert found.left < 1e-5 < found.largest
+    assert found.remedy.startswith(REMEDIES[case.kinds[0]])
+    assert str(found).count("Cause: ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", [0, 1, 2], ids=["single", "pairs", "equal"])
+def test_all_seeded_causes_are_named_and_equal_scorings_are_not_accused(zoo, group):
+    wrong = {}
+    for case in cases(zoo)[group]:
+        found = explain_difference(case.a, case.b(), max_length=LIMIT)
+        is_right = kinds(found)[:1] == [*case.kinds[:1]] if group == 0 else {*kinds(found)} == {*case.kinds}
+        assert found.wall_seconds < 30
+        if not is_right or found.agrees != (group == 2):
+            wrong[case.name] = kinds(found)
+    assert len(wrong) <= (2, 3, 0)[group], wrong
+
+
+def test_two_causes_are_named_together(zoo, models):
+    found = explain_difference(models["llama"], case_of(zoo, "llama/bos+right").b())
+    assert set(kinds(found)) == {"bos", "truncation"}
+    assert found.left < 1e-5
+
+
+def test_equal_scorings_agree(zoo, models):
+    found = explain_difference(models["bert"], Caller(zoo.of["bert"]))
+    assert found.agrees
+    assert found.cause == "agree"
+    assert found.exit_code == 0
+    assert "agree" in repr(found)
+    assert not found.remedy
+
+
+@pytest.mark.parametrize("family", ["chatml", "llama", "bert"])
+def test_the_default_recipe_gives_the_ids_of_the_package(models, family):
+    renderer = models[family].renderer
+    rendering = RecipeRenderer(renderer)
+    undated = replace(rendering.base, eos="unblanked" if family == "bert" else "", strip="none")
+    for talk in probes(renderer):
+        assert rendering.ids(talk, undated) == rendering.ids(talk, rendering.base) == renderer.encode(*talk).ids
+
+
+def test_a_cause_outside_the_list_is_unknown_and_the_excluded_ones_are_listed(models):
+    cubed = lambda prompts, responses: (models["chatml"].score(prompts, responses).numpy() ** 3).tolist()  # noqa: E731
+    found = explain_difference(models["chatml"], cubed)
+    assert (found.cause, found.exit_code) == ("unknown", 4)
+    assert "doubled EOS" in found.excluded
+    assert "sigmoid" not in found.cause
+    assert "rank correlation of the rewards is 1.000" in str(found)
+
+
+def test_rewards_that_change_when_asked_again_are_no_difference_of_the_models(models):
+    draw = np.random.default_rng(0)
+    noisy = lambda prompts, responses: models["bert"].score(prompts, responses).numpy() + draw.random(len(prompts))  # noqa: E731
+    assert kinds(explain_difference(models["bert"], noisy)) == ["chance"]
+
+
+def test_a_system_prompt_that_is_not_listed_is_recognized(models, zoo):
+    found = explain_difference(models["chatml"], Caller(zoo.of["chatml"], system="Answer in the form of a poem."))
+    assert found.cause == "unknown"
+    assert "so one side inserts one" in str(found)
+
+
+def test_one_side_must_be_a_model(zoo):
+    with pytest.raises(ConfigError, match="expected a model as A or B"):
+        explain_difference(lambda prompts, responses: [0.0] * len(prompts), "http://127.0.0.1:9/classify")
+
+
+def test_a_server_of_rendered_texts_is_asked(zoo, models):
+    """OpenRLHF's form, with a server that adds a second BOS to the rendered text."""
+    caller = Caller(zoo.of["llama"])
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            texts = json.loads(self.rfile.read(int(self.headers["content-length"])))["query"]
+            ids = [list(caller.tokenizer(text)["input_ids"])[-LIMIT:] for text in texts]
+            body = json.dumps({"rewards": [float(caller.alone(row).detach()) for row in ids]}).encode()
+            self.send_response(200)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *arguments: object) -> None:
+            """Print nothing."""
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        found = explain_difference(f"http://127.0.0.1:{server.server_port}/get_reward", models["llama"])
+        server.shutdown()
+    assert found.local == "B"
+    assert kinds(found)[0] == "bos"
+
+
+def test_the_command_exits_with_0_or_4_and_writes_what_was_tried(zoo, tmp_path):
+    same, shifted = (str(scores_file(zoo, zoo.of["bert"], lambda s, c=c: s + c)) for c in (0.0, 1.0))
+    run = lambda *arguments: CliRunner().invoke(app, ["why", str(zoo.of["bert"]), *arguments])  # noqa: E731
+    agreed, differing = run(same), run(shifted, "--json", str(tmp_path / "why.json"))
+    assert (agreed.exit_code, differing.exit_code) == (0, 4)
+    assert "constant shift +1" in differing.stdout
+    stored = Explanation.from_json((tmp_path / "why.json").read_text())
+    assert stored.cause.startswith("constant shift")
+    assert len(stored.interventions) > 10
