@@ -14,16 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9109,
+    "core": 9116,
     "serving": 4013,
     "landscape": 3821,
     "training": 2682,
-    "rl_coupling": 2566,
-    "reporting": 2472,
+    "rl_coupling": 2576,
+    "reporting": 2473,
     "interfaces": 2012,
     "experiments": 1681,
     "explanation": 777,
-    "data_efficiency": 1339,
+    "data_efficiency": 1341,
     "schema": 1035,
     "doctor": 933,
     "records": 762,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 346,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 54,
-    "import lines": 5574,
+    "import lines": 5577,
     "import lines inside functions": 316,
-    "lines of code": 34978,
-    "private functions with one caller": 369,
+    "lines of code": 34998,
+    "private functions with one caller": 370,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

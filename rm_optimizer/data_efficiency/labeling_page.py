@@ -26,7 +26,7 @@ import numpy as np
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import wilson_interval
 from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.core.rows.messages import as_messages
+from rm_optimizer.core.rows.messages import as_messages, shown_response
 from rm_optimizer.data_efficiency.questions import ANSWER_LOG_SUFFIX, Question, standing_rows
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.ledger import Ledger, open_ledger
@@ -186,8 +186,8 @@ class PageServer(ThreadingHTTPServer):
         shown = question and {
             "pair_id": question.pair_id,
             "messages": [{"role": turn.role, "content": turn.shown()} for turn in as_messages(question.prompt)],
-            "response_a": question.response_a,
-            "response_b": question.response_b,
+            "response_a": shown_response(question.response_a),
+            "response_b": shown_response(question.response_b),
         }
         numbers = {"num_questions": self.log.num_questions, "num_answered": self.log.num_answered}
         return {"name": self.name, **numbers, "can_undo": self.log.num_answered > 0, "question": shown}

@@ -7,10 +7,12 @@ from the exports of Argilla (`records.to_list(flatten=True)`) and Label Studio (
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -19,8 +21,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
-from rm_optimizer.core.rows.messages import Turns, as_messages, read_prompt
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, prompt_json
+from rm_optimizer.core.rows.messages import as_messages, read_messages, read_prompt, response_json, response_of
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import unquoted_formula, write_csv, write_json_lines, write_text
@@ -61,8 +63,8 @@ class Question:
         """Cells of the question; messages are JSON text."""
         prompt = self.prompt
         if not isinstance(prompt, str):
-            prompt = json.dumps([message.to_dict() for message in prompt], ensure_ascii=False)
-        sides = {"response_a": self.response_a, "response_b": self.response_b}
+            prompt = json.dumps(prompt_json(prompt), ensure_ascii=False)
+        sides = {"response_a": str(self.response_a), "response_b": str(self.response_b)}
         return {"pair_id": self.pair_id, "rank": self.rank, "prompt": prompt, **sides, _ANSWER: ""}
 
 
@@ -89,21 +91,16 @@ class Answers:
 
 def question_id(prompt: Prompt, responses: Iterable[str]) -> str:
     """Identity of a question, the same for either order of the responses."""
-    return digest([[message.to_dict() for message in as_messages(prompt)], sorted(responses)])
+    return digest([prompt_json(as_messages(prompt)), list(map(response_json, sorted(responses)))])
 
 
 def asked_once(pairs: Iterable[PreferencePair]) -> dict[str, PreferencePair]:
     """Pairs by the identity of their question.
 
     The first one is kept of pairs that repeat one another, in either order.
-
-    Raises:
-        DataError: if a response is of several messages, which a question's cell of text would not give back.
     """
     found: dict[str, PreferencePair] = {}
     for pair in pairs:
-        if isinstance(pair.chosen, Turns) or isinstance(pair.rejected, Turns):
-            raise DataError("questions hold two texts, and a pair has a response of several messages; leave it out")
         found.setdefault(question_id(pair.prompt, (pair.chosen, pair.rejected)), pair)
     return found
 
@@ -257,9 +254,10 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
     missing = [name for name in ("prompt", "response_a", "response_b") if not row.get(name)]
     if missing:
         raise DataError(f"{where}: expected the columns of rm-opt select, but {missing[0]} is missing")
-    for read in (lambda cell: cell, unquoted_formula):  # texts of JSON and older files have no apostrophe to remove
+    # Texts of JSON and older files have no apostrophe to remove. Whether a text is that of messages, the identity says.
+    for read, of_text in itertools.product((lambda cell: cell, unquoted_formula), (str, _response)):
         prompt = read_prompt(read(row["prompt"]))
-        sides = (read(str(row["response_a"])), read(str(row["response_b"])))
+        sides = (of_text(read(str(row["response_a"]))), of_text(read(str(row["response_b"]))))
         key = question_id(prompt, sides)
         given = row.get("pair_id")
         try:  # a spreadsheet rounds an identity of digits to a number: 3.45063E+15
@@ -269,6 +267,13 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
         if is_own:
             return Question(key, prompt, *sides, 0), [answered_chance(one, where) for one in _given(row)]
     raise DataError(f"{where}: pair_id does not belong to its texts; leave prompt and responses as they were asked")
+
+
+def _response(text: str) -> str:
+    """The response of the messages that the text spells, or the text itself."""
+    with suppress(ValueError):
+        return response_of(read_messages("response", text))
+    return text
 
 
 def _given(row: Mapping[str, Any]) -> list[Any]:

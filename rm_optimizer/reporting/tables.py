@@ -16,6 +16,7 @@ from rich.text import Text
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
+from rm_optimizer.core.rows.messages import shown_response
 from rm_optimizer.core.tokens.audit import QUANTILES, DataAudit, SplitAudit
 from rm_optimizer.records.quoting import markdown_line, markdown_table
 
@@ -298,7 +299,8 @@ def example_table(name: str, pair: PreferencePair) -> Table:
     better = {1.0: "better", 0.0: "worse"}.get(pair.label, f"better with P={pair.label:g}")
     worse = {1.0: "worse", 0.0: "better"}.get(pair.label, "other")
     texts = [(message.role, message.shown()) for message in as_messages(pair.prompt)]
-    texts += [(f"chosen ({better})", pair.chosen), (f"rejected ({worse})", pair.rejected)]
+    sides = {f"chosen ({better})": pair.chosen, f"rejected ({worse})": pair.rejected}
+    texts += [(title, shown_response(response)) for title, response in sides.items()]
     lines = [(title, " ".join(text.split())) for title, text in texts]
     rows = tuple(
         (title, line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}…") for title, line in lines

@@ -19,10 +19,10 @@ from transformers import (
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import Prompt, as_messages, digest, prompt_id
-from rm_optimizer.core.rows.messages import plain_turns
+from rm_optimizer.core.rows.messages import Message, split_context
 from rm_optimizer.core.storage.loading import quiet_transformers
-from rm_optimizer.core.tokens.conversation_text import plain_prompt
-from rm_optimizer.errors import CheckpointError, ConfigError, DataError, MissingExtra
+from rm_optimizer.core.tokens.conversation_text import ChatTemplate, plain_prompt
+from rm_optimizer.errors import CheckpointError, ConfigError, ConversationRefused, DataError, MissingExtra
 from rm_optimizer.records.randomness import keeping_random_state
 
 _log = logging.getLogger("rm_optimizer")
@@ -147,14 +147,20 @@ class VLLMPolicy:
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
-    """Token ids of a prompt, up to the start of the response."""
-    messages, start = as_messages(prompt), list[int]()
-    if tokenizer.chat_template is None:
+    """Token ids of a prompt, up to the start of the response.
+
+    Raises:
+        ConversationRefused: if the prompt has tools or other values that the tokenizer's template does not read.
+    """
+    context, messages = split_context(as_messages(prompt))
+    start = list[int]()
+    if tokenizer.chat_template is not None:
+        text = ChatTemplate(tokenizer).rendered(list(map(Message.to_dict, messages)), context, open_turn=True)
+    elif lost := [*context, *(name for message in messages for name in message.fields)]:
+        raise ConversationRefused(f"a policy without a chat template reads no {lost[0]}, which the prompt has")
+    else:
         text = plain_prompt(messages)
         start = [] if tokenizer.bos_token_id is None else [tokenizer.bos_token_id]
-    else:
-        turns = plain_turns(prompt, "a policy")
-        text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
     return [*start, *tokenizer(text, add_special_tokens=False)["input_ids"]]
 
 

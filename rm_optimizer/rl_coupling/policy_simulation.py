@@ -15,8 +15,8 @@ from jaxtyping import Float
 
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id, require_finite
-from rm_optimizer.core.rows.messages import read_prompt
+from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id, prompt_json, require_finite
+from rm_optimizer.core.rows.messages import read_prompt, read_response, response_json
 from rm_optimizer.core.rows.natural import Prompts, flat_groups, prompts_of
 from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import ConfigError, DataError
@@ -64,6 +64,11 @@ class RankedResponses:
     responses: tuple[str, ...]
     rewards: tuple[float, ...]
     draws: tuple[int, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The responses as JSON values; messages become objects."""
+        responses = list(map(response_json, self.responses))
+        return {**vars(self), "prompt": prompt_json(self.prompt), "responses": responses}
 
     @property
     def best(self) -> str:
@@ -268,7 +273,12 @@ def read_ranked(path: Path) -> tuple[list[RankedResponses], Float[np.ndarray, "p
     """
     rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     found = [
-        RankedResponses(read_prompt(row["prompt"]), tuple(row["responses"]), tuple(row["rewards"]), tuple(row["draws"]))
+        RankedResponses(
+            read_prompt(row["prompt"]),
+            tuple(read_response("response", response) for response in row["responses"]),
+            tuple(row["rewards"]),
+            tuple(row["draws"]),
+        )
         for row in rows
     ]
     require_equal_counts(path, [len(row.rewards) for row in found])
@@ -326,7 +336,7 @@ def _to_file(
         on_progress(sum(sizes), num_prompts)
         for chunk in chunks[len(sizes) :]:
             found = ranked(chunk)
-            log.append(found)
+            log.append({**vars(found), "rows": [row.to_dict() for row in found.rows]})
             sizes.append(len(found.rows))
             on_progress(sum(sizes), num_prompts)
         with replacing(path) as temporary, temporary.open("w", encoding="utf-8") as file:

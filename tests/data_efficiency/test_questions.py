@@ -18,6 +18,7 @@ from rm_optimizer.interfaces.commands.labels import DEFAULT_RULE
 from rm_optimizer.rl_coupling.ensemble import EnsembleReference
 from rm_optimizer.rl_coupling.ensemble_folder import save_ensemble
 from tests.builders import tiny_reward_model
+from tests.serving.test_agent_rows import ROWS, TOOLS
 
 TALK = (Message("user", "Hi"), Message("assistant", "Hello"), Message("user", 'Why,\n"so"?'))
 PAIRS = [
@@ -68,6 +69,19 @@ def test_answers_come_back_as_pairs_whatever_the_order_and_the_form(tmp_path, su
     assert [pair.label for pair in found.pairs] == [1.0, 0.5]
     assert found.pairs[1].prompt == TALK
     assert (found.num_answers, found.num_skipped, found.num_open) == (2, 1, 0)
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".jsonl", ".json"])
+def test_responses_of_several_messages_come_back_as_they_were(tmp_path, suffix):
+    pairs = PreferenceDataset([{**row, "tools": TOOLS} for row in ROWS[:1]])
+    spelled = PreferencePair("2 + 2?", str(pairs[0].chosen), "5.")  # a text that only looks like messages
+    path = tmp_path / f"ask{suffix}"
+    write_questions(questions_of([*pairs, spelled], np.arange(2), seed=0), path)
+    answered(path, ["A", "A"])
+    found = read_answers(path).pairs
+    for pair, before in zip(found, (pairs[0], spelled), strict=True):
+        assert pair.prompt == before.prompt
+        assert {pair.chosen, pair.rejected} == {before.chosen, before.rejected}
 
 
 def test_responses_stand_in_either_order_and_a_question_has_one_identity():

@@ -10,14 +10,26 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.pairs.pair import Message, Scorer
 from rm_optimizer.core.pairs.synthetic import PreferenceWorld
-from rm_optimizer.errors import CheckpointError, ConfigError, DataError, MissingExtra, RewardServerUnavailable
+from rm_optimizer.core.rows.messages import with_context
+from rm_optimizer.core.tokens.written_template import TemplateWriter
+from rm_optimizer.errors import (
+    CheckpointError,
+    ConfigError,
+    ConversationRefused,
+    DataError,
+    MissingExtra,
+    RewardServerUnavailable,
+)
 from rm_optimizer.rl_coupling import BestOfNSampler, TransformersPolicy, VLLMPolicy
+from rm_optimizer.rl_coupling.language_policies import prompt_ids
 from rm_optimizer.rl_coupling.policy_simulation import rank, rank_file, read_ranked
 from rm_optimizer.rl_coupling.world_policy import WorldGold, WorldPolicy
 from tests.builders import decoder_tokenizer, tiny_reward_model
 from tests.rl_coupling.policies import save_policy
+from tests.serving.test_agent_rows import AGENTS, BESIDE, ROWS, TOOLS
 
 WORLD = PreferenceWorld(3)
 PROMPTS = WORLD.prompts()[:5]
@@ -138,6 +150,38 @@ def test_saved_completions_are_ranked_by_prompt_in_either_layout(model, tmp_path
     for row in found:
         direct = model.score([row.prompt] * 3, row.responses)
         assert torch.allclose(direct, torch.tensor(row.rewards), atol=1e-4)
+
+
+def test_saved_trajectories_keep_their_messages_and_tools_and_the_rewards_of_the_model(tmp_path: Path):
+    tokenizer = decoder_tokenizer(chat_template=AGENTS)
+    TemplateWriter(tokenizer).write_for_training()
+    model = tiny_reward_model("llama", tokenizer, max_length=512)
+    agents = [ROWS[0], *ROWS[2:]]  # the two sides of the other row share more than its prompt
+    data = PreferenceDataset(agents)
+    source, ranked = tmp_path / "answers.jsonl", tmp_path / "ranked.jsonl"
+    beside = [{name: row[name] for name in BESIDE if name in row} for row in agents]
+    rows = [
+        {"prompt": row["prompt"], "responses": [row["chosen"], row["rejected"]], **more}
+        for row, more in zip(agents, beside, strict=True)
+    ]
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rank_file(model, source, ranked)
+    for found, pair in zip(read_ranked(ranked)[0], data, strict=True):
+        assert found.prompt == pair.prompt
+        assert {*found.responses} == {pair.chosen, pair.rejected}
+        expected = model.score([found.prompt] * 2, found.responses)
+        torch.testing.assert_close(torch.tensor(found.rewards), expected, atol=1e-6, rtol=0)
+
+
+def test_a_policy_gets_tools_as_its_template_writes_them_or_refuses_them():
+    row = ROWS[0]
+    prompt = with_context((Message("user", "2 + 2?"),), {"tools": TOOLS})
+    tokenizer = decoder_tokenizer(chat_template=AGENTS)
+    own = tokenizer.apply_chat_template(row["prompt"], tools=TOOLS, add_generation_prompt=True, return_dict=True)
+    assert prompt_ids(tokenizer, prompt) == own["input_ids"]
+    for template in (None, "{% for m in messages %}{{ m.content }}{% endfor %}"):
+        with pytest.raises(ConversationRefused, match="reads no tools"):
+            prompt_ids(decoder_tokenizer(chat_template=template), prompt)
 
 
 def test_the_world_answers_its_prompts_and_judges_them():

@@ -231,8 +231,9 @@ def _compare_messages(row: Row, rule: KwiseRule) -> list[Comparison]:
 def _conversation(row: Row, name: str) -> tuple[Message, ...]:
     """Prompt and response: a text or a list that begins with the assistant is a completion, any other list is both."""
     value, prompt = row.get(name), row.get("prompt")
-    is_text = isinstance(value, str) and not messages_text(value)
-    turns = (Message("assistant", value),) if is_text else read_messages(name, value)
+    if isinstance(value, str) and not messages_text(value):
+        value = (Message("assistant", value),)
+    turns = read_messages(name, value)
     prompt = None if is_empty(prompt) else read_prompt(prompt)
     is_within = isinstance(prompt, str) and Message("user", prompt) in turns
     if prompt and turns[0].role == "assistant" and not is_within:

@@ -39,9 +39,14 @@ def digest(value: Any) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
+def prompt_json(prompt: Prompt) -> Any:
+    """The prompt as JSON values: text, or its messages, of which the first may hold tools and documents."""
+    return prompt if isinstance(prompt, str) else [message.to_dict() for message in prompt]
+
+
 def prompt_id(prompt: Prompt) -> str:
     """Stable identity of a prompt; text, a transcript and messages that say the same are the same prompt."""
-    return digest([message.to_dict() for message in as_messages(prompt)])
+    return digest(prompt_json(as_messages(prompt)))
 
 
 @dataclass(frozen=True)

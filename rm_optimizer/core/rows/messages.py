@@ -172,6 +172,13 @@ def turns_of(response: str) -> tuple[Message, ...]:
     return response.messages if isinstance(response, Turns) else (Message("assistant", response),)
 
 
+def shown_response(response: str) -> str:
+    """The response as one text for readers: of several messages each with its role."""
+    if not isinstance(response, Turns):
+        return response
+    return "\n\n".join(f"{message.role}: {message.shown()}" for message in response.messages)
+
+
 def response_json(response: str) -> Any:
     """The response as JSON values: text, or the messages of `Turns`."""
     return [message.to_dict() for message in response.messages] if isinstance(response, Turns) else response
