@@ -6,6 +6,7 @@ Links lead to files and headings that are there, and option tables are those of 
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import re
@@ -424,6 +425,28 @@ def test_the_tables_are_those_of_the_code(name):
     assert inside.strip() == REFERENCES[name]().strip(), "write them with python tools/describe.py"
 
 
+def test_every_feature_has_a_test_that_exists_or_a_reason():
+    lines = [line for line in DOCUMENTS["docs/features.md"].splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    features = {row[0]: row[1] for row in rows if len(row) == 7 and row[0] not in ("feature", "---")}
+    peers = {cell for row in rows if row[0] in features and len(row) == 7 for cell in row[2:]}
+    assert len(features) > 45
+    assert peers == {"yes", "partly", "no", "not found"}
+    shown = {row[0]: re.findall(r"`([\w/]+\.py)::(test_\w+)`", row[1]) for row in rows if len(row) == 2}
+    bare = [name for name, here in features.items() if not (shown.get(name) or here.startswith("no: "))]
+    assert bare == []
+    named = {test for name in features for test in shown.get(name, [])}
+    assert named - {(path, test) for path, _ in named for test in functions_in(ROOT / path)} == set()
+    options = {option for here in features.values() for option in re.findall(r"`((?:\w+\.)+\w+)(?:=|`)", here)}
+    assert options - options_of_a_run() == {"export.json"}
+
+
+def functions_in(path: Path) -> set[str]:
+    """Names of the functions of a Python file."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+
+
 def test_the_floors_are_those_that_imports_are_held_to():
     rows = re.findall(r"^\| (\d+) \| (.+?) \|", DOCUMENTS["docs/architecture.md"], re.MULTILINE)
     there = {name.partition(".")[0] for name in MODULES}
@@ -439,10 +462,14 @@ def test_every_option_of_a_run_and_of_an_analysis_is_in_a_table_with_a_meaning()
         r"^\| `(.+?)` \| .+? \| (.*) \|$", "".join(REFERENCES[name]() for name in REFERENCES), re.MULTILINE
     )
     assert [option for option, meaning in rows if not meaning] == []
-    expected = {"split", "max_length", "checkpoint", "landscape.top_k"}
-    expected |= set(leaves(OmegaConf.to_container(compose(["output_dir=."]))))
-    expected |= {f"optimizer.{item.name}" for kind in OPTIMIZER_OPTIONS.values() for item in fields(kind)}
+    expected = {"split", "max_length", "checkpoint", "landscape.top_k"} | options_of_a_run()
     assert expected - {option for option, _ in rows} == set()
+
+
+def options_of_a_run() -> set[str]:
+    """Dotted names of the options of a training run, with those of every optimizer."""
+    composed = set(leaves(OmegaConf.to_container(compose(["output_dir=."]))))
+    return composed | {f"optimizer.{item.name}" for kind in OPTIMIZER_OPTIONS.values() for item in fields(kind)}
 
 
 def leaves(options: dict[str, object], prefix: str = "") -> Iterator[str]:
