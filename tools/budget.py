@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9116,
+    "core": 9099,
     "serving": 4013,
     "landscape": 3821,
     "training": 2682,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 346,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 54,
-    "import lines": 5577,
+    "import lines": 5576,
     "import lines inside functions": 316,
-    "lines of code": 34998,
+    "lines of code": 34981,
     "private functions with one caller": 370,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -89,8 +89,9 @@ class Suggestion:
     def text(self) -> str:
         """The sentence, with the options as the user types them."""
         mapping = {ours: "null" if theirs is None else theirs for ours, theirs in self.columns.items()}
-        winner = "" if self.winner is None else f" {_winner_option(self.winner)}"
-        return self.told.replace("{}", f"{Spelling.current().columns(mapping)}{winner}")
+        typed = [Spelling.current().columns(mapping)] if mapping else []
+        typed += [] if self.winner is None else [_winner_option(self.winner)]
+        return self.told.replace("{}", " ".join(typed))
 
 
 def _winner_option(meaning: str | Sequence[str]) -> str:
@@ -108,13 +109,15 @@ def columns_of(rows: Sequence[Row]) -> list[str]:
 
 
 def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
-    """Options that may read rows without a format, or the reason why none can.
+    """Options that may read rows without a format, or with unknown values of the winner, or why none can.
 
     Args:
         rows: the first rows of a source under our names.
         columns: its mapping of columns.
     """
     names, ours = columns_of(rows), ("prompt", "chosen", "rejected")
+    if detect_format(rows) is not None:
+        return Suggestion("name the values of the winner with {}", winner=[TODO] * 3)
     if all({*ours} <= row.keys() for row in rows):
         kinds = {name: {"empty" if is_empty(row[name]) else type(row[name]).__name__ for row in rows} for name in ours}
         wrong = [f"{name} is {' or '.join(sorted(each))}" for name, each in kinds.items() if not each & _READABLE]

@@ -396,13 +396,9 @@ def gather_responses(
         groups.setdefault(whole, []).append((number, entry))
     for members in groups.values():
         number, first = members[0]
-        columns = {name: [row.get(name) for _, row in members] for name in first}
+        columns = {name: [row.get(name) for _, row in members] for name in first if name != "prompt"}
         listed = {"responses": columns.pop("response"), "scores": columns.pop("score")}
-        differing = {
-            name: values
-            for name, values in columns.items()
-            if name != "prompt" and any(value != values[0] for value in values)
-        }
+        differing = {name: each for name, each in columns.items() if each.count(each[0]) < len(each)}
         if of_pairs := differing.keys() & OPTIONAL_COLUMNS:
             report(number, f"the rows of its prompt differ in {min(of_pairs)}, which is one number for all of them")
         else:

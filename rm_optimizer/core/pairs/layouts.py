@@ -183,25 +183,28 @@ class Layout:
                     return f"left out, since {path} is {value}"
         return None
 
-    def reason_against(self, row: Row, read: Iterable[str]) -> str | None:
-        """Reason why a row under our names would be misread: a number out of range, or content that nothing reads."""
+    def require_read(self, row: Row, read: Iterable[str]) -> None:
+        """Refuse a row under our names that would be misread.
+
+        Raises:
+            ValueError: if a number is out of range, or a layout with a name leaves content unread.
+        """
         for name, (low, high) in self.range.items():
             for value in row[name] if isinstance(row.get(name), list) else [row.get(name)]:
                 if not low <= read_number(name, value) <= high:
-                    return f"{name} must lie in [{low:g}, {high:g}], got {value}"
+                    raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value}")
         if not self.name:
-            return None
+            return
         unread = {name: value for name, value in row.items() if name not in read and not is_empty(value)}
         for name, value in unread.items():
             if isinstance(value, str) and value.strip().casefold() in _UNDECIDED:
-                return f"{name} is {value}, which layout {self.name} does not read"
+                raise ValueError(f"{name} is {value}, which layout {self.name} does not read")
         content = [name for name in unread if name.removesuffix(OVERWRITTEN).rpartition(".")[2] in _CONTENT]
-        if content:
-            known = {folded(text) for each in read for text in texts_in(row.get(each))}
-            lost = [name for name in content if not known.issuperset(map(folded, texts_in(unread[name])))]
-            if lost:
-                return f"{lost[0].removesuffix(OVERWRITTEN)} is not read by layout {self.name} and would be lost"
-        return None
+        known = {folded(text) for each in read for text in texts_in(row.get(each))} if content else set()
+        for name in content:
+            if not known.issuperset(map(folded, texts_in(unread[name]))):
+                shown = name.removesuffix(OVERWRITTEN)
+                raise ValueError(f"{shown} is not read by layout {self.name} and would be lost")
 
 
 def _checked(name: str, options: Mapping[Any, Any]) -> Layout:

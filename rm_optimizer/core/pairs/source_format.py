@@ -10,7 +10,6 @@ from typing import Any
 
 from rm_optimizer.core.pairs.column_hints import (
     TODO,
-    Suggestion,
     few_values,
     no_format,
     require_readable,
@@ -38,11 +37,11 @@ from rm_optimizer.core.rows.columns import (
     root_of,
     structured_columns,
 )
-from rm_optimizer.core.rows.messages import is_empty
+from rm_optimizer.core.rows.messages import are_texts, is_empty
 from rm_optimizer.core.rows.readers import Row, source_name
 from rm_optimizer.core.rows.trees import gather_trees
 from rm_optimizer.errors import DataError
-from rm_optimizer.schema.data import DataConfig, KwiseRule, OnBadRow, Spelling
+from rm_optimizer.schema.data import KwiseRule, Spelling
 
 FIRST_ROWS = 50
 """Rows that decide the format and the columns."""
@@ -89,7 +88,7 @@ class SourceFormat:
                 notes.append(f"{source.path}: read as {told}")
         layout = source.layout
         require_columns(source.path, layout, [row for _, row in first])
-        mapped = list(_renamed(layout, list(_belonging(layout, first)) or first))
+        mapped = list(_renamed(layout, list(_belonging(layout, first, RowTally.of_trial(source.path))) or first))
         structured, found = structured_columns(source.path, [row for _, row in mapped], layout.format)
         rows = [row for _, row in renamed(mapped, {}, structured)]
         names = {name for row in rows for name in row}
@@ -148,13 +147,11 @@ class SourceFormat:
         """The rows whose numbers are in range and whose content is read; the others are bad."""
         for number, row in rows:
             try:
-                reason = layout.reason_against(row, self._read)
+                layout.require_read(row, self._read)
             except ValueError as error:
-                reason = str(error)
-            if reason is None:
-                yield number, {name: value for name, value in row.items() if not name.endswith(OVERWRITTEN)}
-            else:
-                tally.report(number, reason)
+                tally.report(number, str(error))
+                continue
+            yield number, {name: value for name, value in row.items() if not name.endswith(OVERWRITTEN)}
 
     def _compared(self, number: int, row: Row, kwise_rule: KwiseRule) -> tuple[list[PreferencePair], str | None]:
         """Pairs of a row, and the reason if one of its comparisons gives no pair.
@@ -169,36 +166,29 @@ class SourceFormat:
         if isinstance(metadata.get("metadata"), dict):
             metadata = _kept(metadata.pop("metadata").items()) | metadata
         metadata.setdefault("source", self.source.name)
+        if are_texts(metadata["source"]):
+            metadata["source"] = ", ".join(metadata["source"])
         if self.form.makes_groups:
             turn = f".{row['turn']}" if layout.tree else ""
             metadata["group"] = f"{source_name(self.source.path)}:{number}{turn}"
         if self.form.name == "winner" and layout.verdicts is not None:
             row = row | {"winner": layout.verdicts.read(row.get("winner"))}
         comparisons = self.form.compare(row, kwise_rule)
-        missing = {
-            name
+        numbers = {
+            name: read_number(name, row[name])
             for name in OPTIONAL_COLUMNS
-            if is_empty(row.get(name)) or str(row[name]).strip().casefold() in ("nan", "none")
+            if not is_empty(row.get(name)) and str(row[name]).strip().casefold() not in ("nan", "none")
         }
-        margin, label, weight = (None if name in missing else read_number(name, row[name]) for name in OPTIONAL_COLUMNS)
         pairs: list[PreferencePair] = []
         reason: str | None = None
         for item in comparisons:
-            own_label = layout.label if item.label is None else item.label
+            own: dict[str, Any] = {"margin": item.margin, "label": layout.label if item.label is None else item.label}
             try:
-                pair = PreferencePair(
-                    in_context(row, item.prompt, layout.columns),
-                    item.chosen,
-                    item.rejected,
-                    margin=margin if margin is not None else item.margin,
-                    metadata=metadata | _kept(item.extra.items()),
-                    label=own_label if label is None else label,
-                    weight=1.0 if weight is None else weight,
-                )
+                prompt = in_context(row, item.prompt, layout.columns)
+                extra = metadata | _kept(item.extra.items())
+                pairs.append(PreferencePair(prompt, item.chosen, item.rejected, metadata=extra, **{**own, **numbers}))
             except ValueError as error:
                 reason = str(error)
-            else:
-                pairs.append(pair)
         return pairs, reason
 
     def is_meant_before(self, other: SourceFormat, present: frozenset[str]) -> bool:
@@ -284,23 +274,17 @@ def _renamed(
         yield number, {name: value for name, value in row.items() if not ignored[name]}
 
 
-def _belonging(
-    layout: Layout, rows: Iterable[tuple[int, Row]], tally: RowTally | None = None
-) -> Iterator[tuple[int, Row]]:
-    """The rows that a layout compares, with its trees gathered; a tally takes note of the others."""
+def _belonging(layout: Layout, rows: Iterable[tuple[int, Row]], tally: RowTally) -> Iterator[tuple[int, Row]]:
+    """The rows that a layout compares, with its trees gathered; the tally takes note of the others."""
 
     def wanted() -> Iterator[tuple[int, Row]]:
         for number, row in rows:
-            if not layout.where or (reason := layout.left_out(row)) is None:
+            if (reason := layout.left_out(row)) is None:
                 yield number, row
-            elif tally is not None:
+            else:
                 tally.skip(number, reason)
 
-    def ignore(number: int, reason: str) -> None:
-        """The rows are reported when they are read for their pairs."""
-
-    report = ignore if tally is None else tally.report
-    return gather_trees(wanted(), layout.tree, report) if layout.tree else wanted()
+    return gather_trees(wanted(), layout.tree, tally.report) if layout.tree else wanted()
 
 
 def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[DataSource, list[str]]:
@@ -325,7 +309,7 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[D
     if layouts and (general := detect_format(rows)) is not None:
         layouts.append(Layout(format=general.name))
     for layout in layouts:
-        tally = RowTally(source.path, DataConfig(on_bad_row=OnBadRow.drop, max_bad_share=1.0))
+        tally = RowTally.of_trial(source.path)
         candidate = replace(source, layout=replace(layout, encoding=source.layout.encoding))
         try:
             form = SourceFormat.of(candidate, first)
@@ -375,7 +359,7 @@ def suggested_layout(source: DataSource, first: Sequence[tuple[int, Row]]) -> tu
         layout = Layout(format=form.name)
     if not layout.is_open:
         return layout.to_dict(), f"{source.path} is read without an option, as {layout.shown}, which is:"
-    found = suggestion(rows, {}) if form is None else Suggestion("", winner=[TODO] * 3)
+    found = suggestion(rows, {})
     told = {name: value for name, value in (("columns", found.columns), ("winner", found.winner)) if value}
     if not told:
         raise DataError(f"{source.path}: {found.text}")

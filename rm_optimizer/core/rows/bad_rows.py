@@ -87,6 +87,11 @@ class RowTally:
         self.entrance = Spelling.current()
         self._bad: dict[int, str] = {}
 
+    @classmethod
+    def of_trial(cls, path: str) -> RowTally:
+        """A tally that never stops, for rows that are read once more."""
+        return cls(path, DataConfig(on_bad_row=OnBadRow.drop, max_bad_share=1.0))
+
     def counted(self, rows: Iterator[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
         """The rows, counted."""
         for numbered in rows:

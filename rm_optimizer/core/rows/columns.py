@@ -188,14 +188,10 @@ class _Mapping:
             for ours, each in self.given.items()
             if any(roots[path] in row for path in each)
         }
-        consumed = {roots[path] for each in self.given.values() for path in each} | (
-            self.columns.keys() - self.given.keys()
-        )
+        consumed = {*roots.values()}
         kept = {name: value for name, value in row.items() if name not in consumed}
         inside = dict.fromkeys(root for path, root in roots.items() if path not in row and path != root)
-        if inside:
-            texts = [text for value in mapped.values() for text in (value if are_texts(value) else [value])]
-            texts = [text for text in texts if isinstance(text, str)]
+        texts = [text for value in mapped.values() for text in texts_in(value)] if inside else []
         for root in inside:
             read = [path.split(".")[1:] for path, other in self.paths.items() if other == root]
             kept |= _beside(root, row.get(root), read, texts)

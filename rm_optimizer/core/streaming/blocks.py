@@ -24,7 +24,7 @@ from rm_optimizer.core.tokens.batching import PairValues
 from rm_optimizer.core.tokens.cache import EncodedPairs, PairTokens, over_long_rows
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import ConfigError, ConversationRefused, DataError
-from rm_optimizer.schema.data import DataConfig, KwiseRule, OnBadRow
+from rm_optimizer.schema.data import DataConfig, KwiseRule
 
 BLOCK_BYTES = 2**21
 """Approximate bytes of text of a block, which a worker holds in memory at once."""
@@ -143,8 +143,7 @@ def _opened(source: DataSource, named: str) -> SourceFormat:
             f"{source.path}: streaming reads k-wise rows with responses and scores lists, got one response a row, or "
             "one message, which would have to be gathered from the whole file"
         )
-    tally = RowTally(source.path, DataConfig(on_bad_row=OnBadRow.drop, max_bad_share=1.0))
-    pairs = [pair for _, pair in form.pairs(first, KwiseRule.all, tally)]
+    pairs = [pair for _, pair in form.pairs(first, KwiseRule.all, RowTally.of_trial(source.path))]
     notes = (*form.notes, *contrary_notes(source, pairs))
     return replace(form, notes=tuple(note.replace(source.path, named, 1) for note in notes))
 

@@ -384,6 +384,19 @@ def test_a_suggested_layout_is_right_or_has_something_to_fill_in(name: str, monk
 TWO = {"question": q(0), "response_j": good(0), "response_k": bad(0)}
 
 
+def test_a_source_written_as_a_list_is_one_name():
+    (row, *_) = rows_of("nectar")
+    assert {pair.metadata["source"] for pair in PreferenceDataset([{**row, "source": ["ultrachat"]}])} == {"ultrachat"}
+
+
+def test_an_encoding_does_not_hide_a_layout(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(json.dumps({**TWO, "question": "Où?"}, ensure_ascii=False).encode("latin1"))
+    data = PreferenceDataset(path, layout={"encoding": "latin1"})
+    assert (data[0].prompt, data[0].chosen) == ("Où?", good(0))
+    assert "read as layout stack-exchange-paired" in data.notes[0]
+
+
 def test_two_layouts_that_fit_are_refused_with_both_named():
     row = {**TWO, "instruction": q(1), "chosen_response": good(1), "rejected_response": bad(1)}
     with pytest.raises(DataError, match="question is not read by layout math-preference"):
