@@ -16,7 +16,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.rows.messages import Prompt
 from rm_optimizer.core.rows.natural import listed
 from rm_optimizer.doctor.probe_conversations import alone_rewards, padded_rewards, running
-from rm_optimizer.errors import ConfigError, ConversationRefused, DataError
+from rm_optimizer.errors import ConfigError, ConversationRefused, DataError, RewardServerRefused
 from rm_optimizer.explanation.changes import Scores
 from rm_optimizer.explanation.findings import Cause, Explanation
 from rm_optimizer.explanation.local_copy import LocalCopy
@@ -34,7 +34,7 @@ _NEEDS = {
     "head_weights": _FOLDERS,
     "weights": _FOLDERS,
     "tokenizer": _FOLDERS,
-    "padding": "the other side is not asked in batches",
+    "padding": "stored rewards are of one batch",
 }
 """What is missing where a kind of cause has no change to try."""
 
@@ -98,16 +98,17 @@ def _compared(model: BradleyTerryRM, other: Side, given: Sequence[Conversation])
             continue
     if not talks:
         raise DataError(f"the model's chat template refuses every conversation of {other.name}")
-    local = LocalCopy(model, other.model)
+    local, change, num_all = LocalCopy(model, other.model), 0.0, len(talks)
+    if other.can_be_asked:
+        talks, target = _asked_alone(other, talks, local)
+        together = np.array(other.score(talks))
+        change = float(np.abs(np.array(other.score(talks)) - together).max())
+    else:
+        together = target = np.array(other.score(talks))
     rows = [local.rendering.ids(talk, local.rendering.base) for talk in talks]
     with running(model, training=False):
         alone, padded = alone_rewards(model, rows), padded_rewards(model, rows)
     noise = float((alone - padded).abs().max())
-    together = target = np.array(other.score(talks))
-    change = 0.0
-    if other.can_be_asked:
-        target = np.concatenate([other.score([talk]) for talk in talks])
-        change = float(np.abs(np.array(other.score(talks)) - together).max())
     tolerance = max(TOLERANCE, NOISES * noise) * np.maximum(1.0, np.abs(target)) + _half_unit(target)
     differ = np.abs(alone.numpy() - target)
     is_different, depends = differ > tolerance, bool((np.abs(together - target) > tolerance).any())
@@ -121,24 +122,43 @@ def _compared(model: BradleyTerryRM, other: Side, given: Sequence[Conversation])
         if not found and is_different.any():
             found = _other_head(local, talks, other, 10 * float(tolerance.max()))
             told = {} if found else {"remarks": tuple(_remarks(talks, alone.numpy(), target, is_different))}
-        told |= _fields(search, found, has_batches=other.can_be_asked)
+        told |= _fields(search, found, other)
         if depends:
             told["causes"] = (Cause("padding", "rewards that depend on the padding of a batch"), *told["causes"])
+    if len(talks) < num_all:
+        refused = f"{num_all - len(talks)} conversations above the limit were too long for the other side"
+        told["remarks"] = (*told.get("remarks", ()), refused)
     counts = {"num_probes": len(talks), "num_differing": int(is_different.sum())}
     return {**counts, "largest": float(differ.max()), "noise": noise, **told}
 
 
-def _fields(search: Search, found: Sequence[Found], *, has_batches: bool) -> dict[str, Any]:
+def _asked_alone(other: Side, talks: Sequence[Conversation], local: LocalCopy) -> tuple[list[Conversation], Scores]:
+    """The conversations that the other side scores one by one, with its rewards; it may refuse too long ones."""
+    kept, scores = list[Conversation](), list[float]()
+    for talk in talks:
+        try:
+            scores += other.score([talk])
+            kept.append(talk)
+        except (RewardServerRefused, RuntimeError, IndexError, ValueError):
+            if len(local.rendering.ids(talk, local.rendering.base)) < local.model.max_length:
+                raise
+    return kept, np.array(scores)
+
+
+def _fields(search: Search, found: Sequence[Found], other: Side) -> dict[str, Any]:
     names = [" and ".join(cause.name for cause in each.causes) for each in found]
     causes = found[0].causes if found else ()
     same = {name for cause in causes for name in search.same.get(cause.name, ())}
-    tested = {change.cause.kind for change in search.changes} | ({"padding"} if has_batches else set())
+    tested = {change.cause.kind for change in search.changes} | ({"padding"} if not other.stored else set())
+    missing = {kind: reason for kind, reason in _NEEDS.items() if kind not in tested}
+    if other.model is not None:
+        missing = {kind: reason for kind, reason in missing.items() if reason != _FOLDERS}
     return {
         "causes": causes,
         "left": found[0].left if found else 0.0,
         "lookalikes": tuple(sorted(same.union(names[1:]) - {*names[:1]})),
         "excluded": tuple(dict.fromkeys(change.cause.name for change in search.changes if change.cause not in causes)),
-        "not_testable": tuple(f"{kind} ({reason})" for kind, reason in _NEEDS.items() if kind not in tested),
+        "not_testable": tuple(f"{kind} ({reason})" for kind, reason in missing.items()),
         "interventions": tuple(search.tried),
     }
 
@@ -153,7 +173,7 @@ def _other_head(local: LocalCopy, talks: Sequence[Conversation], other: Side, al
     fresh = [conversation(*(" ".join(draw.choice(words, 6)) for _ in range(2))) for _ in range(2 * width + 8)]
     inputs = local.head_inputs(fresh)
     inputs = np.column_stack([inputs, np.ones(len(inputs))])
-    scores = np.concatenate([other.score([talk]) for talk in fresh])
+    scores = np.concatenate([other.score([talk]) for talk in fresh] if other.can_be_asked else [other.score(fresh)])
     fit = np.linalg.lstsq(inputs[:num_fitted], scores[:num_fitted], rcond=1e-10)[0]
     left = float(np.abs(inputs @ fit - scores)[num_fitted:].max())
     name = f"other head weights (a linear head on the same inputs gives {len(fresh) - num_fitted} further rewards)"

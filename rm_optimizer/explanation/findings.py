@@ -32,6 +32,11 @@ REMEDIES = {
     "chance": "switch to evaluation mode, model.eval(), which turns dropout off",
 }
 """Closed list of the kinds of causes, each with its remedy."""
+_ASKED = {
+    "chance": "the other side gives other rewards when it is asked again",
+    "padding": "the other side gives other rewards one by one than in one batch",
+}
+"""Evidence of the causes that questions to the other side show, without a local copy."""
 _MOST_NAMED = 8
 
 
@@ -120,10 +125,11 @@ class Explanation(JsonRecord, indent=2, ensure_ascii=False, rows="interventions"
             return f"all {self.num_probes} rewards meet (largest difference {self.largest:.2g})"
         if not self.causes:
             return "no change from the closed list, and no two, make all rewards meet"
-        return (
-            f"with this, the local copy of {self.local} meets the other side on all {self.num_probes} conversations "
-            f"(largest difference {self.left:.2g})"
-        )
+        asked = [_ASKED[cause.kind] for cause in self.causes if cause.kind in _ASKED]
+        meets = f"with this, the local copy of {self.local} meets the other side on all {self.num_probes} conversations"
+        rounding = ", the rounding of the type" if "dtype" in {cause.kind for cause in self.causes} else ""
+        changed = [f"{meets} (largest difference {self.left:.2g}{rounding})"] if len(self.causes) > len(asked) else []
+        return "; ".join([*asked, *changed])
 
     @property
     def remedy(self) -> str:
@@ -139,11 +145,11 @@ class Explanation(JsonRecord, indent=2, ensure_ascii=False, rows="interventions"
     def __str__(self) -> str:
         between = f"A ({self.a}) and B ({self.b})"
         if self.agrees:
-            return f"{between} agree: {self.evidence}, noise {self.noise:.1g})."
+            return f"{between} agree: {self.evidence}. The noise is {self.noise:.1g}."
         listed = {
             "Not told apart from": self.lookalikes,
             "Excluded": () if self.causes else self.excluded,
-            "Not testable": self.not_testable,
+            "Not testable": () if self.causes else self.not_testable,
         }
         more = {
             title: f", and {len(names) - _MOST_NAMED} more" for title, names in listed.items() if names[_MOST_NAMED:]

@@ -20,7 +20,7 @@ from rm_optimizer.explanation.recipe import NO_LIMIT, Recipe
 
 SCREEN, FITTED = 4, 8
 """Numbers of the shortest conversations that screen a change, and that fit the constants of a map."""
-LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192, NO_LIMIT)
+LENGTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 8192)
 """Common limits on the length, which are tried first."""
 _MOST_LENGTHS = 512
 _CUTS = {
@@ -137,15 +137,17 @@ class Search:
     def _with_other_limit(
         self, recipe: Recipe, score_map: ScoreMap, causes: tuple[Cause, ...], is_met: Bool[np.ndarray, " talks"]
     ) -> Iterator[Found]:
-        """The explanation with another limit, if exactly the conversations above some length do not meet."""
+        """The explanation with another limit or side, if conversations above some length do not meet."""
         lengths = self._lengths(recipe)
         bad = sorted(np.flatnonzero(~is_met).tolist(), key=lambda place: lengths[place])
-        low, longest, other = int(lengths[is_met].max()), int(lengths.max()), self.local.rendering.other
-        if low >= lengths[bad[0]]:
+        shorter = lengths[is_met & (lengths < lengths[bad[0]])]
+        if not len(shorter):
             return
-        limits = [self.base.max_length, *([] if other is None else [other.max_length]), *LENGTHS]
-        limits += range(low, min(longest, low + _MOST_LENGTHS))
-        for limit in dict.fromkeys(limit for limit in limits if limit >= low):
+        low, longest, other = int(shorter.max()), int(lengths.max()), self.local.rendering.other
+        limits = [NO_LIMIT, self.base.max_length, *([] if other is None else [other.max_length])]
+        if lengths[is_met].max() == low:  # exactly those above a length differ, so that the limit is unknown
+            limits += [limit for limit in (*LENGTHS, *range(low, low + _MOST_LENGTHS)) if low <= limit < longest]
+        for limit in dict.fromkeys(limits):
             for cut, side in _CUTS.items():
                 changed = replace(recipe, cut=cut, max_length=limit)
                 with suppress(ConversationRefused):

@@ -69,6 +69,13 @@ def test_two_causes_are_named_together(zoo, models):
     assert found.left < 1e-5
 
 
+def test_a_cut_that_changes_long_answers_alone_is_one_cause(zoo, models):
+    """Prompts without BOS lose the same tokens by both rules, so not all long conversations differ."""
+    found = explain_difference(models["chatml"], Caller(zoo.of["chatml"], cut="left"))
+    assert kinds(found) == ["truncation"]
+    assert 0 < found.num_differing < 4
+
+
 def test_equal_scorings_agree(zoo, models):
     found = explain_difference(models["bert"], Caller(zoo.of["bert"]))
     assert found.agrees
@@ -99,13 +106,29 @@ def test_a_cause_outside_the_list_is_unknown_and_the_excluded_ones_are_listed(mo
 def test_rewards_that_change_when_asked_again_are_no_difference_of_the_models(models):
     draw = np.random.default_rng(0)
     noisy = lambda prompts, responses: models["bert"].score(prompts, responses).numpy() + draw.random(len(prompts))  # noqa: E731
-    assert kinds(explain_difference(models["bert"], noisy)) == ["chance"]
+    found = explain_difference(models["bert"], noisy)
+    assert kinds(found) == ["chance"]
+    assert found.evidence == "the other side gives other rewards when it is asked again"
 
 
+@pytest.mark.slow
 def test_a_system_prompt_that_is_not_listed_is_recognized(models, zoo):
     found = explain_difference(models["chatml"], Caller(zoo.of["chatml"], system="Answer in the form of a poem."))
     assert found.cause == "unknown"
     assert "so one side inserts one" in str(found)
+
+
+def test_conversations_that_are_too_long_for_the_other_side_are_left_out(zoo, models):
+    caller = Caller(zoo.of["bert"], after=lambda scores: -scores)
+
+    def short(prompts, responses):
+        if sum(map(len, responses)) + len(str(prompts)) > 600 * len(responses):
+            raise RuntimeError("the size of tensor a must match the size of tensor b")
+        return caller(prompts, responses)
+
+    found = explain_difference(models["bert"], short)
+    assert kinds(found) == ["label_order"]
+    assert "too long for the other side" in str(found)
 
 
 def test_one_side_must_be_a_model(zoo):
@@ -113,6 +136,7 @@ def test_one_side_must_be_a_model(zoo):
         explain_difference(lambda prompts, responses: [0.0] * len(prompts), "http://127.0.0.1:9/classify")
 
 
+@pytest.mark.slow
 def test_a_server_of_rendered_texts_is_asked(zoo, models):
     """OpenRLHF's form, with a server that adds a second BOS to the rendered text."""
     caller = Caller(zoo.of["llama"])
