@@ -201,7 +201,9 @@ def with_context(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
         value = values.get(name)
         if is_empty(value):
             continue
-        value = _without_nulls(parsed_text(value) if isinstance(value, str) else value)
+        value = _without_nulls(_parsed(value))
+        if isinstance(value, list):
+            value = _without_nulls(list(map(_parsed, value)))
         are_named = name == "chat_template_kwargs"
         if not (isinstance(value, dict) if are_named else _are_objects(value)):
             raise ValueError(f"{name} must be {'an object' if are_named else 'a list of objects'}, got {value!r:.60}")
@@ -235,6 +237,12 @@ def plain_turns(prompt: Prompt, reader: str) -> list[dict[str, Any]]:
     if context:
         raise ValueError(f"the prompt has {', '.join(context)}, which {reader} does not read; leave it out")
     return [message.to_dict() for message in messages]
+
+
+def _parsed(value: object) -> Any:
+    """The value that a text spells, or the value itself."""
+    found = parsed_text(value) if isinstance(value, str) else None
+    return value if found is None else found
 
 
 def _are_objects(value: object) -> bool:

@@ -127,7 +127,8 @@ def table_rows(name: str, data: Any) -> list[Any]:
         data: the argument.
 
     Raises:
-        DataError: if the columns have different lengths, or a column mixes types that no file can hold.
+        DataError: if the columns have different lengths, a column mixes types that no file can hold, or the data hold
+            several splits.
         TypeError: if it is no table and no list; its content is never part of the message.
 
     Example:
@@ -138,6 +139,9 @@ def table_rows(name: str, data: Any) -> list[Any]:
         rows: list[Any] = data.to_list()
         return rows
     is_table = hasattr(data, "columns")
+    if isinstance(data, Mapping) and data and all(hasattr(split, "column_names") for split in data.values()):
+        splits = ", ".join(map(str, data))
+        raise DataError(f"{name} holds the splits {splits}; give one of them, such as {name}['{next(iter(data))}']")
     if isinstance(data, Mapping):
         is_table = all(isinstance(column, Iterable) and not isinstance(column, str) for column in data.values())
     if not is_table:

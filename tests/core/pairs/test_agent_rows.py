@@ -41,6 +41,7 @@ def test_tools_and_trajectories_are_read_alike_from_every_kind_of_row(tmp_path):
     rows = [
         {"prompt": [ASK], **sides, "tools": TOOLS},
         {"prompt": "2 + 2?", **sides, "tools": json.dumps(TOOLS)},
+        {"prompt": "2 + 2?", **sides, "tools": list(map(json.dumps, TOOLS))},
         {**whole, "tools": TOOLS},
         {
             "prompt": [ASK],

@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pyarrow as pa
 import pytest
-from datasets import Dataset
+from datasets import Dataset, DatasetDict
 
 from rm_optimizer import compose, evaluate_model, train_reward_model
 from rm_optimizer.core.data_loader import PreferenceDataset
@@ -137,6 +137,10 @@ def test_every_table_gives_the_pairs_of_its_rows(form):
     ("table", "said"),
     [
         (pd.DataFrame({"prompt": ["secret", 3]}), "data cannot be read as a table: .*column prompt"),
+        (
+            DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)}),
+            "holds the splits train, test",
+        ),
         ({"prompt": ["secret"], "chosen": ["1", "2"]}, "data cannot be read as a table: .*chosen.*length"),
     ],
 )
