@@ -22,7 +22,7 @@ ROOMS: Mapping[str, int] = {
     "reporting": 2473,
     "interfaces": 2012,
     "experiments": 1681,
-    "explanation": 801,
+    "explanation": 802,
     "data_efficiency": 1341,
     "schema": 1035,
     "doctor": 933,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 54,
     "import lines": 5576,
     "import lines inside functions": 316,
-    "lines of code": 35013,
+    "lines of code": 35014,
     "private functions with one caller": 371,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

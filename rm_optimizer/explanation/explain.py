@@ -120,7 +120,7 @@ def _compared(model: BradleyTerryRM, other: Side, given: Sequence[Conversation])
         search = Search(local, talks, target, tolerance)
         found = search.explanations() if is_different.any() else []
         if not found and is_different.any():
-            found = _other_head(local, talks, other, 10 * float(tolerance.max()))
+            found = _other_head(local, talks, other, target, 10 * float(tolerance.max()))
             told = {} if found else {"remarks": tuple(_remarks(talks, alone.numpy(), target, is_different))}
         told |= _fields(search, found, other)
         if depends:
@@ -163,20 +163,21 @@ def _fields(search: Search, found: Sequence[Found], other: Side) -> dict[str, An
     }
 
 
-def _other_head(local: LocalCopy, talks: Sequence[Conversation], other: Side, allowed: float) -> list[Found]:
-    """Another linear head on the same inputs, fitted to rewards of short texts and checked on others."""
+def _other_head(
+    local: LocalCopy, talks: Sequence[Conversation], other: Side, target: Scores, allowed: float
+) -> list[Found]:
+    """Another linear head on the same inputs, fitted to rewards of short texts and checked on all conversations."""
     width = local.model.reward_head.in_features
     if width > MOST_HIDDEN or other.stored:
         return []
     words = [word for messages, text in talks for word in f"{messages[-1].content} {text}".split()]
-    draw, num_fitted = np.random.default_rng(0), width + 1 + width // 2
-    fresh = [conversation(*(" ".join(draw.choice(words, 6)) for _ in range(2))) for _ in range(2 * width + 8)]
-    inputs = local.head_inputs(fresh)
-    inputs = np.column_stack([inputs, np.ones(len(inputs))])
+    draw = np.random.default_rng(0)
+    fresh = [conversation(*(" ".join(draw.choice(words, 6)) for _ in range(2))) for _ in range(3 * width // 2 + 2)]
     scores = np.concatenate([other.score([talk]) for talk in fresh] if other.can_be_asked else [other.score(fresh)])
-    fit = np.linalg.lstsq(inputs[:num_fitted], scores[:num_fitted], rcond=1e-10)[0]
-    left = float(np.abs(inputs @ fit - scores)[num_fitted:].max())
-    name = f"other head weights (a linear head on the same inputs gives {len(fresh) - num_fitted} further rewards)"
+    given, checked = (np.pad(local.head_inputs(part), ((0, 0), (0, 1)), constant_values=1) for part in (fresh, talks))
+    fit = np.linalg.lstsq(given, scores, rcond=1e-10)[0]
+    left = float(np.abs(checked @ fit - target).max())
+    name = f"other head weights (a linear head fitted to {len(fresh)} other conversations)"
     return [Found((Cause("head_weights", name),), left)] if left <= allowed else []
 
 

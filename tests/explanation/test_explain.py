@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.why import LIMIT, Caller, Zoo, cases, scores_file
+from benchmarks.why import LIMIT, Caller, Zoo, cases, other_head, scores_file
 from rm_optimizer import BradleyTerryRM, ConfigError, Explanation, explain_difference
 from rm_optimizer.explanation.findings import REMEDIES
 from rm_optimizer.explanation.probes import probes
@@ -101,6 +101,13 @@ def test_a_cause_outside_the_list_is_unknown_and_the_excluded_ones_are_listed(mo
     assert "doubled EOS" in found.excluded
     assert "sigmoid" not in found.cause
     assert "rank correlation of the rewards is 1.000" in str(found)
+
+
+def test_another_head_is_found_from_rewards_alone(zoo, models):
+    folder = zoo.changed("chatml", "chatml_head", other_head)
+    found = explain_difference(models["chatml"], Caller(folder))
+    assert kinds(found) == ["head_weights"]
+    assert found.left < 1e-4
 
 
 def test_rewards_that_change_when_asked_again_are_no_difference_of_the_models(models):
