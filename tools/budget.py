@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9107,
+    "core": 9113,
     "serving": 4013,
     "landscape": 3821,
     "training": 2682,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 54,
     "import lines": 5576,
     "import lines inside functions": 316,
-    "lines of code": 35014,
+    "lines of code": 35020,
     "private functions with one caller": 371,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -156,7 +156,13 @@ def import_reward_model(
     """
     target, name = Path(folder).expanduser(), str(source)
     if (path := Path(name).expanduser() / ADAPTER_FILE).is_file() and not [*path.parent.glob("value_head.*")]:
-        given = {"base": base, "head": head, "logit": logit, "activation": activation, "marker": marker}
+        given: dict[str, object] = {
+            "base": base,
+            "head": head,
+            "logit": logit,
+            "activation": activation,
+            "marker": marker,
+        }
         given |= {"template": template, "append": append, "drop_constant": drop_constant or None}
         if unread := [option for option, value in given.items() if value is not None]:
             raise ConfigError(f"an adapter of peft with its head is read as it is; leave out {', '.join(unread)}")
