@@ -20,7 +20,7 @@ def test_other_axes_than_annotated_are_refused():
         paired_effect(np.zeros((2, 3)), np.zeros((2, 4)), ["a"] * 3, "nll")
     ids, pairs = torch.zeros((4, 5), dtype=torch.int64), torch.zeros(2)
     with pytest.raises(TypeCheckError, match="PairBatch"):
-        PairBatch(ids, ids[:, 1:], pairs, pairs, pairs, ids[:2, 0])
+        PairBatch(ids, ids[:, 1:], pairs, pairs, pairs, ids[:2, 0], pairs[:, None].expand(-1, 2))
 
 
 def test_functions_without_axes_are_not_wrapped():

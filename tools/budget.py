@@ -14,17 +14,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9113,
+    "core": 9182,
     "serving": 4013,
-    "landscape": 3821,
-    "training": 2682,
+    "landscape": 3825,
+    "training": 2731,
     "rl_coupling": 2576,
     "reporting": 2473,
     "interfaces": 2012,
     "experiments": 1681,
     "explanation": 802,
     "data_efficiency": 1341,
-    "schema": 1035,
+    "schema": 1065,
     "doctor": 933,
     "records": 762,
     "optim": 754,
@@ -32,13 +32,13 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 476,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 346,
+    "files": 347,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 54,
-    "import lines": 5576,
+    "import lines": 5591,
     "import lines inside functions": 316,
-    "lines of code": 35020,
-    "private functions with one caller": 371,
+    "lines of code": 35172,
+    "private functions with one caller": 374,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -45,7 +45,7 @@ class PairOptions:
         float, Option("--max-bad-share", min=0, max=1, help="Largest share of a file's rows to drop as bad.")
     ] = DataConfig.max_bad_share
     kwise_rule: Annotated[
-        str, Option("--kwise-rule", help="Pairs to make of a list of responses: all, best_worst or adjacent.")
+        str, Option("--kwise-rule", help="Pairs of a list of responses: all, all_and_ties, best_worst or adjacent.")
     ] = DataConfig.kwise_rule.value
     label: Annotated[
         float, Option("--label", min=0, max=1, help="P(chosen > rejected) for rows without a label; 0.5 for ties.")

@@ -106,7 +106,7 @@ class SpectrumComputation:
         objective = self.operator.objective
         if isinstance(self.operator, OutputOperator) and self.which == "both":
             self.which = "largest"
-            rank = objective.num_pairs * (2 if objective.loss.center_rewards or objective.loss.reward_l2 else 1)
+            rank = objective.num_pairs * (1 if objective.loss.is_of_margins else 2)
             self.top_k = self.top_k if objective.group is not None else max(1, min(self.top_k, rank))
 
     def run(self, on_product: Callable[[int], None]) -> None:

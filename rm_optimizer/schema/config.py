@@ -86,6 +86,8 @@ class ModelConfig(Options, group="model"):
     """Pooling head of a decoder that a plug-in registered (`register_pooling_head`); null reads the last token."""
     freeze: str | None = None
     """Weights that are not trained: `backbone`, or a number for the embeddings and as many layers after them."""
+    router_aux_loss_coef: float | None = within("(0, inf)", None)
+    """Coefficient of the balancing loss of a mixture of experts in the training loss; null leaves it out."""
     dropout: bool = False
     """Keep the dropout of the backbone's configuration, functional attention dropout included."""
     gradient_checkpointing: bool = False
@@ -138,6 +140,28 @@ class LossConfig(Options, group="loss"):
     """Coefficient of mean (chosen + rejected)^2."""
     reward_l2: float = within("[0, inf)", 0.0, needs="!name")
     """Coefficient of mean (chosen^2 + rejected^2) / 2."""
+    score_range: list[float] | None = None
+    """Lowest and highest score, [1, 5]: fit rewards to the responses' scores, mapped to -1 to 1; null is off."""
+    score_share: float = within("(0, 1]", 1.0, needs="score_range")
+    """Share of the squared error of the scores in the loss; the rest is the loss of the pairs."""
+
+    @property
+    def is_of_margins(self) -> bool:
+        """True if a pair's loss depends on the difference of its rewards alone; not known of a named loss."""
+        return self.name is None and self.score_range is None and not (self.center_rewards or self.reward_l2)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.score_range is None:
+            return
+        is_range = len(self.score_range) == 2 and self.score_range[0] < self.score_range[1]
+        require(is_range, "loss.score_range", "be the lowest and the highest score, such as [1, 5]", self.score_range)
+        of_pairs = ("name", "label_smoothing", "margin_scale", "center_rewards", "reward_l2")
+        given = [name for name in of_pairs if getattr(self, name) != getattr(LossConfig, name)]
+        if self.score_share == 1 and given:
+            raise ConfigError(
+                f"loss.{given[0]} is part of the loss of pairs, which loss.score_share=1 leaves out; set less"
+            )
 
 
 @dataclass(kw_only=True)
@@ -253,6 +277,11 @@ class HardwareConfig(Options, group="hardware"):
         clash = self.compile and self.strategy == "fsdp2"
         require(not clash, "hardware.compile", "be false with hardware.strategy=fsdp2, which is untested", "true")
         known = "be 32-true or bf16-mixed, which keep float32 weights (half ones round small updates away)"
+        if self.precision in ("16-mixed", "16"):
+            known = (
+                "be 32-true or bf16-mixed: float16 overflows above 65,504, and scaling against it leaves out steps, so "
+                "the weights would depend on the scale"
+            )
         require(self.precision in ("32-true", "bf16-mixed"), "hardware.precision", known, self.precision)
 
 
@@ -317,6 +346,10 @@ class TrainConfig(Options):
                 f"adapter=qlora stores pretrained weights in four bits, and model={self.model.name} starts from random "
                 "ones; take a pretrained model (model=qwen, model.path=MODEL) or adapter=lora"
             )
+        if self.model != MISSING and self.model.router_aux_loss_coef is not None:
+            frozen, compiled = self.model.freeze == FREEZE_BACKBONE, self.hardware != MISSING and self.hardware.compile
+            require(not frozen, "model.router_aux_loss_coef", "be null with model.freeze=backbone", "a number")
+            require(not compiled, "model.router_aux_loss_coef", "be null with hardware.compile=true", "a number")
         if MISSING not in (self.adapter, self.model) and self.adapter.kind != AdapterKind.none and self.model.freeze:
             raise ConfigError(
                 f"adapter={self.adapter.kind} trains no weight of the backbone, so model.freeze={self.model.freeze} "

@@ -62,6 +62,7 @@ class KwiseRule(StrEnum):
     """Pairs that a row of many scored responses gives."""
 
     all = "all"
+    all_and_ties = "all_and_ties"
     best_worst = "best_worst"
     adjacent = "adjacent"
 
@@ -168,7 +169,7 @@ class DataConfig(Options, group="data"):
     layout: Any = None
     """Layout of the rows: the name of a published one, a YAML file, or the mapping; null recognizes published ones."""
     kwise_rule: KwiseRule = KwiseRule.all
-    """Pairs that a k-wise row gives; equal scores never make a pair."""
+    """Pairs that a k-wise row gives; equal scores make a pair, a tie, only with `all_and_ties`."""
     on_bad_row: OnBadRow = OnBadRow.error
     """Stop at the first bad row, or drop bad rows, count them and list them."""
     max_bad_share: float = within("[0, 1]", MAX_BAD_SHARE, needs="on_bad_row=drop")
@@ -233,7 +234,7 @@ class ReadOptions(TypedDict, total=False):
             leaves the column out.
         winner: values of the winner column that name response_a, response_b and, if any, a tie; or what it holds.
         layout: name of a published layout, a YAML file with one, or the mapping, of sources without their own.
-        kwise_rule: pairs that a k-wise row gives: all, best_worst or adjacent.
+        kwise_rule: pairs that a k-wise row gives: all, all_and_ties, best_worst or adjacent.
         on_bad_row: "error" stops at the first bad row, "drop" leaves bad rows out and lists them in `skipped`.
         max_bad_share: most bad rows that may be dropped, as a share of a source's rows.
         over_long: treatment of pairs with a sequence above the length limit, where pairs become tokens: "truncate",

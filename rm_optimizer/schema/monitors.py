@@ -25,6 +25,8 @@ DIRECTIONS = {
     "val/tie_rate": Mode.min,
     "val/accuracy": Mode.max,
     "val/mean_margin": Mode.max,
+    "val/score_mse": Mode.min,
+    "val/score_spearman": Mode.max,
 }
 """Direction in which each metric is better."""
 UNDIRECTED = ("val/margin_std", "val/reward_mean", "val/reward_std", "val/temperature")

@@ -28,6 +28,7 @@ from rm_optimizer.records.run_folder import METRICS_FILE, PAIR_REWARDS_FILE, Run
 from rm_optimizer.schema import HardwareConfig
 from rm_optimizer.schema.data import Streaming
 from rm_optimizer.training.callbacks.checkpoints import Checkpoints, extension_at
+from rm_optimizer.training.callbacks.evaluation import SCORE_METRICS
 from rm_optimizer.training.callbacks.evaluation_plan import PER_EPOCH
 from rm_optimizer.training.callbacks.memory_profile import PROFILE_COLUMNS, PROFILE_ROWS, MemoryProfile
 from rm_optimizer.training.callbacks.run_callback import columns_of
@@ -82,7 +83,10 @@ def fit(
         log.info("the metrics of every step are in %s", run.run_dir / METRICS_FILE)
         evaluation.lines = None if shows_bars() else ProgressLines()
         callbacks.append(evaluation.lines or StepProgress(leave=True))
-    own = {f"val/{name}": f"eval_{name}" for name in evaluation.own}
+    names = [*evaluation.own, *(SCORE_METRICS if config.loss.score_range is not None else ())]
+    own = {f"val/{name}": f"eval_{name}" for name in names}
+    if config.model.router_aux_loss_coef is not None:
+        own["train/router_loss"] = "train_router_loss"
     loggers: list[Logger] = [MetricsCSV(run.run_dir, resume_step, COLUMNS | columns_of(given) | own)]
     if config.profile_memory:
         loggers.append(MetricsCSV(run.run_dir, resume_step, PROFILE_COLUMNS, PROFILE_ROWS))

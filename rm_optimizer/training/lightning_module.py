@@ -176,7 +176,8 @@ class RewardModelLightning(pl.LightningModule):
         """Loss and margin of each pair of a micro-batch."""
         if isinstance(self.model, BradleyTerryRM):
             chosen, rejected = batch.split(self.model.rewards_of(batch))
-            losses = configured_pair_losses(chosen, rejected, self.loss_config, margin=batch.margin, label=batch.label)
+            values = {name: getattr(batch, name) for name in ("margin", "label", "scores")}
+            losses = configured_pair_losses(chosen, rejected, self.loss_config, **values)
             return losses, (chosen - rejected).detach()
         assert isinstance(batch, PairBatch), "only decoders of this package share prompts"
         if (batch.label != 1).any() or (batch.weight != 1).any():
@@ -229,6 +230,7 @@ class RunModule(RewardModelLightning):
         )
         self.automatic_optimization = False
         self.gradient_clip_norm = config.training.gradient_clip_norm
+        self.router_aux_loss_coef = config.model.router_aux_loss_coef or 0.0
         self.pair_ids = datamodule.pair_ids
         self.steps_per_epoch = datamodule.steps_per_epoch
         self.run_dir = Path(config.output_dir)
@@ -286,7 +288,8 @@ class RunModule(RewardModelLightning):
         if self.splits_model:  # its ranks make passes together, so some follow with weight zero
             count = most_over_ranks(len(micro), self.device)
             micro = tuple(each for each, _ in in_step(micro, spare_batch(self.model, self.device), count))
-        sums = torch.zeros(4, dtype=torch.float64, device=self.device)
+        sums = torch.zeros(5, dtype=torch.float64, device=self.device)
+        balance = self.model.router_balance
         for number, pairs in enumerate(micro, 1):
             waits: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
             if number < len(micro) and self.splits_model:  # gradients stay on this rank up to the last pass
@@ -296,17 +299,23 @@ class RunModule(RewardModelLightning):
             with waits:
                 losses, margins = self.pair_losses(pairs)
                 share = (losses * pairs.weight).sum() / batch.total_weight
+                router = torch.zeros_like(share)
+                if balance is not None:
+                    assert isinstance(pairs, PairBatch), "prompts are not shared with a balancing loss"
+                    router = balance.loss(pairs.attention_mask) * pairs.weight.sum() / batch.total_weight
                 # DDP and FSDP2 take the mean over ranks, we need the sum
-                self.manual_backward(share * self.trainer.world_size)
-            sums += torch.cat([share.detach().double()[None], _decided_sums(margins, pairs)])
+                self.manual_backward((share + self.router_aux_loss_coef * router) * self.trainer.world_size)
+            parts = torch.stack([share, router]).detach().double()
+            sums += torch.cat([parts, _decided_sums(margins, pairs)])
         if not micro:  # the other ranks wait for the reduction of this one's gradients, which are zero
             nothing = [(parameter * 0).sum() for parameter in self.parameters() if parameter.requires_grad]
             self.manual_backward(torch.stack(nothing).sum())
         if self.trainer.world_size > 1:
             sums = strategy.reduce(sums, reduce_op="sum")
-        loss, correct, margin, decided = sums.tolist()
+        loss, router_loss, correct, margin, decided = sums.tolist()
         accuracy, mean_margin = (total / decided if decided else math.nan for total in (correct, margin))
-        return {"loss": loss, "accuracy": accuracy, "mean_margin": mean_margin}
+        found = {"loss": loss, "accuracy": accuracy, "mean_margin": mean_margin}
+        return found if balance is None else {**found, "router_loss": router_loss}
 
     @property
     def splits_model(self) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.building import compile_backbone
 from rm_optimizer.core.classifier.head import head_side_modules, require_trainable_head
+from rm_optimizer.core.classifier.router_loss import RouterBalance
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs
@@ -31,7 +32,7 @@ from rm_optimizer.schema import ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.config import FREEZE_BACKBONE
 from rm_optimizer.schema.data import OWN_MARGINS, DataConfig
-from rm_optimizer.training.callbacks.evaluation import Evaluation
+from rm_optimizer.training.callbacks.evaluation import SCORE_METRICS, Evaluation
 from rm_optimizer.training.callbacks.evaluation_plan import PairMetric, require_monitored
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.data.run_data import data_module, load_data, order_of
@@ -52,8 +53,35 @@ def trainable_model(config: TrainConfig, train: PreferenceDataset) -> BradleyTer
         log.info("%s: %s", config.adapter.kind.value, count)
     if config.model.freeze is not None:
         freeze(model, config.model.freeze)
+    if config.model.router_aux_loss_coef is not None:
+        model.router_balance = RouterBalance(model.model)
     require_trainable_head(model.train().model)
     return model
+
+
+def _require_scores(config: TrainConfig, data: TrainVal) -> None:
+    """Refuse a fit to scores that pairs lack or that lie outside of their range, and a metric of scores without one.
+
+    Raises:
+        ConfigError: if there are such pairs, with their number, or the metric is monitored.
+    """
+    if config.loss.score_range is None:
+        if config.training.monitor.removeprefix("val/") in SCORE_METRICS:
+            raise ConfigError(f"training.monitor={config.training.monitor} needs loss.score_range")
+        return
+    low, high = config.loss.score_range
+    for split, pairs in (("training", data.train.pairs), ("validation", data.val.pairs)):
+        if missing := sum(pair.scores is None for pair in pairs):
+            raise ConfigError(
+                f"loss.score_range needs the scores of both responses of every pair, which {missing} of {len(pairs)} "
+                f"{split} pairs lack; give rows with prompt, response and score, with responses and scores, or with "
+                "the columns chosen_score and rejected_score"
+            )
+        if outside := [score for pair in pairs for score in pair.scores or () if not low <= score <= high]:
+            raise ConfigError(
+                f"loss.score_range={config.loss.score_range} must hold every score, and {len(outside)} of the {split} "
+                f"pairs lie outside, such as {outside[0]:g}"
+            )
 
 
 def freeze(model: BradleyTerryRM, weights: str) -> None:
@@ -186,6 +214,7 @@ def prepare(
         require_same_order(start.before, order)
     if config.loss.margin_scale > 0 and data.train.pairs and all(pair.margin is None for pair in data.train.pairs):
         raise ConfigError("loss.margin_scale has an effect only on pairs with a margin, and no training pair has one")
+    _require_scores(config, data)
     require_monitored(config.training.monitor, data.val)
     notes = data.notes(uses_margins=config.loss.margin_scale > 0 or config.data.curriculum == OWN_MARGINS)
     notes += seen_by_base(config.model.path, data.val.pairs)

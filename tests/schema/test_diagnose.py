@@ -34,6 +34,7 @@ MISTAKES = [
     ("data.allow_prompt_overlap=perhaps", r"data\.allow_prompt_overlap must be true or false, got 'perhaps'$"),
     ("data.synthetic=3", r"data\.synthetic must be a group of options, set one by one, got '3'$"),
     ("data.on_bad_row=dro", r"unknown data\.on_bad_row 'dro'; did you mean 'drop'\? Known: drop, error$"),
+    ("hardware.precision=16-mixed", r"hardware\.precision must be 32-true or bf16-mixed: float16 overflows.*16-mixed$"),
     ("hardware.precision=fp8", r"hardware\.precision must be 32-true or bf16-mixed.*, got fp8$"),
     ("loss.label_smoothing=0.7", r"loss\.label_smoothing must lie in \[0, 0\.5\), got 0\.7"),
     ("loss.beta=inf", r"loss\.beta must be a finite number, got inf"),

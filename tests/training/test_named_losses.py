@@ -60,7 +60,7 @@ def test_a_named_function_of_margins_is_the_loss(named: str):
     generator = torch.Generator().manual_seed(0)
     chosen, rejected, margin = torch.randn(3, 50, dtype=torch.float64, generator=generator)
     label = torch.rand(50, dtype=torch.float64, generator=generator)
-    values = {"margin": margin, "label": label}
+    values = {"margin": margin, "label": label, "scores": torch.zeros(50, 2)}
     own = LossConfig(name=f"{named}:logistic", margin_scale=0.5)
     expected = bradley_terry_pair_losses(chosen, rejected, margin=0.5 * margin, label=label)
     torch.testing.assert_close(losses.configured_pair_losses(chosen, rejected, own, **values), expected)

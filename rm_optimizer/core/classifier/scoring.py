@@ -32,6 +32,7 @@ from rm_optimizer.core.classifier.pooling import (
     pooling_head_of,
     pools_last_token,
 )
+from rm_optimizer.core.classifier.router_loss import RouterBalance
 from rm_optimizer.core.pairs.pair import BaseRewardModel, require_finite
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
@@ -103,6 +104,7 @@ class ClassifierRewardModel(BaseRewardModel):
         self._reads_last_token = pools_last_token(model)
         head = install_reward_head(model)
         self.beta = 1.0
+        self.router_balance: RouterBalance | None = None
         self.head_init = "from the checkpoint" if fresh_head_seed is None else initialize_head(head, fresh_head_seed)
 
     @property
@@ -195,6 +197,8 @@ class ClassifierRewardModel(BaseRewardModel):
         """Reason why the model cannot compute a prompt once for several responses; None if it can."""
         if not self._reads_last_token:
             return f"{type(self.model).__name__} is not a causal decoder: a token's state depends on those after it"
+        if self.router_balance is not None:
+            return "the balancing loss of its experts counts the tokens of both sequences"
         if (name := pooling_head_of(self.model)) is not None:
             return f"its pooling head '{name}' may read more than the last token"
         if isinstance(self.model.score, GatedHead):

@@ -6,7 +6,8 @@ and has the right gradient for margins of any finite size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from importlib import import_module
 from inspect import isfunction, signature
@@ -199,11 +200,20 @@ def configured_pair_losses(
     *,
     margin: Float[Tensor, " pairs"],
     label: Float[Tensor, " pairs"],
+    scores: Float[Tensor, "pairs 2"],
 ) -> Float[Tensor, " pairs"]:
     """`bradley_terry_pair_losses`, or the loss that `loss.name` names, with a run's options.
 
-    Margins are multiplied by `loss.margin_scale`.
+    Margins are multiplied by `loss.margin_scale`. With `loss.score_range`, a share `loss.score_share` of it is replaced
+    by `score_pair_losses`.
     """
+    if config.score_range is not None:
+        fitted = score_pair_losses(chosen, rejected, scores, score_range=config.score_range)
+        if config.score_share == 1:
+            return fitted
+        plain = replace(config, score_range=None, score_share=1.0)
+        of_pairs = configured_pair_losses(chosen, rejected, plain, margin=margin, label=label, scores=scores)
+        return config.score_share * fitted + (1 - config.score_share) * of_pairs
     if config.name is not None:
         return loss_named(config.name)(chosen, rejected, margin=margin * config.margin_scale, label=label)
     return bradley_terry_pair_losses(
@@ -216,6 +226,40 @@ def configured_pair_losses(
         center_rewards=config.center_rewards,
         reward_l2=config.reward_l2,
     )
+
+
+def score_targets(scores: Float[Tensor, "*any"], score_range: Sequence[float]) -> Float[Tensor, "*any"]:
+    """Rewards that scores ask for: the range mapped to -1 to 1.
+
+    Example:
+        >>> score_targets(torch.tensor([1.0, 3.0, 5.0]), [1, 5]).tolist()
+        [-1.0, 0.0, 1.0]
+    """
+    low, high = score_range
+    return (2 * scores - low - high) / (high - low)
+
+
+def score_pair_losses(
+    chosen: Float[Tensor, " pairs"],
+    rejected: Float[Tensor, " pairs"],
+    scores: Float[Tensor, "pairs 2"],
+    *,
+    score_range: Sequence[float],
+) -> Float[Tensor, " pairs"]:
+    """Mean squared error of the rewards of each pair's two responses on their scores.
+
+    `((c - t(s_c))^2 + (r - t(s_r))^2) / 2` with `t(s) = (2 s - low - high) / (high - low)`: the regression of
+    HelpSteer2 (Wang et al., 2024, arXiv:2406.08673, Sec. 3) on one attribute, whose scale is mapped to -1 to 1.
+
+    Args:
+        chosen: rewards of the preferred responses.
+        rejected: rewards of the other responses.
+        scores: scores of both.
+        score_range: lowest and highest score of the scale.
+    """
+    targets = score_targets(_at_least_float32(scores), score_range)
+    c, r = _at_least_float32(chosen), _at_least_float32(rejected)
+    return ((c - targets[:, 0]).square() + (r - targets[:, 1]).square()) / 2
 
 
 def bradley_terry_loss(

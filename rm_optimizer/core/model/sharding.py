@@ -125,5 +125,5 @@ def spare_batch(model: BradleyTerryRM, device: torch.device) -> PairBatch:
     ids = model.renderer.encode("a", "b").ids
     input_ids, attention_mask = pad_sequences([ids, ids], model.pad_choice.token_id)
     nothing = torch.zeros(1)
-    batch = PairBatch(input_ids, attention_mask, nothing, nothing + 1, nothing, torch.zeros(1, dtype=torch.int64))
+    batch = PairBatch(input_ids, attention_mask, nothing, nothing + 1, nothing, nothing.long(), torch.zeros(1, 2))
     return batch.to(device)

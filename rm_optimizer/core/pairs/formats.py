@@ -282,10 +282,10 @@ def _parted(
 
 
 def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int]]:
-    """Indices (better, worse) of the pairs that a rule makes of scored responses; equal scores never make a pair.
+    """Indices (better, worse) of the pairs that a rule makes of scored responses.
 
-    `all` takes every two, `best_worst` the highest and the lowest score, `adjacent` each response and the next in order
-    of score.
+    `all` takes every two of different scores, `all_and_ties` every two, `best_worst` the highest and the lowest score,
+    `adjacent` each response and the next in order of score.
 
     Example:
         >>> kwise_pairs([0.0, 2.0, 1.0], KwiseRule.adjacent)
@@ -294,10 +294,12 @@ def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     candidates: dict[KwiseRule, Iterable[tuple[int, int]]] = {
         KwiseRule.all: itertools.combinations(order, 2),
+        KwiseRule.all_and_ties: itertools.combinations(order, 2),
         KwiseRule.best_worst: [(order[0], order[-1])] if order else [],
         KwiseRule.adjacent: itertools.pairwise(order),
     }
-    return [(better, worse) for better, worse in candidates[rule] if scores[better] > scores[worse]]
+    keeps_ties = rule == KwiseRule.all_and_ties
+    return [(better, worse) for better, worse in candidates[rule] if scores[better] > scores[worse] or keeps_ties]
 
 
 def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
@@ -321,7 +323,9 @@ def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
     prompt, texts = _candidates(row, responses)
     scores = [-value for value in values] if told == "ranks" else values
     places = [_edge(each, len(texts)) for each in values] if told == "edges" else kwise_pairs(scores, rule)
-    of_each: Mapping[str, Sequence[Any]] = {"index": range(len(texts)), **(row.get(PER_RESPONSE) or {})}
+    of_each: dict[str, Sequence[Any]] = {"index": range(len(texts)), **(row.get(PER_RESPONSE) or {})}
+    if told == "scores":
+        of_each["score"] = scores
     return [
         Comparison(
             *(prompt, texts[better], texts[worse], None if told == "edges" else scores[better] - scores[worse]),
@@ -330,6 +334,7 @@ def _compare_kwise(row: Row, rule: KwiseRule) -> list[Comparison]:
                 for name, each in of_each.items()
                 for side, index in (("chosen", better), ("rejected", worse))
             },
+            label=0.5 if told != "edges" and scores[better] == scores[worse] else None,
         )
         for better, worse in places
         if texts[better] != texts[worse]

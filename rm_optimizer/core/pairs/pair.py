@@ -123,6 +123,15 @@ class PreferencePair:
         """Stable identity of the prompt; 16 hexadecimal digits."""
         return prompt_id(self.prompt)
 
+    @property
+    def scores(self) -> tuple[float, float] | None:
+        """Scores of chosen and rejected, from the metadata; None without both."""
+        for names in (("chosen_score", "rejected_score"), ("score_chosen", "score_rejected")):
+            found = [float(value) for value in map(self.metadata.get, names) if isinstance(value, int | float)]
+            if len(found) == 2 and all(map(math.isfinite, found)):
+                return found[0], found[1]
+        return None
+
     def to_dict(self) -> dict[str, Any]:
         """The pair as JSON values; messages become `{"role", "content"}` objects, and tools a column."""
         context, messages = split_context(() if isinstance(self.prompt, str) else self.prompt)

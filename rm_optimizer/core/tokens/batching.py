@@ -66,6 +66,7 @@ class PairBatch(_Pairs):
         label: probability that chosen is the better one, float32.
         weight: number of pairs that each pair counts as, float32.
         pair_index: positions in the data set, int64.
+        scores: scores of the chosen and the rejected response, float32, NaN for a pair without them.
     """
 
     input_ids: Int[Tensor, "sequences tokens"]
@@ -74,6 +75,7 @@ class PairBatch(_Pairs):
     label: Float[Tensor, " pairs"]
     weight: Float[Tensor, " pairs"]
     pair_index: Int[Tensor, " pairs"]
+    scores: Float[Tensor, "pairs 2"]
 
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor], start: int = 0) -> PairBatch:
@@ -81,7 +83,7 @@ class PairBatch(_Pairs):
 
         Args:
             tensors: `chosen_input_ids`, `chosen_attention_mask` and the same of `rejected`; perhaps also `margin`,
-                `label` and `weight`, which are 0, 1 and 1 otherwise.
+                `label`, `weight` and `scores`, which are 0, 1, 1 and NaN otherwise.
             start: position of the first pair.
 
         Raises:
@@ -94,9 +96,11 @@ class PairBatch(_Pairs):
         padded = [torch.nn.functional.pad(row, (0, width - row.shape[1])) for row in rows]
         ids, mask = (torch.stack(padded[place : place + 2], dim=1).flatten(0, 1) for place in (0, 2))
         ones = torch.ones(len(rows[0]), device=ids.device)
-        given = {"margin": 0 * ones, "label": ones, "weight": ones, **tensors}
-        margin, label, weight = (given[name].to(ones) for name in ("margin", "label", "weight"))
-        return cls(ids, mask, margin, label, weight, torch.arange(start, start + len(ones), device=ids.device))
+        unknown = torch.full((len(ones), 2), torch.nan, device=ids.device)
+        given = {"margin": 0 * ones, "label": ones, "weight": ones, "scores": unknown, **tensors}
+        margin, label, weight, scores = (given[name].to(ones) for name in ("margin", "label", "weight", "scores"))
+        index = torch.arange(start, start + len(ones), device=ids.device)
+        return cls(ids, mask, margin, label, weight, index, scores)
 
     @property
     def num_tokens(self) -> int:
@@ -124,7 +128,7 @@ class PackedPairBatch(_Pairs):
 
     Args:
         trees: the tokens in rows; branches 2 i and 2 i + 1 belong to pair i's chosen and rejected sequence.
-        margin, label, weight, pair_index: values of the pairs, as in a `PairBatch`.
+        margin, label, weight, pair_index, scores: values of the pairs, as in a `PairBatch`.
     """
 
     trees: PackedTrees
@@ -132,6 +136,7 @@ class PackedPairBatch(_Pairs):
     label: Float[Tensor, " pairs"]
     weight: Float[Tensor, " pairs"]
     pair_index: Int[Tensor, " pairs"]
+    scores: Float[Tensor, "pairs 2"]
 
     @property
     def num_tokens(self) -> int:
@@ -218,18 +223,21 @@ class PairValues:
         margin: margins in the source's units, 0 for a pair without one.
         label: probabilities that chosen is the better one.
         weight: number of pairs that each pair counts as.
+        scores: scores of the chosen and the rejected response, NaN for a pair without them.
     """
 
     margin: Float32[np.ndarray, " pairs"]
     label: Float32[np.ndarray, " pairs"]
     weight: Float32[np.ndarray, " pairs"]
+    scores: Float32[np.ndarray, "pairs 2"]
 
     @classmethod
     def of(cls, pairs: Iterable[PreferencePair]) -> PairValues:
         """The values of these pairs."""
-        rows = np.array([(pair.margin or 0.0, pair.label, pair.weight) for pair in pairs], dtype=np.float32)
-        margin, label, weight = np.ascontiguousarray(rows.reshape(-1, 3).T)
-        return cls(margin, label, weight)
+        rows = [(pair.margin or 0.0, pair.label, pair.weight, *(pair.scores or (np.nan, np.nan))) for pair in pairs]
+        columns = np.ascontiguousarray(np.array(rows, dtype=np.float32).reshape(-1, 5).T)
+        margin, label, weight = columns[:3]
+        return cls(margin, label, weight, np.ascontiguousarray(columns[3:].T))
 
     def take(self, positions: NDArray[np.int64] | NDArray[np.bool_]) -> PairValues:
         """The values of the pairs at these positions."""
@@ -251,7 +259,7 @@ class PairCollator:
         kept = tokenized.pair_index.tolist()
         self.num_given = len(tokenized) if isinstance(pairs, PairValues) else len(pairs)
         values = pairs if isinstance(pairs, PairValues) else PairValues.of(pairs[i] for i in kept)
-        self.margin, self.label, self.weight = values.margin, values.label, values.weight
+        self.margin, self.label, self.weight, self.scores = vars(values).values()
 
     @property
     def mean_weight(self) -> float:
@@ -273,11 +281,10 @@ class PairCollator:
         """The pairs in batches of at most `token_budget` tokens with padding, longest first, none split."""
         return micro_batches(self.tokenized.lengths, positions, token_budget)
 
-    def _columns(self, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _columns(self, positions: Sequence[int]) -> Iterator[Tensor]:
         rows = np.asarray(positions, dtype=np.int64)
-        columns = (self.margin, self.label, self.weight, self.tokenized.pair_index)
-        margin, label, weight, index = (torch.from_numpy(column[rows]) for column in columns)
-        return margin, label, weight, index
+        columns = (self.margin, self.label, self.weight, self.tokenized.pair_index, self.scores)
+        return (torch.from_numpy(column[rows]) for column in columns)
 
 
 class PackedPairCollator(PairCollator):

@@ -44,7 +44,8 @@ class TokenizedPair(PreferencePair, Mapping[str, Tensor]):
     """A pair that is also a mapping of its tokens, which torch's `default_collate` stacks.
 
     `chosen_input_ids`, `chosen_attention_mask`, `rejected_input_ids` and `rejected_attention_mask` have shape
-    (max_length,), padded on the right. `margin` (0 for a pair without one), `label` and `weight` are numbers.
+    (max_length,), padded on the right. `margin` (0 for a pair without one), `label` and `weight` are numbers. `scores`
+    are those of both responses, if the pair has them.
     """
 
     renderer: ConversationRenderer
@@ -65,8 +66,8 @@ class TokenizedPair(PreferencePair, Mapping[str, Tensor]):
             rest = (0, self.renderer.max_length - len(ids))
             found[f"{side}_input_ids"] = torch.nn.functional.pad(ids, rest, value=self.renderer.pad_token_id)
             found[f"{side}_attention_mask"] = torch.nn.functional.pad(torch.ones_like(ids), rest)
-        numbers = {"label": self.label, "weight": self.weight, "margin": self.margin}
-        return found | {name: torch.tensor(float(value)) for name, value in numbers.items() if value is not None}
+        numbers = {"label": self.label, "weight": self.weight, "margin": self.margin, "scores": self.scores}
+        return found | {name: torch.tensor(value).float() for name, value in numbers.items() if value is not None}
 
     def __getitem__(self, name: str) -> Tensor:
         return self.tokens[name]
@@ -171,7 +172,7 @@ class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
         content = hashlib.sha256()
         for identity, pair in zip(self.prompt_ids, self.pairs, strict=True):
             sides = (response_json(pair.chosen), response_json(pair.rejected))
-            row = [identity, *sides, pair.margin, pair.label, pair.weight]
+            row = [identity, *sides, pair.margin, pair.label, pair.weight, *(pair.scores or ())]
             content.update(json.dumps(row).encode())
         return content.hexdigest()[:16]
 

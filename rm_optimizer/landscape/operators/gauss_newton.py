@@ -179,7 +179,7 @@ def gauss_newton_exact(
     """All eigenvalues of `sum_i J_i^T C_i J_i`, the Gauss-Newton or empirical Fisher matrix of the loss.
 
     With `B` the rows of `curvature_rows`, the matrix is `B^T B` and its eigenvalues those of `B B^T`, of as
-    many rows as there are pairs, or twice as many with `center_rewards` or `reward_l2`; its eigenvectors are
+    many rows as there are pairs, or twice as many if the loss reads more than margins; its eigenvectors are
     `B^T u / ||.||`. If the rows fit into `memory_bytes`, the cost is one backward pass a pair. Otherwise each part of
     the columns that fits costs one for the eigenvalues and one for the vectors. Embeddings that no pair looks up need
     no memory.
@@ -208,8 +208,8 @@ class CurvatureRows:
         self.objective = objective
         self.curvature: OutputCurvature = curvature
         self.support = support_of(objective, num_spare=0)
-        rewarded = curvature == "gauss_newton" and (objective.loss.center_rewards or objective.loss.reward_l2)
-        self._rows_most = objective.num_pairs * (2 if rewarded else 1)
+        is_double = curvature == "gauss_newton" and not objective.loss.is_of_margins
+        self._rows_most = objective.num_pairs * (2 if is_double else 1)
         self.dimension = size = self.support.dimension
         columns = max(1, memory_bytes // (self._rows_most * torch.finfo(objective.dtype).bits // 8))
         self._spans = [(start, min(start + columns, size)) for start in range(0, size, columns)]

@@ -206,7 +206,9 @@ class PairObjective:
     def pair_losses(self, rewards: Float[Tensor, " sequences"], batch: AnyPairBatch) -> Float[Tensor, " pairs"]:
         """Loss of each pair of a micro-batch, as a function of its rewards."""
         chosen, rejected = batch.split(rewards)
-        return configured_pair_losses(chosen, rejected, self.loss, margin=batch.margin, label=batch.label)
+        return configured_pair_losses(
+            chosen, rejected, self.loss, margin=batch.margin, label=batch.label, scores=batch.scores
+        )
 
     def share(self, rewards: Float[Tensor, " sequences"], batch: AnyPairBatch) -> Float[Tensor, ""]:
         """Share of a micro-batch in the loss, as a function of its rewards."""
@@ -358,8 +360,8 @@ def measuring(
     with frozen(held, subset), ExitStack() as stack:
         there = []
         for batch in (batch.to(held.device) for batch in batches):  # numbers of the loss in the type of the measurement
-            margin, label, weight = (values.to(dtype) for values in (batch.margin, batch.label, batch.weight))
-            there.append(replace(batch, margin=margin, label=label, weight=weight))
+            numbers = {name: getattr(batch, name).to(dtype) for name in ("margin", "label", "weight", "scores")}
+            there.append(replace(batch, **numbers))
         objective = PairObjective(held, there, loss, subset, group)
         if objective.num_pairs == 0:
             raise DataError("curvature needs at least one pair, got none")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -32,7 +33,8 @@ def _padded(batch: AnyPairBatch, sequences: Sequence[Tensor], positions: Sequenc
     lengths = torch.tensor([[len(row)] for row in rows], device=ids.device)
     mask = (torch.arange(ids.shape[1], device=ids.device) < lengths).long()
     at = torch.tensor(positions, device=batch.weight.device)
-    return PairBatch(ids, mask, batch.margin[at], batch.label[at], batch.weight[at], batch.pair_index[at])
+    values = (batch.margin, batch.label, batch.weight, batch.pair_index, batch.scores)
+    return PairBatch(ids, mask, *(value[at] for value in values))
 
 
 def _sequences(batch: AnyPairBatch) -> list[Tensor]:
@@ -46,11 +48,12 @@ def _sequences(batch: AnyPairBatch) -> list[Tensor]:
 
 
 def pairs_digest(batches: Sequence[AnyPairBatch]) -> str:
-    """Digest of each pair's tokens, margin, label and weight, independent of micro-batches, padding and layout."""
+    """Digest of each pair's tokens and values, independent of micro-batches, padding and layout."""
     singles = (single for batch in batches for single in single_pairs(batch))
     rows = [
         [
             *(single.pair_index.tolist() + single.margin.tolist() + single.label.tolist() + single.weight.tolist()),
+            *(score for score in single.scores.flatten().tolist() if not math.isnan(score)),
             *(ids[mask != 0].tolist() for ids, mask in zip(single.input_ids, single.attention_mask, strict=True)),
         ]
         for single in singles

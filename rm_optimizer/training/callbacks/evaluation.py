@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,9 +15,10 @@ import numpy as np
 import pytorch_lightning as pl
 import torch
 from numpy.typing import NDArray
+from scipy.stats import spearmanr
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
-from rm_optimizer.core.model.losses import configured_pair_losses
+from rm_optimizer.core.model.losses import configured_pair_losses, score_targets
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
@@ -77,7 +78,7 @@ class Evaluation(pl.Callback):
         self.plan = plan_of(config, datamodule)
         self.every = self.plan.every
         self.beta = config.loss.beta
-        self.own = own
+        self.own, self.score_range = own, config.loss.score_range
         self._sample = self.plan.positions(datamodule.seed)
         assert self.config.mode is not None, "resolved with the options"
         self.best = BestSoFar(self.config.mode, self.config.early_stopping.min_delta)
@@ -154,7 +155,10 @@ class Evaluation(pl.Callback):
 
     def own_metrics(self, rewards: PairRewards) -> dict[str, float]:
         """The further numbers of an evaluation."""
-        return {name: float(metric(rewards.chosen, rewards.rejected)) for name, metric in self.own.items()}
+        found = {name: float(metric(rewards.chosen, rewards.rejected)) for name, metric in self.own.items()}
+        if self.score_range is None:
+            return found
+        return found | score_metrics(rewards, self.datamodule.data.val, self.score_range)
 
     def rewards(self, model: BradleyTerryRM, *, sample: NDArray[np.int64] | None = None) -> PairRewards:
         """Rewards of the validation pairs, or a sample of them, with lines of progress if the run has them.
@@ -218,6 +222,24 @@ def evaluation_of(trainer: pl.Trainer) -> Evaluation:
     return next(callback for callback in trainer.callbacks if isinstance(callback, Evaluation))  # type: ignore[attr-defined]
 
 
+SCORE_METRICS = ("score_mse", "score_spearman")
+"""Names of `score_metrics`."""
+
+
+def score_metrics(rewards: PairRewards, val: PreferenceDataset, score_range: Sequence[float]) -> dict[str, float]:
+    """Mean squared error and Spearman's rank correlation of rewards and scores, each response counted once."""
+    found: dict[tuple[str, str], tuple[float, float]] = {}
+    for index, *sides in zip(rewards.pair_index, rewards.chosen, rewards.rejected, strict=True):
+        pair = val.pairs[index]
+        for text, reward, score in zip((pair.chosen, pair.rejected), sides, pair.scores or (), strict=False):
+            found[val.prompt_ids[index], text] = reward, score
+    given = np.array(list(found.values())).reshape(-1, 2)
+    errors = given[:, 0] - score_targets(torch.from_numpy(given[:, 1]), score_range).numpy()
+    ranked = len(given) > 1 and np.ptp(given, axis=0).all()
+    correlation = spearmanr(given).statistic if ranked else np.nan
+    return {"score_mse": float(np.mean(errors**2)), "score_spearman": float(correlation)}
+
+
 def _validation_loss(
     rewards: PairRewards, val: PreferenceDataset, config: LossConfig, metrics: PairwiseMetrics
 ) -> float:
@@ -229,7 +251,8 @@ def _validation_loss(
     label = torch.tensor([pair.label for pair in pairs], dtype=torch.float64)
     weight = torch.tensor([pair.weight for pair in pairs], dtype=torch.float64)
     chosen, rejected = torch.from_numpy(rewards.chosen), torch.from_numpy(rewards.rejected)
-    losses = configured_pair_losses(chosen, rejected, config, margin=margin, label=label)
+    scores = torch.tensor([pair.scores or (torch.nan, torch.nan) for pair in pairs], dtype=torch.float64)
+    losses = configured_pair_losses(chosen, rejected, config, margin=margin, label=label, scores=scores)
     return float((weight * losses).sum() / weight.sum())
 
 

@@ -208,7 +208,12 @@ def test_kwise_margins_are_score_gaps_and_equal_texts_make_no_pair():
     comparisons = compare("kwise", row)
     assert [(c.chosen, c.rejected, c.margin) for c in comparisons] == [("a", "b", 2.0), ("b", "a", 1.0)]
     places = {"chosen_index": 0, "rejected_index": 1}
-    assert comparisons[0].extra == places | {"chosen_model": "x", "rejected_model": "y"}
+    assert comparisons[0].extra == places | {
+        "chosen_model": "x",
+        "rejected_model": "y",
+        "chosen_score": 3.0,
+        "rejected_score": 1.0,
+    }
 
 
 @pytest.mark.parametrize(

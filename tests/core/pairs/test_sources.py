@@ -161,7 +161,8 @@ def test_kwise_rows_without_a_preference_are_listed_but_are_no_error(tmp_path: P
     assert [row.row for row in loaded.skipped] == [1]
     (pair,) = loaded.pairs
     assert (pair.chosen, pair.margin) == ("b", 1.0)
-    assert pair.metadata == {"source": "k", "group": "k:2", "chosen_index": 1, "rejected_index": 0}
+    places = {"chosen_index": 1, "rejected_index": 0, "chosen_score": 1.0, "rejected_score": 0.0}
+    assert pair.metadata == {"source": "k", "group": "k:2", **places}
 
 
 def test_a_table_of_single_responses_is_kwise(tmp_path: Path):

@@ -62,7 +62,7 @@ def padded(lengths: list[int], shared: int) -> PairBatch:
     ids[:, :shared] = 7
     mask = (torch.arange(width) < torch.tensor(lengths)[:, None]).long()
     ones = torch.ones(len(lengths) // 2)
-    return PairBatch(ids * mask, mask, 0 * ones, ones, ones, torch.arange(len(ones)))
+    return PairBatch(ids * mask, mask, 0 * ones, ones, ones, torch.arange(len(ones)), torch.zeros(len(ones), 2))
 
 
 def packed(lengths: list[int], shared: int) -> PackedPairBatch:
@@ -70,7 +70,9 @@ def packed(lengths: list[int], shared: int) -> PackedPairBatch:
     prefix = np.zeros(shared, dtype=np.int32)
     trees = [PrefixTree(prefix, tuple(branches[i : i + 2])) for i in range(0, len(lengths), 2)]
     ones = torch.ones(len(trees))
-    return PackedPairBatch(pack_trees(trees, pad_token_id=0), 0 * ones, ones, ones, torch.arange(len(trees)))
+    return PackedPairBatch(
+        pack_trees(trees, pad_token_id=0), 0 * ones, ones, ones, torch.arange(len(trees)), torch.zeros(len(trees), 2)
+    )
 
 
 def macro(*micro: PairBatch | PackedPairBatch) -> MacroBatch:
