@@ -22,6 +22,7 @@ from rm_optimizer.core.classifier import scoring
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.pooling import RewardHead
 from rm_optimizer.core.data_loader import PreferenceDataset
+from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.overlap import TrainedPairs, pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
@@ -188,6 +189,20 @@ def test_rewards_that_depend_on_the_row_are_found(model, monkeypatch):
     probe = probe_ids(model)
     assert doctor_model.batch(model, probe).status is Status.fail
     assert doctor_model.padding(model, probe).status is Status.fail
+
+
+def test_padding_on_the_left_alone_is_found(model, monkeypatch):
+    right = scoring.decoder_logits
+    monkeypatch.setattr(
+        scoring, "decoder_logits", lambda one, ids, mask: right(one, ids, mask) + 1 - mask[:, :1].float()
+    )
+    found = doctor_model.padding(model, probe_ids(model))
+    assert found.status is Status.fail
+    assert found.details["left"] > 0.1 > found.details["right"]
+
+
+def test_a_single_prompt_gives_the_whole_interval():
+    assert doctor_rewards.interval_of(Estimate(0.5, None, 1)) == (0.0, 1.0)
 
 
 def test_dropout_inside_attention_is_found():

@@ -97,10 +97,12 @@ def test_a_trial_that_keeps_failing_is_left_until_it_is_retried(tmp_path):
 def test_a_process_that_ends_without_a_word_is_a_failed_attempt(tmp_path, monkeypatch):
     study = study_of(tmp_path, 1)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    (tmp_path / "rm_optimizer.py").write_text("raise SystemExit(3)")
+    (tmp_path / "rm_optimizer.py").write_text("print('its last words', flush=True); raise SystemExit(3)")
     state = study.run(ProcessExecutor(1, 1), retries=1)
     assert state.counts == {"failed": 1}
-    assert "ended with exit code 3" in next(iter(state.errors.values()))
+    (error,) = state.errors.values()
+    assert "ended with exit code 3" in error
+    assert Path(error.rpartition("is in ")[2]).read_text() == "its last words\n" * 2  # of two attempts
 
 
 def test_a_trial_of_another_process_is_waited_for_and_one_of_a_dead_process_is_measured(tmp_path):

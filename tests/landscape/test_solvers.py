@@ -276,7 +276,11 @@ def test_a_state_can_be_continued_between_products_alone():
 
 def test_power_iteration_finds_the_largest_magnitudes():
     values = torch.tensor([5.0, -4.0, 2.5, -1.0, 0.3, 0.1], dtype=torch.float64)
-    found = power_iteration(with_eigenvalues(values), 3, tolerance=1e-6)
+    operator, applied = with_eigenvalues(values), list[Tensor]()
+    matrix = MatrixOperator(operator.matrix)
+    matrix.apply = lambda vectors: applied.append(vectors) or operator.apply(vectors)
+    found = power_iteration(matrix, 3, tolerance=1e-6)
+    assert found.num_products == len(applied)
     torch.testing.assert_close(found.values, torch.tensor([5.0, 2.5, -4.0], dtype=torch.float64), rtol=1e-6, atol=0)
     assert all(found.converged)
 

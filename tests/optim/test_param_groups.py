@@ -179,6 +179,18 @@ def test_unknown_vectors_are_biases_and_unknown_matrices_other(odd, head):
     assert {roles[f"model.{name}"] for name in matrices} == {"other"}
 
 
+def test_a_matrix_of_an_embedding_that_torch_does_not_have_is_an_embedding(toy, head):
+    class PositionEmbedding(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(7, 3))
+
+    model = toy()
+    model.model.positions = PositionEmbedding()
+    roles = {item.name: item.role.value for item in partition(model, head_names=head).parameters}
+    assert roles["model.positions.weight"] == "embedding"
+
+
 def test_unknown_vectors_are_not_decayed(odd, head, preset):
     rows = describe_groups(build_optimizer(odd, preset("adamw", weight_decay=0.1), head_names=head))
     decay = {name: row.weight_decay for row in rows for name in row.names}

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import time
 from collections import Counter
 from collections.abc import Sequence
 from importlib.resources import files
@@ -91,6 +92,7 @@ def measured() -> tuple[Any, Judge, RLReadinessReport]:
     model.beta = BETA
     members = [Member(seed) for seed in (1, 2, 3)]
     options = ReadinessOptions(ceiling=0.93, **SIZES)
+    began = time.perf_counter()
     found = measure_readiness(
         *(model, PreferenceDataset(PAIRS), POOL, judge),
         algorithm="grpo",
@@ -98,6 +100,7 @@ def measured() -> tuple[Any, Judge, RLReadinessReport]:
         ensemble=RewardModelEnsemble(members),
         top_eigenvalue=7.5,
     )
+    assert 0 < found.sample.wall_seconds < time.perf_counter() - began
     return model, judge, found
 
 

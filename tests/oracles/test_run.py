@@ -10,6 +10,7 @@ import json
 import math
 import random
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -280,7 +281,9 @@ def outcome(name: str, root: Path) -> Outcome:
     given |= {"optimizer.layer_lr_decay": case.layer_decay, "schedule.min_lr_ratio": case.min_ratio}
     given |= {} if case.clip is None else {"training.gradient_clip_norm": case.clip}
     config = typed(compose([*(f"{key}={value}" for key, value in given.items()), *case.options]), TrainConfig)
+    began = time.perf_counter()
     train_reward_model(config)
+    elapsed = time.perf_counter() - began
 
     start = starting_weights(json.loads((folder / "options.json").read_text()), config.data) if case.rank else {}
     plain = Plain(case, base, start)
@@ -292,6 +295,8 @@ def outcome(name: str, root: Path) -> Outcome:
     stepper = Stepper(plain)
     steps = list(taken(case, plain, stepper, kept))
     run = json.loads((folder / "run.json").read_text())
+    assert 0 < run["wall_seconds"] < elapsed
+    assert run["pairs_per_second"] > len(kept) / elapsed
     return Outcome(case, folder, val, found, run, steps, before, stepper.scored(val))
 
 

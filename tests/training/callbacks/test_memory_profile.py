@@ -147,6 +147,14 @@ def test_the_formula_counts_what_torch_runs_when_everything_trains():
     assert formula(model, batch) == pytest.approx(counted(model, batch), rel=2e-3)
 
 
+def test_matrices_of_other_layers_than_linear_ones_count():
+    model = fresh_reward_model("gpt2")
+    blocks = sum(value.numel() for name, value in model.named_parameters() if ".h." in name and value.ndim == 2)
+    flops = ModelFlops.of_model(model)
+    assert flops is not None
+    assert flops.forward == blocks + 32  # and the head
+
+
 def test_the_formula_counts_what_torch_runs_with_an_adapter():
     model, batch = reward_model(), padded([48] * 4, shared=0)
     batch = replace(batch, input_ids=batch.input_ids % 200 + 3)
