@@ -13,6 +13,7 @@ from beartype._check.code import codemain
 
 CHECKED = (
     "core.classifier",
+    "core.importing",
     "core.metrics",
     "core.model",
     "core.pairs",
@@ -22,6 +23,7 @@ CHECKED = (
     "doctor",
     "evaluation",
     "experiments",
+    "explanation",
     "interfaces.commands",
     "landscape",
     "optim",

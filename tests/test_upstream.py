@@ -19,6 +19,7 @@ from pytorch_lightning.callbacks import RichProgressBar
 from torch.distributed import ProcessGroupGloo, TCPStore
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.utils._pytree import tree_leaves
+from transformers import MixtralModel
 from transformers.utils.hub import extract_commit_hash
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -37,7 +38,8 @@ IN_USE = {
         *("_linear_pointwise", "_modules", "_pytree", "_reorder_linear_weight", "_timeout", "_version"),
     },
     "transformers": {
-        *("_attn_implementation", "_can_set_attn_implementation", "_commit_hash", "_is_stateful", "_supports_sdpa"),
+        *("_attn_implementation", "_can_record_outputs", "_can_set_attn_implementation", "_commit_hash"),
+        *("_from_config", "_is_stateful", "_supports_sdpa"),
     },
 }
 """Private names of each library."""
@@ -92,6 +94,12 @@ def test_transformers_reads_the_attention_kernel_of_a_forward_pass_from_its_conf
     assert (model._supports_sdpa, model._is_stateful) == (True, False)
     model.config._attn_implementation_internal = "eager"
     assert model.config._attn_implementation == "eager"
+
+
+def test_transformers_builds_a_class_from_a_configuration_and_knows_what_its_experts_record():
+    model = tiny_model("llama")
+    assert type(type(model)._from_config(model.config)) is type(model)
+    assert "router_logits" in MixtralModel._can_record_outputs
 
 
 def test_transformers_takes_a_mask_of_four_axes_as_it_is():

@@ -10,10 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer import Message, PreferenceDataset, PreferencePair
-from rm_optimizer.core.rows.messages import Turns
 from rm_optimizer.data_efficiency.feature_rules import RULES
 from rm_optimizer.data_efficiency.questions import (
-    asked_once,
     questions_of,
     read_answers,
     read_questions,
@@ -342,11 +340,3 @@ def test_a_cache_without_its_features_is_one_sentence(pool, tmp_path, damage):
 
 def test_the_default_is_the_first_rule():
     assert next(iter(RULES)) == DEFAULT_RULE
-
-
-@pytest.mark.parametrize("is_chosen", [True, False])
-def test_a_response_of_several_messages_is_no_text_of_a_question(is_chosen):
-    turns = Turns((Message("assistant", "Let me see."), Message("tool", "4"), Message("assistant", "4.")))
-    pair = PreferencePair("2 + 2?", *((turns, "5.") if is_chosen else ("5.", turns)))
-    with pytest.raises(DataError, match="questions hold two texts"):
-        asked_once([pair])

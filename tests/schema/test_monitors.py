@@ -43,11 +43,12 @@ def test_every_known_metric_is_logged():
     import numpy as np
 
     from rm_optimizer.core.metrics.pairwise import evaluate_pairs
+    from rm_optimizer.training.callbacks.evaluation import SCORE_METRICS
 
     rng = np.random.default_rng(0)
     metrics = evaluate_pairs(
         rng.normal(1, 1, 64), rng.normal(0, 1, 64), beta=1.0, label=np.ones(64), weight=np.ones(64),
         prompt_ids=[str(i) for i in range(64)], groups={}, num_bootstrap=0, seed=0,
     )  # fmt: skip
-    logged = {f"val/{name}" for name in metrics.flat()} | {"val/loss"}
+    logged = {f"val/{name}" for name in (*metrics.flat(), *SCORE_METRICS)} | {"val/loss"}
     assert {*DIRECTIONS, *UNDIRECTED} <= logged
