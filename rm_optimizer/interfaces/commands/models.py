@@ -45,10 +45,11 @@ def import_model(
     dtype: Annotated[str | None, Option("--dtype", help="Type of the weights: float32, bfloat16 or float16.")] = None,
     revision: Annotated[str | None, Option("--revision", help="Hub revision of the source.")] = None,
 ) -> None:
-    """Bring a reward model of another project into a certified folder.
+    """Import a reward model of another project.
 
-    Its rewards stay the same. Value heads of TRL, LLaMA-Factory and OpenRLHF, DeepSpeed-Chat, Starling, UltraRM,
-    Beaver, InternLM2, heads of several layers and ArmoRM are recognized by their tensors.
+    It becomes a certified folder with the same rewards. Value heads of TRL, LLaMA-Factory and OpenRLHF,
+    DeepSpeed-Chat, Starling, UltraRM, Beaver, InternLM2, heads of several layers and ArmoRM are recognized by
+    their tensors.
     """
     from rm_optimizer.core.importing.importing import import_reward_model
 
@@ -85,7 +86,10 @@ def export_model(
     ] = False,
     json_file: Annotated[Path | None, Option("--json", help="Also write the result to this JSON file.")] = None,
 ) -> None:
-    """Write a reward model as a certified folder: merged, in another type, or with normalized rewards."""
+    """Export a reward model in another type or scale.
+
+    The folder is certified; adapters are merged.
+    """
     from rm_optimizer.core.importing.exporting import export_reward_model
 
     pairs = [*pair_options.load(sources)] if sources else []
