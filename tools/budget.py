@@ -14,19 +14,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9182,
+    "core": 9181,
     "serving": 4013,
     "landscape": 3825,
-    "training": 2731,
+    "training": 2732,
     "rl_coupling": 2576,
-    "reporting": 2473,
+    "reporting": 2474,
     "interfaces": 2012,
     "experiments": 1681,
-    "explanation": 802,
     "data_efficiency": 1341,
     "schema": 1065,
     "doctor": 933,
-    "records": 762,
+    "explanation": 802,
+    "records": 763,
     "optim": 754,
     "evaluation": 546,
     "modules at the top": 476,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 347,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 54,
-    "import lines": 5591,
+    "import lines": 5592,
     "import lines inside functions": 316,
-    "lines of code": 35172,
+    "lines of code": 35174,
     "private functions with one caller": 374,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

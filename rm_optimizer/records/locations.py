@@ -12,6 +12,8 @@ from rm_optimizer.errors import CheckpointError
 
 EXPORT_FILE = "export.json"
 """File that `save_pretrained` writes beside the weights: a description of the model and a check of its reload."""
+CODE_FILE = "modeling_reward.py"
+"""Code of a head that no class of `transformers` has, beside the weights of such a model."""
 ADAPTER_FILE = "adapter_config.json"
 """Configuration of a LoRA adapter, as peft names it."""
 BEST_FOLDER = "best"

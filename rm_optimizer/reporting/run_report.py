@@ -15,6 +15,7 @@ from rich.console import Console
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.evaluation.saved_model import Evaluation
+from rm_optimizer.records.locations import CODE_FILE
 from rm_optimizer.records.run_folder import METRICS_FILE, RESULT_FILE, PairReward, RunFolder
 from rm_optimizer.reporting.figures import (
     BLUE,
@@ -255,8 +256,9 @@ def print_run(result: RunResult, console: Console | None = None) -> None:
         print_line(f"  warning: {TOY_WARNING % result.model}", console)
     run_dir, export = (os.path.relpath(path) for path in (result.run_dir, result.export))
     typed = shlex.quote(f"./{export}" if export.startswith("-") else export)
+    trusted = " with trust_remote_code=True" if (Path(result.export) / CODE_FILE).is_file() else ""
     lines = {
-        "model": f"{export}  (AutoModelForSequenceClassification.from_pretrained loads it)",
+        "model": f"{export}  (AutoModelForSequenceClassification.from_pretrained loads it{trusted})",
         "pictures": f"{run_dir}/{PICTURES}",
         "numbers": f"{run_dir}/{RESULT_FILE}, {run_dir}/{METRICS_FILE}",
         "score": f'rm-opt score {typed} --prompt "…" --response "…"',

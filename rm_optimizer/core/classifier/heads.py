@@ -101,8 +101,6 @@ def with_head(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 OWN_TYPE = "reward_head"
 """The `model_type` of a stored model with such a head; `reward_head.model_type` is its backbone's."""
-CODE_FILE = "modeling_reward.py"
-"""Name of the copy of this file in an export."""
 
 
 def with_own_type(base: type[PretrainedConfig]) -> type[PretrainedConfig]:

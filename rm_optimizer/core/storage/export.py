@@ -23,7 +23,7 @@ import rm_optimizer
 from rm_optimizer.core.classifier import heads
 from rm_optimizer.core.classifier.adapters import has_adapter, import_peft
 from rm_optimizer.core.classifier.attention import soft_cap
-from rm_optimizer.core.classifier.heads import CODE_FILE, OWN_TYPE
+from rm_optimizer.core.classifier.heads import OWN_TYPE
 from rm_optimizer.core.classifier.pooling import plain_logits, pooling_head_of
 from rm_optimizer.core.classifier.quantization import computing_dtype, reading_arguments
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
@@ -38,7 +38,7 @@ from rm_optimizer.core.tokens.written_template import add_nothing_to_texts
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import replacing_folder
-from rm_optimizer.records.locations import EXPORT_FILE
+from rm_optimizer.records.locations import CODE_FILE, EXPORT_FILE
 
 FORMAT_VERSION = 1
 """Version of `export.json`; raised when a reader of the older form would misread it."""

@@ -15,7 +15,7 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import write_text
-from rm_optimizer.records.locations import EXPORT_FILE
+from rm_optimizer.records.locations import CODE_FILE, EXPORT_FILE
 from rm_optimizer.records.quoting import markdown_line, markdown_table
 from rm_optimizer.records.recall import paths_of
 from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
@@ -224,9 +224,10 @@ def _training(run_dir: Path, result: RunResult) -> str:
 
 
 def _use(result: RunResult) -> str:
+    trusted = ", trust_remote_code=True" if (Path(result.export) / CODE_FILE).is_file() else ""
     plain = f"""\
-`AutoModelForSequenceClassification.from_pretrained("FOLDER")` loads it too. Its logit is the reward of a text that the
-tokenizer's chat template renders, at most {result.data.truncation["val"]["max_length"]} tokens; `{EXPORT_FILE}` holds
+`AutoModelForSequenceClassification.from_pretrained("FOLDER"{trusted})` loads it too. Its logit is the reward of a text
+that the tokenizer's chat template renders, at most {result.data.truncation["val"]["max_length"]} tokens; `{EXPORT_FILE}` holds
 rewards to compare with. The tokenizer adds no special tokens to a text, since the template writes them. verl takes a
 leading BOS off, so an engine that verl starts reads other tokens if the template writes BOS: use `rm-opt serve`."""
     if name := result.config["model"].get("pooling_head"):
