@@ -17,7 +17,7 @@ ROOMS: Mapping[str, int] = {
     "core": 9181,
     "serving": 4013,
     "landscape": 3825,
-    "training": 2732,
+    "training": 2733,
     "rl_coupling": 2576,
     "reporting": 2474,
     "interfaces": 2012,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 54,
     "import lines": 5592,
     "import lines inside functions": 316,
-    "lines of code": 35174,
+    "lines of code": 35175,
     "private functions with one caller": 374,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
