@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 347,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 54,
-    "import lines": 5592,
+    "import lines": 5591,
     "import lines inside functions": 316,
     "lines of code": 35175,
-    "private functions with one caller": 374,
+    "private functions with one caller": 373,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -165,7 +165,7 @@ def choose_attention(
         if obstacle is None:
             if reasons:
                 level = logging.INFO if requested == "auto" else logging.WARNING
-                _say_once(level, f"attention uses {kernel}: {'; '.join(reasons)}")
+                say_once(level, f"attention uses {kernel}: {'; '.join(reasons)}")
             return kernel
         reasons.append(f"{kernel}: {obstacle}")
     raise AssertionError("every model has eager attention")
@@ -184,9 +184,9 @@ def _switch(config: PretrainedConfig, trust_remote_code: bool, *, level: int) ->
     blocks = _obstacle(config, "flex_attention", torch.float32, trust_remote_code)
     varlen = _obstacle(config, "flash_attention_2", torch.bfloat16, trust_remote_code)
     if blocks is not None:
-        _say_once(logging.INFO, f"shared prompts use sdpa with a dense mask: flex_attention: {blocks}")
+        say_once(logging.INFO, f"shared prompts use sdpa with a dense mask: flex_attention: {blocks}")
     if varlen is not None:
-        _say_once(level, f"padded sequences use sdpa: flash_attention_2: {varlen}")
+        say_once(level, f"padded sequences use sdpa: flash_attention_2: {varlen}")
     return AttentionSwitch(has_blocks=blocks is None, has_varlen=varlen is None).name
 
 
@@ -224,7 +224,8 @@ def _obstacle(config: PretrainedConfig, kernel: str, dtype: torch.dtype, trust_r
 
 
 @cache
-def _say_once(level: int, sentence: str) -> None:
+def say_once(level: int, sentence: str) -> None:
+    """Log a sentence, unless it was logged before."""
     _log.log(level, sentence)
 
 

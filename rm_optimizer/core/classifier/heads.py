@@ -19,11 +19,11 @@ ACTIVATIONS = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "tanh": nn.Tan
 """Functions between the layers of a head, by name."""
 
 
-def layers_of(sizes: Sequence[int], activation: str, *, bias: bool = True) -> nn.Sequential:
+def layers_of(sizes: Sequence[int], activation: str) -> nn.Sequential:
     """Linear layers from one size to the next, with an activation between them."""
     layers: list[nn.Module] = []
     for inputs, outputs in itertools.pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs, bias=bias), ACTIVATIONS[activation]()]
+        layers += [nn.Linear(inputs, outputs), ACTIVATIONS[activation]()]
     return nn.Sequential(*layers[:-1])
 
 

@@ -8,14 +8,13 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rm_optimizer.core.classifier.attention import attention_masks
+from rm_optimizer.core.classifier.attention import attention_masks, say_once
 from rm_optimizer.core.classifier.heads import GatedHead, marker_index
 from rm_optimizer.core.tokens.prefix_trees import PackedTrees
 from rm_optimizer.errors import ConfigError
@@ -106,11 +105,6 @@ def require_pooling(name: str, head: PoolingHead) -> None:
         raise ConfigError(f"the pooling head '{name}' must be differentiable in the hidden states; leave out detach")
 
 
-@cache
-def _say_once(sentence: str) -> None:
-    logging.getLogger("rm_optimizer").warning("%s", sentence)
-
-
 def pooling_head_of(model: PreTrainedModel) -> str | None:
     """Name of the registered pooling head that a model was given; None for its architecture's own."""
     name: str | None = getattr(model.config, "pooling_head", None)
@@ -196,7 +190,10 @@ def decoder_logits(
     if isinstance(model.score, GatedHead):
         index = marker_index(input_ids, model.config.reward_head["marker"])
         if bool((index < 0).any()):
-            _say_once("a sequence lacks the marker at which the head reads the prompt; its first token is read instead")
+            say_once(
+                logging.WARNING,
+                "a sequence lacks the marker at which the head reads the prompt; its first token is read instead",
+            )
         rows = torch.arange(len(input_ids), device=hidden.device)
         states = torch.cat([states, hidden[rows, index.clamp(min=0)]], dim=-1)
     logits: Tensor = model.score(states)

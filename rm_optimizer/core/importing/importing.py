@@ -288,7 +288,7 @@ def _plain_config(stored: StoredModel) -> PretrainedConfig:
 
 def _settled(head: Head, *, drop_constant: bool) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
     """Settings of a head of its own, None for a plain linear one, and its weights by name."""
-    layers = [(weight, bias) for weight, bias in zip(head.weights, head.biases, strict=True)]
+    layers = list(zip(head.weights, head.biases, strict=True))
     if head.gate:
         (objectives, _), *gate, (total, _) = layers
         weights = {"score.objectives.weight": objectives, "score.total.weight": total} | _named("score.gate", gate)

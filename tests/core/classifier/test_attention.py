@@ -195,7 +195,7 @@ def test_padded_passes_in_a_half_type_go_to_flash_attention_and_others_to_sdpa(
 def cuda_machine(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     """A machine that says it has CUDA, without FlashAttention."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    attention._say_once.cache_clear()
+    attention.say_once.cache_clear()
     caplog.set_level(logging.INFO, logger="rm_optimizer")
     return caplog
 
@@ -308,7 +308,7 @@ def test_a_soft_cap_is_applied_in_memory_in_the_export_and_in_plain_transformers
 
 
 def test_sdpa_by_name_is_not_given_to_a_model_with_a_soft_cap(caplog: pytest.LogCaptureFixture):
-    attention._say_once.cache_clear()
+    attention.say_once.cache_clear()
     config = Gemma2Config(attn_logit_softcapping=50.0, hidden_size=32, num_attention_heads=4, num_hidden_layers=1)
     with caplog.at_level(logging.WARNING, logger="rm_optimizer"):
         assert choose_attention(config, "sdpa", torch.float32) == "eager"

@@ -270,7 +270,7 @@ def test_a_length_beyond_the_models_positions_is_refused():
 
 @pytest.fixture
 def spoken(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
-    attention._say_once.cache_clear()
+    attention.say_once.cache_clear()
     with caplog.at_level(logging.INFO, logger="rm_optimizer"):
         yield caplog
 
