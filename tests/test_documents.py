@@ -312,8 +312,11 @@ WAYS: dict[str, Run] = {
     ),
     "rm-opt export outputs/imported outputs/half --dtype bfloat16 --data pairs.jsonl": Run(
         "rm-opt export outputs/run/best outputs/half --dtype bfloat16 --data pairs.jsonl",
-        prints="exported in bfloat16",
+        prints="type of the weights: bfloat16",
         slow=True,
+    ),
+    "rm-opt export outputs/run outputs/public --dtype bfloat16 --push owner/judge": Run(
+        "rm-opt export --help", prints="--push"
     ),
     "rm-opt why outputs/run/best scored.jsonl": Run(
         f"{RESPONSES} && rm-opt score outputs/run/best responses.jsonl same.jsonl && "

@@ -8,10 +8,11 @@ import pytest
 from huggingface_hub import ModelCard, metadata_load
 from typer.testing import CliRunner
 
+from rm_optimizer.core.importing.publishing import CARD_FILE
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.records.run_folder import DOCTOR_FILE
-from rm_optimizer.training.folder.model_card import CARD_FILE, finished_result, write_card
+from rm_optimizer.training.folder.model_card import finished_result, write_card
 
 CONSTANTS = {"95", "2"}
 """Numbers of the text itself: the intervals' share, and the 2 of log 2."""

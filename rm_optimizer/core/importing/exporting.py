@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from rm_optimizer.core.classifier.adapters import has_adapter
 from rm_optimizer.core.classifier.head import head_name
-from rm_optimizer.core.classifier.pooling import RewardHead
+from rm_optimizer.core.classifier.pooling import RewardHead, pooling_head_of
+from rm_optimizer.core.importing.publishing import require_hub, upload, write_card
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.storage.certificate import ParityCertificate
@@ -34,6 +35,7 @@ class ExportedModel(JsonRecord, indent=2):
         largest_change: largest change of a reward, after the normalization was taken back.
         mean: mean of the source's rewards on the pairs, which was subtracted; None without normalization.
         deviation: their standard deviation, by which rewards were divided.
+        uploaded: address of the repository on the hub that it was uploaded to.
         certificate: comparison of the folder with the model in memory.
     """
 
@@ -44,7 +46,25 @@ class ExportedModel(JsonRecord, indent=2):
     largest_change: float | None = None
     mean: float | None = None
     deviation: float | None = None
+    uploaded: str | None = None
     certificate: ParityCertificate | None = field(default=None, metadata=NOT_STORED)
+
+    def facts(self) -> Iterator[tuple[str, str]]:
+        """Names and values of what was done and measured."""
+        yield "type of the weights", self.dtype
+        if self.certificate is not None:
+            yield "largest difference of a reward after a reload", f"{self.certificate.max_difference:.2g}"
+        if self.mean is not None:
+            normalized = f"by mean {self.mean:.4g} and deviation {self.deviation:.4g} of {2 * self.num_pairs:,} rewards"
+            yield "normalized", normalized
+        if self.num_pairs:
+            yield (
+                "pairs whose better response is another one than in float32",
+                f"{self.num_turned:,} of {self.num_pairs:,}",
+            )
+            yield "largest change of a reward", f"{self.largest_change:.2g}"
+        if self.uploaded is not None:
+            yield "uploaded", self.uploaded
 
 
 def export_reward_model(
@@ -55,6 +75,7 @@ def export_reward_model(
     adapter_only: bool = False,
     pairs: Sequence[PreferencePair] = (),
     normalize: bool = False,
+    push: str | None = None,
 ) -> ExportedModel:
     """Write a certified folder of a reward model: merged, in another type, normalized, or as an adapter alone.
 
@@ -65,11 +86,15 @@ def export_reward_model(
         adapter_only: write the LoRA factors and the head alone, which plain peft loads with the base.
         pairs: pairs on which the export is compared with its source in float32.
         normalize: shift and scale rewards so that the responses of the pairs have mean 0 and deviation 1.
+        push: repository on the hub to upload the folder to, with its card; a new one is private.
 
     Raises:
         CheckpointError: if the source cannot be loaded, the folder cannot be written, or the export scores otherwise.
-        ConfigError: if there are no pairs to normalize on, their rewards are all equal, or an adapter would change.
+        ConfigError: if there are no pairs to normalize on, their rewards are all equal, an adapter would change, or
+            the hub refuses or cannot be reached.
     """
+    if push is not None:
+        require_hub(push)
     exact = BradleyTerryRM.from_pretrained(source)
     model = exact if dtype in (None, "float32") else BradleyTerryRM.from_pretrained(source, dtype=dtype)
     before, mean, deviation = _rewards(exact, pairs), None, None
@@ -84,7 +109,7 @@ def export_reward_model(
     restored = after if mean is None or deviation is None else deviation * after + mean
     turned = (before[0] > before[1]) != (restored[0] > restored[1])
     certificate = save_adapter(model, Path(folder)) if adapter_only else model.save_pretrained(Path(folder))
-    return ExportedModel(
+    made = ExportedModel(
         folder=str(folder),
         dtype=certificate.dtype,
         num_pairs=len(pairs),
@@ -94,6 +119,9 @@ def export_reward_model(
         deviation=deviation,
         certificate=certificate,
     )
+    rows = {"weights": "LoRA factors and head alone" if adapter_only else "whole"} | dict(made.facts())
+    write_card(Path(folder), str(source), rows, model.max_length, pooling_head_of(model.model))
+    return made if push is None else replace(made, uploaded=upload(Path(folder), push))
 
 
 def _rewards(model: BradleyTerryRM, pairs: Sequence[PreferencePair]) -> Float[Tensor, "2 pairs"]:

@@ -84,6 +84,9 @@ def export_model(
     normalize: Annotated[
         bool, Option("--normalize", help="Give the rewards of --data mean 0 and deviation 1.")
     ] = False,
+    push: Annotated[
+        str | None, Option("--push", metavar="REPO", help="Also upload it to this hub repository, private if new.")
+    ] = None,
     json_file: Annotated[Path | None, Option("--json", help="Also write the result to this JSON file.")] = None,
 ) -> None:
     """Export a reward model in another type or scale.
@@ -93,19 +96,10 @@ def export_model(
     from rm_optimizer.core.importing.exporting import export_reward_model
 
     pairs = [*pair_options.load(sources)] if sources else []
-    made = export_reward_model(checkpoint, out, dtype=dtype, adapter_only=adapter, pairs=pairs, normalize=normalize)
-    certificate = made.certificate
-    assert certificate is not None
-    print(f"exported in {made.dtype}: {made.folder}; reloaded rewards differ by up to {certificate.max_difference:.2g}")
-    if made.mean is not None:
-        print(
-            f"normalized by mean {made.mean:.4g} and deviation {made.deviation:.4g} of {2 * made.num_pairs:,} rewards"
-        )
-    if made.num_pairs:
-        print(
-            f"pairs whose better response is another one than in float32: {made.num_turned:,} of {made.num_pairs:,}; "
-            f"largest change of a reward {made.largest_change:.2g}"
-        )
+    made = export_reward_model(
+        checkpoint, out, dtype=dtype, adapter_only=adapter, pairs=pairs, normalize=normalize, push=push
+    )
+    print(f"exported: {made.folder}", *(f"{name}: {value}" for name, value in made.facts()), sep="\n")
     write_json(json_file, made.to_json())
 
 

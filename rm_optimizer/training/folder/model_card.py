@@ -11,18 +11,17 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from rm_optimizer.core.importing.publishing import CARD_FILE, use_of
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import write_text
-from rm_optimizer.records.locations import CODE_FILE, EXPORT_FILE
+from rm_optimizer.records.locations import EXPORT_FILE
 from rm_optimizer.records.quoting import markdown_line, markdown_table
 from rm_optimizer.records.recall import paths_of
 from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
 from rm_optimizer.training.folder.record import TOY_WARNING, RunResult, is_toy
 
-CARD_FILE = "README.md"
-"""File in the folder of the exported model, which the hub shows."""
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 _METRICS = {"accuracy": "Accuracy", "nll": "Negative log-likelihood", "brier": "Brier score", "ece": "ECE"}
 
@@ -53,8 +52,9 @@ def model_card(run_dir: Path, result: RunResult) -> str:
         run_dir: the run folder.
         result: its result.
     """
-    title = card_title(result)
-    text = f"{card_summary(result)}\n\n{card_sections(run_dir, result)}\n\n## How to use\n\n{_use(result)}"
+    title, max_length = card_title(result), result.data.truncation["val"]["max_length"]
+    use = use_of(Path(result.export), max_length, result.config["model"].get("pooling_head"))
+    text = f"{card_summary(result)}\n\n{card_sections(run_dir, result)}\n\n## How to use\n\n{use}"
     return f"---\n{_metadata(title, result)}\n---\n\n# {title}\n\n{text}\n"
 
 
@@ -221,32 +221,6 @@ def _training(run_dir: Path, result: RunResult) -> str:
         "versions": ", ".join(f"{name} {version}" for name, version in result.versions.items()),
     }
     return markdown_table(("", ""), rows.items())
-
-
-def _use(result: RunResult) -> str:
-    trusted = ", trust_remote_code=True" if (Path(result.export) / CODE_FILE).is_file() else ""
-    plain = f"""\
-`AutoModelForSequenceClassification.from_pretrained("FOLDER"{trusted})` loads it too. Its logit is the reward of a text
-that the tokenizer's chat template renders, at most {result.data.truncation["val"]["max_length"]} tokens;
-`{EXPORT_FILE}` holds rewards to compare with. The tokenizer adds no special tokens to a text, since the template
-writes them. verl takes a leading BOS off, so an engine that verl starts reads other tokens if the template writes BOS:
-use `rm-opt serve`."""
-    if name := result.config["model"].get("pooling_head"):
-        plain = f"Plain `transformers` reads other rewards: it does not have the pooling head `{name}`."
-    return f"""\
-```python
-from rm_optimizer import BradleyTerryRM
-
-model = BradleyTerryRM.from_pretrained("FOLDER")
-print(model.score(["What is 2 + 2?"], ["It is 4."]))
-```
-
-```console
-$ rm-opt score FOLDER --prompt "What is 2 + 2?" --response "It is 4."
-$ rm-opt serve FOLDER
-```
-
-{plain}"""
 
 
 def _shown(estimate: Estimate) -> str:
