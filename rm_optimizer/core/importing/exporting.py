@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from rm_optimizer.core.classifier.adapters import has_adapter
 from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.classifier.pooling import RewardHead, pooling_head_of
-from rm_optimizer.core.importing.publishing import require_hub, upload, write_card
+from rm_optimizer.core.importing.layouts import save_for
+from rm_optimizer.core.importing.publishing import require_hub, upload, use_of, write_card
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.storage.certificate import ParityCertificate
@@ -35,6 +36,7 @@ class ExportedModel(JsonRecord, indent=2):
         largest_change: largest change of a reward, after the normalization was taken back.
         mean: mean of the source's rewards on the pairs, which was subtracted; None without normalization.
         deviation: their standard deviation, by which rewards were divided.
+        use: sentence on its use by the project that it was written for.
         uploaded: address of the repository on the hub that it was uploaded to.
         certificate: comparison of the folder with the model in memory.
     """
@@ -46,6 +48,7 @@ class ExportedModel(JsonRecord, indent=2):
     largest_change: float | None = None
     mean: float | None = None
     deviation: float | None = None
+    use: str | None = None
     uploaded: str | None = None
     certificate: ParityCertificate | None = field(default=None, metadata=NOT_STORED)
 
@@ -63,6 +66,8 @@ class ExportedModel(JsonRecord, indent=2):
                 f"{self.num_turned:,} of {self.num_pairs:,}",
             )
             yield "largest change of a reward", f"{self.largest_change:.2g}"
+        if self.use is not None:
+            yield "use", self.use
         if self.uploaded is not None:
             yield "uploaded", self.uploaded
 
@@ -75,6 +80,7 @@ def export_reward_model(
     adapter_only: bool = False,
     pairs: Sequence[PreferencePair] = (),
     normalize: bool = False,
+    project: str | None = None,
     push: str | None = None,
 ) -> ExportedModel:
     """Write a certified folder of a reward model: merged, in another type, normalized, or as an adapter alone.
@@ -86,13 +92,16 @@ def export_reward_model(
         adapter_only: write the LoRA factors and the head alone, which plain peft loads with the base.
         pairs: pairs on which the export is compared with its source in float32.
         normalize: shift and scale rewards so that the responses of the pairs have mean 0 and deviation 1.
+        project: project whose layout is written: `trl`, `openrlhf`, `llama-factory`, `vllm` or `tei`.
         push: repository on the hub to upload the folder to, with its card; a new one is private.
 
     Raises:
         CheckpointError: if the source cannot be loaded, the folder cannot be written, or the export scores otherwise.
-        ConfigError: if there are no pairs to normalize on, their rewards are all equal, an adapter would change, or
-            the hub refuses or cannot be reached.
+        ConfigError: if there are no pairs to normalize on, their rewards are all equal, an adapter would change, the
+            project cannot read such a model, or the hub refuses or cannot be reached.
     """
+    if adapter_only and project is not None:
+        raise ConfigError(f"an adapter alone is no folder for {project}; leave --adapter or --for out")
     if push is not None:
         require_hub(push)
     exact = BradleyTerryRM.from_pretrained(source)
@@ -108,7 +117,11 @@ def export_reward_model(
     after = before if model is exact and not normalize else _rewards(model, pairs)
     restored = after if mean is None or deviation is None else deviation * after + mean
     turned = (before[0] > before[1]) != (restored[0] > restored[1])
-    certificate = save_adapter(model, Path(folder)) if adapter_only else model.save_pretrained(Path(folder))
+    use = None
+    if project is not None:
+        certificate, use = save_for(project, model, Path(folder))
+    else:
+        certificate = save_adapter(model, Path(folder)) if adapter_only else model.save_pretrained(Path(folder))
     made = ExportedModel(
         folder=str(folder),
         dtype=certificate.dtype,
@@ -117,10 +130,12 @@ def export_reward_model(
         largest_change=float((restored - before).abs().max()) if pairs else None,
         mean=mean,
         deviation=deviation,
+        use=use,
         certificate=certificate,
     )
     rows = {"weights": "LoRA factors and head alone" if adapter_only else "whole"} | dict(made.facts())
-    write_card(Path(folder), str(source), rows, model.max_length, pooling_head_of(model.model))
+    described = use or use_of(Path(folder), model.max_length, pooling_head_of(model.model))
+    write_card(Path(folder), str(source), rows, described)
     return made if push is None else replace(made, uploaded=upload(Path(folder), push))
 
 

@@ -19,15 +19,14 @@ _REPLACED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "adapter_conf
 """Files of an earlier model in a repository, which an upload removes if it does not replace them."""
 
 
-def write_card(folder: Path, source: str, rows: Mapping[str, str], max_length: int, pooling_head: str | None) -> None:
+def write_card(folder: Path, source: str, rows: Mapping[str, str], use: str) -> None:
     """Write the card of an export: the source's own, if its folder has one, with the facts of the export.
 
     Args:
         folder: the export.
         source: hub id, folder or file of the exported model.
         rows: facts of the export by name.
-        max_length: most tokens of a sequence.
-        pooling_head: name of a pooling head that plain transformers does not have.
+        use: part on the use of the model, in Markdown.
     """
     found = resolve_source(source)
     earlier = Path(found.location) / CARD_FILE
@@ -46,7 +45,7 @@ def write_card(folder: Path, source: str, rows: Mapping[str, str], max_length: i
             "say nothing."
         )
     table = markdown_table(("", ""), rows.items())
-    write_text(folder / CARD_FILE, f"{text}{_EXPORT}{table}{_USE}{use_of(folder, max_length, pooling_head)}\n")
+    write_text(folder / CARD_FILE, f"{text}{_EXPORT}{table}{_USE}{use}\n")
 
 
 def use_of(folder: Path, max_length: int, pooling_head: str | None) -> str:

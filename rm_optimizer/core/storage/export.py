@@ -59,15 +59,17 @@ def save_export(
     probe: Sequence[tuple[Prompt, str]] | None = None,
     statistics: Mapping[str, Any] | None = None,
     beside: Sequence[Path] = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> ParityCertificate:
     """Write weights, configuration, tokenizer and `export.json`; see `BradleyTerryRM.save_pretrained`.
 
     The files are written next to the folder, reloaded by plain `transformers`, compared, and only then renamed.
+    `settings` are further entries of `config.json` for other projects.
 
     Raises:
         CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.
     """
-    return _save(reward_model, folder, probe, statistics, beside=beside)
+    return _save(reward_model, folder, probe, statistics, beside=beside, settings=settings or {})
 
 
 def save_adapter(
@@ -99,19 +101,17 @@ def _save(
     *,
     base: BaseModel | None = None,
     beside: Sequence[Path] = (),
+    settings: Mapping[str, Any] | None = None,
 ) -> ParityCertificate:
     """Write the whole model, or with a `base` the adapter alone, and put it in place once it is certified."""
-    folder, model = folder.expanduser().resolve(), reward_model.model
-    is_export = folder.is_dir() and ((folder / EXPORT_FILE).is_file() or not any(folder.iterdir()))
-    if folder.exists() and not is_export:
-        raise CheckpointError(f"{folder} exists and is not an export of ours; choose a new folder or empty this one")
+    folder, model = replaceable(folder), reward_model.model
     try:
         with replacing_folder(folder) as aside, quiet_transformers():
             if base is not None:
                 write_adapter(model, aside)
             else:
                 (merged_model(model) if has_adapter(model) else model).save_pretrained(aside)
-                changes: dict[str, Any] = {}
+                changes = dict(settings or {})
                 if soft_cap(model.config) is not None:  # plain transformers would take a kernel that leaves it out
                     changes["attn_implementation"] = "eager"
                 if (name := pooling_head_of(model)) is not None:  # vLLM refuses a class that it does not know
@@ -126,8 +126,10 @@ def _save(
             reward_model.tokenizer.save_pretrained(aside)
             for file in beside:
                 shutil.copyfile(file, aside / file.name)
-            stored = _stored_renderer(reward_model, aside)
-            certificate = _certified(reward_model, aside, stored, DEFAULT_PROBE if probe is None else probe, base)
+            stored = stored_renderer(reward_model, aside)
+            certificate = certified(
+                reward_model, stored, _reloaded(model, aside, base), probe=probe, is_merged=base is None
+            )
             record = {
                 "format_version": FORMAT_VERSION,
                 "architecture": type(model).__name__,
@@ -146,6 +148,19 @@ def _save(
     except OSError as error:
         raise CheckpointError(f"the model cannot be written to {folder}: {error}") from error
     return certificate
+
+
+def replaceable(folder: Path) -> Path:
+    """The folder of an export as a whole path.
+
+    Raises:
+        CheckpointError: if it holds something that is no earlier export.
+    """
+    folder = folder.expanduser().resolve()
+    is_export = folder.is_dir() and ((folder / EXPORT_FILE).is_file() or not any(folder.iterdir()))
+    if folder.exists() and not is_export:
+        raise CheckpointError(f"{folder} exists and is not an export of ours; choose a new folder or empty this one")
+    return folder
 
 
 def _own_code(model: PreTrainedModel, described: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -197,20 +212,34 @@ def _plain_rewards(
     return rewards
 
 
-def _stored_renderer(reward_model: ClassifierRewardModel, folder: Path) -> ConversationRenderer:
+def stored_renderer(reward_model: ClassifierRewardModel, folder: Path) -> ConversationRenderer:
     """Renderer with the stored tokenizer, as plain `transformers` reads it."""
     renderer = reward_model.renderer
     tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=hasattr(reward_model.model.config, "auto_map"))
     return ConversationRenderer(tokenizer, renderer.max_length, renderer.render_fn)
 
 
-def _certified(
+def certified(
     reward_model: ClassifierRewardModel,
-    folder: Path,
     stored: ConversationRenderer,
-    probe: Sequence[tuple[Prompt, str]],
-    base: BaseModel | None,
+    reloaded: PreTrainedModel,
+    *,
+    probe: Sequence[tuple[Prompt, str]] | None = None,
+    is_merged: bool = True,
 ) -> ParityCertificate:
+    """Comparison of a model in memory with its files.
+
+    Args:
+        reward_model: the model.
+        stored: renderer with the stored tokenizer.
+        reloaded: the stored model, read by plain `transformers`.
+        probe: prompts and responses; None takes the built-in ones.
+        is_merged: True if an adapter of the model is merged in the files.
+
+    Raises:
+        CheckpointError: if the stored tokenizer gives other tokens, or the files other rewards.
+    """
+    probe = DEFAULT_PROBE if probe is None else probe
     model, prompts, responses = reward_model.model, [prompt for prompt, _ in probe], [text for _, text in probe]
     ids = [encoding.ids for encoding in reward_model.renderer.encode_batch(prompts, responses)]
     if [encoding.ids for encoding in stored.encode_batch(prompts, responses)] != ids:
@@ -221,11 +250,11 @@ def _certified(
     device = reward_model.device
     with torch.autocast(device.type, enabled=False):
         rewards = reward_model.score(prompts, responses, token_budget=_PROBE_TOKEN_BUDGET)
-        reloaded = _plain_rewards(_reloaded(model, folder, base), ids, device)
+        plain = _plain_rewards(reloaded, ids, device)
     dtype = computing_dtype(model)
-    compared = certify(probe, ids, rewards, reloaded, dtype=dtype, device=device)
-    is_merged = base is None and has_adapter(model)
-    certificate = replace(compared, tolerance=(MERGED_TOLERANCE if is_merged else TOLERANCE)[dtype])
+    compared = certify(probe, ids, rewards, plain, dtype=dtype, device=device)
+    tolerance = (MERGED_TOLERANCE if is_merged and has_adapter(model) else TOLERANCE)[dtype]
+    certificate = replace(compared, tolerance=tolerance)
     if not certificate.is_passed:
         is_half = dtype in (torch.float16, torch.bfloat16)
         raise CheckpointError(
@@ -262,7 +291,7 @@ def _renders_plainly(
     if renders and not is_text_read and files[0].is_file():
         before = [file.read_bytes() for file in files]
         add_nothing_to_texts(*files, reward_model.tokenizer.model_input_names)
-        is_text_read = all(_plain_agreement(reward_model, _stored_renderer(reward_model, folder), certificate))
+        is_text_read = all(_plain_agreement(reward_model, stored_renderer(reward_model, folder), certificate))
         for file, content in () if is_text_read else zip(files, before, strict=True):
             file.write_bytes(content)
     if not is_text_read and reward_model.renderer.kind != "custom":

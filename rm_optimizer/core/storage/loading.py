@@ -215,6 +215,11 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
         loaded = _load(source, options)
     if not options.new_head:
         require_trained_head(loaded.model, loaded.drawn, source, loaded.unread)
+        if getattr(loaded.model.config, "normalize_reward", False):  # as OpenRLHF stores it
+            raise CheckpointError(
+                f"{source} subtracts a mean from its rewards and divides them by a deviation (normalize_reward in "
+                f"config.json), which a classifier does not; fold them into the head with rm-opt import {source} FOLDER"
+            )
         if not loaded.model.get_submodule(head_name(loaded.model)).weight.any():
             _log.warning("%s has a reward head of zeros, so every response gets the same reward; train it", source)
         if has_untrained_adapter(loaded.model):

@@ -84,6 +84,9 @@ def export_model(
     normalize: Annotated[
         bool, Option("--normalize", help="Give the rewards of --data mean 0 and deviation 1.")
     ] = False,
+    project: Annotated[
+        str | None, Option("--for", help="Project to write for: trl, openrlhf, llama-factory, vllm or tei.")
+    ] = None,
     push: Annotated[
         str | None, Option("--push", metavar="REPO", help="Also upload it to this hub repository, private if new.")
     ] = None,
@@ -97,7 +100,14 @@ def export_model(
 
     pairs = [*pair_options.load(sources)] if sources else []
     made = export_reward_model(
-        checkpoint, out, dtype=dtype, adapter_only=adapter, pairs=pairs, normalize=normalize, push=push
+        checkpoint,
+        out,
+        dtype=dtype,
+        adapter_only=adapter,
+        pairs=pairs,
+        normalize=normalize,
+        project=project,
+        push=push,
     )
     print(f"exported: {made.folder}", *(f"{name}: {value}" for name, value in made.facts()), sep="\n")
     write_json(json_file, made.to_json())
