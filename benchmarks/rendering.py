@@ -23,7 +23,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerFast
 
-from rm_optimizer.core.rows.messages import read_messages, response_of, with_context
+from rm_optimizer.core.rows.messages import read_messages, response_of
+from rm_optimizer.core.rows.prompts import with_context
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.core.tokens.written_template import TemplateWriter

@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9398,
+    "core": 9375,
     "serving": 4013,
     "landscape": 3825,
     "training": 2712,
     "rl_coupling": 2576,
     "reporting": 2474,
-    "interfaces": 2016,
+    "interfaces": 2015,
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1065,
@@ -32,13 +32,13 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 476,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 349,
+    "files": 350,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 56,
-    "import lines": 5629,
+    "import lines": 5650,
     "import lines inside functions": 316,
-    "lines of code": 35375,
-    "private functions with one caller": 375,
+    "lines of code": 35351,
+    "private functions with one caller": 374,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

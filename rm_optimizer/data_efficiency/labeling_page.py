@@ -26,7 +26,8 @@ import numpy as np
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import wilson_interval
 from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.core.rows.messages import as_messages, shown_response
+from rm_optimizer.core.rows.messages import shown_response
+from rm_optimizer.core.rows.prompts import as_messages
 from rm_optimizer.data_efficiency.questions import ANSWER_LOG_SUFFIX, Question, standing_rows
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.ledger import Ledger, open_ledger

@@ -22,7 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, prompt_json
-from rm_optimizer.core.rows.messages import as_messages, read_messages, read_prompt, response_json, response_of
+from rm_optimizer.core.rows.messages import read_messages, response_json, response_of
+from rm_optimizer.core.rows.prompts import as_messages, read_prompt
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import unquoted_formula, write_csv, write_json_lines, write_text

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TypeAlias
 
 from rm_optimizer.core.pairs.pair import Message
-from rm_optimizer.core.rows.messages import Prompt, as_messages, split_context
+from rm_optimizer.core.rows.messages import Prompt
+from rm_optimizer.core.rows.prompts import as_messages, split_context
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 

@@ -11,7 +11,7 @@ from itertools import takewhile
 from jinja2.exceptions import TemplateError
 
 from rm_optimizer.core.pairs.pair import Message
-from rm_optimizer.core.rows.messages import split_context
+from rm_optimizer.core.rows.prompts import split_context
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import ConversationRefused
 from rm_optimizer.explanation.probes import Conversation

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, require_finite
-from rm_optimizer.core.rows.messages import read_prompt
+from rm_optimizer.core.rows.prompts import read_prompt
 from rm_optimizer.serving.client.client import AsyncRewardClient
 from rm_optimizer.serving.client.reward_function import conversations
 from rm_optimizer.serving.service.inputs import RenderedTexts

@@ -19,7 +19,8 @@ from transformers import (
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import Prompt, as_messages, digest, prompt_id
-from rm_optimizer.core.rows.messages import Message, split_context
+from rm_optimizer.core.rows.messages import Message
+from rm_optimizer.core.rows.prompts import split_context
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.conversation_text import ChatTemplate, plain_prompt
 from rm_optimizer.errors import CheckpointError, ConfigError, ConversationRefused, DataError, MissingExtra

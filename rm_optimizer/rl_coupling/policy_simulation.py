@@ -16,8 +16,9 @@ from jaxtyping import Float
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id, prompt_json, require_finite
-from rm_optimizer.core.rows.messages import read_prompt, read_response, response_json
+from rm_optimizer.core.rows.messages import read_response, response_json
 from rm_optimizer.core.rows.natural import Prompts, flat_groups, prompts_of
+from rm_optimizer.core.rows.prompts import read_prompt
 from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.score_file import ScoredFile, require_new, score_counted, summed_counts

@@ -25,8 +25,9 @@ from transformers import (
 )
 
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, require_finite
-from rm_optimizer.core.rows.messages import Turns, plain_turns
+from rm_optimizer.core.rows.messages import Turns
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
+from rm_optimizer.core.rows.prompts import plain_turns
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import CheckpointError, MissingExtra

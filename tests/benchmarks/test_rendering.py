@@ -8,8 +8,9 @@ from importlib.util import find_spec
 import pytest
 
 from benchmarks.rendering import FAMILIES, KINDS, MAX_LENGTH, outcomes, templates, tokenizer_of
-from rm_optimizer.core.rows.messages import Message, control_tokens
+from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.content_rules import control_tokens
 from rm_optimizer.schema.data import SpecialTokens
 
 pytestmark = pytest.mark.skipif(find_spec("trl") is None, reason="TRL, whose templates this reads, is not installed")

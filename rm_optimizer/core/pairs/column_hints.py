@@ -7,7 +7,7 @@ proposed, nor is a column of ranks, winners or other numbers as a score or label
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from os.path import commonprefix
 from statistics import median
@@ -16,9 +16,11 @@ from typing import Any, TypeGuard
 from rm_optimizer.core.pairs.formats import FORMATS, RowFormat, described, detect_format
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
+from rm_optimizer.core.pairs.winner import TODO, few_values, named_side, named_values
 from rm_optimizer.core.rows.columns import (
     UNREAD_COLUMNS,
     Columns,
+    columns_of,
     folded,
     read_number,
     renamed,
@@ -41,7 +43,8 @@ _WINNER_NAMES = re.compile(
 _SCORE_NAMES = re.compile(r"score|rating|reward|grade|quality|helpful|overall", re.IGNORECASE)
 _TEXT_NAMES = (".text", ".response", ".answer", ".completion", ".content")
 _READABLE = {"str", "list", "dict"}
-_FEW_VALUES = 8
+_RESPONSES = ("response_a", "response_b")
+_MEANT = ", with values for the first, the second and, if there are any, ties (| between values that mean the same)"
 _SYSTEMATIC = 0.1
 """Share of the first rows from which labels out of range are a column of another meaning, not mistakes."""
 
@@ -65,10 +68,6 @@ def no_format(source: DataSource, rows: Sequence[Row], near: Sequence[str] = ())
     return DataError(
         f"{source.path}: {hint}{nearest}; got columns {', '.join(columns_of(rows))}; expected {looked_for}"
     )
-
-
-TODO = "TODO"
-"""Placeholder in a suggestion for what only a person can tell."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +102,6 @@ def _winner_option(meaning: str | Sequence[str]) -> str:
     return entrance.option("winner", "one_hot" if meaning == TODO else meaning)
 
 
-def columns_of(rows: Sequence[Row]) -> list[str]:
-    """The names of all columns of rows."""
-    return list(dict.fromkeys(name for row in rows for name in row))
-
-
 def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
     """Options that may read rows without a format, or with unknown values of the winner, or why none can.
 
@@ -117,7 +111,11 @@ def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
     """
     names, ours = columns_of(rows), ("prompt", "chosen", "rejected")
     if detect_format(rows) is not None:
-        return Suggestion("name the values of the winner with {}", winner=[TODO] * 3)
+        theirs, winner = columns.get("winner") or "winner", named_values(rows, "winner", _RESPONSES)
+        told = f"{theirs} holds {', '.join(few_values(rows, 'winner')) or 'many values'}"
+        return Suggestion(
+            f"name the values of {theirs} that tell the better response with {{}}{_MEANT}; {told}", {}, winner
+        )
     if all({*ours} <= row.keys() for row in rows):
         kinds = {name: {"empty" if is_empty(row[name]) else type(row[name]).__name__ for row in rows} for name in ours}
         wrong = [f"{name} is {' or '.join(sorted(each))}" for name, each in kinds.items() if not each & _READABLE]
@@ -127,14 +125,8 @@ def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
     known = _known_names(names, rows)
     given = {**columns, **({} if "prompt" in names else {"prompt": known.get("prompt", TODO)})}
     for name in names:
-        values = few_values(rows, name)
-        sides = [value for value in values if value in names and value != name]
-        if len(sides) == 2:
-            told, others = f"{name} names the better of {sides[0]} and {sides[1]}: {{}}", {*values} - {*sides}
-            if others:
-                told += f"; {name} also holds {', '.join(sorted(others))}: give the value of a tie, or leave TIE out"
-            mapping = {**given, "response_a": sides[0], "response_b": sides[1], "winner": name}
-            return Suggestion(told, mapping, [*sides, *([TODO] if others else [])])
+        if len(sides := [value for value in few_values(rows, name) if value in names and value != name]) == 2:
+            return _of_two(rows, given, sides, name)
     if known and (form := detect_format([row for _, row in renamed(enumerate(rows), known)])):
         read = {name: theirs for name, theirs in known.items() if name in form.columns}
         return Suggestion("did you mean {}?", {**columns, **read})
@@ -151,12 +143,6 @@ def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
         return Suggestion("these are responses to score, not comparisons: rm-opt score CHECKPOINT IN OUT takes them")
     lacking = {name: known.get(name, TODO) for name in ours if name not in names} or dict.fromkeys(ours, TODO)
     return _of_parts(rows, names, given) or Suggestion("name yours as {}", {**columns, **lacking})
-
-
-def few_values(rows: Sequence[Row], name: str) -> list[str]:
-    """The values of a column of few values; none if there are many."""
-    values = {str(row[name]) for row in rows if isinstance(row.get(name), str | int | float)}
-    return sorted(values) if len(values) <= _FEW_VALUES and all(len(value) < 40 for value in values) else []
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]], *names: str) -> list[float]:
@@ -219,22 +205,33 @@ def _of_sides(rows: Sequence[Row], names: Sequence[str], given: Columns, listed:
             f"{', '.join(sides)} are {len(sides)} responses of a row: {{}} reads them with their scores in one list"
         )
         return Suggestion(of_row, {**given, "responses": sides, **scores})
-    columns = {**given, "response_a": sides[0], "response_b": sides[1]}
-    if all(isinstance(row.get(sides[0]), list) for row in rows):
-        columns.pop("prompt", None)
     both = [*dict.fromkeys([*(name for family in numbers for name in family), *told])]
-    if len(alone) != 1 and both:
-        of_row = (
-            f"{sides[0]} and {sides[1]} are two responses of which no column alone names the better; if "
-            f"{', '.join(both)} tell it together, {{}} reads them, or votes (counts) or scores in place of one_hot"
-        )
-        return Suggestion(of_row, {**columns, "winner": both}, TODO)
-    holds = "".join(f"; {name} holds {', '.join(few_values(rows, name))}" for name in alone)
+    if len(alone) == 1 or not both:
+        return _of_two(rows, given, sides, *alone)
+    columns = _of_two(rows, given, sides).columns
     of_row = (
-        f"{sides[0]} and {sides[1]} are two responses of which another column names the better one: {{}}, with the "
-        f"values that say so for the first, the second and, if there are any, ties{holds}"
+        f"{sides[0]} and {sides[1]} are two responses of which no column alone names the better; if {', '.join(both)} "
+        "tell it together, {} reads them, or votes (counts) or scores in place of one_hot"
     )
-    return Suggestion(of_row, {**columns, "winner": [*alone, TODO][0]}, [TODO] * 3)
+    return Suggestion(of_row, {**columns, "winner": both}, TODO)
+
+
+def _of_two(rows: Sequence[Row], given: Columns, sides: Sequence[str], winner: str = TODO) -> Suggestion:
+    """The winner form of two columns of responses."""
+    columns = {**given, "response_a": sides[0], "response_b": sides[1], "winner": winner}
+    are_lists = [isinstance(row.get(sides[0]), list) for row in rows]
+    if all(are_lists):
+        columns.pop("prompt", None)
+    elif _unread_content(rows, {*map(str, columns.values())}):
+        columns |= {"prompt": TODO} if "prompt" in given else {}
+    values = named_values(rows, winner, sides)
+    if any(are_lists) and any(row[sides[0]][:-1] != row[sides[1]][:-1] for row in rows):
+        values = [TODO] * 3  # a verdict may be about the turn at which they part
+    told = "another column" if winner == TODO else winner
+    of_row = f"{sides[0]} and {sides[1]} are two responses of which {told} names the better one: {{}}"
+    if TODO in values:
+        of_row += f"{_MEANT}; {winner} holds {', '.join(few_values(rows, winner))}" if winner != TODO else _MEANT
+    return Suggestion(of_row, columns, values)
 
 
 def _of_parts(rows: Sequence[Row], names: Sequence[str], given: Columns) -> Suggestion | None:
@@ -278,16 +275,11 @@ def require_readable(source: DataSource, form: RowFormat, rows: Sequence[Row]) -
     """
     typed, columns = Spelling.current().columns, source.layout.columns
     if form.name == "winner" and source.layout.winner is None:
-        theirs, values = columns.get("winner") or "winner", ", ".join(few_values(rows, "winner")) or "many values"
-        raise DataError(
-            f"{source.path}: expected the values of {theirs} that name the better response, as "
-            f"{_winner_option([TODO] * 3)} (values for response_a, for response_b and, if there are any, for ties; | "
-            f"between values that mean the same); {theirs} holds {values}"
-        )
+        raise DataError(f"{source.path}: {suggestion(rows, columns).text}")
     names = columns_of(rows)
-    sides = [row["chosen"] for row in rows if isinstance(row.get("chosen"), list)]
+    lists = [row["chosen"] for row in rows if isinstance(row.get("chosen"), list)]
     # The message of the response alone and no prompt column, as in files for LLaMA-Factory.
-    if "prompt" not in names and sides and all(len(side) == 1 and is_message(side[0]) for side in sides):
+    if "prompt" not in names and lists and all(len(side) == 1 and is_message(side[0]) for side in lists):
         option = typed({"prompt": _known_names(names, rows).get("prompt", "…")})
         raise DataError(
             f"{source.path}: chosen has no prompt before its response; name the column that holds the prompt with "
@@ -297,15 +289,13 @@ def require_readable(source: DataSource, form: RowFormat, rows: Sequence[Row]) -
     num_wrong = sum(not any(0 <= number <= 1 for number in _numbers([{"label": label}], "label")) for label in labels)
     if num_wrong > max(1, _SYSTEMATIC * len(labels)):
         theirs = columns.get("label") or "label"
-        values = ", ".join(sorted({str(label) for label in labels})[:_FEW_VALUES])
-        both = {"response_a": columns.get("chosen") or "chosen", "response_b": columns.get("rejected") or "rejected"}
-        winner = Suggestion("{}", {**both, "winner": theirs}, [TODO] * 3).text
+        values = ", ".join(sorted({str(label) for label in labels})[:8])
+        sides = [columns.get(name) or name for name in ("chosen", "rejected")]
+        winner = Suggestion("{}", dict(zip((*_RESPONSES, "winner"), (*sides, theirs), strict=True)), [TODO] * 3).text
         raise DataError(
             f"{source.path}: label must be the probability, in [0, 1], that chosen is the better response, but "
-            f"{theirs} holds {values} ({num_wrong} of the first {len(labels)} are no probability); if it names the "
-            f"better one of two responses, map {winner} with the values that "
-            "name the first, the second and ties; if it means something else, leave it out with "
-            f"{typed({'label': 'null'})}"
+            f"{theirs} holds {values}; if it names the better one of two responses, map {winner}{_MEANT}; if it means "
+            f"something else, leave it out with {typed({'label': 'null'})}"
         )
     lost = next((name for row in rows if (name := unread_column(row, columns)) is not None), None)
     if lost is not None:
@@ -350,10 +340,7 @@ def unread_note(path: str, rows: Sequence[Row], read: frozenset[str]) -> str | N
         rows: its first rows under our column names.
         read: columns that are read.
     """
-    texts_read = ["\0".join(folded(text) for name in read for text in texts_in(row.get(name))) for row in rows]
-    names = dict.fromkeys(name for row in rows for name in row)
-    passed = {*read, *UNREAD_COLUMNS, "metadata"}
-    unread = [name for name in names if name not in passed and _is_content(name, rows, texts_read)]
+    unread = _unread_content(rows, read)
     if not unread:
         return None
     option = Spelling.current().columns(dict.fromkeys(unread, "null"))
@@ -361,6 +348,12 @@ def unread_note(path: str, rows: Sequence[Row], read: frozenset[str]) -> str | N
         f"{path}: {', '.join(unread)} look like content but are not read; write into the prompt what the responses "
         f"answer to, or leave such columns out with {option}"
     )
+
+
+def _unread_content(rows: Sequence[Row], read: Collection[str]) -> list[str]:
+    texts_read = ["\0".join(folded(text) for name in read for text in texts_in(row.get(name))) for row in rows]
+    passed = {*read, *UNREAD_COLUMNS, "metadata"}
+    return [name for name in columns_of(rows) if name not in passed and _is_content(name, rows, texts_read)]
 
 
 def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Iterator[str]:
@@ -390,30 +383,21 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
         other = next((each for each in others if each != name and each in names), None)
         seconds.add(other)
         if other is None:
-            found = [float(sign * _named(row.get(name), told)) for row, sign in decided]
+            found = [float(sign * named_side(row.get(name), told)) for row, sign in decided]
         else:
             better = -1 if "rank" in name.lower() else 1
             both_of_each = [(_numbers([row], name, other), sign) for row, sign in decided]
             found = [sign * better * (both[0] - both[1]) for both, sign in both_of_each if len(both) == 2]
         against, among = sum(value < 0 for value in found), sum(abs(value) > 0 for value in found)
-        values = sorted({str(row[name]) for row, _ in decided if isinstance(row.get(name), str | int)})
         if against:
             by = name if other is None else f"{name} beside {other}"
             said = f"{by} prefers the other response in {against} of {among} pairs"
             yield f"{path}: {said} and is not read: are the columns swapped, or is it the winner of two responses?"
         elif among or name in seconds or len(told) == 1 or _OF_CHOSEN.search(sides[0]):
             continue
-        elif 1 < len(values) < 9:
+        elif len(values := few_values([row for row, _ in decided], name)) > 1:
             said = f"{name}, which holds {', '.join(values)}, may name the better of {' and '.join(sides)}"
             yield f"{path}: {said} and is not read: map it as the winner of response_a and response_b, or to null"
-
-
-def _named(value: Any, sides: Sequence[tuple[str, str]]) -> int:
-    """1 for a value that names the first of two sides, -1 for the second, and 0 for any other."""
-    text = str(value).casefold()
-    names = (text, (re.findall(r"[^\W_]+", text) or [""])[-1])
-    first, second = (any(side[i].casefold() in names for side in sides) for i in (0, 1))
-    return first - second
 
 
 def _is_content(name: str, rows: Sequence[Row], texts_read: Sequence[str]) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import codecs
+import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
@@ -14,13 +16,15 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rm_optimizer.core.pairs.formats import FORMATS, OPTIONAL_COLUMNS, READ_COLUMNS, RowFormat, described, row_format
+from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat, described, row_format
 from rm_optimizer.core.pairs.winner import Winner
 from rm_optimizer.core.rows.columns import (
     CONTEXT_COLUMNS,
+    OPTIONAL_COLUMNS,
     UNREAD_COLUMNS,
     Columns,
     cell,
+    columns_of,
     folded,
     is_missing,
     paths_of,
@@ -42,6 +46,10 @@ _CONTENT = {
 """Names of columns that a layout must read or ignore, unless their texts also stand in what it reads."""
 OVERWRITTEN = " (own)"
 """End of the name under which a row keeps its column of one of our names that a layout reads from another column."""
+_ACCOUNTS = ("has", "optional", "ignore", "range")
+"""Keys of a layout that recognize a table and account for its columns."""
+_QUOTED = re.compile(r'"(?!(?:true|false|yes|no|on|off|null|y|n)")([A-Za-z_][\w.]*)"', re.IGNORECASE)
+"""Text in JSON that YAML reads as the same text without quotes."""
 _UNDECIDED = frozenset({"tie", "both_bad", "bothbad", "tie (bothbad)", "draw", "discarded", "skipped", "invalid"})
 """Cells that take the preference of a row back, in a column that the layout must read or ignore."""
 
@@ -135,31 +143,10 @@ class Layout:
             for name in self.required
         )
 
-    @cached_property
-    def conditions(self) -> list[tuple[str, list[str], bool]]:
-        """Columns and paths of `where` with their values as text, and True for values that a row must not have."""
-        found = []
-        for path, wanted in self.where.items():
-            refused = isinstance(wanted, Mapping)
-            values = wanted["not"] if refused else wanted
-            found.append((path, list(map(str, values if isinstance(values, list | tuple) else [values])), refused))
-        return found
-
     def in_words(self) -> str:
-        """Its mapping of columns and the meaning of the winner, for a note."""
-        told = [
-            f"{ours}={' and '.join(paths_of(theirs))}" if theirs else f"without {ours}"
-            for ours, theirs in self.columns.items()
-        ]
-        told += [
-            f"{path} is{' not' if refused else ''} {' or '.join(values)}" for path, values, refused in self.conditions
-        ]
-        if self.tree:
-            told.append(f"trees of messages by {' and '.join(self.tree.values())}")
-        if self.winner is not None:
-            same = ["|".join(map(str, each)) if isinstance(each, list) else str(each) for each in self.winner]
-            told.append(f"winner is {self.winner if isinstance(self.winner, str) else ','.join(same)}")
-        return ", ".join(told) or self.shown
+        """The keys by which it reads its rows, as its file has them."""
+        read = {name: value for name, value in self.to_dict().items() if name not in _ACCOUNTS}
+        return ", ".join(as_yaml(read)) or self.shown
 
     def to_dict(self) -> dict[str, Any]:
         """Its keys that are set, as its file has them."""
@@ -176,9 +163,10 @@ class Layout:
 
     def left_out(self, row: Row) -> str | None:
         """Reason why the row does not belong to the comparisons; None if it does."""
-        for path, values, refused in self.conditions:
-            found = cell(row, path)
-            for value in found if isinstance(found, list) else [found]:
+        for path, wanted in self.where.items():
+            refused, found = isinstance(wanted, Mapping), cell(row, path)
+            values = [*map(str, _listed(wanted["not"] if refused else wanted))]
+            for value in _listed(found):
                 if (str(value) in values) == refused:
                     return f"left out, since {path} is {value}"
         return None
@@ -190,7 +178,7 @@ class Layout:
             ValueError: if a number is out of range, or a layout with a name leaves content unread.
         """
         for name, (low, high) in self.range.items():
-            for value in row[name] if isinstance(row.get(name), list) else [row.get(name)]:
+            for value in _listed(row.get(name)):
                 if not low <= read_number(name, value) <= high:
                     raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value}")
         if not self.name:
@@ -205,6 +193,16 @@ class Layout:
             if not known.issuperset(map(folded, texts_in(unread[name]))):
                 shown = name.removesuffix(OVERWRITTEN)
                 raise ValueError(f"{shown} is not read by layout {self.name} and would be lost")
+
+
+def as_yaml(options: Mapping[str, Any]) -> list[str]:
+    """Lines of the file of a layout with these keys."""
+    values = (_QUOTED.sub(r"\1", json.dumps(value, ensure_ascii=False)) for value in options.values())
+    return [f"{key}: {value}" for key, value in zip(options, values, strict=True)]
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [value]
 
 
 def _checked(name: str, options: Mapping[Any, Any]) -> Layout:
@@ -270,7 +268,7 @@ def require_columns(path: str, layout: Layout, rows: Sequence[Row]) -> None:
     Raises:
         DataError: naming what is lacking and the columns or parts that are there.
     """
-    known = list(dict.fromkeys(name for row in rows for name in row))
+    known = columns_of(rows)
     mapped = [
         (ours, theirs, name)
         for ours, theirs in layout.columns.items()

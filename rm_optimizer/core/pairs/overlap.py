@@ -12,7 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
-from rm_optimizer.core.rows.messages import Prompt, as_messages
+from rm_optimizer.core.rows.messages import Prompt
+from rm_optimizer.core.rows.prompts import as_messages
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.locations import BEST_FOLDER

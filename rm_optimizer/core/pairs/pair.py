@@ -25,11 +25,11 @@ from rm_optimizer.core.rows.messages import (
     require_characters,
     require_response,
     response_json,
-    split_context,
     turns_of,
 )
-from rm_optimizer.core.rows.messages import as_messages as as_messages
 from rm_optimizer.core.rows.natural import Prompts, Texts, flat_groups, paired
+from rm_optimizer.core.rows.prompts import as_messages as as_messages
+from rm_optimizer.core.rows.prompts import split_context
 from rm_optimizer.errors import CheckpointError
 
 

@@ -3,33 +3,27 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from rm_optimizer.core.pairs.column_hints import (
-    TODO,
-    few_values,
     no_format,
     require_readable,
     suggestion,
     unread_note,
 )
-from rm_optimizer.core.pairs.formats import (
-    OPTIONAL_COLUMNS,
-    PER_RESPONSE,
-    READ_COLUMNS,
-    SINGLE_RESPONSE,
-    RowFormat,
-    detect_format,
-    gather_responses,
-)
+from rm_optimizer.core.pairs.formats import READ_COLUMNS, RowFormat, detect_format
 from rm_optimizer.core.pairs.layouts import ALWAYS_READ, OVERWRITTEN, Layout, published, require_columns
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
+from rm_optimizer.core.pairs.winner import TODO, few_values
 from rm_optimizer.core.rows.bad_rows import RowTally
 from rm_optimizer.core.rows.columns import (
+    OPTIONAL_COLUMNS,
+    columns_of,
     in_context,
     paths_of,
     read_number,
@@ -37,9 +31,9 @@ from rm_optimizer.core.rows.columns import (
     root_of,
     structured_columns,
 )
+from rm_optimizer.core.rows.gathering import PER_RESPONSE, SINGLE_RESPONSE, gather_responses, gather_trees
 from rm_optimizer.core.rows.messages import are_texts, is_empty
 from rm_optimizer.core.rows.readers import Row, source_name
-from rm_optimizer.core.rows.trees import gather_trees
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import KwiseRule, Spelling
 
@@ -91,9 +85,8 @@ class SourceFormat:
         mapped = list(_renamed(layout, list(_belonging(layout, first, RowTally.of_trial(source.path))) or first))
         structured, found = structured_columns(source.path, [row for _, row in mapped], layout.format)
         rows = [row for _, row in renamed(mapped, {}, structured)]
-        names = {name for row in rows for name in row}
         form = layout.named_format or detect_format(rows)
-        if form is None or not any(names >= required for required in form.required):
+        if form is None or not any(map(form.fits, rows)):
             raise no_format(source, rows, near)
         lost = [each for each in near if ": prompt is not read by layout" in each]
         notes += [f"{source.path}: read as format {form.name}, not as {each}" for each in lost[:1]]
@@ -244,13 +237,10 @@ def _kept(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:
 
 def _is_json(value: object) -> bool:
     """True if JSON can express the value; NaN is a missing number, and bytes or dates are left out."""
-    if value is None or isinstance(value, str | int):
-        return True
-    if isinstance(value, float):
-        return abs(value) < float("inf")
-    if isinstance(value, list):
-        return all(map(_is_json, value))
-    return isinstance(value, dict) and all(isinstance(name, str) and _is_json(item) for name, item in value.items())
+    try:
+        return isinstance(value, str | int) or bool(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError):
+        return False
 
 
 def _renamed(
@@ -302,7 +292,7 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[D
             format, and cannot be read.
     """
     rows = [row for _, row in first]
-    present = frozenset(name for row in rows for name in row)
+    present = frozenset(columns_of(rows))
     fits, some, near = list[SourceFormat](), list[SourceFormat](), list[str]()
     meanings = dict[str, tuple[tuple[str, str, str, float], ...]]()
     layouts = [each for each in published().values() if sum(map(each.fits, rows)) >= (1 - _MOST_BAD) * len(rows)]

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rm_optimizer.core.pairs.formats import OPTIONAL_COLUMNS, READ_COLUMNS
+from rm_optimizer.core.pairs.formats import READ_COLUMNS
 from rm_optimizer.core.pairs.layouts import LAYOUTS, Layout
-from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, Columns, read_number
+from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, OPTIONAL_COLUMNS, Columns, read_number
 from rm_optimizer.core.rows.readers import NamedFiles, Report, Row, read_rows, source_files, source_name
 from rm_optimizer.errors import ConfigError, did_you_mean, nearest
 from rm_optimizer.schema.data import DataConfig

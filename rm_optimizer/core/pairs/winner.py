@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rm_optimizer.core.rows.columns import read_number
 from rm_optimizer.core.rows.messages import is_empty
+from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import ConfigError
 
 FORM = "FIRST,SECOND or FIRST,SECOND,TIE, with | between values that mean the same"
 _NUMBERS = {"one_hot": (2, 3), "votes": (2,), "scores": (2,)}
 """Kinds of which each row has one number for each response, and how many: `one_hot` may have one for ties."""
+TODO = "TODO"
+"""Placeholder in a suggestion for what only a person can tell."""
+_FEW_VALUES = 8
+_NOUNS = r"(?:model|response|answer|assistant|output|completion|candidate|conversation|option|side)[_ -]?"
+_TIES = re.compile(r"ties?\b|draw$|equal$|same$|both|neither$")
 _SCALES = ("strength", "probability")
 
 
@@ -23,11 +30,13 @@ class Verdict(NamedTuple):
         label: probability that the first response is the better one.
         margin: strength of the preference, where the column tells it.
         votes: votes for the first and for the second response, where several were cast.
+        scores: scores of both, where they tell the preference.
     """
 
     label: float
     margin: float | None = None
     votes: tuple[float, float] | None = None
+    scores: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -113,7 +122,7 @@ class Winner:
         numbers = [read_number("winner", number) for number in value]
         first, second, tie = (*numbers, 0.0)[:3]
         if self.kind == "scores":
-            return Verdict(_better(first, second), abs(first - second))
+            return Verdict(_better(first, second), abs(first - second), None, (first, second))
         if self.kind == "votes":
             if min(first, second) < 0 or first + second == 0:
                 raise ValueError(f"votes must be counts of which one is positive, got {first:g} and {second:g}")
@@ -156,3 +165,38 @@ def _flat(value: Any) -> Iterator[Any]:
             yield from _flat(item)
     else:
         yield value
+
+
+def few_values(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
+    """The values of a column of few values; none if there are many."""
+    values = {str(row[name]) for row in rows if isinstance(row.get(name), str | int | float)}
+    return sorted(values) if len(values) <= _FEW_VALUES and all(len(value) < 40 for value in values) else []
+
+
+def named_values(rows: Sequence[Row], name: str, sides: Sequence[str]) -> list[Any]:
+    """Values of a column that name the first of two sides, the second and ties; `TODO` where they do not say so.
+
+    A value names a side by its whole name, or by the letter that tells the sides apart, alone or behind a word. The
+    numbers 0 and 1 mean either side in one data set or another.
+    """
+    marks = [re.search(r"(?:^|[\W_])([a-z])$", side.casefold()) for side in sides]
+    places: tuple[list[str], ...] = ([], [], [], [])
+    for value in few_values(rows, name):
+        text = value.casefold()
+        named = [
+            text == side.casefold() or bool(mark and re.fullmatch(rf"({_NOUNS})?{mark[1]}", text))
+            for side, mark in zip(sides, marks, strict=True)
+        ]
+        places[named.index(True) if sum(named) == 1 else 2 if _TIES.match(text) else 3].append(value)
+    if not all(places[:2]):
+        return [TODO] * 3
+    listed = [each[0] if len(each) == 1 else each for each in places[:3] if each]
+    return [*listed[:2], TODO] if places[3] else listed
+
+
+def named_side(value: Any, sides: Sequence[tuple[str, str]]) -> int:
+    """1 for a value that names the first of two sides, -1 for the second, and 0 for any other."""
+    text = str(value).casefold()
+    names = (text, (re.findall(r"[^\W_]+", text) or [""])[-1])
+    first, second = (any(side[i].casefold() in names for side in sides) for i in (0, 1))
+    return first - second

@@ -18,14 +18,12 @@ from rm_optimizer.core.rows.messages import (
     Message,
     Prompt,
     are_texts,
-    as_messages,
     is_assistant,
     is_empty,
     is_message,
     parsed_text,
-    read_prompt,
-    with_context,
 )
+from rm_optimizer.core.rows.prompts import as_messages, read_prompt, with_context
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
@@ -37,6 +35,8 @@ UNREAD_COLUMNS = frozenset({
     "audio", "audios", "video", "videos",
 })  # fmt: skip
 """Columns that would change what the model reads, and that are not read unless they are mapped."""
+OPTIONAL_COLUMNS = ("margin", "label", "weight")
+"""Columns of numbers that a pair of any format may have."""
 
 
 def row_prompt(row: Row) -> Prompt:
@@ -144,18 +144,12 @@ def renamed(
                 value = [value]
             if isinstance(value, list) and value is not ours[name]:
                 lists[name] = value
-        for one, other in (*_SIDES, *(pair[::-1] for pair in _SIDES)):
-            turns, text = lists.get(one, ours.get(one)), lists.get(other, ours.get(other))
-            if isinstance(text, str) and isinstance(turns, list) and len(turns) == 1 and is_assistant(turns[0]):
-                lists[other] = _as_completion(text)
         yield number, ours | lists if lists else ours
 
 
-def _as_completion(text: str) -> list[Any]:
-    """The messages that a text beside a message spells, or the text as one."""
-    parsed = parsed_text(text)
-    messages = parsed if isinstance(parsed, list) else [parsed]
-    return messages if messages and all(map(is_message, messages)) else [{"role": "assistant", "content": text}]
+def columns_of(rows: Iterable[Row]) -> list[str]:
+    """The names of all columns of rows."""
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
 def paths_of(theirs: Any) -> list[str]:

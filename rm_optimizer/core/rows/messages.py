@@ -1,27 +1,17 @@
-"""Messages and prompts: one reader of prompts for files, commands, the Python API and the server.
-
-A prompt comes as text, as an HH-style transcript, as a list of messages or as the text of one, in JSON or as Python
-prints it. All of them become the same messages here, so that a file, a command, the Python API and a server give the
-same reward to the same prompt.
-"""
+"""Messages and responses, read from the forms that data sets and requests give them."""
 
 from __future__ import annotations
 
 import ast
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import Any, TypeAlias, TypeGuard
 
 from rm_optimizer.records.codec import OMITTED_EMPTY
 
-_TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
-LAST_TURN = "\n\nAssistant:"
-"""Text before the response in an HH-style transcript."""
-_SPEAKERS = {"Human": "user", "Assistant": "assistant", "System": "system"}
 _ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
 _ROLES |= dict.fromkeys(("human", "prompter"), "user")
 _ROLES |= dict.fromkeys(("gpt", "chatgpt", "bot", "ai", "model"), "assistant")
@@ -43,11 +33,6 @@ _PROSE_WORDS = 10
 _FIELD_NAMES = ('"role"', '"from"', "'role'", "'from'")
 _OTHER_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[^\\nrtxuU'\"]")
 """A backslash as `repr` never writes one."""
-_CONTROL = (
-    r"<\|[\w ]{2,40}\|>|<\uff5c[^\uff5c\n]{2,40}\uff5c>|</?s>|\[/?INST\]|<</?SYS>>|<extra_id_\d+>|"
-    r"<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk|sep|cls|mask)>|\[(?:CLS|SEP|MASK|PAD)\]"
-)
-"""Tokens that chat templates and tokenizers of common families write around content."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,135 +169,16 @@ def response_json(response: str) -> Any:
     return [message.to_dict() for message in response.messages] if isinstance(response, Turns) else response
 
 
-def with_context(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
-    """The prompt with what its chat template reads beside the messages; the prompt itself if that is nothing.
-
-    Args:
-        prompt: text or messages.
-        values: cells by name; those of `TEMPLATE_COLUMNS` are read, as values or as their text. Empty ones count as
-            absent, and so do null fields in tools, documents and arguments, which Arrow files add to objects.
-
-    Raises:
-        ValueError: if `tools` or `documents` is no list of objects, `chat_template_kwargs` no object of names, or the
-            prompt has such values already.
-    """
-    found: dict[str, Any] = {}
-    for name in TEMPLATE_COLUMNS:
-        value = values.get(name)
-        if is_empty(value):
-            continue
-        value = _without_nulls(_parsed(value))
-        if isinstance(value, list):
-            value = _without_nulls(list(map(_parsed, value)))
-        are_named = name == "chat_template_kwargs"
-        if not (isinstance(value, dict) if are_named else _are_objects(value)):
-            raise ValueError(f"{name} must be {'an object' if are_named else 'a list of objects'}, got {value!r:.60}")
-        if not is_empty(value):
-            found[name] = value
-    if not found:
-        return prompt
-    messages = as_messages(prompt)
-    if messages[0].role == CONTEXT_ROLE:
-        raise ValueError(f"{', '.join(found)} is given twice, with the prompt and beside it; leave one out")
-    return Message(CONTEXT_ROLE, "", found), *messages
-
-
-def split_context(messages: Sequence[Message]) -> tuple[Mapping[str, Any], tuple[Message, ...]]:
-    """Values that the chat template reads beside the messages, by column, and the messages."""
-    is_there = bool(messages) and messages[0].role == CONTEXT_ROLE
-    return (messages[0].fields, tuple(messages[1:])) if is_there else (MappingProxyType({}), tuple(messages))
-
-
-def plain_turns(prompt: Prompt, reader: str) -> list[dict[str, Any]]:
-    """The prompt's messages as chat templates take them, for a reader that takes nothing beside them.
-
-    Args:
-        prompt: text or messages.
-        reader: who reads them, for the message.
-
-    Raises:
-        ValueError: if the prompt has tools or other values beside its messages.
-    """
-    context, messages = split_context(as_messages(prompt))
-    if context:
-        raise ValueError(f"the prompt has {', '.join(context)}, which {reader} does not read; leave it out")
-    return [message.to_dict() for message in messages]
-
-
-def _parsed(value: object) -> Any:
-    """The value that a text spells, or the value itself."""
-    found = parsed_text(value) if isinstance(value, str) else None
-    return value if found is None else found
-
-
-def _are_objects(value: object) -> bool:
+def are_objects(value: object) -> bool:
+    """True for a list of objects."""
     return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
 
 
-def _without_nulls(value: Any) -> Any:
+def without_nulls(value: Any) -> Any:
+    """The value without null parts of objects, which Arrow files add."""
     if isinstance(value, Mapping):
-        return {str(name): _without_nulls(part) for name, part in value.items() if part is not None}
-    return list(map(_without_nulls, value)) if isinstance(value, list | tuple) else value
-
-
-def as_messages(prompt: Prompt) -> tuple[Message, ...]:
-    """The prompt as messages; text that is neither a transcript nor the JSON of messages is one user turn.
-
-    Raises:
-        ValueError: if a message cannot be used.
-    """
-    if not isinstance(prompt, str):
-        return read_messages("prompt", prompt)
-    read = read_prompt(prompt)
-    return (Message("user", read),) if isinstance(read, str) else read
-
-
-def parse_transcript(text: str) -> tuple[Message, ...]:
-    r"""The turns of an HH-style transcript (Bai et al., 2022, https://arxiv.org/abs/2204.05862) as messages.
-
-    Turns of one speaker in a row are joined by a blank line, as chat templates want speakers to alternate.
-
-    Raises:
-        ValueError: if the text does not begin with a turn.
-
-    Example:
-        >>> [message.role for message in parse_transcript("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye")]
-        ['user', 'assistant', 'user']
-    """
-    turns = list(_TURN.finditer(text))
-    if not turns or turns[0].start() != 0:
-        raise ValueError("a transcript must begin with 'Human:'")
-    ends = [turn.start() for turn in turns[1:]] + [len(text)]
-    messages: list[Message] = []
-    for turn, end in zip(turns, ends, strict=True):
-        message = Message(_SPEAKERS[turn[1]], text[turn.end() : end].strip())
-        if messages and messages[-1].role == message.role:
-            message = Message(message.role, f"{messages.pop().content}\n\n{message.content}")
-        messages.append(message)
-    return tuple(messages)
-
-
-def begins_with_turn(text: str) -> bool:
-    """True if the text begins like an HH-style transcript."""
-    return _TURN.match(text) is not None
-
-
-def read_prompt(value: object) -> Prompt:
-    """A prompt in any form: text, a transcript that ends in `Assistant:`, messages, or the text of messages.
-
-    Raises:
-        ValueError: if it is none of these, or a message of it cannot be used.
-    """
-    if isinstance(value, list | tuple):
-        return read_messages("prompt", value)
-    if not isinstance(value, str):
-        raise ValueError(f"prompt must be text or a list of messages, got {shown_kind(value)}")
-    start, body = _TURN.match(value), value.rstrip()
-    if start is not None and start[1] != "Assistant" and body.endswith(LAST_TURN):
-        messages = parse_transcript(body.removesuffix(LAST_TURN))
-        if any(message.role == "user" for message in messages):
-            return messages
-    return read_messages("prompt", parsed) if (parsed := messages_text(value)) else value
+        return {str(name): without_nulls(part) for name, part in value.items() if part is not None}
+    return list(map(without_nulls, value)) if isinstance(value, list | tuple) else value
 
 
 def parsed_text(text: str) -> Any:
@@ -359,6 +225,11 @@ def is_message(value: object) -> bool:
         return False
     is_plain = {"role", "content"} <= value.keys() or {"from", "value"} <= value.keys()
     return is_plain or ("role" in value and any(isinstance(value.get(name), list | Mapping) for name in _CALL_FIELDS))
+
+
+def has_messages(value: object) -> bool:
+    """True for a message, and for a list that begins with one."""
+    return is_message(value) or (isinstance(value, list) and bool(value) and is_message(value[0]))
 
 
 def are_texts(value: object) -> TypeGuard[list[str]]:
@@ -417,7 +288,7 @@ def _read_message(name: str, number: int, item: object) -> Message:
             continue
         ours = _FIELDS.get(given)
         is_prose = isinstance(value, str) and len(value.split()) > _PROSE_WORDS
-        if ours is None and (given in _UNREAD_FIELDS or is_prose or (isinstance(value, list) and _are_objects(value))):
+        if ours is None and (given in _UNREAD_FIELDS or is_prose or (isinstance(value, list) and are_objects(value))):
             raise ValueError(
                 f"{where} has {given}, which is not read and would be lost; write it into the message's content, or "
                 "remove the field"
@@ -475,8 +346,8 @@ def _calls(where: str, value: Any) -> Iterator[dict[str, Any]]:
                 arguments = json.loads(arguments or "{}", object_pairs_hook=_distinct)
             arguments = arguments if isinstance(arguments, dict) else function["arguments"]
         else:
-            arguments = _without_nulls(arguments)
-        beside = {} if function is call else {key: _without_nulls(part) for key, part in call.items()}
+            arguments = without_nulls(arguments)
+        beside = {} if function is call else {key: without_nulls(part) for key, part in call.items()}
         named = {key: part for key, part in function.items() if part is not None} | {"arguments": arguments}
         if function is call:
             beside = {"id": named.pop("id")} if "id" in named else {}
@@ -495,11 +366,6 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def control_tokens(special_tokens: Iterable[str]) -> re.Pattern[str]:
-    """Pattern of tokens that stand for the frame of a conversation: of common families, and these of a tokenizer."""
-    return re.compile("|".join([*map(re.escape, special_tokens), _CONTROL]))
-
-
 def require_characters(name: str, text: str) -> None:
     """Refuse text with half of a surrogate pair, which JSON can spell and no tokenizer can read.
 
@@ -513,6 +379,17 @@ def require_characters(name: str, text: str) -> None:
         raise ValueError(
             f"{name} holds half of a UTF-16 surrogate pair, which is no character and has no tokens, in {shown!r}"
         ) from error
+
+
+def require_text(name: str, value: object) -> str:
+    """The text.
+
+    Raises:
+        ValueError: if it is none; the message names the column.
+    """
+    if not isinstance(value, str):
+        raise ValueError(f"{name} must be text, got {shown_kind(value)}")
+    return value
 
 
 def require_response(name: str, text: str) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 from rm_optimizer.core.metrics.estimate import UNKNOWN, Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
-from rm_optimizer.core.rows.messages import control_tokens, turns_of
+from rm_optimizer.core.rows.messages import turns_of
 from rm_optimizer.core.tokens.cache import cut_counts, encoded_chunks
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.core.tokens.content_rules import READINGS
+from rm_optimizer.core.tokens.content_rules import READINGS, control_tokens
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
 from rm_optimizer.core.tokens.template_fields import split_thinking
 from rm_optimizer.records.codec import JsonRecord

@@ -17,7 +17,8 @@ from weakref import WeakValueDictionary
 from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.pairs.pair import Message, PreferencePair, Prompt, as_messages, digest
-from rm_optimizer.core.rows.messages import require_characters, split_context, turns_of
+from rm_optimizer.core.rows.messages import require_characters, turns_of
+from rm_optimizer.core.rows.prompts import split_context
 from rm_optimizer.core.tokens.content_rules import ContentRules
 from rm_optimizer.core.tokens.conversation_text import ChatTemplate, plain_prompt
 from rm_optimizer.core.tokens.template_fields import Turn

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -33,6 +33,11 @@ _AS_TEXT = """\
 """Beginning of a template that does to the texts of messages what `as_text` does, for other readers of the template."""
 _HIDDEN = {"<think>": "\ue0f0", "</think>": "\ue0f1"}
 """Characters for private use that a template does not take for the tags."""
+_CONTROL = (
+    r"<\|[\w ]{2,40}\|>|<\uff5c[^\uff5c\n]{2,40}\uff5c>|</?s>|\[/?INST\]|<</?SYS>>|<extra_id_\d+>|"
+    r"<(?:start|end)_of_turn>|<(?:bos|eos|pad|unk|sep|cls|mask)>|\[(?:CLS|SEP|MASK|PAD)\]"
+)
+"""Tokens that chat templates and tokenizers of common families write around content."""
 READINGS: Mapping[SpecialTokens, str] = {
     SpecialTokens.keep: "are read as if a template had written them, so that a text can forge a turn",
     SpecialTokens.as_text: "are read as plain text",
@@ -129,6 +134,11 @@ class ControlTokens:
     def pattern(self) -> re.Pattern[str]:
         """Pattern of any of them."""
         return re.compile("|".join(map(re.escape, self.tokens)) or "(?!)")
+
+
+def control_tokens(special_tokens: Iterable[str]) -> re.Pattern[str]:
+    """Pattern of tokens that stand for the frame of a conversation: of common families, and these of a tokenizer."""
+    return re.compile("|".join([*map(re.escape, special_tokens), _CONTROL]))
 
 
 @cache

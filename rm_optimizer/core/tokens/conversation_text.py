@@ -14,10 +14,11 @@ from typing import Any
 from jinja2.exceptions import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from rm_optimizer.core.rows.messages import Message, control_tokens
+from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.content_rules import (
     ContentRules,
     ControlTokens,
+    control_tokens,
     has_hidden_tags,
     shown_thinking,
     with_hidden_thinking,
@@ -236,17 +237,10 @@ class ChatTemplate:
         for number, path in self._not_printed(turns, context):
             if path == "name" and is_name_of_call(turns, number):
                 continue
-            turn, roles = turns[number], ", ".join(turn["role"] for turn in turns)
+            turn, what = turns[number], f"{path} of message {number + 1} (role '{turns[number]['role']}')"
             if path == "content":
-                raise ConversationRefused(
-                    f"the tokenizer's chat template prints nothing of a message with role '{turn['role']}' in a "
-                    f"conversation with roles {roles}, such as {turn['content'][:60]!r}; change the "
-                    "role to one that the template reads, or give the tokenizer another chat template"
-                )
-            raise ConversationRefused(
-                f"the tokenizer's chat template prints nothing of {path} of message {number + 1} (role "
-                f"'{turn['role']}'); take it out of the data, or give the tokenizer a template that reads it"
-            )
+                what = f"a message with role '{turn['role']}', such as {turn['content'][:60]!r}"
+            raise _not_read(what)
         parts = texts_of(turns)
         place = first_lost([part for _, _, part in parts], text)
         thoughts = [i for i, (_, path, _) in enumerate(parts) if path == THINKING]
@@ -258,10 +252,8 @@ class ChatTemplate:
             remedy = "take that part out of the data, or give the tokenizer a template that keeps it"
             if path == THINKING:
                 remedy = "data.thinking=keep shows it, and data.thinking=strip takes it out"
-            raise ConversationRefused(
-                f"the tokenizer's chat template leaves out {of} of message {number + 1} (role "
-                f"'{turns[number]['role']}'), which begins {part[:60]!r}; {remedy}"
-            )
+            shown = f"{of} of message {number + 1} (role '{turns[number]['role']}'), which begins {part[:60]!r}"
+            raise ConversationRefused(f"the tokenizer's chat template leaves out {shown}; {remedy}")
         for number, turn in enumerate(turns):
             if "tool_call_id" not in turn or (other := linked_in_order(turns, number)) is None:
                 continue
@@ -272,10 +264,7 @@ class ChatTemplate:
                 )
         for column in context.keys() & {"tools", "documents"}:
             if (lost := self._not_shown(turns, context, column, text)) is not None:
-                raise ConversationRefused(
-                    f"the tokenizer's chat template prints nothing of {lost}; take it out of the data, or give the "
-                    "tokenizer a template that reads it"
-                )
+                raise _not_read(lost)
         return text
 
     def _not_printed(self, turns: Sequence[Turn], context: Mapping[str, Any]) -> Sequence[tuple[int, str]]:
@@ -327,6 +316,13 @@ class ChatTemplate:
         template = self._tokenizer.chat_template
         texts = template.values() if isinstance(template, dict) else [self._bare or ""]
         return any(re.search(pattern, text) for text in texts)
+
+
+def _not_read(what: str) -> ConversationRefused:
+    return ConversationRefused(
+        f"the tokenizer's chat template prints nothing of {what}; take it out of the data, or give the tokenizer a "
+        "template that reads it"
+    )
 
 
 def _with_mark(value: Any, at: str, path: str, mark: str) -> Any:

@@ -14,7 +14,8 @@ from tokenizers.trainers import BpeTrainer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
-from rm_optimizer.core.rows.messages import Turns, split_context
+from rm_optimizer.core.rows.messages import Turns
+from rm_optimizer.core.rows.prompts import split_context
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.errors import CheckpointError
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import re
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -25,8 +23,6 @@ if TYPE_CHECKING:
 
 TINY_VOCABULARY = 2048
 """Vocabulary size of the tokenizer that is trained if none is named; the same as for `model=tiny`."""
-_PLAIN = re.compile(r'"(?!(?:true|false|yes|no|on|off|null|y|n)")([A-Za-z_][\w.]*)"', re.IGNORECASE)
-"""Text in JSON that YAML reads as the same text without quotes."""
 LONG_CHARACTERS = 100_000
 """Length of a response beyond which it is reported at once, since it takes seconds; no tokenizer is trained on more."""
 
@@ -60,7 +56,7 @@ def data_check(
 
 def _suggest(path: str) -> None:
     """Print the layout of a source as a file of one, and a pair as it reads it if nothing is left to fill in."""
-    from rm_optimizer.core.pairs.column_hints import TODO
+    from rm_optimizer.core.pairs.layouts import as_yaml
     from rm_optimizer.core.pairs.source_format import first_rows, suggested_layout
     from rm_optimizer.core.pairs.sources import DataSource
     from rm_optimizer.core.rows.readers import source_files
@@ -73,9 +69,9 @@ def _suggest(path: str) -> None:
     with Spelling.flags.used():
         layout, note = suggested_layout(source, first)
     print(f"# {note}")
-    for key, value in layout.items():
-        print(f"{key}:", _PLAIN.sub(r"\1", json.dumps(value, ensure_ascii=False)))
-    if TODO not in json.dumps(layout):
+    lines = as_yaml(layout)
+    print(*lines, sep="\n")
+    if "TODO" not in str(layout):
         rows = [row for _, row in first]
         pairs = PreferenceDataset(rows, layout=layout, on_bad_row="drop", max_bad_share=1.0)
         output_console().print(example_table(f"{len(pairs):,} pairs of the first {len(rows):,} rows", pairs[0]))

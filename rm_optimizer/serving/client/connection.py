@@ -15,7 +15,8 @@ from itertools import groupby
 from typing import Any, TypeAlias
 
 from rm_optimizer.core.pairs.pair import Message, Prompt
-from rm_optimizer.core.rows.messages import response_json, split_context
+from rm_optimizer.core.rows.messages import response_json
+from rm_optimizer.core.rows.prompts import split_context
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import (
     ConfigError,

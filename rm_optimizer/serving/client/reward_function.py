@@ -7,8 +7,9 @@ from types import MappingProxyType
 from typing import Any
 
 from rm_optimizer.core.pairs.pair import Scorer, require_finite
-from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, Prompt, read_prompt, read_response, with_context
+from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, Prompt, read_response
 from rm_optimizer.core.rows.natural import listed
+from rm_optimizer.core.rows.prompts import read_prompt, with_context
 
 
 def trl_reward(scorer: Scorer, name: str = "reward") -> Callable[..., list[float]]:

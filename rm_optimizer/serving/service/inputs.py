@@ -15,16 +15,10 @@ from typing import Any, TypeAlias
 
 import transformers
 
-from rm_optimizer.core.rows.messages import (
-    Message,
-    Prompt,
-    as_messages,
-    control_tokens,
-    read_messages,
-    response_of,
-    with_context,
-)
+from rm_optimizer.core.rows.messages import Message, Prompt, read_messages, response_of
+from rm_optimizer.core.rows.prompts import as_messages, with_context
 from rm_optimizer.core.tokens.chat import ConversationRenderer, Encoding
+from rm_optimizer.core.tokens.content_rules import control_tokens
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError
 from rm_optimizer.schema.data import SpecialTokens
 from rm_optimizer.serving.engine import EngineDescription

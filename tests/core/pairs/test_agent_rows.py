@@ -12,17 +12,8 @@ import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.rows.messages import (
-    CONTEXT_ROLE,
-    Message,
-    Turns,
-    as_messages,
-    read_messages,
-    response_of,
-    split_context,
-    turns_of,
-    with_context,
-)
+from rm_optimizer.core.rows.messages import CONTEXT_ROLE, Message, Turns, read_messages, response_of, turns_of
+from rm_optimizer.core.rows.prompts import as_messages, split_context, with_context
 from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import DataError
 from rm_optimizer.serving.client.reward_function import conversations
@@ -262,7 +253,7 @@ def test_every_chosen_response_is_paired_with_every_rejected_one_also_of_message
         ),
         ({"responses": [[ASK, DONE], [OTHER, GUESS]], "scores": [1, 0]}, "the responses differ"),
         ({"prompt": [ASK], "chosen": [TURNS[:2]], "rejected": ["5."]}, "must end with a message of role assistant"),
-        ({"prompt": [ASK], "chosen": [TURNS, 3], "rejected": ["5."]}, "chosen must be a text or messages"),
+        ({"prompt": [ASK], "chosen": [TURNS, 3], "rejected": ["5."]}, "chosen must be a list of messages, got int"),
     ],
 )
 def test_messages_that_are_no_responses_to_the_prompt_are_refused(row: dict[str, Any], reason: str):

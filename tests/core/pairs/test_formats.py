@@ -8,15 +8,14 @@ from hypothesis import strategies as st
 
 from rm_optimizer.core.pairs.formats import (
     FORMATS,
-    PER_RESPONSE,
     Comparison,
     detect_format,
-    gather_responses,
     kwise_pairs,
     row_format,
 )
 from rm_optimizer.core.pairs.pair import Message, prompt_id
-from rm_optimizer.core.rows.messages import parse_transcript, read_prompt
+from rm_optimizer.core.rows.gathering import PER_RESPONSE, gather_responses
+from rm_optimizer.core.rows.prompts import parse_transcript, read_prompt
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.data import KwiseRule
 
@@ -222,7 +221,7 @@ def test_kwise_margins_are_score_gaps_and_equal_texts_make_no_pair():
         ({"scores": [1]}, "responses and scores must be lists of the same length"),
         ({"scores": [1, None]}, "each of scores must be a number, got None"),
         ({"scores": [1, float("nan")]}, "each of scores must be finite"),
-        ({"responses": ["a", None]}, "each of responses must be text, got nothing"),
+        ({"responses": ["a", None]}, "the responses must be text, got nothing"),
     ],
 )
 def test_bad_kwise_rows_are_refused_with_the_reason(change: dict[str, Any], reason: str):

@@ -12,11 +12,11 @@ import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.pairs import source_format
-from rm_optimizer.core.pairs.column_hints import TODO
 from rm_optimizer.core.pairs.layouts import Layout, published
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.pairs.source_format import suggested_layout
 from rm_optimizer.core.pairs.sources import DataSource, parse_sources
+from rm_optimizer.core.pairs.winner import TODO, named_values
 from rm_optimizer.core.streaming.blocks import BlockReader, blocks_of, stream_files
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import TrainConfig, compose, typed
@@ -494,6 +494,29 @@ def test_votes_stay_with_the_pair():
     row = {"prompt": q(0), **two(0, "response_a", "response_b"), "votes_a": 1, "votes_b": 3}
     (pair,) = PreferenceDataset([row])
     assert (pair.metadata["votes_chosen"], pair.metadata["votes_rejected"]) == (3.0, 1.0)
+
+
+def test_scores_that_tell_the_winner_stay_with_the_pair():
+    row = {"prompt": q(0), **two(0, "response_a", "response_b"), "winner": [0.5, 2]}
+    (pair,) = PreferenceDataset([row], winner="scores")
+    assert (pair.chosen, pair.scores) == (row["response_b"], (2.0, 0.5))
+
+
+@pytest.mark.parametrize(
+    ("values", "sides", "told"),
+    [
+        (("model_a", "model_b"), ("conversation_a", "conversation_b"), ["model_a", "model_b"]),
+        (("A", "B", "tie", "both bad"), ("response_a", "response_b"), ["A", "B", ["both bad", "tie"]]),
+        (("left", "right", "skip"), ("left", "right"), ["left", "right", TODO]),
+        (("A", "B", "not_a"), ("answer A", "answer B"), ["A", "B", TODO]),
+        (("A>B", "B>A"), ("response_A", "response_B"), [TODO] * 3),
+        ((0, 1), ("response_0", "response_1"), [TODO] * 3),
+        (("a", "b"), ("output 1", "output 2"), [TODO] * 3),
+        (("a", "tie"), ("side_a", "side_b"), [TODO] * 3),
+    ],
+)
+def test_only_values_that_name_a_side_are_suggested_for_the_winner(values: Any, sides: Any, told: list[Any]):
+    assert named_values([{"w": value} for value in values], "w", sides) == told
 
 
 @pytest.mark.parametrize(

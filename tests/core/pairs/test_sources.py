@@ -322,13 +322,13 @@ SIDES = {"response_a": "x", "response_b": "y"}
         ),
         (
             [{"left": "x", "right": "y", "preferred": side} for side in ("left", "right", "skip")],
-            r"preferred names the better of left and right: .*response_a: left.*winner: preferred} data.winner=\[left,"
-            "right,TIE\\]; preferred also holds skip",
+            r"left and right are two .* preferred names the better one: .*response_a: left.*winner: preferred} "
+            r"data.winner=\[left,right,TIE\], .*; preferred holds left, right, skip",
             "chosen: left",
         ),
         (
             [{"positive": "x", "negative": "y", "better": side} for side in ("positive", "negative")],
-            "better names the better of negative and positive",
+            r"better names the better one: .*winner: better} data.winner=\[negative,positive\];",
             "chosen: positive",
         ),
         (

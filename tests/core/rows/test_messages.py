@@ -11,7 +11,8 @@ import pytest
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair, prompt_id
 from rm_optimizer.core.rows.columns import in_context
-from rm_optimizer.core.rows.messages import Message, as_messages, read_messages, read_prompt
+from rm_optimizer.core.rows.messages import Message, read_messages
+from rm_optimizer.core.rows.prompts import as_messages, read_prompt
 from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import DataError
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rm_optimizer.core.rows.messages import Message, with_context
+from rm_optimizer.core.rows.messages import Message
+from rm_optimizer.core.rows.prompts import with_context
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import ConfigError, ConversationRefused
 from rm_optimizer.schema.data import SpecialTokens, Thinking

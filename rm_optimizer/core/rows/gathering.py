@@ -1,14 +1,58 @@
-"""Trees of messages, in which the ranked replies to a user's turn are the responses of a k-wise row."""
+"""K-wise rows gathered from tables of single responses, and from trees of messages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from rm_optimizer.core.rows.messages import is_empty
+from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, OPTIONAL_COLUMNS, UNREAD_COLUMNS, read_number
+from rm_optimizer.core.rows.messages import has_messages, is_empty, require_text
 from rm_optimizer.core.rows.readers import Report, Row
 
+SINGLE_RESPONSE = frozenset({"response", "score"})
+"""Columns of a table with one response a row, which `gather_responses` turns into lists."""
+PER_RESPONSE = "(per response)"
+"""Name of the values of each response in a gathered row, which no column of a file has."""
 _MESSAGE = frozenset({"text", "role", "rank", "replies"})
+
+
+def gather_responses(
+    rows: Iterable[tuple[int, Row]], report: Report, by: Iterable[str] = ()
+) -> Iterator[tuple[int, Row]]:
+    """K-wise rows of a table with one response and score a row: rows of one prompt become one, at the first's number.
+
+    A prompt is all that the model reads before the response, so columns of context decide beside `prompt` which rows
+    belong together. Other columns that differ within a prompt go to `PER_RESPONSE`, so that each pair can tell both
+    values.
+
+    Args:
+        rows: numbered rows with `prompt`, `response` and `score`.
+        report: function called for rows without a usable response or score, of which the others of their prompt still
+            count, and for the first row of a prompt whose rows differ in a number of the pair.
+        by: further columns whose values rows of one prompt must share to belong together.
+    """
+    groups: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
+    context = ("prompt", *sorted({*CONTEXT_COLUMNS, *UNREAD_COLUMNS}), *by)
+    for number, row in rows:
+        try:
+            if not has_messages(row.get("response")):
+                require_text("response", row.get("response"))
+            entry = row | {"score": read_number("score", row.get("score"))}
+        except ValueError as error:
+            report(number, str(error))
+            continue
+        whole = tuple("" if is_empty(row.get(name)) else repr(row[name]) for name in context)
+        groups.setdefault(whole, []).append((number, entry))
+    for members in groups.values():
+        number, first = members[0]
+        columns = {name: [row.get(name) for _, row in members] for name in first if name != "prompt"}
+        listed = {"responses": columns.pop("response"), "scores": columns.pop("score")}
+        differing = {name: each for name, each in columns.items() if each.count(each[0]) < len(each)}
+        if of_pairs := differing.keys() & OPTIONAL_COLUMNS:
+            report(number, f"the rows of its prompt differ in {min(of_pairs)}, which is one number for all of them")
+        else:
+            shared = {name: first[name] for name in columns if name not in differing}
+            yield number, shared | {"prompt": first.get("prompt"), **listed, PER_RESPONSE: differing}
 
 
 def gather_trees(rows: Iterable[tuple[int, Row]], tree: Mapping[str, str], report: Report) -> Iterator[tuple[int, Row]]:

@@ -1,0 +1,153 @@
+"""Prompts: one reader for files, commands, the Python API and the server.
+
+A prompt comes as text, as an HH-style transcript, as a list of messages or as the text of one, in JSON or as Python
+prints it. All of them become the same messages here, so that a file, a command, the Python API and a server give the
+same reward to the same prompt.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+from rm_optimizer.core.rows.messages import (
+    CONTEXT_ROLE,
+    TEMPLATE_COLUMNS,
+    Message,
+    Prompt,
+    are_objects,
+    is_empty,
+    messages_text,
+    parsed_text,
+    read_messages,
+    shown_kind,
+    without_nulls,
+)
+
+_TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
+LAST_TURN = "\n\nAssistant:"
+"""Text before the response in an HH-style transcript."""
+_SPEAKERS = {"Human": "user", "Assistant": "assistant", "System": "system"}
+
+
+def with_context(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
+    """The prompt with what its chat template reads beside the messages; the prompt itself if that is nothing.
+
+    Args:
+        prompt: text or messages.
+        values: cells by name; those of `TEMPLATE_COLUMNS` are read, as values or as their text. Empty ones count as
+            absent, and so do null fields in tools, documents and arguments, which Arrow files add to objects.
+
+    Raises:
+        ValueError: if `tools` or `documents` is no list of objects, `chat_template_kwargs` no object of names, or the
+            prompt has such values already.
+    """
+    found: dict[str, Any] = {}
+    for name in TEMPLATE_COLUMNS:
+        value = values.get(name)
+        if is_empty(value):
+            continue
+        value = without_nulls(_parsed(value))
+        if isinstance(value, list):
+            value = without_nulls(list(map(_parsed, value)))
+        are_named = name == "chat_template_kwargs"
+        if not (isinstance(value, dict) if are_named else are_objects(value)):
+            raise ValueError(f"{name} must be {'an object' if are_named else 'a list of objects'}, got {value!r:.60}")
+        if not is_empty(value):
+            found[name] = value
+    if not found:
+        return prompt
+    messages = as_messages(prompt)
+    if messages[0].role == CONTEXT_ROLE:
+        raise ValueError(f"{', '.join(found)} is given twice, with the prompt and beside it; leave one out")
+    return Message(CONTEXT_ROLE, "", found), *messages
+
+
+def split_context(messages: Sequence[Message]) -> tuple[Mapping[str, Any], tuple[Message, ...]]:
+    """Values that the chat template reads beside the messages, by column, and the messages."""
+    is_there = bool(messages) and messages[0].role == CONTEXT_ROLE
+    return (messages[0].fields, tuple(messages[1:])) if is_there else (MappingProxyType({}), tuple(messages))
+
+
+def plain_turns(prompt: Prompt, reader: str) -> list[dict[str, Any]]:
+    """The prompt's messages as chat templates take them, for a reader that takes nothing beside them.
+
+    Args:
+        prompt: text or messages.
+        reader: who reads them, for the message.
+
+    Raises:
+        ValueError: if the prompt has tools or other values beside its messages.
+    """
+    context, messages = split_context(as_messages(prompt))
+    if context:
+        raise ValueError(f"the prompt has {', '.join(context)}, which {reader} does not read; leave it out")
+    return [message.to_dict() for message in messages]
+
+
+def as_messages(prompt: Prompt) -> tuple[Message, ...]:
+    """The prompt as messages; text that is neither a transcript nor the JSON of messages is one user turn.
+
+    Raises:
+        ValueError: if a message cannot be used.
+    """
+    if not isinstance(prompt, str):
+        return read_messages("prompt", prompt)
+    read = read_prompt(prompt)
+    return (Message("user", read),) if isinstance(read, str) else read
+
+
+def parse_transcript(text: str) -> tuple[Message, ...]:
+    r"""The turns of an HH-style transcript (Bai et al., 2022, https://arxiv.org/abs/2204.05862) as messages.
+
+    Turns of one speaker in a row are joined by a blank line, as chat templates want speakers to alternate.
+
+    Raises:
+        ValueError: if the text does not begin with a turn.
+
+    Example:
+        >>> [message.role for message in parse_transcript("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye")]
+        ['user', 'assistant', 'user']
+    """
+    turns = list(_TURN.finditer(text))
+    if not turns or turns[0].start() != 0:
+        raise ValueError("a transcript must begin with 'Human:'")
+    ends = [turn.start() for turn in turns[1:]] + [len(text)]
+    messages: list[Message] = []
+    for turn, end in zip(turns, ends, strict=True):
+        message = Message(_SPEAKERS[turn[1]], text[turn.end() : end].strip())
+        if messages and messages[-1].role == message.role:
+            message = Message(message.role, f"{messages.pop().content}\n\n{message.content}")
+        messages.append(message)
+    return tuple(messages)
+
+
+def begins_with_turn(text: str) -> bool:
+    """True if the text begins like an HH-style transcript."""
+    return _TURN.match(text) is not None
+
+
+def read_prompt(value: object) -> Prompt:
+    """A prompt in any form: text, a transcript that ends in `Assistant:`, messages, or the text of messages.
+
+    Raises:
+        ValueError: if it is none of these, or a message of it cannot be used.
+    """
+    if isinstance(value, list | tuple):
+        return read_messages("prompt", value)
+    if not isinstance(value, str):
+        raise ValueError(f"prompt must be text or a list of messages, got {shown_kind(value)}")
+    start, body = _TURN.match(value), value.rstrip()
+    if start is not None and start[1] != "Assistant" and body.endswith(LAST_TURN):
+        messages = parse_transcript(body.removesuffix(LAST_TURN))
+        if any(message.role == "user" for message in messages):
+            return messages
+    return read_messages("prompt", parsed) if (parsed := messages_text(value)) else value
+
+
+def _parsed(value: object) -> Any:
+    """The value that a text spells, or the value itself."""
+    found = parsed_text(value) if isinstance(value, str) else None
+    return value if found is None else found
