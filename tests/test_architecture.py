@@ -66,6 +66,7 @@ INNER = {
 ADDRESSES = {
     ("records.codec", "reporting.results"),
     ("landscape", "compare"),
+    ("serving.client.client", "explanation.explain"),
     ("landscape.optimizer_comparison", "compare"),
     *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("layers", "results", "runs")),
     *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("spectrum", "surfaces")),

@@ -318,6 +318,7 @@ WAYS: dict[str, Run] = {
     "rm-opt export outputs/run outputs/public --dtype bfloat16 --push owner/judge": Run(
         "rm-opt export --help", prints="--push"
     ),
+    "rm-opt serve outputs/run/best --check outputs/run": Run("rm-opt serve --help", prints="--check"),
     "rm-opt why outputs/run/best scored.jsonl": Run(
         f"{RESPONSES} && rm-opt score outputs/run/best responses.jsonl same.jsonl && "
         "rm-opt why outputs/run/best same.jsonl",

@@ -15,17 +15,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9375,
-    "serving": 4013,
+    "serving": 4046,
     "landscape": 3825,
     "training": 2712,
     "rl_coupling": 2576,
     "reporting": 2474,
-    "interfaces": 2015,
+    "interfaces": 2029,
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1065,
     "doctor": 933,
-    "explanation": 802,
+    "explanation": 804,
     "records": 763,
     "optim": 754,
     "evaluation": 546,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 56,
-    "import lines": 5650,
-    "import lines inside functions": 316,
-    "lines of code": 35351,
-    "private functions with one caller": 374,
+    "import lines": 5658,
+    "import lines inside functions": 321,
+    "lines of code": 35400,
+    "private functions with one caller": 373,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

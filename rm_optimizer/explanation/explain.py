@@ -126,7 +126,7 @@ def _compared(model: BradleyTerryRM, other: Side, given: Sequence[Conversation])
         if depends:
             told["causes"] = (Cause("padding", "rewards that depend on the padding of a batch"), *told["causes"])
     if len(talks) < num_all:
-        refused = f"{num_all - len(talks)} conversations above the limit were too long for the other side"
+        refused = f"The other side refused {num_all - len(talks)} long conversations"
         told["remarks"] = (*told.get("remarks", ()), refused)
     counts = {"num_probes": len(talks), "num_differing": int(is_different.sum())}
     return {**counts, "largest": float(differ.max()), "noise": noise, **told}
@@ -140,8 +140,8 @@ def _asked_alone(other: Side, talks: Sequence[Conversation], local: LocalCopy) -
             scores += other.score([talk])
             kept.append(talk)
         except (RewardServerRefused, RuntimeError, IndexError, ValueError):
-            if len(local.rendering.ids(talk, local.rendering.base)) < local.model.max_length:
-                raise
+            if 2 * len(local.rendering.ids(talk, local.rendering.base)) < local.model.max_length:
+                raise  # another template may double the tokens, and no more
     return kept, np.array(scores)
 
 

@@ -54,7 +54,7 @@ class Side:
 def model_side(source: object, max_length: int | None) -> Side | None:
     """The side of a model that can be computed here; None for a server, a file, a pipeline or a function."""
     if isinstance(source, str | os.PathLike):
-        if _is_address(source) or _is_scores(source):
+        if _is_address(source) or is_scores(source):
             return None
         model = BradleyTerryRM.from_pretrained(source, max_length=max_length)
         if torch.cuda.is_available():
@@ -89,7 +89,9 @@ def other_side(source: Any, renderer: ConversationRenderer) -> Side:
         return _file(Path(source))
     name = type(source).__name__
     if hasattr(source, "score"):
-        return Side(name, lambda talks: np.asarray(source.score(*_columns(talks)), float).tolist())
+        return Side(
+            getattr(source, "url", name), lambda talks: np.asarray(source.score(*_columns(talks)), float).tolist()
+        )
     if hasattr(source, "task") and hasattr(source, "tokenizer"):
         return Side(name, lambda talks: _of_pipeline(source, talks, text_of))
     if not callable(source):
@@ -109,7 +111,8 @@ def _is_address(source: str | os.PathLike[str]) -> bool:
     return os.fspath(source).startswith(("http://", "https://"))
 
 
-def _is_scores(source: str | os.PathLike[str]) -> bool:
+def is_scores(source: str | os.PathLike[str]) -> bool:
+    """True for the name of a file of scores."""
     return os.fspath(source).endswith((*FileKind, ".jsonl.gz"))
 
 

@@ -63,6 +63,10 @@ class ServeOptions:
     ] = None
     served_model_name: Annotated[str | None, Option("--served-model-name", help="Model name in requests.")] = None
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads of the model.")] = None
+    check: Annotated[
+        str | None,
+        Option("--check", metavar="MODEL", help="Model or file of scores whose rewards the server must give."),
+    ] = None
 
     def __post_init__(self) -> None:
         for option, value, known in (("--engine", self.engine, ENGINES), ("--dtype", self.dtype, DTYPES)):

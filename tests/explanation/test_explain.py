@@ -135,7 +135,7 @@ def test_conversations_that_are_too_long_for_the_other_side_are_left_out(zoo, mo
 
     found = explain_difference(models["bert"], short)
     assert kinds(found) == ["label_order"]
-    assert "too long for the other side" in str(found)
+    assert "The other side refused 2 long conversations" in str(found)
 
 
 def test_one_side_must_be_a_model(zoo):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import subprocess
@@ -67,6 +68,30 @@ def test_the_server_starts_answers_and_ends_with_every_accepted_request_answered
             assert "stopped" in server.stdout.read()
         finally:
             server.kill()
+
+
+@pytest.mark.slow
+def test_a_server_with_other_rewards_ends_with_their_cause(tmp_path):
+    model = exported("bert", tmp_path / "model")
+    scores = [(prompt, "Yes.", float(model.score(prompt, "Yes."))) for prompt in ("Hi", "Why?", "And you?", "Go on.")]
+    for name, sign in (("right", 1), ("wrong", -1)):
+        rows = [{"prompt": prompt, "response": text, "reward": sign * reward} for prompt, text, reward in scores]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    port = str(free_port())
+    command = [sys.executable, "-c", START, "serve", str(tmp_path / "model"), "--port", port, "--token-budget", "256"]
+    command += ["--api-key", "secret", "--check"]
+    for check in ("right.jsonl", "model"):
+        with subprocess.Popen([*command, str(tmp_path / check)], stdout=subprocess.PIPE, text=True) as server:
+            lines = [server.stdout.readline() for _ in range(3)]
+            server.terminate()
+            assert [line.split()[2] for line in lines] == ["loading", "comparing", "ready:"]
+            server.stdout.read()
+    ended = subprocess.run([*command, str(tmp_path / "wrong.jsonl")], capture_output=True, text=True)
+    assert ended.returncode == 2
+    assert "differ on 4 of 4 rewards" in ended.stderr
+    assert "Cause: swapped labels." in ended.stderr
+    with pytest.raises(RMOptimizerError, match="no model at"):
+        serve_module.serve(ServeOptions(str(tmp_path / "model"), port=int(port), check=str(tmp_path / "absent")))
 
 
 def test_wrong_options_are_told_by_name(tmp_path):

@@ -26,7 +26,14 @@ from starlette.datastructures import State
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.export import save_adapter
-from rm_optimizer.errors import CheckpointError, EngineUnavailable, MissingExtra, RMOptimizerError, WeightsRefused
+from rm_optimizer.errors import (
+    CheckpointError,
+    EngineUnavailable,
+    HandshakeFailed,
+    MissingExtra,
+    RMOptimizerError,
+    WeightsRefused,
+)
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.publish import RewardModelTrainingMode
@@ -253,6 +260,17 @@ def test_a_server_that_dies_is_started_again_but_not_for_ever(tmp_path):
     with pytest.raises(RMOptimizerError, match="vLLM's server ended 6 times within"):
         supervised(tmp_path, DYING).run()
     assert (tmp_path / "started.log").read_text() == "012345"
+
+
+def test_a_check_that_fails_ends_the_server(tmp_path):
+    def fail() -> None:
+        raise HandshakeFailed("other rewards")
+
+    program = "import os, pathlib, time; pathlib.Path(os.environ['STARTED']).touch(); time.sleep(60)"
+    supervisor = supervised(tmp_path, program)
+    supervisor._check = fail
+    with pytest.raises(HandshakeFailed, match="other rewards"):
+        supervisor.run()
 
 
 def test_a_server_that_never_was_up_is_not_started_again(tmp_path):

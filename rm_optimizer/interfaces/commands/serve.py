@@ -11,9 +11,10 @@ import signal
 import socket
 import sys
 from contextlib import nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rm_optimizer.errors import Interrupted, MissingExtra, RMOptimizerError
+from rm_optimizer.errors import HandshakeFailed, Interrupted, MissingExtra, RMOptimizerError
 from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 
 if TYPE_CHECKING:
@@ -41,6 +42,8 @@ def serve(options: ServeOptions) -> None:
         if options.warning is not None:
             print(f"rm-opt serve: warning: {options.warning}", file=sys.stderr, flush=True)
         refuse_by_files(options.checkpoint)
+        if options.check is not None and not Path(options.check).is_file():
+            refuse_by_files(options.check)
         takes_vllm = options.engine == "vllm"
         if options.engine == "auto" and importlib.util.find_spec("vllm") is not None:
             from rm_optimizer.serving.vllm.folder import suits_vllm
@@ -51,7 +54,29 @@ def serve(options: ServeOptions) -> None:
             return
     from rm_optimizer.serving.vllm.supervisor import serve_with_vllm
 
-    serve_with_vllm(options)  # it binds the address itself
+    serve_with_vllm(options, None if options.check is None else lambda: check_rewards(options))  # it binds itself
+
+
+def check_rewards(options: ServeOptions) -> None:
+    """Compare the rewards that the server gives with those of `--check`.
+
+    Raises:
+        HandshakeFailed: if they differ; the text names the cause, the evidence and the remedy.
+    """
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+    from rm_optimizer.explanation.explain import explain_difference
+    from rm_optimizer.explanation.sides import is_scores
+    from rm_optimizer.serving.client.client import RewardClient
+
+    assert options.check is not None
+    scores = options.check if is_scores(options.check) else None
+    source = options.check if scores is None else options.checkpoint
+    print(f"rm-opt serve: comparing with the rewards of {options.check}", flush=True)
+    model = BradleyTerryRM.from_pretrained(source, dtype=options.dtype)
+    if scores is not None and not (found := explain_difference(model, scores)).agrees:
+        raise HandshakeFailed(str(found))
+    with RewardClient(options.url, api_key=options.api_key) as client:
+        client.require_rewards_of(model, texts=scores)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -174,6 +199,8 @@ async def _load(service: RewardService, options: ServeOptions) -> None:
         shown = f"parity {parity.max_difference:.2g}, {parity.flipped_pairs} of {parity.num_pairs} orders flipped"
     if service.obstacle is not None:
         raise RMOptimizerError(f"{options.checkpoint} cannot be served: {service.obstacle}")
+    if options.check is not None:
+        await asyncio.to_thread(check_rewards, options)
     print(
         f"rm-opt serve: ready: {url} serves '{service.model_name}' ({description.architecture}, {description.dtype}, "
         f"{description.device}, passes of {description.token_budget} tokens; {shown}); API at {url}/docs",

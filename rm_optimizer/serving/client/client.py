@@ -6,6 +6,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import KW_ONLY, InitVar, dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor
 from rm_optimizer.core.pairs.pair import Prompt, Scorer
 from rm_optimizer.core.rows.messages import read_messages
 from rm_optimizer.core.rows.natural import Prompts, Texts, flat_groups, paired
-from rm_optimizer.errors import RewardServerUnavailable, WrongVersion
+from rm_optimizer.errors import HandshakeFailed, RewardServerUnavailable, WrongVersion
 from rm_optimizer.serving.client.connection import (
     CONVERSATION_FORM,
     TOKEN_FORM,
@@ -156,27 +157,59 @@ CALLS = 2
 T = TypeVar("T")
 
 
+@dataclass(eq=False, repr=False)
 class RewardClient(ClientArguments, Scorer):
     """`AsyncRewardClient` for callers without an event loop; safe to share between threads.
 
     The constructor connects and verifies the server's sigmoid and rendering. For its arguments see `ClientArguments`.
 
+    Args:
+        check: model (folder, hub id, run or `BradleyTerryRM`) whose rewards the server must give, such as the run
+            that trained it; a difference is explained as `explain_difference` does. A pickled copy checks nothing.
+
     Raises:
-        HandshakeFailed: if the server's rewards are not raw, or it renders conversations differently.
+        HandshakeFailed: if the server's rewards are not raw, it renders conversations differently, or its rewards are
+            not those of `check`, with the cause.
         RewardServerUnavailable: if it does not answer in time.
     """
+
+    _: KW_ONLY
+    check: InitVar[object] = None
 
     def _prepare(self) -> None:
         self._lock = threading.Lock()
         self._threads: list[_LoopThread] = []
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, check: object) -> None:
         super().__post_init__()
         try:
             self._run(lambda client: client.connect())
+            if check is not None:
+                self.require_rewards_of(check)
+        except HandshakeFailed:
+            self.close()
+            if check is not None and self.renderer is not None:  # the cause, found by the server's own rendering
+                RewardClient(**{**self.__getstate__(), "renderer": None}, check=check).close()
+            raise
         except BaseException:
             self.close()
             raise
+
+    def require_rewards_of(self, model: object, *, texts: Any = None) -> None:
+        """Compare the server with a model on the built-in conversations and given ones.
+
+        Args:
+            model: folder, hub id, run or `BradleyTerryRM`.
+            texts: further conversations, as `explain_difference` takes them.
+
+        Raises:
+            HandshakeFailed: if the server gives other rewards; the text names the cause, the evidence and the remedy.
+        """
+        from rm_optimizer.explanation.explain import explain_difference
+
+        found = explain_difference(model, self, texts=texts)
+        if not found.agrees:
+            raise HandshakeFailed(str(found))
 
     @property
     def version(self) -> str:

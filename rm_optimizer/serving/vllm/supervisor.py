@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -90,22 +91,24 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that `--max-lora-rank` accepts."""
 TRACKER_SECONDS = 1.0
 """Seconds for Python's resource tracker to remove the shared memory of a server that has ended."""
+POLL_SECONDS = 0.1
 KILL_SECONDS = 40.0
 """Seconds after SIGTERM before a server is killed."""
 
 
-def serve_with_vllm(options: ServeOptions) -> None:
-    """Serve until SIGTERM or Ctrl-C.
+def serve_with_vllm(options: ServeOptions, check: Callable[[], None] | None = None) -> None:
+    """Serve until SIGTERM or Ctrl-C; `check` is called once when the server is up, and its error ends the server.
 
     Raises:
-        RMOptimizerError: if the model cannot be prepared, or the server does not start.
+        RMOptimizerError: if the model cannot be prepared, or the server does not start or fails the check.
     """
     with tempfile.TemporaryDirectory(prefix="rm-vllm-") as work:
         print(f"rm-opt serve: preparing {options.checkpoint} for vLLM; its start takes a minute", flush=True)
         model = prepare_model(options.checkpoint, Path(work), options.dtype)
         options = replace(options, served_model_name=options.model_name)  # also if the checkpoint is removed
         settings = VllmSettings(work=Path(work), model=model, options=options)
-        Supervisor(command(options, model), environment(options, settings.write()), settings.started_file).run()
+        started = settings.started_file
+        Supervisor(command(options, model), environment(options, settings.write()), started, check).run()
     print("rm-opt serve: stopped", flush=True)
 
 
@@ -158,10 +161,18 @@ class Supervisor:
         command: command line of the server.
         environment: environment variables of the server.
         started_file: file that the server creates once it is ready.
+        check: called once when the server is ready; its error ends the server.
     """
 
-    def __init__(self, command: list[str], environment: dict[str, str], started_file: Path) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        environment: dict[str, str],
+        started_file: Path,
+        check: Callable[[], None] | None = None,
+    ) -> None:
         self._command, self._environment, self._started_file = command, environment, started_file
+        self._check = check
         self._server: subprocess.Popen[bytes] | None = None
         self._is_stopping = False
         self._restarts = RestartLimit("vLLM's server")
@@ -196,10 +207,16 @@ class Supervisor:
             self._command, env=environment, start_new_session=True, preexec_fn=end_with_parent
         )
         try:
+            while self._check is not None and self._server.poll() is None:
+                if self._started_file.exists():
+                    check, self._check = self._check, None
+                    check()
+                time.sleep(POLL_SECONDS)
             return self._server.wait()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             _end_group(self._server.pid)
+            self._server.wait()
             self._server = None
 
     def _stop(self, number: int, frame: FrameType | None) -> None:

@@ -581,3 +581,24 @@ def test_trls_reward_goes_to_another_process_with_its_name():
 def test_what_loads_on_first_use_is_not_hidden_by_a_module_of_its_name(package):
     names = set(package.__all__)
     assert not names & {module.name for module in pkgutil.iter_modules(package.__path__)}
+
+
+@pytest.mark.slow
+def test_a_difference_from_a_model_is_explained(tmp_path):
+    templates = ("m.role + ': ' + m.content + '\\n'", "m.content + eos_token")
+    written = [f"{{% for m in messages %}}{{{{ {turn} }}}}{{% endfor %}}" for turn in templates]
+    model, other = (
+        exported("llama", tmp_path / f"{i}", tokenizer=decoder_tokenizer(chat_template=text))
+        for i, text in enumerate(written)
+    )
+    engine = lambda: InProcessEngine(options_of(tmp_path / "0", tmp_path / "tokenizer"))  # noqa: E731
+    with engine_running(engine) as server:
+        RewardClient(server.url, check=str(tmp_path / "0")).close()
+        with RewardClient(server.url, check=model, renderer=model.renderer) as client:
+            assert pickle.loads(pickle.dumps(client)).url == server.url
+        message = (
+            rf"{server.url}\) differ on \d+ of \d+ rewards .* Cause: other template \(role: content\)\. .* Remedy: "
+        )
+        for renderer in (None, other.renderer):
+            with pytest.raises(HandshakeFailed, match=message):
+                RewardClient(server.url, check=other, renderer=renderer)
