@@ -14,11 +14,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9375,
-    "serving": 4046,
+    "core": 9391,
+    "serving": 4061,
     "landscape": 3825,
     "training": 2712,
-    "rl_coupling": 2576,
+    "rl_coupling": 2579,
     "reporting": 2474,
     "interfaces": 2029,
     "experiments": 1681,
@@ -28,16 +28,16 @@ ROOMS: Mapping[str, int] = {
     "explanation": 804,
     "records": 763,
     "optim": 754,
-    "evaluation": 546,
+    "evaluation": 545,
     "modules at the top": 476,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 56,
-    "import lines": 5658,
-    "import lines inside functions": 321,
-    "lines of code": 35400,
+    "import lines": 5660,
+    "import lines inside functions": 322,
+    "lines of code": 35433,
     "private functions with one caller": 373,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

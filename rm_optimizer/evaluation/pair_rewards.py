@@ -19,6 +19,7 @@ from torch import Tensor, distributed
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import in_step, is_sharded, most_over_ranks, spare_batch
+from rm_optimizer.core.pairs.formats import VOTES
 from rm_optimizer.core.tokens.batching import AnyPairBatch, evaluation_batches
 from rm_optimizer.core.tokens.cache import TokenizedPairs, TruncationReport
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
@@ -263,12 +264,12 @@ def write_evaluation(
 def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceDataset, by: Sequence[str] = ()) -> None:
     """Write one JSON line for each pair: ids (the row's own as `id`), groups, label, weight and both rewards.
 
-    Pairs of a list of responses have its name as `group`, and the positions of both responses in it.
+    Pairs of a list of responses have its name as `group`, and the positions of both responses in it. Votes and the
+    annotator stay with their pairs.
     """
-    lists = (
-        ("group", "chosen_index", "rejected_index") if any("group" in pair.metadata for pair in dataset.pairs) else ()
-    )
-    names = dict.fromkeys(("id", "source", "subset", *lists, *by))
+    kept = ("group", "chosen_index", "rejected_index", "annotator", *VOTES)
+    found = {name for pair in dataset.pairs for name in kept if name in pair.metadata}
+    names = dict.fromkeys(("id", "source", "subset", *(name for name in kept if name in found), *by))
     lines = []
     for index, chosen, rejected in zip(rewards.pair_index, rewards.chosen, rewards.rejected, strict=True):
         pair = dataset[int(index)]

@@ -7,7 +7,7 @@ over HTTP. verl calls a `custom_reward_function.path` for one response or for a 
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from itertools import chain, repeat
 from threading import Lock
 from typing import Any, TypeAlias
@@ -19,11 +19,13 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, Scorer, require_finite
 from rm_optimizer.core.rows.prompts import read_prompt
 from rm_optimizer.serving.client.client import AsyncRewardClient
-from rm_optimizer.serving.client.reward_function import conversations
+from rm_optimizer.serving.client.reward_function import conversations, tool_descriptions
 from rm_optimizer.serving.service.inputs import RenderedTexts
 
 
-def trl_reward_async(client: AsyncRewardClient, name: str = "reward") -> Callable[..., Awaitable[list[float]]]:
+def trl_reward_async(
+    client: AsyncRewardClient, name: str = "reward", tools: Iterable[Any] | None = None
+) -> Callable[..., Awaitable[list[float]]]:
     """Coroutine function for raw rewards of texts or messages, which TRL awaits together with other rewards.
 
     TRL has one event loop for its reward functions. The client opens its session on this loop.
@@ -31,13 +33,17 @@ def trl_reward_async(client: AsyncRewardClient, name: str = "reward") -> Callabl
     Args:
         client: client of a reward server.
         name: name of the function in TRL's log.
+        tools: functions or their descriptions, as the trainer's `tools`, which TRL does not pass on; a row's column
+            `tools` takes their place. Empty for a model that was trained without them.
 
     Raises:
-        ValueError: by the function, if a completion is not text and does not end with the assistant's message.
+        ValueError: by the function, if a completion is not text and does not end with the assistant's message, or
+            calls tools that are not given.
     """
+    described = tool_descriptions(tools)
 
-    async def rewards(prompts: Sequence[Any], completions: Sequence[Any], **ignored: Any) -> list[float]:
-        found = await client.score(*conversations(prompts, completions))
+    async def rewards(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
+        found = await client.score(*conversations(prompts, completions, columns, described))
         return [float(reward) for reward in found.tolist()]
 
     rewards.__name__ = name

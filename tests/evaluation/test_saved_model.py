@@ -103,6 +103,19 @@ def test_each_response_of_a_list_is_scored_once(model: BradleyTerryRM, tmp_path:
     assert len({(line["chosen_index"], line["chosen"]) for line in lines}) == 7
 
 
+def test_votes_and_annotators_stay_with_their_pairs(model: BradleyTerryRM, tmp_path: Path):
+    row = {"prompt": "Say 1", "response_a": "1 it", "response_b": "no"}
+    voted = [row | {"votes_a": 3, "votes_b": 1}]
+    evaluated(model, PreferenceDataset(voted).pairs, tmp_path / "votes")
+    (line,) = map(json.loads, (tmp_path / "votes" / "pair_rewards.jsonl").read_text().splitlines())
+    assert (line["votes_chosen"], line["votes_rejected"]) == (3.0, 1.0)
+    cast = [row | {"vote": vote, "annotator": name} for vote, name in (("A", "ann"), ("B", "ben"), ("A", "ben"))]
+    found = evaluated(model, PreferenceDataset(cast).pairs, tmp_path / "cast", by=["annotator"])
+    lines = map(json.loads, (tmp_path / "cast" / "pair_rewards.jsonl").read_text().splitlines())
+    assert [line["annotator"] for line in lines] == ["ann", "ben", "ben"]
+    assert found.metrics.groups["annotator"].keys() == {"ann", "ben"}
+
+
 def test_the_official_number_of_each_subset_follows_from_the_files_written(model: BradleyTerryRM, tmp_path: Path):
     rows = [
         {"prompt": f"Say {n}", "chosen": [f"{n} it"], "rejected": ["no", "so what", "is it"], "subset": "ab"[n % 2]}

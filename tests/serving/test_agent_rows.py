@@ -226,3 +226,33 @@ def test_what_a_request_would_lose_is_refused_by_name(model: BradleyTerryRM, tmp
     answer = asyncio.run(asked())
     assert answer.status_code == (200 if reason is None else 400)
     assert reason is None or reason in answer.json()["error"]["message"]
+
+
+def add(a: int) -> int:
+    """Sum.
+
+    Args:
+        a: a number.
+    """
+    return a
+
+
+class Prompts:
+    """A scorer that keeps its prompts."""
+
+    def score(self, prompts: list[Any], responses: list[str]) -> torch.Tensor:
+        self.prompts = prompts
+        return torch.zeros(len(responses))
+
+
+def test_tools_of_a_trainer_reach_the_reward_model_or_are_asked_for():
+    scorer, called = Prompts(), [[CALL, RESULT, DONE]]
+    with pytest.raises(ValueError, match=r"completion 1 calls tools .* trl_reward\(…, tools=TOOLS\)"):
+        trl_reward(scorer)([[ASK]], called)
+    trl_reward(scorer, tools=[add])([[ASK]], called)
+    (tool,) = scorer.prompts[0][0].fields["tools"]
+    assert (tool["function"]["name"], tool["function"]["description"]) == ("add", "Sum.")
+    trl_reward(scorer, tools=[add])([[ASK]], called, tools=[TOOLS])
+    assert scorer.prompts[0][0].fields["tools"] == TOOLS
+    trl_reward(scorer, tools=[])([[ASK]], called)
+    assert len(scorer.prompts[0]) == 1

@@ -110,6 +110,9 @@ def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
         columns: its mapping of columns.
     """
     names, ours = columns_of(rows), ("prompt", "chosen", "rejected")
+    if tokens := [name for name in names if name.endswith("input_ids")]:
+        told = "token ids do not tell by which template the model will be asked; give the texts or messages"
+        return Suggestion(f"{' and '.join(tokens)} cannot be read: {told}")
     if detect_format(rows) is not None:
         theirs, winner = columns.get("winner") or "winner", named_values(rows, "winner", _RESPONSES)
         told = f"{theirs} holds {', '.join(few_values(rows, 'winner')) or 'many values'}"

@@ -133,7 +133,14 @@ class SourceFormat:
             if reason is not None:
                 tally.report(number, f"a pair of it is bad ({reason}), and left out" if pairs else reason)
             elif not pairs:
-                tally.skip(number, "no pair: no two responses that differ in text and score")
+                listed = row.get("responses")
+                is_single = isinstance(listed, list) and len(listed) == 1
+                lacking = (
+                    "its prompt has one response alone"
+                    if is_single
+                    else "no two responses that differ in text and score"
+                )
+                tally.skip(number, f"no pair: {lacking}")
             yield from ((number, pair) for pair in pairs)
 
     def _readable(self, rows: Iterable[tuple[int, Row]], layout: Layout, tally: RowTally) -> Iterator[tuple[int, Row]]:

@@ -324,10 +324,11 @@ class NamedFiles(NamedTuple):
 def source_files(source: str) -> list[NamedFiles]:
     """The files of a source: a file, a hub name, a folder of files or a pattern such as `sets/*.parquet`.
 
-    Of a folder and those below it the files of one kind are read: Parquet before JSON Lines, JSON and CSV.
+    Of a folder and those below it the files of one kind are read: Parquet before JSON Lines, JSON and CSV. Other
+    kinds are left out if a file that is read has the same name, and so are JSON files.
 
     Raises:
-        DataError: if a folder holds no file of pairs or a model, or nothing matches the pattern.
+        DataError: if a folder holds no file of pairs, files of two kinds or a model, or nothing matches the pattern.
     """
     path = Path(source).expanduser()
     if path.is_dir() and not any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
@@ -337,12 +338,18 @@ def source_files(source: str) -> list[NamedFiles]:
                 "the model first: rm-opt evaluate MODEL --data PAIRS)"
             )
         shown = [file for file in sorted(path.rglob("*")) if not any(map(_HIDDEN, file.relative_to(path).parts))]
-        kinds = {kind: [str(file) for file in shown if _suffix(file) == kind] for kind in (*_READERS, *_REMEDIES)}
-        files = next((kinds[kind] for kind in _READERS if kinds[kind]), [])
+        readers = dict.fromkeys(_READERS.values())
+        kinds = ([file for file in shown if _READERS.get(_suffix(file)) is reader] for reader in readers)
+        files = next(filter(None, kinds), [])
         if not files:
             raise DataError(f"{source}: the folder holds no Parquet, JSON Lines, JSON or CSV file")
-        left_out = [file for found in kinds.values() for file in found if found is not files]
-        return [NamedFiles(path.resolve().name, source, files, left_out)]
+        left_out = [file for file in shown if _suffix(file) in {*_READERS, *_REMEDIES} and file not in files]
+        names = {*map(source_name, files)}
+        for file in left_out:
+            if _suffix(file) in _READERS and _suffix(file) != ".json" and source_name(file) not in names:
+                both = " and ".join(f"{path}/**/*{_suffix(each)}" for each in (files[0], file))
+                raise DataError(f"{source}: the folder holds files of two kinds; name one of {both}, or a list of both")
+        return [NamedFiles(path.resolve().name, source, [*map(str, files)], [*map(str, left_out)])]
     if not path.exists() and glob.has_magic(source):
         matches = sorted(glob.glob(str(path), recursive=True))
         if not matches:

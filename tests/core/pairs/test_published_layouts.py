@@ -502,6 +502,11 @@ def test_scores_that_tell_the_winner_stay_with_the_pair():
     assert (pair.chosen, pair.scores) == (row["response_b"], (2.0, 0.5))
 
 
+def test_a_prompt_with_one_response_gives_no_pair_for_that_reason():
+    with pytest.raises(DataError, match="row 1: no pair: its prompt has one response alone"):
+        PreferenceDataset([{"prompt": q(i), "response": good(i), "score": i} for i in range(3)])
+
+
 @pytest.mark.parametrize(
     ("values", "sides", "told"),
     [

@@ -327,6 +327,11 @@ SIDES = {"response_a": "x", "response_b": "y"}
             "chosen: left",
         ),
         (
+            [{"chosen_input_ids": [1, 2], "rejected_input_ids": [3], "chosen_attention_mask": [1, 1]}],
+            "chosen_input_ids and rejected_input_ids cannot be read: token ids do not tell by which template",
+            "name yours",
+        ),
+        (
             [{"positive": "x", "negative": "y", "better": side} for side in ("positive", "negative")],
             r"better names the better one: .*winner: better} data.winner=\[negative,positive\];",
             "chosen: positive",

@@ -319,14 +319,25 @@ def test_a_folder_and_a_pattern_are_the_same_pairs_for_training_and_for_commands
 
 
 def test_what_a_folder_leaves_out_is_said(tmp_path: Path):
-    for name in ("a.parquet", "b.jsonl", "c.csv"):
-        {"a.parquet": WRITERS["a.parquet"], "b.jsonl": write_lines, "c.csv": write_csv}[name](tmp_path / name, ROWS)
-    (tmp_path / "d.tsv").write_text("x")
+    for name in ("a.parquet", "a.jsonl", "a.csv"):
+        {"a.parquet": WRITERS["a.parquet"], "a.jsonl": write_lines, "a.csv": write_csv}[name](tmp_path / name, ROWS)
+    (tmp_path / "infos.json").write_text("{}")
     (tmp_path / "README.md").write_text("x")
     data = PreferenceDataset(str(tmp_path))
-    others = ", ".join(str(tmp_path / name) for name in ("b.jsonl", "c.csv", "d.tsv"))
+    others = ", ".join(str(tmp_path / name) for name in ("a.csv", "a.jsonl", "infos.json"))
     assert data.notes == (f"{tmp_path}: 1 files are read, 3 are left out: {others}",)
     assert len(data) == len(ROWS)
+
+
+def test_a_folder_reads_both_endings_of_a_kind_and_refuses_two_kinds(tmp_path: Path):
+    for name in ("a.jsonl", "b.ndjson"):
+        write_lines(tmp_path / name, ROWS)
+    assert len(PreferenceDataset(str(tmp_path))) == 2 * len(ROWS)
+    (tmp_path / "c.tsv").write_text("prompt\tchosen\trejected\nHi\ta\tb\n")
+    with pytest.raises(DataError, match=r"files of two kinds; name one of .*\*\.jsonl and .*\*\.tsv, or a list"):
+        PreferenceDataset(str(tmp_path))
+    both = [str(tmp_path / "**/*.jsonl"), str(tmp_path / "**/*.tsv")]
+    assert len(PreferenceDataset(both)) == len(ROWS) + 1
 
 
 @pytest.mark.parametrize("options", [{"train": "{}"}, {"train": "a.jsonl", "val": "{}"}])
