@@ -291,6 +291,12 @@ def test_a_broken_model_fails_the_checks_of_what_was_broken(broken, model):
     assert diagnosis.exit_code == 4
 
 
+def test_a_head_without_a_gradient_does_not_learn_from_a_pair(model, monkeypatch):
+    monkeypatch.setattr(type(model), "forward", lambda self, ids, mask: 0.0 * self.reward_head.weight.sum() + ids[:, 0])
+    check = doctor_head.head_trainable(model, [(1, 2), (3, 4), (5, 6)])
+    assert (check.status, check.measured) == (Status.fail, 0.0)
+
+
 @pytest.mark.parametrize(("num_openers", "status"), [(0, Status.ok), (1, Status.ok), (2, Status.fail)])
 def test_a_tokenizer_that_adds_no_bos_may_read_one(num_openers, status, model):
     probe = [(*(model.tokenizer.bos_token_id,) * num_openers, *ids) for ids in probe_ids(model)]

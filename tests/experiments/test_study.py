@@ -120,6 +120,8 @@ def test_a_trial_of_another_process_is_waited_for_and_one_of_a_dead_process_is_m
         holder.kill()
     assert study.status().counts == {"waiting": 1}
     assert study.run(InlineExecutor()).counts == {"finished": 1}
+    (trial.folder / "result.json").unlink()
+    assert [trial.measure(), trial.measure()] == [0, 0]  # the second finds it finished
 
 
 def test_processes_give_the_results_of_this_one(tmp_path):

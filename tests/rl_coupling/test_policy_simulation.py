@@ -189,7 +189,9 @@ def test_the_world_answers_its_prompts_and_judges_them():
     found = sampler.sample(PROMPTS)
     assert found == BestOfNSampler(WorldPolicy(WORLD), WorldGold(WORLD), 32, seed=1).sample(PROMPTS)
     assert all(row.rewards[0] == pytest.approx(WORLD.gold(str(row.prompt), row.best), abs=1e-5) for row in found)
-    for part in (WorldGold(WORLD).score, lambda p, r: WorldPolicy(WORLD).respond(p[0], 1, 0)):
+    gold = WorldGold(WORLD)
+    assert gold.score(PROMPTS[0], found[0].best) == gold.score(PROMPTS[:1], [found[0].best])[0]
+    for part in (gold.score, lambda p, r: WorldPolicy(WORLD).respond(p[0], 1, 0)):
         with pytest.raises(DataError, match="topics"):
             part(["Hello"], ["x"])
 

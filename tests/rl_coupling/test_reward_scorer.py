@@ -92,6 +92,10 @@ def test_calls_run_together_up_to_the_bound_and_keep_their_order():
     assert slow.most == 3
 
 
+def test_a_model_in_this_process_scores_one_call_at_a_time(chat_model):
+    assert RewardModelScorer(chat_model, max_concurrency=3).max_concurrency == 1
+
+
 def test_no_rollouts_have_no_scores(chat_model):
     assert score(RewardModelScorer(chat_model), []) == []
 

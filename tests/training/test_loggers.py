@@ -18,7 +18,7 @@ from rm_optimizer.schema import LoggerConfig, TrainConfig
 from rm_optimizer.schema.config import WandbMode
 from rm_optimizer.train import option_callbacks
 from rm_optimizer.training import train_reward_model
-from rm_optimizer.training.loggers import MetricsCSV, log_figure, log_histogram, require_wandb_key
+from rm_optimizer.training.loggers import MetricsCSV, log_figure, log_histogram, log_table, require_wandb_key
 from tests.logged import wandb_history, wandb_records
 
 Build = Callable[..., TrainConfig]
@@ -128,6 +128,7 @@ def test_loggers_of_numbers_alone_are_passed_over(tmp_path: Path):
     recorder = MetricsCSV(tmp_path)
     log_figure([recorder], "a/figure", tmp_path / "none.png", 1)
     log_histogram([recorder], "a/values", np.zeros(2), 1)
+    log_table([recorder], "a/table", [{"name": "one row", "value": 1}], 1)
     recorder.finalize("success")
     assert not recorder.path.exists()
 

@@ -18,7 +18,7 @@ from safetensors.torch import save, save_file
 
 from rm_optimizer.errors import EngineUnavailable, TransferFailed, WeightsRefused
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
-from rm_optimizer.serving.update_protocol import Begin, OutcomeStatus, TensorSpec
+from rm_optimizer.serving.update_protocol import Begin, Outcome, OutcomeStatus, TensorSpec
 from rm_optimizer.serving.weights import receiver
 from rm_optimizer.serving.weights.incoming import FromPath, checked_path
 from rm_optimizer.serving.weights.live_weights import tensor_specs
@@ -237,6 +237,19 @@ def test_an_update_whose_sender_died_gives_way_to_its_successor(server, monkeypa
     assert send(server, "begin", successor).status_code == 200
     assert "silent for" in refused(send(server, "commit", {"batch_id": dead["batch_id"]}))
     assert send(server, "abort", {"batch_id": successor["batch_id"]}).status_code == 200
+
+
+def test_an_update_in_progress_is_given_up_when_the_server_stops(server):
+    begin = Begin.model_validate(announcement(tensors_of(server), transport=Transport.inline))
+
+    async def stopped() -> Outcome:
+        closing = receiver.WeightReceiver(server.service)
+        await closing.begin(begin)
+        await closing.close()
+        return closing.status().outcome
+
+    outcome = asyncio.run(stopped())
+    assert (outcome.status, outcome.error.message) == (OutcomeStatus.aborted, "given up: the server is stopping")
 
 
 def test_an_upload_that_goes_on_keeps_others_out(server, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -169,7 +170,9 @@ def test_schedule_free_is_measured_at_its_averages(
 
 def test_the_numbers_reach_metrics_csv_at_their_steps(small_config: Build, tmp_path: Path):
     config = small_config(tmp_path, *WATCHED)
-    train_reward_model(config, callbacks=[HessianCallback(config.training.hessian, PowerIteration())])
+    callback, started = HessianCallback(config.training.hessian, PowerIteration()), time.perf_counter()
+    train_reward_model(config, callbacks=[callback])
+    assert 0 < callback.seconds < time.perf_counter() - started
     rows = {row["step"]: row for row in read_rows(tmp_path / "metrics.csv")}
     assert [step for step, row in rows.items() if row["curvature_trace"]] == ["0", "2", "4"]
     first = rows["0"]
@@ -227,7 +230,9 @@ def test_measurements_that_take_long_by_the_clock_name_the_spacing_that_does_not
     callback = HessianCallback(small_config(tmp_path).training.hessian, PowerIteration())
     callback._plan, callback.seconds, callback.num_measured = MeasurementPlan(0, 100, spent=spent), seconds, 4
     monkeypatch.setattr(training_curvature.time, "perf_counter", lambda: callback._started + 10.0)
+    caplog.set_level("INFO", logger="rm_optimizer")
     callback.on_train_end(SimpleNamespace(global_step=100), None)
+    assert f"4 measurements on 0 pairs took {seconds} s, {10 * seconds:.1f} %" in caplog.text
     assert ("training.hessian.every=97 keeps to it" in caplog.text) == is_said
 
 
