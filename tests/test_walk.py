@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
+@pytest.mark.slow
 def test_the_calls_of_a_run_are_in_the_order_that_the_manual_gives():
     page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
     section = page.partition("## A run, in the order of its calls")[2].partition("\n## ")[0]

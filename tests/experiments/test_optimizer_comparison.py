@@ -304,7 +304,7 @@ def final_trial(folder: Path, arm: str, seed: int) -> Path:
 
 
 @pytest.mark.parametrize("file", ["work/curve.json", "work/margins.npz", "result.json"])
-@pytest.mark.parametrize("is_cut", [True, False])
+@pytest.mark.parametrize("is_cut", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_final_run_that_cannot_be_read_is_left_out_and_named(finished, tmp_path, file, is_cut):
     folder = shutil.copytree(finished[0].folder, tmp_path / "study")
     damaged = final_trial(folder, "sgd", 1) / file

@@ -39,7 +39,10 @@ def coverage(make: Make, truth: float) -> float:
     return float(np.mean([estimate.low <= truth <= estimate.high for estimate in estimates]))  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("name", ["decaying", "indefinite", "flat"])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param("decaying", marks=pytest.mark.slow), "indefinite", pytest.param("flat", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("method", TRACE_ESTIMATORS)
 def test_trace_intervals_hold_the_trace_as_often_as_they_say(name: str, method: str):
     truth = float(spectra()[name].sum())
@@ -49,7 +52,7 @@ def test_trace_intervals_hold_the_trace_as_often_as_they_say(name: str, method: 
         assert share <= COVERAGE[1] or method == "xtrace", (products, share)  # whose jackknife errs on the wide side
 
 
-@pytest.mark.parametrize("name", ["decaying", "indefinite"])
+@pytest.mark.parametrize("name", [pytest.param("decaying", marks=pytest.mark.slow), "indefinite"])
 def test_intervals_of_deflated_estimates_hold_the_truth(name: str):
     values, found = spectra()[name], top(name)
     truths_and_estimates: dict[str, tuple[float, Make]] = {
@@ -103,6 +106,7 @@ def test_the_variance_of_a_trace_is_that_of_signs_and_not_its_bound(count: int):
     assert truth < 0.2 * 2 * float(matrix.square().sum()) / count
 
 
+@pytest.mark.slow
 def test_intervals_hold_the_trace_of_a_models_hessian():
     known = dense("llama")
     matrix = MatrixOperator(known.hessian)
@@ -128,6 +132,7 @@ def root_mean_square_error(make: Make, truth: float) -> float:
     return float(np.sqrt(np.mean([(make(seed).value - truth) ** 2 for seed in range(100)])))
 
 
+@pytest.mark.slow
 def test_hutchinsons_error_falls_with_the_root_of_its_products():
     truth = float(spectra()["indefinite"].sum())
     errors = [
@@ -174,7 +179,7 @@ def test_taking_out_eigenpairs_makes_the_trace_surer():
     assert deflated < plain / 2
 
 
-@pytest.mark.parametrize("dimension", [3, 7])
+@pytest.mark.parametrize("dimension", [3, pytest.param(7, marks=pytest.mark.slow)])
 def test_xtrace_is_unbiased_where_random_vectors_repeat(dimension: int):
     """Two of three vectors of signs are often the same line there, and the third then stands alone."""
     matrix = torch.diag(torch.arange(1, dimension + 1, dtype=torch.float64))

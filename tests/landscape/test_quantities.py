@@ -231,8 +231,16 @@ def test_a_density_gives_ranks_with_error_bars():
         assert estimate.standard_error > 0  # type: ignore[operator]
 
 
-@pytest.mark.parametrize("num_steps", [4, 5])
-@pytest.mark.parametrize("name", ["decaying", "indefinite", "bert", "llama"])
+@pytest.mark.parametrize("num_steps", [4, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "decaying",
+        "indefinite",
+        pytest.param("bert", marks=pytest.mark.slow),
+        pytest.param("llama", marks=pytest.mark.slow),
+    ],
+)
 def test_error_bars_from_a_density_hold_the_truth(name: str, num_steps: int):
     """Also of what is no polynomial, which a quadrature rule misses whatever the random vectors."""
     whole, seeds, num_probes = world(name)[2], 40, 10

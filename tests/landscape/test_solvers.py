@@ -315,7 +315,7 @@ def test_the_full_spectrum_is_that_of_the_matrix():
     torch.testing.assert_close(found.residuals, residuals, rtol=1e-2, atol=1e-7)
 
 
-@pytest.mark.parametrize(("family", "seed"), [("bert", 1), ("llama", 3)])
+@pytest.mark.parametrize(("family", "seed"), [("bert", 1), pytest.param("llama", 3, marks=pytest.mark.slow)])
 def test_errors_of_float32_lie_within_their_bounds(family: str, seed: int):
     model = reward_model(family, seed=seed)  # of 48 tried, those that rounding moved furthest
     batches, kinds = micro_batches(model), (torch.float64, torch.float32)

@@ -161,6 +161,7 @@ def test_a_picture_replaces_the_old_one_whole_or_not_at_all(tmp_path: Path, monk
     assert [item.name for item in path.parent.iterdir()] == ["loss.png"]
 
 
+@pytest.mark.slow
 def test_drawing_imports_no_pyplot():
     code = "import sys, rm_optimizer.reporting.run_report; sys.exit('matplotlib.pyplot' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -117,7 +117,7 @@ def test_missing_and_torn_pieces_are_named(copied: Path):
     assert f"rm-opt analyze {copied} --type hessian" in missing
 
 
-@pytest.mark.parametrize(("result", "is_fixed"), [(SLICE, False), (SURFACE, True)])
+@pytest.mark.parametrize(("result", "is_fixed"), [pytest.param(SLICE, False, marks=pytest.mark.slow), (SURFACE, True)])
 def test_an_analysis_is_drawn_from_its_stored_result(copied: Path, result: Slice | Surface, *, is_fixed: bool):
     kind = "surface" if is_fixed else "slices"
     folder = copied / "landscape" / f"{kind}-2"

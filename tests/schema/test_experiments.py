@@ -16,6 +16,7 @@ from rm_optimizer.schema.store import register
 
 NAMES = sorted(file.stem for file in Path(config_root(), "experiment").glob("*.yaml"))
 SWEEPS = [name for name in NAMES if name.startswith("sensitivity_")]
+CELLS = [pytest.param(name, marks=pytest.mark.slow if name == "sensitivity_grid" else ()) for name in SWEEPS]
 MODELS = ["minilm", "qwen"]
 STEPS = {
     ("ablation_a1", "ablation_a2"): {"schedule.name", "schedule.warmup_ratio"},
@@ -92,7 +93,7 @@ def test_lora_takes_its_own_learning_rate_and_no_decay(name, model):
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("name", SWEEPS)
+@pytest.mark.parametrize("name", CELLS)
 def test_every_cell_of_a_sweep_composes_and_is_another_configuration(name, model):
     base = [f"experiment={name}", f"model={model}"]
     cells = [options(*base, *cell) for cell in sweep(name, f"model={model}")]

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from rm_optimizer.serving.protocol import ErrorBody
 from tests.serving.engines import InProcessEngine, exported, options_of, served
 
-EXAMPLES = 20
+EXAMPLES = 10
 """Cases of each operation."""
 
 

@@ -242,7 +242,7 @@ print(sorted(heavy & set(sys.modules)))
 """
 
 
-@pytest.mark.parametrize("make", [decoder_tokenizer, encoder_tokenizer])
+@pytest.mark.parametrize("make", [decoder_tokenizer, pytest.param(encoder_tokenizer, marks=pytest.mark.slow)])
 def test_the_process_that_speaks_http_imports_no_model_and_reads_the_tokenizer_by_its_class(tmp_path, make):
     make().save_pretrained(tmp_path)
     known = AutoTokenizer.from_pretrained(tmp_path)

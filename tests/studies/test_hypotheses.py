@@ -138,6 +138,7 @@ def miniature(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]
     return folder / "out", files, hypotheses.run(folder / "out", *files, OVERRIDES, 1, **SIZES)
 
 
+@pytest.mark.slow
 def test_the_command_reads_the_stored_trials_and_prints_each_claim(miniature, monkeypatch, capsys):
     """A study of stored trials gives the stored findings, from a copied folder too; nothing is measured."""
     folder, files, report = miniature

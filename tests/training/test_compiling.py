@@ -79,7 +79,7 @@ def assert_alike(plain: BradleyTerryRM, compiled: BradleyTerryRM, passes: Callab
 
 @pytest.mark.parametrize(
     ("family", "passes", "checkpointing"),
-    [("llama", shared, False), ("qwen2", padded, True), ("bert", padded, False)],
+    [("llama", shared, False), pytest.param("qwen2", padded, True, marks=pytest.mark.slow), ("bert", padded, False)],
     ids=["shared prompts", "checkpointed layers", "encoder"],
 )
 def test_many_sizes_share_two_compilations(family: str, passes: Callable[..., Tensor], checkpointing: bool):

@@ -226,7 +226,7 @@ def test_changed_pairs_are_refused_and_moved_ones_are_not(small_config: Build, t
     assert train_reward_model(small_config(run_dir, *extended, write(tmp_path / "b.jsonl"))).steps == 2
 
 
-@pytest.mark.parametrize("schedule", ["constant", "cosine"])
+@pytest.mark.parametrize("schedule", [pytest.param("constant", marks=pytest.mark.slow), "cosine"])
 def test_a_run_can_be_made_longer(small_config: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture, schedule: str):
     common = [f"schedule.name={schedule}", "schedule.warmup_ratio=0", "training.checkpoint_every=3"]
     long, cut = tmp_path / "long", tmp_path / "cut"

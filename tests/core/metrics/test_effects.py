@@ -164,7 +164,7 @@ def trained(rng: np.random.Generator, prompts: np.ndarray, seeds: int, shift: fl
     return np.repeat(own, 2, axis=1) + rng.normal(0.0, 0.5, (seeds, 2 * len(prompts)))
 
 
-@pytest.mark.parametrize(("seeds", "num_prompts"), [(3, 60), (5, 30)])
+@pytest.mark.parametrize(("seeds", "num_prompts"), [pytest.param(3, 60, marks=pytest.mark.slow), (5, 30)])
 def test_intervals_over_seeds_and_prompts_hold_the_truth_as_often_as_they_say(seeds, num_prompts):
     rng, shift, repetitions = np.random.default_rng(0), 0.2, 1000
     names = [str(i // 2) for i in range(2 * num_prompts)]

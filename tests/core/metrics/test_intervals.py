@@ -131,7 +131,15 @@ def test_intervals_reduce_to_student_s_where_only_seeds_or_only_prompts_vary():
     assert prompts.high - 0.3 == pytest.approx(student.ppf(0.975, 49) * 0.05)
 
 
-@pytest.mark.parametrize(("seed_std", "prompt_std"), [(0.0, 1.0), (0.1, 0.2), (0.3, 1.0), (0.1, 0.0)])
+@pytest.mark.parametrize(
+    ("seed_std", "prompt_std"),
+    [
+        pytest.param(0.0, 1.0, marks=pytest.mark.slow),
+        (0.1, 0.2),
+        (0.3, 1.0),
+        pytest.param(0.1, 0.0, marks=pytest.mark.slow),
+    ],
+)
 def test_intervals_hold_the_truth_at_least_as_often_as_they_say(seed_std, prompt_std):
     rng = np.random.default_rng(3)
     repetitions, truth, held = 1500, 0.7, 0

@@ -54,7 +54,7 @@ def test_the_seed_determines_every_text_and_label(default):
     assert content(world(seed=1).train) != content(default.train)
 
 
-@pytest.mark.parametrize("seed", STORED)
+@pytest.mark.parametrize("seed", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_the_pairs_of_the_quick_start_never_change(seed):
     built = synthetic_world(SyntheticConfig(seed=seed))
     train, val = (PreferenceDataset(pairs).fingerprint for pairs in (built.train, built.val))
@@ -95,6 +95,7 @@ def test_the_policy_answers_prompts_by_its_generator():
     assert {type(built.gold(text, response)) for text, response in zip(prompts, samples[0], strict=False)} == {float}
 
 
+@pytest.mark.slow
 def test_the_world_is_the_same_in_another_process_with_another_string_hash_seed(default):
     code = (
         "from rm_optimizer.core.pairs.synthetic import synthetic_world;from rm_optimizer.core.pairs.pair import digest;"

@@ -11,7 +11,7 @@ from rm_optimizer.landscape.operators.base import MatrixOperator
 from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos, rounding
 from rm_optimizer.landscape.solvers.overlooked import with_overlooked
 from rm_optimizer.schema.landscape import SpectrumOptions
-from tests.landscape.worlds import FAMILIES, FOUR_PROMPTS, INNER, dense, reward_model
+from tests.landscape.worlds import FOUR_PROMPTS, INNER, dense, reward_model
 
 CLOUD = 0.1 * (2 * torch.rand(300, generator=torch.Generator().manual_seed(0), dtype=torch.float64) - 1)
 """Small eigenvalues, beside which others stand alone."""
@@ -115,7 +115,7 @@ def test_a_warm_start_sees_a_new_top_eigenvalue_at_right_angles_to_the_old():
         assert float(found.values[0]) == pytest.approx(20, rel=1e-3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama", pytest.param("bert", marks=pytest.mark.slow)])
 def test_converged_values_of_dense_hessians_are_those_of_their_rank(family: str):
     operator = MatrixOperator(dense(family).hessian)
     for top_k, which in ((1, "largest"), (5, "magnitude"), (5, "both"), (12, "both")):

@@ -239,6 +239,11 @@ def test_an_update_whose_sender_died_gives_way_to_its_successor(server, monkeypa
     assert send(server, "abort", {"batch_id": successor["batch_id"]}).status_code == 200
 
 
+def test_other_weights_under_a_name_that_has_served_are_refused(server):
+    begin = announcement(tensors_of(server), version=served(server)[1], transport=Transport.inline)
+    assert "publish these under another name" in refused(send(server, "begin", begin), 409)
+
+
 def test_an_update_in_progress_is_given_up_when_the_server_stops(server):
     begin = Begin.model_validate(announcement(tensors_of(server), transport=Transport.inline))
 

@@ -350,7 +350,10 @@ def test_generators_gradients_and_modes_come_back_also_after_an_error():
     assert torch.equal(torch.get_rng_state(), expected[1])
 
 
-@pytest.mark.parametrize("options", [[], ["model.dropout=true", "optimizer=schedulefree", "schedule=constant"]])
+@pytest.mark.parametrize(
+    "options",
+    [pytest.param([], marks=pytest.mark.slow), ["model.dropout=true", "optimizer=schedulefree", "schedule=constant"]],
+)
 def test_the_command_s_own_measurement_changes_nothing_either(small_config: Build, tmp_path: Path, options: list[str]):
     watched = small_config(tmp_path / "watched", *WATCHED, "model.attn_implementation=sdpa", *options)
     train_reward_model(watched, callbacks=option_callbacks(watched))

@@ -113,6 +113,7 @@ print(before, after, restart_rss_peak(), rss_bytes()[1])
 """
 
 
+@pytest.mark.slow
 def test_the_peak_holds_memory_that_was_returned_until_it_is_restarted():
     # in a small process of its own: what a large one holds and does not use may be taken from it at any time
     done = subprocess.run([sys.executable, "-c", MEASURED], capture_output=True, text=True, check=True)

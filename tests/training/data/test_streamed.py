@@ -82,7 +82,7 @@ def test_a_streamed_run_counts_its_pairs_and_closes_its_workers(
     assert (len(trained.pairs), len(trained.prompts)) == (100, 100)
 
 
-@pytest.mark.parametrize("step", [2, 6, 7])
+@pytest.mark.parametrize("step", [pytest.param(2, marks=pytest.mark.slow), 6, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_resumed_streamed_run_ends_bitwise_equal(
     small_config: Build, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str], step: int
 ):

@@ -64,7 +64,7 @@ def whole(
     return folder, options
 
 
-@pytest.mark.parametrize("step", [1, 3, 5])
+@pytest.mark.parametrize("step", [3, pytest.param(1, marks=pytest.mark.slow), pytest.param(5, marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_bitwise_equal(
     small_config: Build, whole: tuple[Path, list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ):
