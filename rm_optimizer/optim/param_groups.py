@@ -212,7 +212,7 @@ def partition(model: nn.Module, *, head_names: Collection[str]) -> ParamPartitio
         ConfigError: if nothing is trainable, a head name is no parameter, or a layer with one output after the
             backbone is not among the head names.
     """
-    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    names = {name for name, _ in model.named_parameters()}  # as they are sorted below: the first of tied names
     if absent := sorted(set(head_names) - names):
         raise ConfigError(f"head names must be parameters of the model, got {', '.join(absent)}")
     if not any(p.requires_grad for p in model.parameters()):

@@ -156,6 +156,8 @@ def test_tied_parameters_count_once():
     names = [item.name for item in partition(model, head_names=["score.weight"]).parameters]
     assert "model.layers.0.mlp.up_proj.weight" in names
     assert "model.layers.1.mlp.up_proj.weight" not in names
+    with pytest.raises(ConfigError, match=r"must be parameters of the model, got model\.layers\.1\.mlp"):
+        partition(model, head_names=["model.layers.1.mlp.up_proj.weight"])
 
 
 @pytest.fixture
