@@ -32,7 +32,8 @@ Needs = Literal["files", "model", "pairs", "rewards", "trained rewards"]
 _BUILT_IN: dict[Needs, tuple[Callable[..., Check], ...]] = {
     "files": (
         *(doctor_text.pad_token, doctor_text.tokenizer_file, doctor_text.special_tokens, doctor_text.template_date),
-        *(doctor_text.rendered_together, doctor_text.truncation, doctor_head.single_label, doctor_head.raw_reward),
+        *(doctor_text.plain_rendering, doctor_text.rendered_together, doctor_text.truncation),
+        *(doctor_head.single_label, doctor_head.raw_reward),
     ),
     "model": (
         *(doctor_head.head_init, doctor_head.adapter_trained, doctor_head.head_dtype, doctor_head.head_trainable),

@@ -12,6 +12,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.core.tokens.tokenizer import TOKENIZER_FILE, read_otherwise
+from rm_optimizer.core.tokens.written_template import plain_agreement
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 
 _DAYS = (datetime(2024, 1, 2), datetime(2031, 10, 29))
@@ -80,6 +81,25 @@ def special_tokens(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> C
     )
     verdict = (not num_wrong, num_wrong, f"of {len(probe)} sequences", expected, good, bad)
     return judged("special_tokens", *verdict, details={"wrong_start": wrong_start, "wrong_end": wrong_end})
+
+
+def plain_rendering(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
+    """Plain `apply_chat_template`, its text in the tokenizer and in a pipeline give the tokens that the model reads."""
+    expected, renderer = (
+        "3 ways: apply_chat_template, its text in the tokenizer, its text in a pipeline",
+        model.renderer,
+    )
+    if renderer.kind != "chat_template":
+        reason = "the model renders by no chat template; score through BradleyTerryRM or rm-opt serve"
+        return skipped("plain_rendering", expected, reason)
+    talks = [(*as_messages(prompt), Message("assistant", response)) for prompt, response in DEFAULT_PROBE]
+    as_tokens, as_text = plain_agreement(talks, probe, model.max_length, model.tokenizer)
+    remedy = "score through BradleyTerryRM or rm-opt serve"
+    if as_tokens:
+        remedy = "tokenize the text with add_special_tokens=False; an export of the model does that where it can"
+    good, bad = "special tokens are written once, whichever way is taken", f"not every way gives its tokens; {remedy}"
+    verdict = (as_tokens and as_text, as_tokens + 2 * as_text, "of 3 ways", expected, good, bad)
+    return judged("plain_rendering", *verdict, otherwise=Status.warn)
 
 
 def _openers(model: BradleyTerryRM) -> set[int]:

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from tokenizers.processors import TemplateProcessing
 from typer import Exit
 
 from rm_optimizer.core.classifier import scoring
@@ -45,6 +46,7 @@ from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client.reward_function import trl_reward
 from tests.builders import (
     FAMILIES,
+    decoder_tokenizer,
     fresh_reward_model,
     tiny_model,
     tiny_reward_model,
@@ -112,7 +114,14 @@ def test_a_healthy_model_passes_every_check_and_stays_as_it_was(model, data):
     stages: list[tuple[int, int]] = []
     diagnosis = diagnose(model, data, seed=0, on_stage=lambda _, done, total: stages.append((done, total)))
     assert (diagnosis.verdict, diagnosis.exit_code) == (Status.ok, 0), failed(diagnosis) | warned(diagnosis)
-    not_asked = ["tokenizer_file", "template_date", "adapter_trained", "unseen_pairs", "label_groups"]
+    not_asked = [
+        "tokenizer_file",
+        "template_date",
+        "plain_rendering",
+        "adapter_trained",
+        "unseen_pairs",
+        "label_groups",
+    ]
     assert diagnosis.names(Status.skipped) == not_asked
     page = (Path(__file__).parents[2] / "docs/evaluation.md").read_text(encoding="utf-8")
     assert [check.name for check in diagnosis.checks if f"`{check.name}`" not in page] == []
@@ -302,6 +311,21 @@ def test_a_tokenizer_that_adds_no_bos_may_read_one(num_openers, status, model):
     probe = [(*(model.tokenizer.bos_token_id,) * num_openers, *ids) for ids in probe_ids(model)]
     check = doctor_text.special_tokens(model, probe)
     assert (check.status, check.measured) == (status, len(probe) * (num_openers == 2))
+
+
+def test_special_tokens_that_a_pipeline_doubles_are_a_warning(tmp_path):
+    template = "{{ bos_token }}{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer = decoder_tokenizer(chat_template=template)
+    frame = {"single": "<s> $A", "special_tokens": [("<s>", tokenizer.bos_token_id)]}
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(**frame)
+    model = tiny_reward_model("llama", tokenizer)
+    check = doctor_text.plain_rendering(model, probe_ids(model))
+    assert (check.status, check.measured) == (Status.warn, 1)
+    assert "add_special_tokens=False" in check.explanation
+    model.save_pretrained(tmp_path)
+    exported = BradleyTerryRM.from_pretrained(tmp_path)
+    check = doctor_text.plain_rendering(exported, probe_ids(exported))
+    assert (check.status, check.measured) == (Status.ok, 3)
 
 
 def test_a_head_that_rounds_is_found(model, monkeypatch):

@@ -8,6 +8,7 @@ import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.storage.model_files import DIGESTS, weight_digests
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
-from rm_optimizer.core.tokens.written_template import add_nothing_to_texts
+from rm_optimizer.core.tokens.written_template import add_nothing_to_texts, plain_agreement
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import replacing_folder
@@ -265,20 +266,6 @@ def certified(
     return certificate
 
 
-def _plain_agreement(
-    reward_model: ClassifierRewardModel, stored: ConversationRenderer, certificate: ParityCertificate
-) -> tuple[bool, bool]:
-    """True if plain `apply_chat_template` gives the certified tokens, and if a pipeline reads them off its text."""
-    tokenizer, write = stored.tokenizer, stored.tokenizer.apply_chat_template
-    as_tokens = as_text = bool(tokenizer.chat_template) and stored.template_hash == reward_model.renderer.template_hash
-    for score in certificate.scores if as_tokens else ():
-        if len(score.input_ids) < reward_model.max_length:
-            turns = [turn.to_dict() for turn in (*as_messages(score.prompt), Message("assistant", score.response))]
-            as_tokens &= tuple(write(turns, tokenize=True, return_dict=True)["input_ids"]) == score.input_ids
-            as_text &= tuple(tokenizer(str(write(turns, tokenize=False)))["input_ids"]) == score.input_ids
-    return as_tokens, as_text
-
-
 def _renders_plainly(
     reward_model: ClassifierRewardModel, folder: Path, stored: ConversationRenderer, certificate: ParityCertificate
 ) -> bool:
@@ -286,12 +273,16 @@ def _renders_plainly(
 
     The stored tokenizer then adds nothing to a single text, so that a pipeline reads `tokenize=False` right too.
     """
-    renders, is_text_read = _plain_agreement(reward_model, stored, certificate)
+    scores = certificate.scores
+    read = [(*as_messages(score.prompt), Message("assistant", score.response)) for score in scores]
+    agreement = partial(plain_agreement, read, [score.input_ids for score in scores], reward_model.max_length)
+    is_same = stored.template_hash == reward_model.renderer.template_hash
+    renders, is_text_read = agreement(stored.tokenizer) if is_same else (False, False)
     files = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if renders and not is_text_read and files[0].is_file():
         before = [file.read_bytes() for file in files]
         add_nothing_to_texts(*files, reward_model.tokenizer.model_input_names)
-        is_text_read = all(_plain_agreement(reward_model, stored_renderer(reward_model, folder), certificate))
+        is_text_read = all(agreement(stored_renderer(reward_model, folder).tokenizer))
         for file, content in () if is_text_read else zip(files, before, strict=True):
             file.write_bytes(content)
     if not is_text_read and reward_model.renderer.kind != "custom":

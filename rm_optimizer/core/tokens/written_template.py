@@ -16,7 +16,7 @@ from typing import Any
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase
 
-from rm_optimizer.core.pairs.pair import Prompt
+from rm_optimizer.core.pairs.pair import Message, Prompt
 from rm_optimizer.core.tokens.chat import PROBES, WRITTEN_MARK, ConversationRenderer
 from rm_optimizer.core.tokens.conversation_text import ROLE_NAMES
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
@@ -172,6 +172,30 @@ def _without_template(lead: str, opening: str, middle: str, end: str) -> str:
     for name, text in parts.items():
         template = template.replace(name, json.dumps(text, ensure_ascii=False))
     return template
+
+
+def plain_agreement(
+    conversations: Sequence[Sequence[Message]],
+    ids: Sequence[Sequence[int]],
+    max_length: int,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[bool, bool]:
+    """True if plain `apply_chat_template` gives a model's tokens, and if its text does, which a pipeline tokenizes.
+
+    Args:
+        conversations: whole conversations; those that are cut decide nothing.
+        ids: token ids that the model reads of each.
+        max_length: most tokens of a sequence.
+        tokenizer: plain tokenizer, such as a stored one.
+    """
+    write = tokenizer.apply_chat_template
+    as_tokens = as_text = bool(tokenizer.chat_template)
+    for conversation, read in zip(conversations, ids, strict=True) if as_tokens else ():
+        if len(read) < max_length:
+            turns = [turn.to_dict() for turn in conversation]
+            as_tokens &= list(write(turns, tokenize=True, return_dict=True)["input_ids"]) == [*read]
+            as_text &= list(tokenizer(str(write(turns, tokenize=False)))["input_ids"]) == [*read]
+    return as_tokens, as_text
 
 
 def add_nothing_to_texts(tokenizer: Path, config: Path, input_names: Sequence[str]) -> None:

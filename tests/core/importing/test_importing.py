@@ -12,6 +12,7 @@ from transformers import AutoModelForSequenceClassification
 
 from rm_optimizer import BradleyTerryRM, CheckpointError, ConfigError, import_reward_model
 from tests.core.importing.published import CONVERSATIONS, MARKER, Published, at_last, biased, layered, linear, zoo
+from tests.core.tokens.test_written_template import plain_rewards
 
 QUICK = (
     *("classifier with a head bias", "LLaMA-Factory adapter with value_head.bin", "Starling", "Beaver reward"),
@@ -43,10 +44,10 @@ def test_an_imported_model_scores_by_its_projects_rule(name: str, tmp_path: Path
     model = BradleyTerryRM.from_pretrained(folder)
     torch.testing.assert_close(model.score(prompts, responses), expected, rtol=1e-5, atol=1e-5)
     assert (folder / "modeling_reward.py").exists() == form.needs_code
-    plain = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=form.needs_code)
-    for (prompt, response), value in zip(CONVERSATIONS, expected, strict=True):
-        ids = torch.tensor([model.encode([prompt], [response])[0].ids])
-        torch.testing.assert_close(plain(input_ids=ids).logits.squeeze(), value, rtol=1e-5, atol=1e-5)
+    turns = [(("user", prompt), ("assistant", response)) for prompt, response in CONVERSATIONS]
+    trust = {"trust_remote_code": True} if form.needs_code else {}
+    for way, rewards in plain_rewards(folder, turns, **trust).items():
+        torch.testing.assert_close(torch.tensor(rewards), expected, rtol=1e-5, atol=1e-5, msg=way)
 
 
 def test_a_folder_with_its_own_head_is_refused_by_classes_that_lack_it(tmp_path: Path):

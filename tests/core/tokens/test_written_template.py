@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -61,17 +63,25 @@ def base(kind: str, folder: Path, *, has_head: bool = False) -> Path:
     return folder
 
 
-def plain_rewards(folder: Path) -> list[float]:
-    """As a model card has it: the folder's own template and model, in plain transformers."""
-    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1).eval()
-    reader = AutoTokenizer.from_pretrained(folder)
-    found = []
-    for turns in CONVERSATIONS:
+def plain_rewards(folder: Path, conversations: Sequence[Any] = CONVERSATIONS, **trust: bool) -> dict[str, list[float]]:
+    """As a model card has it: the folder's own template and model, in plain transformers' three ways."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, **trust).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    classify = pipeline("text-classification", model=str(folder), device="cpu", **trust)
+    found: dict[str, list[float]] = {"template": [], "text": [], "pipeline": []}
+    for turns in conversations:
         messages = [{"role": role, "content": content} for role, content in turns]
-        batch = reader.apply_chat_template(messages, return_tensors="pt", return_dict=True)
         with torch.no_grad():
-            found.append(model(input_ids=batch["input_ids"]).logits.item())
+            batch = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)
+            found["template"].append(model(**batch).logits.item())
+            text = tokenizer.apply_chat_template(messages, tokenize=False)
+            found["text"].append(model(**tokenizer(text, return_tensors="pt")).logits.item())
+        found["pipeline"].append(classify(text)[0]["score"])
     return found
+
+
+def in_three_ways(rewards: Sequence[float]) -> dict[str, Any]:
+    return dict.fromkeys(("template", "text", "pipeline"), pytest.approx(list(rewards), abs=1e-5))
 
 
 def scores(model: BradleyTerryRM) -> list[float]:
@@ -86,7 +96,7 @@ def test_what_is_trained_here_is_rendered_by_plain_transformers(kind: str, tmp_p
         model.reward_head.weight.mul_(30)
     rewards = scores(model)
     model.save_pretrained(tmp_path / "export")
-    assert plain_rewards(tmp_path / "export") == pytest.approx(rewards, abs=1e-5)
+    assert plain_rewards(tmp_path / "export") == in_three_ways(rewards)
     assert json.loads((tmp_path / "export" / "export.json").read_text())["plain_rendering"] is True
     loaded = BradleyTerryRM.from_pretrained(tmp_path / "export")
     assert scores(loaded) == pytest.approx(rewards, abs=1e-6)
@@ -98,13 +108,11 @@ def test_what_is_trained_here_is_rendered_by_plain_transformers(kind: str, tmp_p
 def test_a_model_built_from_its_configuration_brings_a_template_too(tmp_path: Path):
     model = fresh_reward_model("llama", max_length=96)
     model.save_pretrained(tmp_path)
-    assert plain_rewards(tmp_path) == pytest.approx(scores(model), abs=1e-5)
+    assert plain_rewards(tmp_path) == in_three_ways(scores(model))
     text = model.tokenizer.apply_chat_template(
         [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}], tokenize=False
     )
     assert text == "Prompt: Hi\n\nResponse: Hello.</s>"
-    answer = pipeline("text-classification", model=str(tmp_path), device="cpu")(text, function_to_apply="none")
-    assert answer[0]["score"] == pytest.approx(model.score(["Hi"], ["Hello."]).item(), abs=1e-5)
 
 
 def test_an_eos_that_the_response_brings_is_not_doubled():
@@ -116,7 +124,7 @@ def test_an_eos_that_the_response_brings_is_not_doubled():
 def test_a_reward_model_of_others_is_read_where_its_own_template_ends(kind: str, tmp_path: Path):
     folder = base(kind, tmp_path, has_head=True)
     model = BradleyTerryRM.from_pretrained(folder, max_length=96)
-    assert scores(model) == pytest.approx(plain_rewards(folder), abs=1e-5)
+    assert scores(model) == pytest.approx(plain_rewards(folder)["template"], abs=1e-5)
     assert model.renderer.encode("Hi", "Hello.").ids[-1] != model.tokenizer.eos_token_id
 
 
