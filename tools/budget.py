@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9398,
+    "core": 9399,
     "serving": 4061,
     "landscape": 3825,
     "training": 2712,
@@ -23,7 +23,7 @@ ROOMS: Mapping[str, int] = {
     "interfaces": 2029,
     "experiments": 1681,
     "data_efficiency": 1341,
-    "schema": 1065,
+    "schema": 1077,
     "doctor": 950,
     "explanation": 804,
     "records": 763,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 56,
-    "import lines": 5662,
+    "import lines": 5663,
     "import lines inside functions": 322,
-    "lines of code": 35457,
-    "private functions with one caller": 373,
+    "lines of code": 35470,
+    "private functions with one caller": 372,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -95,7 +96,10 @@ class Spelling(StrEnum):
             >>> Spelling.flags.option("on_bad_row", "drop"), Spelling.hydra.option("on_bad_row", "drop")
             ('--on-bad-row drop', 'data.on_bad_row=drop')
         """
-        return {"hydra": "{}={}", "flags": "{} {}"}.get(self.value, '{}="{}"').format(self.name_of(name), value)
+        if self == Spelling.hydra:
+            return _shell_word(f"data.{name}={value}")
+        word = _shell_word(value) if self == Spelling.flags else value
+        return ("{} {}" if self == Spelling.flags else '{}="{}"').format(self.name_of(name), word)
 
     def name_of(self, option: str) -> str:
         """Name of an option of reading data as the user types it, such as `data.on_bad_row` or `--on-bad-row`."""
@@ -108,8 +112,10 @@ class Spelling(StrEnum):
             >>> Spelling.flags.columns({"prompt": "question", "chosen": "better"})
             '--columns prompt=question --columns chosen=better'
         """
+        word = _hydra_word if self == Spelling.hydra else str
         written = {
-            ours: f"[{', '.join(theirs)}]" if isinstance(theirs, list) else theirs for ours, theirs in mapping.items()
+            ours: f"[{', '.join(map(word, theirs))}]" if isinstance(theirs, list) else word(theirs)
+            for ours, theirs in mapping.items()
         }
         if self == Spelling.flags:
             return " ".join(f"--columns {_shell_word(f'{ours}={theirs}')}" for ours, theirs in written.items())
@@ -117,7 +123,24 @@ class Spelling(StrEnum):
             arguments = {ours: None if theirs == "null" else theirs for ours, theirs in mapping.items()}
             return f"columns={arguments}"
         inside = ", ".join(f"{ours}: {theirs}" for ours, theirs in written.items())
-        return f"data.columns={{{inside}}}"
+        return _shell_word(f"data.columns={{{inside}}}")
+
+    def winner(self, values: Sequence[str | list[str]]) -> str:
+        r"""Values of the winner column for the first response, the second and ties, as the user types them.
+
+        Example:
+            >>> Spelling.hydra.winner(["A", "B", ["tie", "tie (bothbad)"]])
+            '\'data.winner=[A,B,"tie|tie (bothbad)"]\''
+        """
+        same = ["|".join(value) if isinstance(value, list) else value for value in values]
+        return self.option(
+            "winner", f"[{','.join(map(_hydra_word, same))}]" if self == Spelling.hydra else ",".join(same)
+        )
+
+
+def _hydra_word(text: str) -> str:
+    """The text as a value in a list or mapping of Hydra, in quotes only where its grammar needs them."""
+    return text if re.fullmatch(r"[\w.*|:/+-]+( [\w.*|:/+-]+)*", text) else json.dumps(text, ensure_ascii=False)
 
 
 _current = ContextVar("entrance", default=Spelling.hydra)

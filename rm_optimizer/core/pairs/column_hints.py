@@ -27,7 +27,7 @@ from rm_optimizer.core.rows.columns import (
     texts_in,
     unread_column,
 )
-from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, are_texts, is_empty, is_message
+from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, are_texts, is_assistant, is_empty, is_message
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
@@ -58,16 +58,18 @@ def no_format(source: DataSource, rows: Sequence[Row], near: Sequence[str] = ())
         near: layouts whose columns the rows have, and why they do not read them.
     """
     forms = FORMATS.values() if source.layout.named_format is None else [source.layout.named_format]
-    looked_for = "; or ".join(f"{form.expects} ({form.name})" for form in forms)
+    looked_for = "; expected " + "; or ".join(f"{form.expects} ({form.name})" for form in forms)
     if form := detect_format(rows):
         option = Spelling.current().option("format", "NAME")
         hint = f"the rows fit the format {form.name}; name it, or leave {option} out"
     else:
-        hint = suggestion(rows, source.layout.columns).text
+        found = suggestion(rows, source.layout.columns)
+        hint = found.text
+        if found.columns and TODO not in f"{found.columns} {found.winner}":
+            looked_for = ""
     nearest = f"; nearest is {near[0]}" if near else ""
-    return DataError(
-        f"{source.path}: {hint}{nearest}; got columns {', '.join(columns_of(rows))}; expected {looked_for}"
-    )
+    got = ", ".join(name or "''" for name in columns_of(rows))
+    return DataError(f"{source.path}: {hint}{nearest}; got columns {got}{looked_for}")
 
 
 @dataclass(frozen=True)
@@ -93,13 +95,11 @@ class Suggestion:
         return self.told.replace("{}", " ".join(typed))
 
 
-def _winner_option(meaning: str | Sequence[str]) -> str:
-    entrance = Spelling.current()
+def _winner_option(meaning: str | Sequence[Any]) -> str:
     if not isinstance(meaning, str):
         places = zip(("FIRST", "SECOND", "TIE"), meaning, strict=False)
-        meaning = ",".join(place if value == TODO else value for place, value in places)
-        meaning = f"[{meaning}]" if entrance == Spelling.hydra else meaning
-    return entrance.option("winner", "one_hot" if meaning == TODO else meaning)
+        return Spelling.current().winner([place if value == TODO else value for place, value in places])
+    return Spelling.current().option("winner", "one_hot" if meaning == TODO else meaning)
 
 
 def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
@@ -281,8 +281,8 @@ def require_readable(source: DataSource, form: RowFormat, rows: Sequence[Row]) -
         raise DataError(f"{source.path}: {suggestion(rows, columns).text}")
     names = columns_of(rows)
     lists = [row["chosen"] for row in rows if isinstance(row.get("chosen"), list)]
-    # The message of the response alone and no prompt column, as in files for LLaMA-Factory.
-    if "prompt" not in names and lists and all(len(side) == 1 and is_message(side[0]) for side in lists):
+    # Responses alone and no prompt column, as in files for LLaMA-Factory.
+    if "prompt" not in names and lists and all(side and is_assistant(side[0]) for side in lists):
         option = typed({"prompt": _known_names(names, rows).get("prompt", "…")})
         raise DataError(
             f"{source.path}: chosen has no prompt before its response; name the column that holds the prompt with "

@@ -46,7 +46,7 @@ _CONTENT = {
 """Names of columns that a layout must read or ignore, unless their texts also stand in what it reads."""
 OVERWRITTEN = " (own)"
 """End of the name under which a row keeps its column of one of our names that a layout reads from another column."""
-_ACCOUNTS = ("has", "optional", "ignore", "range")
+_ACCOUNTS = ("has", "lacks", "optional", "ignore", "range")
 """Keys of a layout that recognize a table and account for its columns."""
 _QUOTED = re.compile(r'"(?!(?:true|false|yes|no|on|off|null|y|n)")([A-Za-z_][\w.]*)"', re.IGNORECASE)
 """Text in JSON that YAML reads as the same text without quotes."""
@@ -70,6 +70,7 @@ class Layout:
         tree: columns of a tree of messages, as `gather_trees` takes them.
         range: least and greatest number of a column of ours.
         has: columns that a table of this layout has besides those that are read.
+        lacks: columns that a table of this layout does not have.
         optional: columns of ours whose column or path may be missing.
         ignore: columns and paths, also with `*`, that are neither read nor kept.
         encoding: encoding of a text file that is not in UTF-8.
@@ -85,6 +86,7 @@ class Layout:
     tree: Mapping[str, str] = field(default_factory=dict)
     range: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     has: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     encoding: str | None = None
@@ -138,7 +140,7 @@ class Layout:
 
     def fits(self, row: Row) -> bool:
         """True if the row has all columns that are required, and the parts of columns."""
-        return all(
+        return row.keys().isdisjoint(self.lacks) and all(
             name in row or (root_of(name) in row and (name in self.where or not is_missing(cell(row, name))))
             for name in self.required
         )

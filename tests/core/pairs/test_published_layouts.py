@@ -234,6 +234,8 @@ CASES: dict[str, Callable[[int], Row | list[Row]]] = {
         "prompt": q(i), "all_generated_responses": [bad(i), good(i)], "all_rm_scores": [0.1, 0.2],
         "chosen": chat(i, good(i)), "rejected": chat(i, bad(i)),
     },
+    "problem": lambda i: {"problem": q(i), "chosen": f"{good(i)}", "rejected": bad(i)},
+    "prompt-messages": lambda i: {"messages": [user(q(i))], "chosen": [answer(good(i))], "rejected": [answer(bad(i))]},
     "prometheus-preference": lambda i: two(
         i, "orig_response_A", "orig_response_B", orig_instruction=q(i), orig_preference=pick(i, "A", "B"),
         instruction="###Task Description: compare the two responses.", output="Feedback: [RESULT] A",

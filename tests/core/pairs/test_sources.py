@@ -69,7 +69,7 @@ def test_columns_are_mapped_even_when_names_swap(tmp_path: Path):
 def test_a_mapped_column_that_is_not_there_gets_a_hint(tmp_path: Path):
     path = write(tmp_path / "a.jsonl", {"question": "Hi", "chosen": "a", "rejected": "b"})
     with pytest.raises(
-        DataError, match=r"data\.columns={prompt: qestion}: unknown column 'qestion'; did you mean 'question'\?"
+        DataError, match=r"data\.columns={prompt: qestion}': unknown column 'qestion'; did you mean 'question'\?"
     ):
         load(path, columns={"prompt": "qestion"})
     with pytest.raises(ConfigError, match=r"unknown column of ours 'promt'; did you mean 'prompt'\?"):
@@ -82,9 +82,8 @@ def test_columns_that_fit_no_format_say_how_to_map_them(form: str, tmp_path: Pat
     with pytest.raises(DataError) as caught:
         load(path, format=form)
     message = str(caught.value)
-    proposal = "did you mean data.columns={prompt: Question, chosen: better, rejected: Rejected}?"
-    assert message.startswith(f"{path}: {proposal}; got columns Question, better, Rejected; expected ")
-    assert "prompt, chosen and rejected texts (explicit)" in message
+    proposal = "did you mean 'data.columns={prompt: Question, chosen: better, rejected: Rejected}'?"
+    assert message == f"{path}: {proposal}; got columns Question, better, Rejected"
 
 
 def test_a_format_asked_for_wants_its_columns(tmp_path: Path):
@@ -295,7 +294,7 @@ SIDES = {"response_a": "x", "response_b": "y"}
     [
         (
             [SIDES | {"wins_a": i, "wins_b": 0, "tie_won": 1 - i} for i in (0, 1)],
-            r"if wins_a, wins_b tell it together, data.columns=.*winner: \[wins_a, wins_b\]} data.winner=one_hot",
+            r"if wins_a, wins_b tell it together, .data.columns=.*winner: \[wins_a, wins_b\]}. data.winner=one_hot",
             "winner: wins_",
         ),
         (
@@ -322,8 +321,8 @@ SIDES = {"response_a": "x", "response_b": "y"}
         ),
         (
             [{"left": "x", "right": "y", "preferred": side} for side in ("left", "right", "skip")],
-            r"left and right are two .* preferred names the better one: .*response_a: left.*winner: preferred} "
-            r"data.winner=\[left,right,TIE\], .*; preferred holds left, right, skip",
+            r"left and right are two .* preferred names the better one: .*response_a: left.*winner: preferred}. "
+            r".data.winner=\[left,right,TIE\]., .*; preferred holds left, right, skip",
             "chosen: left",
         ),
         (
@@ -333,7 +332,7 @@ SIDES = {"response_a": "x", "response_b": "y"}
         ),
         (
             [{"positive": "x", "negative": "y", "better": side} for side in ("positive", "negative")],
-            r"better names the better one: .*winner: better} data.winner=\[negative,positive\];",
+            r"better names the better one: .*winner: better}. .data.winner=\[negative,positive\].;",
             "chosen: positive",
         ),
         (
@@ -354,18 +353,18 @@ SIDES = {"response_a": "x", "response_b": "y"}
         ),
         (
             [{"completions": [{"annotations": "x", "response": "y"}]}],
-            "such as data.columns={responses: TODO, scores: TODO}",
+            "such as .data.columns={responses: TODO, scores: TODO}",
             "completions.annotations}",
         ),
         (
             [{"prompt": {"message_id": "17", "text": "a longer text"}, "labels": {"quality": 1}}],
-            "such as data.columns={prompt: prompt.text}",
+            "such as .data.columns={prompt: prompt.text}",
             "message_id}",
         ),
         ([{"chosen": {"0": "a", "1": "b"}, "rejected": {"0": "c", "1": "d"}}], "orient='records'", "chosen.0"),
         (
             [{"query": "q", "chosen": "a", "rejected": "b", "generations": ["a", "b"]}],
-            "did you mean data.columns={prompt: query}",
+            "did you mean .data.columns={prompt: query}",
             "responses: generations",
         ),
     ],

@@ -96,7 +96,7 @@ def test_a_run_notes_it_once_for_both_splits_of_a_file(tmp_path: Path, caplog: p
     data = load_training_data(DataConfig(train=path, val_fraction=0.4))
     (note,) = data.notes(uses_margins=False)
     assert "persona, document look like content" in note
-    assert note.endswith("data.columns={persona: null, document: null}")
+    assert note.endswith("'data.columns={persona: null, document: null}'")
     assert not caplog.messages
 
 
