@@ -15,9 +15,12 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests import composed_once, fork_server, runtime_types
 
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])  # on two busy cores
+settings.load_profile("busy")
 runtime_types.install()
 composed_once.install()
 

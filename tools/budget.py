@@ -14,16 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9399,
+    "core": 9403,
     "serving": 4061,
     "landscape": 3825,
-    "training": 2712,
+    "training": 2714,
     "rl_coupling": 2579,
     "reporting": 2474,
     "interfaces": 2029,
     "experiments": 1681,
     "data_efficiency": 1341,
-    "schema": 1077,
+    "schema": 1088,
     "doctor": 950,
     "explanation": 804,
     "records": 763,
@@ -37,8 +37,8 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 56,
     "import lines": 5663,
     "import lines inside functions": 322,
-    "lines of code": 35470,
-    "private functions with one caller": 372,
+    "lines of code": 35487,
+    "private functions with one caller": 373,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -176,7 +176,7 @@ class DataConfig(Options, group="data"):
     """Sources of pairs, and options for reading their rows."""
 
     train: Any = None
-    """A path, a `datasets` name, or a list; an item may be {path, weight, format, columns, …}. Null: synthetic."""
+    """A path, a `datasets` name, a list or {name: path}; each may be {path, weight, format, …}. Null: synthetic."""
     val: Any = None
     """Validation pairs, in the same forms; null holds out `val_fraction` of the training prompts."""
     val_fraction: float = within("(0, 1)", 0.1, needs="train,!val")
@@ -234,6 +234,8 @@ class DataConfig(Options, group="data"):
         super().__post_init__()
         mapped = self.columns is None or isinstance(self.columns, Mapping)
         require(mapped, "data.columns", "map our columns to the file's, as {prompt: question}", self.columns)
+        for name in ("train", "val"):
+            setattr(self, name, _listed(getattr(self, name)))
         if self.curriculum is not None:
             self._require_thresholds()
         least = self.streaming_store_mb >= 80
@@ -246,6 +248,14 @@ class DataConfig(Options, group="data"):
         expected = "not exceed data.curriculum_easy" + (", both in [0, 1]" if self.curriculum_quantiles else "")
         is_share = not self.curriculum_quantiles or high <= 1
         require(low <= high and is_share, "data.curriculum_hard", expected, f"{low} and {high}")
+
+
+def _listed(source: Any) -> Any:
+    """Sources as they are given; named ones, as `{hh: a.jsonl}`, as a list of sources with a `name`."""
+    if not isinstance(source, Mapping) or not source or "path" in source:
+        return source
+    given = {name: item if isinstance(item, Mapping) else {"path": item} for name, item in source.items()}
+    return [{**item, "name": str(name)} for name, item in given.items()]
 
 
 class ReadOptions(TypedDict, total=False):

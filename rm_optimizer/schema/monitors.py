@@ -31,8 +31,10 @@ DIRECTIONS = {
 """Direction in which each metric is better."""
 UNDIRECTED = ("val/margin_std", "val/reward_mean", "val/reward_std", "val/temperature")
 """Metrics without a better direction of their own; `training.mode` must set it."""
-OF_A_GROUP = re.compile(r"val/(?P<column>source|subset)/(?P<group>.+)/accuracy")
-"""Accuracy of one group of the validation pairs."""
+_OF_ALL = {"val/loss", "val/score_mse", "val/score_spearman"}
+_OF_GROUPS = "|".join(name.removeprefix("val/") for name in (*DIRECTIONS, *UNDIRECTED) if name not in _OF_ALL)
+OF_A_GROUP = re.compile(rf"val/(?P<column>source|subset)/(?P<group>.+)/(?P<metric>{_OF_GROUPS})")
+"""A metric of one group of the validation pairs."""
 
 
 def better_mode(monitor: str, mode: Mode | None) -> Mode:
@@ -49,11 +51,13 @@ def better_mode(monitor: str, mode: Mode | None) -> Mode:
         >>> better_mode("val/accuracy", None)
         <Mode.max: 'max'>
     """
-    own = Mode.max if OF_A_GROUP.fullmatch(monitor) else DIRECTIONS.get(monitor)
-    if own is None and monitor not in UNDIRECTED:
+    found = OF_A_GROUP.fullmatch(monitor)
+    metric = f"val/{found['metric']}" if found else monitor
+    own = DIRECTIONS.get(metric)
+    if own is None and metric not in UNDIRECTED:
         known = [*DIRECTIONS, *UNDIRECTED]
         raise ConfigError(
-            did_you_mean("training.monitor", monitor, known) + ", and val/source/NAME/accuracy of a source"
+            did_you_mean("training.monitor", monitor, known) + ", and val/source/NAME/METRIC of one source"
         )
     direction = own or mode
     if direction is None:
@@ -71,7 +75,7 @@ def better_mode(monitor: str, mode: Mode | None) -> Mode:
 
 
 def monitored_group(monitor: str) -> tuple[str, str] | None:
-    """Grouping column and group of a monitored accuracy; None for a metric of all validation pairs.
+    """Grouping column and group of a monitored metric; None for a metric of all validation pairs.
 
     Example:
         >>> monitored_group("val/source/hh/accuracy")

@@ -31,7 +31,7 @@ def brute_force(proxy: np.ndarray, gold: np.ndarray, n: int) -> float:
     return math.fsum(means) / len(means)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     st.integers(1, 9).flatmap(
         lambda size: st.tuples(

@@ -19,21 +19,21 @@ def test_larger_is_better(monitor: str):
         better_mode(monitor, Mode.min)
 
 
-@pytest.mark.parametrize("monitor", ["val/nll", "val/loss", "val/brier", "val/ece"])
+@pytest.mark.parametrize("monitor", ["val/nll", "val/loss", "val/brier", "val/ece", "val/source/hh/nll"])
 def test_smaller_is_better(monitor: str):
     assert better_mode(monitor, None) == Mode.min
     with pytest.raises(ConfigError, match=r"training\.mode must be min .*smaller value is better, got max"):
         better_mode(monitor, Mode.max)
 
 
-@pytest.mark.parametrize("monitor", UNDIRECTED)
+@pytest.mark.parametrize("monitor", [*UNDIRECTED, "val/source/hh/reward_mean"])
 def test_a_metric_without_a_direction_needs_the_mode(monitor: str):
     assert better_mode(monitor, Mode.max) == Mode.max
     with pytest.raises(ConfigError, match=r"training\.mode must be min or max"):
         better_mode(monitor, None)
 
 
-@pytest.mark.parametrize("monitor", ["val/f1", "accuracy", "train/loss", "val/num_pairs", "val/source/accuracy", ""])
+@pytest.mark.parametrize("monitor", ["val/f1", "accuracy", "train/loss", "val/num_pairs", "val/source/hh/loss", ""])
 def test_an_unknown_metric_is_refused_before_anything_is_loaded(monitor: str):
     with pytest.raises(ConfigError, match=r"unknown training\.monitor"):
         checked([f"training.monitor='{monitor}'"], TrainConfig, writable=False)

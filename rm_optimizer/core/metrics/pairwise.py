@@ -215,7 +215,7 @@ class PairwiseMetrics(JsonRecord):
             numbers["temperature"] = self.temperature.temperature
         for column, members in self.groups.items():
             for name, metrics in members.items():
-                numbers[f"{column}/{name}/accuracy"] = metrics.accuracy.value
+                numbers |= {f"{column}/{name}/{metric}": value for metric, value in metrics.flat().items()}
         return numbers
 
     def entries(self) -> dict[str, Any]:

@@ -165,6 +165,8 @@ class SourceFormat:
         metadata = _kept((name, value) for name, value in row.items() if name not in self._columns)
         if isinstance(metadata.get("metadata"), dict):
             metadata = _kept(metadata.pop("metadata").items()) | metadata
+        if self.source.is_named and "source" in metadata:
+            metadata.setdefault("subset", metadata.pop("source"))
         metadata.setdefault("source", self.source.name)
         if are_texts(metadata["source"]):
             metadata["source"] = ", ".join(metadata["source"])

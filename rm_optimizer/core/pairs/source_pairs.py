@@ -77,7 +77,7 @@ def read_pairs(sources: Sequence[DataSource], options: DataConfig) -> SourcePair
     loaded: list[tuple[DataSource, SourcePairs]] = []
     notes: list[str] = []
     for item, part in parts:
-        name = part.path if num_named[part.name] > 1 else part.name
+        name = item.name if item.is_named else part.path if num_named[part.name] > 1 else part.name
         files = [replace(item, path=path, name=name) for path in part.files]
         found = [(file, load_source(file, options)) for file in files]
         notes += [note.replace(file.path, part.path, 1) for file, result in found for note in result.notes]

@@ -29,7 +29,8 @@ class DataSource:
         inherited: names of the options that are those of all sources.
         layout: name, YAML file or mapping of a layout, whose options hold where the source has none; of a made source
             the `Layout` with the options of both, by which its rows are read.
-        name: name of the source, which its pairs carry as `metadata["source"]`; that of the path if it is empty.
+        name: name of the source, which pairs carry as `metadata["source"]`; that of the path if it is empty.
+        is_named: True if the name also replaces one in the rows, which then is the subset.
         rows: rows in memory, which are read in place of a file.
 
     Raises:
@@ -45,6 +46,7 @@ class DataSource:
     inherited: frozenset[str] = field(default=frozenset(), compare=False)
     layout: Any = None
     name: str = ""
+    is_named: bool = False
     rows: Sequence[Row] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -83,7 +85,7 @@ class DataSource:
         )
 
 
-SOURCE_OPTIONS = ("path", "weight", "format", "columns", "winner", "label", "layout")
+SOURCE_OPTIONS = ("path", "weight", "format", "columns", "winner", "label", "layout", "name")
 """Options of one source, as a mapping in `data.train` has them."""
 
 
@@ -120,5 +122,6 @@ def parse_sources(source: object, options: DataConfig) -> tuple[DataSource, ...]
         except ValueError as error:
             raise ConfigError(f"data source {path}: {error}") from error
         values = {**defaults, **own, **numbers, "path": os.fspath(path)}
-        found.append(DataSource(**values, inherited=frozenset(defaults.keys() - own.keys())))
+        inherited = frozenset(defaults.keys() - own.keys())
+        found.append(DataSource(**values, inherited=inherited, is_named=bool(own.get("name"))))
     return tuple(found)

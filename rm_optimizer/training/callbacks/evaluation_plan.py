@@ -91,7 +91,9 @@ def require_monitored(monitor: str, val: PreferenceDataset) -> None:
             f"got the one value '{min(groups)}'; set training.monitor=val/accuracy"
         )
     if group not in groups:
-        raise ConfigError(did_you_mean("training.monitor", monitor, (f"val/{column}/{x}/accuracy" for x in groups)))
+        raise ConfigError(
+            did_you_mean("training.monitor", monitor, (monitor.replace(f"/{group}/", f"/{x}/") for x in groups))
+        )
 
 
 LARGEST_SHARE = 0.2

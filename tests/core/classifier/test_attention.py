@@ -82,7 +82,7 @@ def masks_seen(monkeypatch: pytest.MonkeyPatch) -> list[type]:
     return seen
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(seed=st.integers(0, 2**16), prompts=st.integers(1, 6), window=st.sampled_from([None, 1, 3, 50]))
 def test_the_rule_of_block_masks_is_the_dense_mask(seed: int, prompts: int, window: int | None):
     packed = trees(seed, prompts)

@@ -242,7 +242,7 @@ def test_a_chat_response_too_long_keeps_eos_and_the_blank_after_it():
     assert text.count("<|im_end|>") == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     prompt=st.text(min_size=1, max_size=80).filter(str.strip),
     response=st.text(min_size=1, max_size=80),

@@ -11,7 +11,7 @@ SEQUENCES = st.lists(
 ).map(lambda rows: [np.array([9] * depth + tail, np.int32) for depth, tail in rows])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SEQUENCES)
 def test_groups_hold_every_sequence_once_and_share_their_start(sequences):
     groups = common_starts(sequences)
@@ -21,7 +21,7 @@ def test_groups_hold_every_sequence_once_and_share_their_start(sequences):
         assert len(starts) == 1
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SEQUENCES)
 def test_unique_tokens_are_at_most_all_of_them(sequences):
     assert unique_tokens(sequences) <= sum(map(len, sequences))

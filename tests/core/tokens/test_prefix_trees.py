@@ -175,7 +175,7 @@ TOKENS = st.lists(st.integers(0, 2), min_size=1, max_size=8).map(lambda row: ids
 GROUPS = st.lists(st.lists(TOKENS, min_size=1, max_size=3), min_size=1, max_size=6)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(groups=GROUPS, window=st.sampled_from([None, 1, 3]))
 def test_each_sequence_can_be_read_back_along_its_mask(groups: list[list[NDArray[np.int32]]], window: int | None):
     """What a sequence's last token sees, through every token that sees it in turn, is the sequence itself."""
