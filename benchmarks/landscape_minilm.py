@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
-from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature
+from rm_optimizer.evaluation.draws import CurvatureMeasurement, MeasureCurvature
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.training_curvature import measure_curvature

@@ -67,6 +67,11 @@ RESPONSES = (
     'printf \'%s\\n\' \'{"prompt": "Hi", "response": "Hello"}\' '
     '\'{"prompt": "Hi", "response": "No"}\' > responses.jsonl'
 )
+LISTS = '{"prompt": "Name a color", "chosen": ["red"], "rejected": ["cat", "dog", "sun"], "subset": "Focus", "id": "1"}'
+SUITE = (
+    "printf '%s\\n' 'source: here' 'sets: {help: {path: pairs.jsonl}}' 'score: overall' "
+    "'average: {overall: {pool: [help]}}' > mine.yaml"
+)
 ASK = (
     "import json, sys, time, urllib.request as web; url, body = sys.argv[1:]; "
     "request = web.Request(url, body.encode(), {'content-type': 'application/json'})\n"
@@ -206,6 +211,24 @@ WAYS: dict[str, Run] = {
         slow=True,
     ),
     "rm-opt evaluate outputs/run/best --data pairs.jsonl": Run(prints="accuracy", slow=True),
+    "rm-opt evaluate outputs/run/best --suite rewardbench2 --data rewardbench2.jsonl": Run(
+        f"printf '%s\\n' '{LISTS}' > rewardbench2.jsonl && "
+        "rm-opt evaluate outputs/run/best --suite rewardbench2 --data rewardbench2.jsonl",
+        prints="incomplete: 1 of 1,865 rows",
+        slow=True,
+    ),
+    "rm-opt evaluate first/best second/best --suite rmbench --data rmbench.json --output outputs/suites/rmbench": Run(
+        "rm-opt evaluate --help", prints="--suite"
+    ),
+    "rm-opt evaluate outputs/run/best --suite mine.yaml": Run(
+        f"{SUITE} && rm-opt evaluate outputs/run/best --suite mine.yaml", prints="overall is its official", slow=True
+    ),
+    "rm-opt leaderboard outputs/suites": Run(
+        f"{SUITE} && rm-opt evaluate outputs/run/best --suite mine.yaml --output outputs/suites/mine && "
+        "rm-opt leaderboard outputs/suites",
+        prints="page: outputs/suites/report/index.html",
+        slow=True,
+    ),
     'rm-opt score outputs/run/best --prompt "Explain chess" --response "Start with pawns." --response "No."': Run(
         slow=True
     ),

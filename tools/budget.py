@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9403,
+    "core": 9412,
     "serving": 4061,
     "landscape": 3825,
     "training": 2714,
     "rl_coupling": 2579,
-    "reporting": 2474,
-    "interfaces": 2029,
+    "reporting": 2566,
+    "interfaces": 2095,
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1088,
@@ -28,17 +28,17 @@ ROOMS: Mapping[str, int] = {
     "explanation": 804,
     "records": 763,
     "optim": 754,
-    "evaluation": 545,
+    "evaluation": 1013,
     "modules at the top": 476,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 6,
-    "functions of seven parameters or more": 56,
-    "import lines": 5663,
-    "import lines inside functions": 322,
-    "lines of code": 35487,
-    "private functions with one caller": 373,
+    "functions of seven parameters or more": 58,
+    "import lines": 5723,
+    "import lines inside functions": 329,
+    "lines of code": 36122,
+    "private functions with one caller": 383,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -21,11 +22,15 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import in_step, is_sharded, most_over_ranks, spare_batch
 from rm_optimizer.core.pairs.formats import VOTES
 from rm_optimizer.core.tokens.batching import AnyPairBatch, evaluation_batches
-from rm_optimizer.core.tokens.cache import TokenizedPairs, TruncationReport
+from rm_optimizer.core.tokens.cache import PairTokens, TokenizedPairs, TruncationReport
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
+from rm_optimizer.schema.config import PrefixSharing
+
+_log = logging.getLogger("rm_optimizer")
 
 METRICS_FILE = "metrics.json"
 """The metrics of an evaluation, in its folder."""
@@ -34,6 +39,11 @@ DISTRIBUTIONS_FILE = "reward_distributions.json"
 
 OTHER = "(other)"
 """Name of the group that contains all small groups."""
+
+PARITY_PAIRS = 8
+"""Number of pairs on which `auto` compares the rewards with and without sharing."""
+PARITY_TOLERANCE = 1e-4
+"""Largest reward difference, in float32, that counts as rounding."""
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
@@ -284,3 +294,28 @@ def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceData
         }
         lines.append(json.dumps(row))
     write_text(path, "\n".join(lines) + "\n")
+
+
+def shares_prefixes(model: BradleyTerryRM, tokenized: PairTokens, mode: PrefixSharing) -> bool:
+    """Decide on prefix sharing for a model and pairs.
+
+    `auto` shares prompts if the model is a causal decoder whose attention accepts a mask, and its rewards on the first
+    pairs are the same with and without sharing. Otherwise it logs in one sentence why pairs are padded instead.
+
+    Raises:
+        ConfigError: if the mode is `on` and the model does not support sharing.
+    """
+    if mode == PrefixSharing.off:
+        return False
+    obstacle = model.supports_prefix_sharing()
+    if obstacle is None and mode == PrefixSharing.on:
+        return True
+    if mode == PrefixSharing.on:
+        raise ConfigError(f"batching.prefix_sharing=on is not possible: {obstacle}; set it to auto or off")
+    if obstacle is None:
+        pairs = [(tokenized.chosen(i), tokenized.rejected(i)) for i in range(min(PARITY_PAIRS, len(tokenized)))]
+        if not (difference := model.prefix_parity(pairs)) <= PARITY_TOLERANCE:
+            obstacle = f"rewards of the first pairs would differ by {difference:.2g}"
+    if obstacle is not None:
+        _log.info("pairs are padded in batches of like length, without prefix sharing: %s", obstacle)
+    return obstacle is None

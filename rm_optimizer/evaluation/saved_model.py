@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from rm_optimizer.core.pairs.pair import Prompt, digest, require_finite
 from rm_optimizer.core.rows.natural import Texts, texts
 from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
-from rm_optimizer.evaluation.best_of_n import BestOfN, best_of_n
+from rm_optimizer.evaluation.list_rules import BestOfN, best_of_n
 from rm_optimizer.evaluation.pair_rewards import (
     DISTRIBUTIONS_FILE,
     METRICS_FILE,
@@ -75,35 +75,86 @@ def score_responses(
     places = [(place[key, pair.chosen], place[key, pair.rejected]) for key, pair in keys]
     sides = np.array(places, dtype=np.int64).reshape(-1, 2)
     conversations = [(prompt, text) for (_, text), prompt in items.items()]
-    identity = digest([scorer_digest(model), data.fingerprint, CHUNK_RESPONSES])
-    path = partial_dir / f".rewards-{identity}.partial"
-    with open_ledger(path, identity, other="the rewards of another model or data") as log:
-        done = sum(len(chunk) for chunk in log.values())
-        on_progress(done, len(items))
-        while done < len(items):
-            chunk = conversations[done : done + CHUNK_RESPONSES]
-            log.append(_scored(model, chunk, token_budget))
-            done += len(chunk)
-            on_progress(done, len(items))
-        rows = [row for chunk in log.values() for row in chunk]
-        path.unlink()
-    reward_of: dict[str, float] = {}  # of the first response with these token ids
-    rewards = np.array([reward_of.setdefault(row[4], row[0]) for row in rows], dtype=float)
-    lengths = np.array([row[1] for row in rows], dtype=np.int64)[sides]
-    cuts = np.array([row[2:4] for row in rows], dtype=np.int32).reshape(-1, 2)[sides]
-    ids = np.unique([row[4] for row in rows], return_inverse=True)[1][sides]
+    rows = score_distinct(
+        model, conversations, data.fingerprint, token_budget=token_budget, folder=partial_dir, on_progress=on_progress
+    )
+    rewards = np.array([row.reward for row in rows], dtype=float)
+    lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)[sides]
+    cuts = np.array([(row.prompt_cut, row.response_cut) for row in rows], dtype=np.int32).reshape(-1, 2)[sides]
+    ids = np.unique([row.tokens for row in rows], return_inverse=True)[1][sides]
     truncation = truncation_report(model.max_length, lengths, cuts, int((ids[:, 0] != ids[:, 1]).sum()))
     return PairRewards(rewards[sides[:, 0]], rewards[sides[:, 1]], np.arange(len(sides))), truncation
 
 
-def _scored(model: BradleyTerryRM, chunk: Sequence[tuple[Prompt, str]], token_budget: int) -> list[list[float | str]]:
-    """Reward, number of tokens, tokens cut from prompt and response, and digest of the token ids of each response."""
+class ScoredResponse(NamedTuple):
+    """Reward of a response, and what the length limit took from it.
+
+    Args:
+        reward: the reward.
+        num_tokens: tokens of the sequence, after truncation.
+        prompt_cut: tokens cut from the prompt.
+        response_cut: tokens cut from the response.
+        tokens: digest of the token ids.
+    """
+
+    reward: float
+    num_tokens: int
+    prompt_cut: int
+    response_cut: int
+    tokens: str
+
+
+def score_distinct(
+    model: BradleyTerryRM,
+    conversations: Sequence[tuple[Prompt, str]],
+    fingerprint: str,
+    *,
+    token_budget: int,
+    folder: Path,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    keeps: bool = False,
+) -> list[ScoredResponse]:
+    """Rewards of different responses, in chunks that a repeated call after a kill does not score again.
+
+    Responses with the same token ids get one reward.
+
+    Args:
+        model: the reward model, on its device.
+        conversations: prompt and response of each.
+        fingerprint: identity of the conversations.
+        token_budget: tokens, padding included, of one pass.
+        folder: folder of the file of rewards, whose name depends on the model and the conversations.
+        on_progress: function called with the number of responses done and the number of all.
+        keeps: True to keep the file of a completed call.
+
+    Raises:
+        CheckpointError: if a reward is not finite.
+        DataError: if a conversation cannot be rendered, or another process is scoring the same ones.
+    """
+    identity = digest([scorer_digest(model), fingerprint, CHUNK_RESPONSES])
+    path = folder / f".rewards-{identity}{'.jsonl' if keeps else '.partial'}"
+    with open_ledger(path, identity, other="the rewards of another model or data") as log:
+        done = sum(len(chunk) for chunk in log.values())
+        on_progress(done, len(conversations))
+        while done < len(conversations):
+            chunk = conversations[done : done + CHUNK_RESPONSES]
+            log.append(_scored(model, chunk, token_budget))
+            done += len(chunk)
+            on_progress(done, len(conversations))
+        rows = [row for chunk in log.values() for row in chunk]
+        if not keeps:
+            path.unlink()
+    reward_of: dict[str, float] = {}  # of the first response with these token ids
+    return [ScoredResponse(reward_of.setdefault(row[-1], row[0]), *row[1:]) for row in rows]
+
+
+def _scored(model: BradleyTerryRM, chunk: Sequence[tuple[Prompt, str]], token_budget: int) -> list[ScoredResponse]:
     prompts, responses = [prompt for prompt, _ in chunk], [text for _, text in chunk]
     encodings = model.encode(prompts, responses)
     rewards = model.score_encoded(encodings, token_budget=token_budget).tolist()
     require_finite(rewards, lambda index: f"the response {responses[index][:60]!r}")
     return [
-        [reward, len(encoding.ids), encoding.prompt_cut, encoding.response_cut, digest(encoding.ids)]
+        ScoredResponse(reward, len(encoding.ids), encoding.prompt_cut, encoding.response_cut, digest(encoding.ids))
         for reward, encoding in zip(rewards, encodings, strict=True)
     ]
 

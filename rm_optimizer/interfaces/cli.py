@@ -12,7 +12,7 @@ from rm_optimizer.interfaces.commands import compare
 from rm_optimizer.interfaces.commands.bon import bon
 from rm_optimizer.interfaces.commands.data import data_check, data_clean
 from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_train
-from rm_optimizer.interfaces.commands.evaluate import doctor, evaluate, report, score
+from rm_optimizer.interfaces.commands.evaluate import doctor, evaluate, leaderboard, report, score
 from rm_optimizer.interfaces.commands.labels import label, label_import, scaling, select
 from rm_optimizer.interfaces.commands.look_up import info, params
 from rm_optimizer.interfaces.commands.models import export_model, import_model, why
@@ -42,7 +42,7 @@ HYDRA: dict[str, Any] = {
 }
 GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Train and analyze": [(train, HYDRA), (analyze, HYDRA)],
-    "Evaluate and compare": [(evaluate, {}), (score, {}), (doctor, {}), (why, {}), (report, {})],
+    "Evaluate and compare": [(evaluate, {}), (leaderboard, {}), (score, {}), (doctor, {}), (why, {}), (report, {})],
     "Couple to a policy": [(readiness, {}), (bon, {}), (rlhf, HYDRA)],
     "Labels": [(select, {}), (label, {}), (label_import, {}), (scaling, {})],
     "Import and export": [(import_model, {"name": "import"}), (export_model, {"name": "export"})],

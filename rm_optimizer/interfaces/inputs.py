@@ -74,6 +74,15 @@ class PairOptions:
             _log.warning(note)
         return data
 
+    def bad_rows(self) -> DataConfig:
+        """The treatment of bad rows alone.
+
+        Raises:
+            ConfigError: if a flag's value is unknown.
+        """
+        options: ReadOptions = {"on_bad_row": self.on_bad_row, "max_bad_share": self.max_bad_share}
+        return read_config("rm-opt", options, Spelling.flags)
+
     def load_splits(self, sources: Sequence[str], named: str) -> dict[str, PreferenceDataset]:
         """Read each source as a data set, keyed by its file name, or by the whole source if two names are equal.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
-from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement
+from rm_optimizer.evaluation.draws import CurvatureMeasurement
 from rm_optimizer.landscape.operators.differences import GradientDifferences, ScaledDifferences
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, unit

@@ -180,6 +180,8 @@ def evaluation_rows(evaluation: Evaluation) -> dict[str, Cell]:
         rows[f"{of}best of {best.mean_responses:.3g} ({best.num_lists:,} lists)"] = (
             f"{best.accuracy} (random {best.random:.3f}, longest {best.longest:.3f})"
         )
+        rows[f"{of}every best response leads"] = best.every_best
+        rows[f"{of}Kendall's tau within lists"] = best.tau
     default = " (a default: the model records none; set --max-length)" if evaluation.has_default_length else ""
     rows["truncated"] = f"none, at {cut.max_length:,} tokens{default}"
     if cut.num_prompt_cut or cut.num_response_cut:

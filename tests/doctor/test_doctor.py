@@ -40,7 +40,7 @@ from rm_optimizer.doctor.probe_conversations import probe_ids
 from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.interfaces.commands.evaluate import doctor
 from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
-from rm_optimizer.reporting.doctor_table import print_diagnosis
+from rm_optimizer.reporting.run_report import print_diagnosis
 from rm_optimizer.rl_coupling import openrlhf_reward_func
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.serving.client.reward_function import trl_reward

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.evaluation.best_of_n import best_of_n
+from rm_optimizer.evaluation.list_rules import best_of_n
 
 
 def test_pairs_alone_are_no_lists():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rm_optimizer.evaluation.curvature_measurement import MeasurementFactory
+from rm_optimizer.evaluation.draws import MeasurementFactory
 from rm_optimizer.landscape import training_curvature
 from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperator
 from rm_optimizer.landscape.operators.differences import GradientDifferences

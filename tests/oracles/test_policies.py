@@ -15,7 +15,7 @@ from sklearn.covariance import LedoitWolf
 from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.evaluation.best_of_n import best_of_n
+from rm_optimizer.evaluation.list_rules import best_of_n
 from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.out_of_distribution import MahalanobisDetector
@@ -43,12 +43,17 @@ def test_best_of_n_of_lists_whose_every_pair_is_known():
         groups = [i for i in known if reward[i] == max(reward[j] for j in known)], known
         shares = [len(best & set(group)) / len(group) for group in groups]
         long = [i for i in known if len(texts[i]) == longest]
-        right.append((prompt, "ab"[number % 2], len(known), *shares, len(best & set(long)) / len(long)))
+        decided = [(i, j) for i, j in itertools.permutations(known, 2) if quality[i] > quality[j]]
+        signs = [np.sign(reward[i] - reward[j]) for i, j in decided]
+        tau = sum(signs) / max(1, math.sqrt(np.count_nonzero(signs) * len(signs)))
+        leads = all(reward[i] > reward[j] for i in best for j in set(known) - best)
+        right.append((prompt, "ab"[number % 2], len(known), *shares, len(best & set(long)) / len(long), leads, tau))
     chosen, rejected = np.array(rewards).T
     found = best_of_n(pairs, chosen, rejected, num_bootstrap=10, seed=0)
     assert found is not None
     assert (found.num_lists, found.mean_responses) == (len(right), pytest.approx(np.mean([r[2] for r in right])))
-    for column, value in ((3, found.accuracy.value), (4, found.random), (5, found.longest)):
+    values = (found.accuracy.value, found.random, found.longest, found.every_best.value, found.tau.value)
+    for column, value in enumerate(values, 3):
         assert value == pytest.approx(np.mean([r[column] for r in right]))
     prompts = sorted({r[0] for r in right})
     left = [np.mean([r[3] for r in right if r[0] != prompt]) for prompt in prompts]

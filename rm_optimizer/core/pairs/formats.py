@@ -55,6 +55,7 @@ class Comparison:
         margin: strength of the preference, if the format has one.
         extra: further metadata that the format gives the pair.
         label: probability that `chosen` is the better one, if the format has one.
+        is_second: True if `chosen` is the second response of a row with a winner.
     """
 
     prompt: Prompt
@@ -63,6 +64,7 @@ class Comparison:
     margin: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     label: float | None = None
+    is_second: bool = False
 
 
 @dataclass(frozen=True)
@@ -96,7 +98,7 @@ class RowFormat:
         return any(all(not _kinds(row, name).isdisjoint(form[name]) for name in form) for form in self.cells)
 
     def compare(self, row: Row, rule: KwiseRule) -> list[Comparison]:
-        """Comparisons of a row, each with the better response first.
+        """Comparisons of a row, each with the better response first; those of equal responses too.
 
         Raises:
             ValueError: if there are none, with the reason.
@@ -141,7 +143,7 @@ def detect_format(rows: Sequence[Row]) -> RowFormat | None:
 
 
 def _of_sides(row: Row, *, are_listed: bool) -> list[Comparison]:
-    """Every chosen response against every rejected one; equal ones of lists make no pair."""
+    """Every chosen response against every rejected one."""
     named, of_side = list[tuple[str, Any]](), list[range]()
     for name in ("chosen", "rejected"):
         value = row.get(name)
@@ -152,8 +154,7 @@ def _of_sides(row: Row, *, are_listed: bool) -> list[Comparison]:
     prompt, texts = _candidates(row, named)
     of_each = {"index": [*itertools.chain(*of_side)]} if are_listed else {}
     places = itertools.product(of_side[0], range(len(of_side[0]), len(texts)))
-    pairs = [_comparison(prompt, texts, each, of_each) for each in places]
-    return [pair for pair in pairs if pair.chosen != pair.rejected or not are_listed]
+    return [_comparison(prompt, texts, each, of_each) for each in places]
 
 
 def _of_winner(row: Row) -> list[Comparison]:
@@ -170,11 +171,11 @@ def _of_winner(row: Row) -> list[Comparison]:
         for name, place in zip(names, (better, 1 - better), strict=True)
     }
     label = max(verdict.label, 1 - verdict.label)
-    return [Comparison(prompt, texts[better], texts[1 - better], verdict.margin, extra, label)]
+    return [Comparison(prompt, texts[better], texts[1 - better], verdict.margin, extra, label, better == 1)]
 
 
 def _of_responses(row: Row, rule: KwiseRule) -> list[Comparison]:
-    """Comparisons by scores, by ranks, of which the lowest is the best, or by edges; equal texts make no pair.
+    """Comparisons by scores, by ranks, of which the lowest is the best, or by edges.
 
     Margins are gaps of scores or ranks. Edges are pairs of places in `responses` from 0, the better one first.
     """
@@ -199,8 +200,7 @@ def _of_responses(row: Row, rule: KwiseRule) -> list[Comparison]:
     if told == "scores":
         of_each["score"] = scores
     prompt, texts = _candidates(row, [("the responses", response) for response in responses])
-    pairs = [_comparison(prompt, texts, each, of_each, scores) for each in places]
-    return [pair for pair in pairs if pair.chosen != pair.rejected]
+    return [_comparison(prompt, texts, each, of_each, scores) for each in places]
 
 
 def _comparison(
@@ -344,6 +344,7 @@ def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int
 def _edge(edge: Any, num_responses: int) -> tuple[int, int]:
     places = [*edge.values()] if isinstance(edge, Mapping) else edge
     if isinstance(places, list) and len(places) == 2:
+        places = [place.get("response_id") if isinstance(place, Mapping) else place for place in places]
         better, worse = places
         if all(type(place) is int and 0 <= place < num_responses for place in places):
             return better, worse

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from rm_optimizer.core.pairs.column_hints import (
     no_format,
@@ -15,7 +15,7 @@ from rm_optimizer.core.pairs.column_hints import (
     suggestion,
     unread_note,
 )
-from rm_optimizer.core.pairs.formats import READ_COLUMNS, RowFormat, detect_format
+from rm_optimizer.core.pairs.formats import READ_COLUMNS, Comparison, RowFormat, detect_format
 from rm_optimizer.core.pairs.layouts import ALWAYS_READ, OVERWRITTEN, Layout, published, require_columns
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
@@ -41,6 +41,22 @@ FIRST_ROWS = 50
 """Rows that decide the format and the columns."""
 _MOST_BAD = 0.1
 """Share of the first rows that need not have a layout's columns or be read by it."""
+
+
+class ComparedRow(NamedTuple):
+    """A row and its comparisons.
+
+    Args:
+        row: the row under our names.
+        comparisons: its comparisons, each with a label.
+        metadata: values of columns that are not read.
+        numbers: margin, label and weight that the row states for all of its comparisons.
+    """
+
+    row: Row
+    comparisons: list[Comparison]
+    metadata: dict[str, Any]
+    numbers: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -115,6 +131,32 @@ class SourceFormat:
         Raises:
             DataError: if a row is bad and the tally stops there.
         """
+        for number, row in self.compared(rows, kwise_rule, tally):
+            pairs: list[PreferencePair] = []
+            reason: str | None = None
+            for item in row.comparisons:
+                if self.form.makes_groups and item.chosen == item.rejected:
+                    continue
+                own: dict[str, Any] = {"margin": item.margin, "label": item.label, **row.numbers}
+                try:
+                    prompt = in_context(row.row, item.prompt, self.source.layout.columns)
+                    extra = row.metadata | _kept(item.extra.items())
+                    pairs.append(PreferencePair(prompt, item.chosen, item.rejected, metadata=extra, **own))
+                except ValueError as error:
+                    reason = str(error)
+            if reason is not None:
+                tally.report(number, f"a pair of it is bad ({reason}), and left out" if pairs else reason)
+            elif not pairs:
+                listed = row.row.get("responses")
+                is_single = isinstance(listed, list) and len(listed) == 1
+                differing = "no two responses that differ in text and score"
+                tally.skip(number, f"no pair: {'its prompt has one response alone' if is_single else differing}")
+            yield from ((number, pair) for pair in pairs)
+
+    def compared(
+        self, rows: Iterable[tuple[int, Row]], kwise_rule: KwiseRule, tally: RowTally
+    ) -> Iterator[tuple[int, ComparedRow]]:
+        """Comparisons of rows, those of equal responses too; arguments and errors as in `pairs`."""
         layout = self.source.layout
         ours = _renamed(layout, _belonging(layout, rows, tally), self.structured)
         if layout.name or layout.range:
@@ -123,25 +165,12 @@ class SourceFormat:
             ours = gather_responses(ours, tally.report, layout.group)
         for number, row in ours:
             try:
-                pairs, reason = self._compared(number, row, kwise_rule)
-            except ValueError as error:
-                tally.report(number, str(error))
-                continue
-            except RecursionError:
-                tally.report(number, "its values are nested too deeply")
-                continue
-            if reason is not None:
-                tally.report(number, f"a pair of it is bad ({reason}), and left out" if pairs else reason)
-            elif not pairs:
-                listed = row.get("responses")
-                is_single = isinstance(listed, list) and len(listed) == 1
-                lacking = (
-                    "its prompt has one response alone"
-                    if is_single
-                    else "no two responses that differ in text and score"
-                )
-                tally.skip(number, f"no pair: {lacking}")
-            yield from ((number, pair) for pair in pairs)
+                found = self._compared(number, row, kwise_rule)
+            except (ValueError, RecursionError) as error:
+                is_deep = isinstance(error, RecursionError)
+                tally.report(number, "its values are nested too deeply" if is_deep else str(error))
+            else:
+                yield number, found
 
     def _readable(self, rows: Iterable[tuple[int, Row]], layout: Layout, tally: RowTally) -> Iterator[tuple[int, Row]]:
         """The rows whose numbers are in range and whose content is read; the others are bad."""
@@ -153,8 +182,8 @@ class SourceFormat:
                 continue
             yield number, {name: value for name, value in row.items() if not name.endswith(OVERWRITTEN)}
 
-    def _compared(self, number: int, row: Row, kwise_rule: KwiseRule) -> tuple[list[PreferencePair], str | None]:
-        """Pairs of a row, and the reason if one of its comparisons gives no pair.
+    def _compared(self, number: int, row: Row, kwise_rule: KwiseRule) -> ComparedRow:
+        """Comparisons of a row.
 
         Raises:
             ValueError: if the row cannot be compared or its winner is unknown.
@@ -175,23 +204,16 @@ class SourceFormat:
             metadata["group"] = f"{source_name(self.source.path)}:{number}{turn}"
         if self.form.name == "winner" and layout.verdicts is not None:
             row = row | {"winner": layout.verdicts.read(row.get("winner"))}
-        comparisons = self.form.compare(row, kwise_rule)
+        comparisons = [
+            item if item.label is not None else replace(item, label=layout.label)
+            for item in self.form.compare(row, kwise_rule)
+        ]
         numbers = {
             name: read_number(name, row[name])
             for name in OPTIONAL_COLUMNS
             if not is_empty(row.get(name)) and str(row[name]).strip().casefold() not in ("nan", "none")
         }
-        pairs: list[PreferencePair] = []
-        reason: str | None = None
-        for item in comparisons:
-            own: dict[str, Any] = {"margin": item.margin, "label": layout.label if item.label is None else item.label}
-            try:
-                prompt = in_context(row, item.prompt, layout.columns)
-                extra = metadata | _kept(item.extra.items())
-                pairs.append(PreferencePair(prompt, item.chosen, item.rejected, metadata=extra, **{**own, **numbers}))
-            except ValueError as error:
-                reason = str(error)
-        return pairs, reason
+        return ComparedRow(row, comparisons, metadata, numbers)
 
     def is_meant_before(self, other: SourceFormat, present: frozenset[str]) -> bool:
         """True if it asks for more of the columns than the other and passes over none that the other reads."""

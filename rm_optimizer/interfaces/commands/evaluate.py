@@ -11,12 +11,14 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from typer import Argument, Exit, Option
+from typer import Argument, Context, Exit, Option
 
 from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
+from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.inputs import SavedModel, TokenizedPairOptions, cut_notes, length_note
 from rm_optimizer.interfaces.outputs import filling, made_folder, printed_beside, write_json
 from rm_optimizer.records.files import write_text
+from rm_optimizer.schema.data import Spelling
 from rm_optimizer.schema.registry import import_plugins
 
 if TYPE_CHECKING:
@@ -30,9 +32,17 @@ RESULTS = Path("outputs", "evaluate")
 
 
 def evaluate(
+    context: Context,
     saved: SavedModel,
-    sources: Annotated[list[str], Option("--data", "-d", help="Pairs: file, folder or pattern; may be repeated.")],
     pair_options: TokenizedPairOptions,
+    others: Annotated[list[str] | None, Argument(help="Further models, for --suite.")] = None,
+    sources: Annotated[
+        list[str], Option("--data", "-d", help="Pairs: file, folder or pattern; may be repeated. See --suite.")
+    ] = [],  # noqa: B006
+    suite: Annotated[
+        str | None,
+        Option("--suite", metavar="NAME", help="Benchmark, or its YAML file; --data [SET=]FILE is a local copy."),
+    ] = None,
     output: Annotated[
         Path | None, Option("--output", help="Folder for JSON and plots; default: one by time in outputs/evaluate.")
     ] = None,
@@ -49,10 +59,21 @@ def evaluate(
     bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the resamples.")] = 0,
 ) -> None:
-    """Measure a reward model on preference pairs.
+    """Measure a reward model on preference pairs, or models on a benchmark.
 
     Prints a table, and writes JSON and plots. Repeat a stopped command to continue it.
     """
+    if suite is not None:
+        unread = ("format", "columns", "winner", "layout", "kwise_rule", "label", "over_long", "by", "thresholds")
+        refuse_unread(context, "with --suite", *unread)
+        models = [saved, *(replace(saved, checkpoint=name) for name in others or ())]
+        _evaluate_suite(models, suite, sources, pair_options, output, token_budget, bootstrap, seed)
+        return
+    if not sources:
+        raise ConfigError("missing option '--data'; name the pairs, or a benchmark with --suite")
+    if others:
+        raise ConfigError(f"several models need --suite NAME, got {saved.checkpoint} and {', '.join(others)}")
+
     import numpy as np
 
     from rm_optimizer.data_efficiency.votes import vote_calibration, votes_of
@@ -100,6 +121,69 @@ def evaluate(
             calibration = vote_calibration(margins, votes, beta=model.beta, num_bootstrap=bootstrap, seed=seed)
             report_votes(calibration, folder)
         print(f"metrics, rewards and plots: {folder}")
+
+
+def _evaluate_suite(
+    models: Sequence[SavedModel],
+    name: str,
+    sources: Sequence[str],
+    pair_options: TokenizedPairOptions,
+    output: Path | None,
+    token_budget: int,
+    bootstrap: int,
+    seed: int,
+) -> None:
+    """Score each model on a suite, print tables, and write JSON, Parquet and a plot."""
+    from rm_optimizer.evaluation.suite import Suite, read_suite
+    from rm_optimizer.evaluation.suite_scores import score_on_suite, suite_result
+    from rm_optimizer.records.files import held
+    from rm_optimizer.records.ledger import progress
+    from rm_optimizer.reporting.suite import print_suite, write_suite
+
+    if len({model.checkpoint for model in models}) < len(models):
+        raise ConfigError(f"each model must be named once, got {', '.join(model.checkpoint for model in models)}")
+    suite = Suite.of(name)
+    with Spelling.flags.used():
+        items = read_suite(suite, sources, pair_options.bad_rows())
+    folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
+    found = []
+    with held(folder, "evaluation"):
+        with filling(folder):
+            for saved in models:
+                model = saved.load()
+                if note := length_note(model):
+                    print(f"note: {saved.checkpoint}: {note}", file=sys.stderr)
+                with progress(f"{saved.checkpoint} on {suite.name}", "responses") as show:
+                    folder_of_rewards = output or RESULTS
+                    found.append(
+                        score_on_suite(
+                            model, saved.checkpoint, items, token_budget=token_budget, folder=folder_of_rewards,
+                            on_progress=show,
+                        )
+                    )  # fmt: skip
+                del model
+        result = suite_result(items, found, num_bootstrap=bootstrap, seed=seed)
+        write_suite(result, folder)
+        print_suite(result)
+        print(f"scores and plot: {folder}")
+
+
+def leaderboard(
+    folder: Annotated[Path, Argument(help="Folder of results of `rm-opt evaluate --suite`, also in folders below it.")],
+    output: Annotated[Path | None, Option("--output", "-o", help="Folder of the page; default: FOLDER/report.")] = None,
+) -> None:
+    """Write a page on all models that were evaluated on suites.
+
+    It reads stored results, of each model the newest, and scores nothing.
+    """
+    from rm_optimizer.reporting.pages.folder_page import REPORT_FOLDER
+    from rm_optimizer.reporting.suite import print_suite, stored_results, suite_document
+
+    results = stored_results(folder)
+    for result in results:
+        print_suite(result)
+    page = suite_document(results, "Leaderboard").write(output or folder / REPORT_FOLDER)
+    print(f"page: {page}")
 
 
 USAGE = "give either --prompt TEXT and --response TEXT, or an input and an output file"
@@ -261,7 +345,7 @@ def doctor(
     from rm_optimizer.records.ledger import stages
     from rm_optimizer.records.locations import resolve_source
     from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
-    from rm_optimizer.reporting.doctor_table import print_diagnosis
+    from rm_optimizer.reporting.run_report import print_diagnosis
     from rm_optimizer.training.folder.model_card import write_card
     from rm_optimizer.training.folder.record import RunResult
 

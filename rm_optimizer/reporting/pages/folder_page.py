@@ -1,10 +1,11 @@
-"""Page of a folder with a run, several runs or a study."""
+"""Page of a folder with a run, several runs, a study, or models on a suite."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.evaluation.suite_scores import SUITE_FILE
 from rm_optimizer.experiments.compared_runs import read_runs, runs_inside
 from rm_optimizer.experiments.run_comparison import compare_runs
 from rm_optimizer.experiments.study import PLAN_FILE, StudyPlan, compares_optimizers
@@ -13,6 +14,7 @@ from rm_optimizer.reporting.comparison import runs_document
 from rm_optimizer.reporting.document import Document
 from rm_optimizer.reporting.optimizer_comparison import comparison_document
 from rm_optimizer.reporting.pages.run_page import run_document
+from rm_optimizer.reporting.suite import read_result, suite_document
 from rm_optimizer.training.folder.model_card import card_sections, card_summary, card_title, finished_result
 
 REPORT_FOLDER = "report"
@@ -23,7 +25,7 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
     """Write the page of a folder and return its path; the same folder gives the same bytes.
 
     Args:
-        folder: folder of a run, of several runs such as a sweep's, or of a study.
+        folder: folder of a run, of several runs such as a sweep's, of a study, or of models on a suite.
         output: folder to write into; None takes `report/` of the folder.
 
     Raises:
@@ -46,7 +48,7 @@ def folder_markdown(folder: Path) -> str:
 
 
 def _document(folder: Path) -> Document | None:
-    """Content of the page of a study or of several runs; None for any other folder.
+    """Content of the page of a study, of several runs or of a suite; None for any other folder.
 
     Raises:
         ConfigError: if this kind of study has no page, or the runs cannot be compared.
@@ -59,6 +61,8 @@ def _document(folder: Path) -> Document | None:
             f"{folder} holds a study without a page; there are pages of runs and of comparisons of optimizers; "
             f"rm-opt compare report {folder} reports on other studies"
         )
+    if (result := read_result(folder / SUITE_FILE)) is not None:
+        return suite_document([result], "Models on a suite")
     if not RunFolder(folder).is_used and len(runs_inside(folder)) > 1:
         return runs_document(compare_runs(read_runs([folder])))
     return None

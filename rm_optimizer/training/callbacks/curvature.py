@@ -16,8 +16,7 @@ from torch import nn
 
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature, MeasurementFactory
-from rm_optimizer.evaluation.draws import draw_pairs
+from rm_optimizer.evaluation.draws import CurvatureMeasurement, MeasureCurvature, MeasurementFactory, draw_pairs
 from rm_optimizer.optim import set_train_mode
 from rm_optimizer.optim.stability import stability_of
 from rm_optimizer.records.randomness import keeping_random_state

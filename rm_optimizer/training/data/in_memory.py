@@ -23,8 +23,7 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader, StepLoader
 from rm_optimizer.errors import ConversationRefused, DataError
-from rm_optimizer.evaluation.pair_rewards import PairRewards, score_pairs
-from rm_optimizer.evaluation.prompt_sharing import shares_prefixes
+from rm_optimizer.evaluation.pair_rewards import PairRewards, score_pairs, shares_prefixes
 from rm_optimizer.schema import BatchingConfig, DataConfig
 
 log = logging.getLogger("rm_optimizer")

@@ -197,7 +197,7 @@ def test_adjacent_gaps_add_up_to_the_widest_gap(scores: list[float]):
     assert sum(scores[i] - scores[j] for i, j in pairs) == (max(scores) - min(scores) if scores else 0)
 
 
-def test_kwise_margins_are_score_gaps_and_equal_texts_make_no_pair():
+def test_kwise_margins_are_score_gaps_also_of_equal_texts():
     row = {
         "prompt": "Hi",
         "responses": ["a", "b", "a"],
@@ -205,7 +205,11 @@ def test_kwise_margins_are_score_gaps_and_equal_texts_make_no_pair():
         PER_RESPONSE: {"model": ["x", "y", "z"]},
     }
     comparisons = compare("kwise", row)
-    assert [(c.chosen, c.rejected, c.margin) for c in comparisons] == [("a", "b", 2.0), ("b", "a", 1.0)]
+    assert [(c.chosen, c.rejected, c.margin) for c in comparisons] == [
+        ("a", "b", 2.0),
+        ("a", "a", 3.0),
+        ("b", "a", 1.0),
+    ]
     places = {"chosen_index": 0, "rejected_index": 1}
     assert comparisons[0].extra == places | {
         "chosen_model": "x",

@@ -25,7 +25,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation.curvature_measurement import CurvatureMeasurement, MeasureCurvature
+from rm_optimizer.evaluation.draws import CurvatureMeasurement, MeasureCurvature
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.measured_loss import load_measured_loss

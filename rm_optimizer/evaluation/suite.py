@@ -1,0 +1,313 @@
+"""Suites of evaluation: sets of rows, rules of their scores, and trees of averages, which a YAML file describes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from itertools import chain, islice, product
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import yaml  # type: ignore[import-untyped]
+from jaxtyping import Float
+
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, prompt_id
+from rm_optimizer.core.pairs.source_format import FIRST_ROWS, ComparedRow, SourceFormat
+from rm_optimizer.core.pairs.sources import DataSource
+from rm_optimizer.core.rows.bad_rows import RowTally
+from rm_optimizer.core.rows.columns import in_context
+from rm_optimizer.core.rows.messages import require_response
+from rm_optimizer.core.rows.readers import row_unit, source_files
+from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.evaluation.list_rules import RULES, Credit, Rewards, SuiteItem, Tie
+from rm_optimizer.records.codec import from_values
+from rm_optimizer.schema.compose import config_root
+from rm_optimizer.schema.data import DataConfig, KwiseRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class SuiteSet:
+    """Rows of a suite that are read and scored alike.
+
+    Args:
+        path: file, folder or hub name, or several; empty for a set that only `--data` names.
+        rows: number of rows of the published set; 0 if it is unknown.
+        layout: how rows are read, as the option `layout` has it.
+        rule: rule of the score, a name of `RULES`.
+        rules: other rules by group.
+        tie: credit for equal rewards.
+        group: columns whose values, joined by "/", are a row's group; empty takes the set's name.
+        groups: pattern of the group's name by the name to take for it.
+        optional: True for a set that only `--data` adds.
+    """
+
+    path: str | tuple[str, ...] = ""
+    rows: int = 0
+    layout: Any = None
+    rule: str = "pairs"
+    rules: Mapping[str, str] = field(default_factory=dict)
+    tie: Tie = Tie.wrong
+    group: tuple[str, ...] = ()
+    groups: Mapping[str, str] = field(default_factory=dict)
+    optional: bool = False
+
+    def __post_init__(self) -> None:
+        for rule in (self.rule, *self.rules.values()):
+            if rule not in RULES:
+                raise ConfigError(did_you_mean("rule of a suite", rule, sorted(RULES)))
+
+    def group_of(self, name: str, row: ComparedRow) -> str:
+        """Group of a row of the set of that name.
+
+        Raises:
+            ValueError: if the row lacks the column.
+        """
+        if missing := [column for column in self.group if column not in row.metadata]:
+            raise ValueError(f"the column {missing[0]}, which holds the group, is missing")
+        group = "/".join(str(row.metadata[column]) for column in self.group) or name
+        return next((ours for ours, pattern in self.groups.items() if fnmatchcase(group, pattern)), group)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suite:
+    """Benchmark with the rule of its official score.
+
+    Args:
+        name: name of its file.
+        source: rule and version that it follows.
+        protocol: what else the official numbers depend on.
+        sets: its rows.
+        score: the average that is its official number.
+        average: averages by name, in the order of their computation: `mean` of parts alike or with fixed weights,
+            `pool` of groups by their credits, or `sum` with weights. Parts without rows are left out.
+        per: values of the first column of `group` that have averages of their own; the score is the mean over them.
+        without: values that this mean leaves out.
+    """
+
+    name: str
+    source: str
+    protocol: str = ""
+    sets: Mapping[str, SuiteSet]
+    score: str
+    average: Mapping[str, Mapping[Literal["mean", "pool", "sum"], Any]] = field(default_factory=dict)
+    per: tuple[str, ...] = ()
+    without: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, average in self.average.items():
+            if [*average] not in (["mean"], ["pool"], ["sum"]) or not self.parts_of(name):
+                raise ConfigError(f"average {name} must be one of mean, pool and sum with parts, got {average}")
+        own = self.average
+        if self.per and self.score in own:
+            found: dict[str, Any] = {
+                f"{value}/{name}": {kind: {f"{value}/{part}": weight for part, weight in self.parts_of(name).items()}}
+                for value, (name, (kind,)) in product(self.per, own.items())
+            }
+            found[self.score] = {"mean": [f"{value}/{self.score}" for value in self.per if value not in self.without]}
+            object.__setattr__(self, "average", found)
+            object.__setattr__(self, "per", ())
+
+    @classmethod
+    def of(cls, name: str) -> Suite:
+        """The suite of that name, or of a YAML file.
+
+        Raises:
+            ConfigError: if there is none, or the file is no suite.
+        """
+        path, known = Path(name).expanduser(), published_suites()
+        if path.suffix not in (".yaml", ".yml"):
+            if name not in known:
+                raise ConfigError(f"{did_you_mean('--suite', name, sorted(known))}; or name a .yaml file of one")
+            path = known[name]
+        try:
+            return cls.from_values({"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))})
+        except (OSError, UnicodeDecodeError, yaml.YAMLError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{path}: the suite cannot be read: {' '.join(str(error).split())}") from error
+
+    @classmethod
+    def from_values(cls, values: dict[str, Any]) -> Suite:
+        """The suite that a mapping describes.
+
+        Raises:
+            ConfigError: if an option is unknown.
+            TypeError: if an option is missing or has another type.
+        """
+        for kind, given in ((cls, values), *((SuiteSet, each) for each in values["sets"].values())):
+            known = list(kind.__annotations__)
+            if unknown := [name for name in given if name not in known]:
+                raise ConfigError(did_you_mean("option of a suite", str(unknown[0]), known))
+        return from_values(cls, values)
+
+    def parts_of(self, average: str) -> dict[str, float]:
+        """Parts of an average with their weights."""
+        (parts,) = self.average[average].values()
+        return {**parts} if isinstance(parts, Mapping) else dict.fromkeys(parts or (), 1.0)
+
+    def leaves_of(self, name: str) -> list[str]:
+        """Names of the groups that an average rests on; a group rests on itself."""
+        if name not in self.average:
+            return [name]
+        return [*dict.fromkeys(chain.from_iterable(map(self.leaves_of, self.parts_of(name))))]
+
+    def values(self, groups: Sequence[str], totals: Float[np.ndarray, "... terms"]) -> dict[str, np.ndarray]:
+        """Scores of groups and averages, NaN where a group has no credits.
+
+        Args:
+            groups: names of the groups.
+            totals: sum of credits and number of credits of each group, one after another.
+        """
+        counts = {group: totals[..., 2 * place + 1] for place, group in enumerate(groups)}
+        with np.errstate(invalid="ignore", divide="ignore"):
+            found = {group: np.asarray(totals[..., 2 * place] / counts[group]) for place, group in enumerate(groups)}
+            for name, average in self.average.items():
+                weights = self.parts_of(name)
+                if present := [part for part in weights if part in found]:
+                    scores = np.stack([found[part] for part in present], axis=-1)
+                    weight = np.array([weights[part] for part in present])
+                    if "pool" in average:
+                        weight = np.stack([counts[part] for part in present], axis=-1)
+                        scores = np.where(weight == 0, 0.0, scores)
+                    total = (scores * weight).sum(axis=-1)
+                    found[name] = np.asarray(total if "sum" in average else total / weight.sum(axis=-1))
+        return found
+
+
+def published_suites() -> dict[str, Path]:
+    """Files of the suites in `configs/suite`, by name."""
+    return {path.stem: path for path in sorted((Path(config_root()) / "suite").glob("*.yaml"))}
+
+
+@dataclass(frozen=True)
+class SuiteItems:
+    """Rows of a suite, read for scoring.
+
+    Args:
+        suite: the suite.
+        items: the rows.
+        notes: sentences on rows that differ from the published sets.
+    """
+
+    suite: Suite
+    items: tuple[SuiteItem, ...]
+    notes: tuple[str, ...]
+
+    @cached_property
+    def responses(self) -> dict[tuple[str, str], Prompt]:
+        """Prompt of each different response, by the identity of the prompt and the text."""
+        return {(item.prompt_id, text): item.prompt for item in self.items for text in item.responses.values()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Identity of the rows."""
+        return digest([[item.group, item.prompt_id, [*item.responses.items()], item.edges] for item in self.items])
+
+    def credits(self, reward_of: Callable[[tuple[str, str]], float]) -> list[Credit]:
+        """Credits of the rows, in an order that depends on the rows alone.
+
+        Args:
+            reward_of: function from a key of `responses` to its reward.
+
+        Raises:
+            DataError: if a row lacks what its rule needs.
+        """
+        by_rule: dict[str, list[tuple[SuiteItem, Rewards]]] = {}
+        for item in self.items:
+            rewards = {place: reward_of((item.prompt_id, text)) for place, text in item.responses.items()}
+            by_rule.setdefault(item.rule, []).append((item, rewards))
+        return [credit for name, rows in by_rule.items() for credit in RULES[name](rows)]
+
+
+def read_suite(suite: Suite, sources: Sequence[str], options: DataConfig) -> SuiteItems:
+    """Read the rows of a suite.
+
+    Args:
+        suite: the suite.
+        sources: local copies as `SET=FILE`, or as `FILE` of the only set that is not optional; with any, other sets are
+            left out. Empty reads the public sets.
+        options: treatment of bad rows.
+
+    Raises:
+        ConfigError: if a source names no set of the suite.
+        DataError: if a set cannot be read or a row is bad.
+    """
+    given: dict[str, list[str]] = {}
+    whole = [name for name, each in suite.sets.items() if not each.optional]
+    for source in sources:
+        name, _, path = source.partition("=")
+        if name not in suite.sets:
+            if len(whole) > 1:
+                raise ConfigError(f"--data must be SET=FILE, with SET one of {', '.join(suite.sets)}; got '{source}'")
+            name, path = whole[0], source
+        given.setdefault(name, []).append(path)
+    items, notes, num_undecided = list[SuiteItem](), list[str](), 0
+    for name, each in suite.sets.items():
+        if (name not in given) if given else each.optional:
+            notes += [f"incomplete: set {name} is left out"] if given and not each.optional else []
+            continue
+        paths = given.get(name, [each.path] if isinstance(each.path, str) else each.path)
+        if not all(paths):
+            raise ConfigError(f"suite {suite.name}: set {name} is not on the hub; give its file as --data {name}=FILE")
+        found = [item for path in paths for item in _items(suite, name, path, options, notes)]
+        if each.rows and len(found) != each.rows:
+            notes.append(f"incomplete: {len(found):,} of {each.rows:,} rows of set {name}")
+        items += [item for item in found if item is not None]
+        num_undecided += found.count(None)
+    if not items:
+        raise DataError(f"suite {suite.name}: no row of {', '.join(given) or 'its sets'} states a preference")
+    if num_undecided:
+        notes.append(f"{num_undecided:,} rows state no preference and do not count")
+    return SuiteItems(suite, tuple(items), tuple(notes))
+
+
+def _items(suite: Suite, name: str, path: str, options: DataConfig, notes: list[str]) -> Iterator[SuiteItem | None]:
+    """The rows of a file or set; None for one that states no preference."""
+    each = suite.sets[name]
+    for file in chain.from_iterable(part.files for part in source_files(path)):
+        source, tally = DataSource(file, layout=each.layout), RowTally(file, options)
+        rows = tally.counted(source.stored(tally.report_unread))
+        if not (first := list(islice(rows, FIRST_ROWS))):
+            raise tally.nothing_left()
+        form = SourceFormat.of(source, first)
+        for number, row in form.compared(chain(first, rows), KwiseRule.all_and_ties, tally):
+            try:
+                yield _item(each, row, f"{file}, {row_unit(file)} {number}", each.group_of(name, row), form)
+            except ValueError as error:
+                tally.report(number, str(error))
+        tally.require_few_bad()
+        if tally.skipped:
+            notes.append(f"{len(tally.skipped)} rows are not scored, the first: {tally.skipped[0]}")
+
+
+def _item(each: SuiteSet, row: ComparedRow, where: str, group: str, form: SourceFormat) -> SuiteItem | None:
+    """The row for its rule; None without a decided comparison, where the rule needs one.
+
+    Raises:
+        ValueError: if its prompt or a response is none.
+    """
+    if not row.comparisons:
+        return None
+    first, edges = row.comparisons[0], list[tuple[int, int]]()
+    prompt = in_context(row.row, first.prompt, form.source.layout.columns)
+    responses, scores = dict[int, str](), dict[int, float]()
+    num_chosen = 1 + max(item.extra.get("chosen_index", 0) for item in row.comparisons)
+    for item in row.comparisons:
+        better, worse = int(item.extra.get("chosen_index", 0)), int(item.extra.get("rejected_index", 1))
+        if form.form.name == "lists":
+            worse += num_chosen
+        responses |= {better: item.chosen, worse: item.rejected}
+        if "chosen_score" in item.extra:
+            scores |= {better: item.extra["chosen_score"], worse: item.extra["rejected_score"]}
+        label = row.numbers.get("label", item.label or 0.0)
+        if label != 0.5:
+            edges.append((better, worse) if label > 0.5 else (worse, better))
+    rule = each.rules.get(group, each.rule)
+    if not edges and rule != "sampled":
+        return None
+    PreferencePair(prompt, "a", "b")  # refuses an unusable prompt
+    for text in responses.values():
+        require_response("response", text)
+    own = (tuple(edges), scores, first.is_second, group, rule, each.tie, row.metadata)
+    return SuiteItem(where, prompt, prompt_id(prompt), dict(sorted(responses.items())), *own)

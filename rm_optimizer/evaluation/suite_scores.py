@@ -1,0 +1,307 @@
+"""Scores of models on a suite: intervals over prompts, differences, leads, and a leaderboard of stored results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+from scipy.stats import t as student_t
+
+from rm_optimizer.core.metrics.effects import ERROR_RATE, holm_adjusted
+from rm_optimizer.core.metrics.estimate import Estimate
+from rm_optimizer.core.metrics.intervals import StudentMean, cluster_bootstrap, cluster_totals, with_honest_width
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.overlap import TrainedOn, TrainedPairs
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.evaluation.list_rules import BOUNDS, Credit
+from rm_optimizer.evaluation.saved_model import score_distinct
+from rm_optimizer.evaluation.suite import Suite, SuiteItems
+from rm_optimizer.records.codec import JsonRecord, json_values
+
+SUITE_FILE = "suite.json"
+LONGER, RANDOM = "longer wins", "random"
+"""Rows of a table that are no models: the response with more characters wins, or one by chance."""
+NUM_DRAWS = 16
+"""Number of random rewards over which the credits of `random` are averaged."""
+
+
+@dataclass(frozen=True)
+class SuiteScores(JsonRecord):
+    """Scores of one model on a suite.
+
+    Args:
+        name: name of the model, or of a rule that is no model.
+        is_model: False for a rule such as `longer wins`.
+        scores: scores by name: averages, the official number first, then groups.
+        num_ties: comparisons whose rewards are exactly equal.
+        max_length: most tokens of a sequence; 0 for no model.
+        num_prompt_cut: responses whose prompt lost tokens.
+        num_response_cut: responses that lost tokens themselves.
+        trained_on: overlap with the model's training pairs; None without a record of them.
+    """
+
+    name: str
+    is_model: bool
+    scores: dict[str, Estimate] = field(default_factory=dict)
+    num_ties: int = 0
+    max_length: int = 0
+    num_prompt_cut: int = 0
+    num_response_cut: int = 0
+    trained_on: TrainedOn | None = None
+
+
+@dataclass(frozen=True)
+class SuiteDifference:
+    """Difference of two models in the official number, paired by prompt.
+
+    Args:
+        first: name of the model with the higher score.
+        second: name of the other.
+        difference: score of the first minus that of the second.
+        p_value: two-sided p-value against no difference.
+        holm_p: `p_value` after Holm's correction over all pairs with a model.
+    """
+
+    first: str
+    second: str
+    difference: Estimate
+    p_value: float
+    holm_p: float
+
+
+@dataclass(frozen=True)
+class SuiteLead:
+    """Claim that a model leads in a group or average; all claims of a result hold together in 95 % of suites.
+
+    Args:
+        group: name of the group or average.
+        model: name of the model.
+        low: lower end of the simultaneous interval of its difference to the next row of the table, above 0.
+    """
+
+    group: str
+    model: str
+    low: float
+
+
+@dataclass(frozen=True)
+class SuiteResult(JsonRecord, indent=2, rows="rows"):
+    """Result of models on a suite, saved as `suite.json`.
+
+    Args:
+        suite: the suite's options.
+        fingerprint: identity of the rows.
+        num_rows: rows that are scored.
+        num_responses: different responses.
+        models: the models, and rows that are no models.
+        differences: differences of models in the official number.
+        leads: claims that a model leads somewhere, over all rows of the table.
+        notes: what to know when reading the numbers.
+    """
+
+    suite: dict[str, Any]
+    fingerprint: str
+    num_rows: int
+    num_responses: int
+    models: tuple[SuiteScores, ...]
+    differences: tuple[SuiteDifference, ...]
+    leads: tuple[SuiteLead, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def score(self) -> str:
+        """Name of the official number."""
+        return str(self.suite["score"])
+
+    def rows(self) -> list[dict[str, Any]]:
+        """A row for each model and name."""
+        found = ((model.name, name, score) for model in self.models for name, score in model.scores.items())
+        return [{"model": model, "name": name, **json_values(score)} for model, name, score in found]
+
+
+@dataclass(frozen=True)
+class SuiteCredits:
+    """Credits of several models on the same rows.
+
+    Args:
+        suite: the suite.
+        groups: group of each credit.
+        clusters: cluster of each credit.
+        values: credits by the name of the model.
+    """
+
+    suite: Suite
+    groups: tuple[str, ...]
+    clusters: tuple[str, ...]
+    values: Mapping[str, Float[np.ndarray, " credits"]]
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Names of all scores: the official number, averages, groups."""
+        groups = [*self._positions]
+        found = self.suite.values(groups, np.ones(2 * len(groups)))
+        averages = [name for name in found if name not in groups]
+        return tuple(sorted([*averages, *groups], key=lambda name: name != self.suite.score))
+
+    @cached_property
+    def _positions(self) -> dict[str, np.ndarray]:
+        groups = np.array(self.groups)
+        return {group: np.flatnonzero(groups == group) for group in dict.fromkeys(self.groups)}
+
+    def estimate(self, name: str, first: str, second: str | None = None, *, num_bootstrap: int, seed: int) -> Estimate:
+        """Score of a model, or difference of two, with an interval over clusters.
+
+        Args:
+            name: one of `names`.
+            first: name of the model.
+            second: name of a model whose score is subtracted.
+            num_bootstrap: number of resamples; 0 gives a standard error only.
+            seed: seed of the resamples.
+        """
+        leaves = [leaf for leaf in self.suite.leaves_of(name) if leaf in self._positions]
+        places = [self._positions[leaf] for leaf in leaves]
+        arms = [first] if second is None else [first, second]
+        position, leaf = np.concatenate(places), np.repeat(np.arange(len(leaves)), [*map(len, places)])
+        rows = np.zeros((len(position), len(arms), len(leaves), 2))
+        rows[np.arange(len(position)), :, leaf, 0] = np.stack([self.values[arm][position] for arm in arms], axis=1)
+        rows[np.arange(len(position)), :, leaf, 1] = 1.0
+        sums = cluster_totals(rows.reshape(len(position), -1), [self.clusters[place] for place in position])
+
+        def statistic(totals: np.ndarray) -> np.ndarray:
+            found = [self.suite.values(leaves, part)[name] for part in np.split(totals, len(arms), axis=-1)]
+            return np.asarray(found[0] - found[-1] * (len(arms) - 1))[..., None]
+
+        counts = rows[:, 0, :, 1].sum(axis=0)
+        ends = np.array([BOUNDS.get(each.rpartition("/")[2], (0.0, 1.0)) for each in leaves])
+        totals = np.stack([ends.T * counts, np.broadcast_to(counts, ends.T.shape)], axis=-1).reshape(2, -1)
+        low, high = self.suite.values(leaves, totals)[name].tolist()
+        bounds = (low, high) if second is None else (low - high, high - low)
+        found = cluster_bootstrap(sums, statistic, num_bootstrap=num_bootstrap, seed=seed)[0]
+        return with_honest_width(found, sums[:, 1 : 2 * len(leaves) : 2].sum(axis=1), bounds=bounds)
+
+    def differences(self, models: Sequence[SuiteScores], *, num_bootstrap: int, seed: int) -> list[SuiteDifference]:
+        """Differences in the official number of all pairs of which one at least is a model."""
+        score = self.names[0]
+        ordered = sorted(models, key=lambda model: -model.scores[score].value)
+        pairs = [(a.name, b.name) for a, b in combinations(ordered, 2) if a.is_model or b.is_model]
+        values = np.nan_to_num([self._tested(score, *pair).p_different for pair in pairs], nan=1.0)
+        return [
+            SuiteDifference(*pair, self.estimate(score, *pair, num_bootstrap=num_bootstrap, seed=seed), *p_values)
+            for pair, *p_values in zip(pairs, values.tolist(), holm_adjusted(values).tolist(), strict=True)
+        ]
+
+    def _tested(self, name: str, first: str, second: str) -> StudentMean:
+        """Difference of two models with the jackknife's error over clusters."""
+        found = self.estimate(name, first, second, num_bootstrap=0, seed=0)
+        error = np.nan if found.standard_error is None else found.standard_error
+        return StudentMean(found.value, error, max(1, found.num_samples - 1), found.num_samples)
+
+    def leads(self, models: Sequence[SuiteScores]) -> list[SuiteLead]:
+        """Models that lead over all others in a group or average, by intervals that hold simultaneously.
+
+        Each difference has Student's interval at `0.05 / (names * models * (models - 1))` on one side (Bonferroni), so
+        that the probability of any false claim is at most 0.05, whichever model and group it is about.
+        """
+        found, num_tests = [], len(self.names) * len(models) * (len(models) - 1)
+        for name in self.names:
+            first, *others = sorted(models, key=lambda model: -model.scores[name].value)
+            tests = [self._tested(name, first.name, other.name) for other in others]
+            ends = [each.standard_error * student_t.isf(ERROR_RATE / num_tests, each.freedom) for each in tests]
+            low = float(np.min([each.value - end for each, end in zip(tests, ends, strict=True)]))
+            if first.is_model and low > 0:
+                found.append(SuiteLead(name, first.name, low))
+        return found
+
+
+def score_on_suite(
+    model: BradleyTerryRM,
+    name: str,
+    items: SuiteItems,
+    *,
+    token_budget: int,
+    folder: Path,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> tuple[SuiteScores, list[Credit]]:
+    """Facts about a model on a suite, and its credits; each different response is scored once.
+
+    The rewards stay in the folder, so that a repeated call scores nothing again.
+
+    Args:
+        model: the model, on its device.
+        name: its name, from which the record of its training pairs is read.
+        items: rows of the suite.
+        token_budget: most tokens of one pass, padding included.
+        folder: folder of the rewards.
+        on_progress: function called with the number of responses done and the number of all.
+
+    Raises:
+        CheckpointError: if a reward is not finite, or the record of the model's training pairs is damaged.
+        DataError: if a conversation cannot be rendered.
+    """
+    conversations = [(prompt, text) for (_, text), prompt in items.responses.items()]
+    scored = score_distinct(
+        model, conversations, items.fingerprint, token_budget=token_budget, folder=folder, on_progress=on_progress,
+        keeps=True,
+    )  # fmt: skip
+    rewards = dict(zip(items.responses, (row.reward for row in scored), strict=True))
+    decided = [
+        (item, item.responses[better], item.responses[worse]) for item in items.items for better, worse in item.edges
+    ]
+    pairs = [PreferencePair(item.prompt, better, worse) for item, better, worse in decided if better != worse]
+    trained = TrainedPairs.recorded(name)
+    facts = SuiteScores(
+        name,
+        is_model=True,
+        num_ties=sum(rewards[item.prompt_id, a] == rewards[item.prompt_id, b] for item, a, b in decided),
+        max_length=model.max_length,
+        num_prompt_cut=sum(row.prompt_cut > 0 for row in scored),
+        num_response_cut=sum(row.response_cut > 0 for row in scored),
+        trained_on=None if trained is None else trained.count(pairs),
+    )
+    return facts, items.credits(rewards.__getitem__)
+
+
+def suite_result(
+    items: SuiteItems, found: Sequence[tuple[SuiteScores, Sequence[Credit]]], *, num_bootstrap: int, seed: int
+) -> SuiteResult:
+    """Result of models on a suite, with the rows `longer wins` and `random`.
+
+    Args:
+        items: rows of the suite.
+        found: facts and credits of each model.
+        num_bootstrap: number of resamples of prompts for the intervals.
+        seed: seed of the resamples and of `random`.
+    """
+    rng, keys = np.random.default_rng(seed), [*items.responses]
+    draws = [dict(zip(keys, rng.random(len(keys)).tolist(), strict=True)) for _ in range(NUM_DRAWS)]
+    longer = items.credits(lambda key: len(key[1]))
+    values = {facts.name: np.array([each.value for each in of]) for facts, of in found}
+    values[LONGER] = np.array([each.value for each in longer])
+    values[RANDOM] = np.mean([[each.value for each in items.credits(draw.__getitem__)] for draw in draws], axis=0)
+    groups, clusters = (tuple(getattr(each, name) for each in longer) for name in ("group", "cluster"))
+    table = SuiteCredits(items.suite, groups, clusters, values)
+    models = [*(facts for facts, _ in found), *(SuiteScores(name, is_model=False) for name in (LONGER, RANDOM))]
+    missing = [leaf for leaf in items.suite.leaves_of(items.suite.score) if leaf not in groups]
+    shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
+    notes = [
+        *items.notes,
+        *([f"incomplete: the score lacks {shown}"] if missing else []),
+        f"rule: {items.suite.source}",
+    ]
+    if items.suite.protocol:
+        notes.append(f"the published numbers are at {items.suite.protocol}")
+    options: Any = {"num_bootstrap": num_bootstrap, "seed": seed}
+    scored = [
+        replace(model, scores={name: table.estimate(name, model.name, **options) for name in table.names})
+        for model in models
+    ]
+    sizes = len(items.items), len(items.responses)
+    differences, leads = tuple(table.differences(scored, **options)), tuple(table.leads(scored))
+    values = json_values(items.suite)
+    return SuiteResult(values, items.fingerprint, *sizes, tuple(scored), differences, leads, tuple(notes))
