@@ -1,7 +1,7 @@
 """Seeded differences between two scorings, and the causes that `explain_difference` names.
 
 Three tiny families with random weights are scored by plain transformers in this file, which imports nothing of the
-explanation but its entry: 24 callers with one mistake, 12 with two, and 24 that score as the model does.
+explanation but its entry: callers with one mistake, with two, and such that score as the model does.
 
     python benchmarks/why.py [CASE …]
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 import sys
 import tempfile
 import time
@@ -29,6 +30,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
+    Gemma2Config,
     LlamaConfig,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -89,11 +91,12 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def build(family: str, folder: Path, *, seed: int) -> Path:
+def build(family: str, folder: Path, *, seed: int, kind: Any = None, **fields: Any) -> Path:
     """Write a tiny classifier of a family with random weights, as plain transformers saves it."""
     tokenizer = tokenizer_of(family)
-    kind = {"chatml": Qwen2Config, "llama": LlamaConfig, "bert": BertConfig}[family]
-    config = kind(vocab_size=len(tokenizer) + 4, num_labels=1, pad_token_id=tokenizer.pad_token_id, **SIZES)
+    kind = kind or {"chatml": Qwen2Config, "llama": LlamaConfig, "bert": BertConfig}[family]
+    vocabulary = {"vocab_size": len(tokenizer) + 4, "pad_token_id": tokenizer.pad_token_id}
+    config = kind(num_labels=1, **vocabulary, **SIZES, **fields)
     torch.manual_seed(seed)
     model = AutoModelForSequenceClassification.from_config(config).eval()
     with torch.no_grad():
@@ -147,9 +150,11 @@ class Caller:
     dtype: torch.dtype = torch.float32
     after: Callable[[Any], Any] = unchanged
     change: Callable[[Any], Any] = unchanged
+    reads_file: bool = False
 
     def __post_init__(self) -> None:
-        self.tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        reader = PreTrainedTokenizerFast if self.reads_file else AutoTokenizer
+        self.tokenizer = reader.from_pretrained(self.folder)
         model = AutoModelForSequenceClassification.from_pretrained(self.folder, dtype=self.dtype).eval()
         self.model = self.change(model).eval()
         self.is_encoder = self.tokenizer.cls_token_id is not None
@@ -265,6 +270,20 @@ class Zoo:
         self.root = root
         self.of = {family: build(family, root / family, seed=i) for i, family in enumerate(FAMILIES)}
         self.adapter = self._adapter()
+        self.window = self._settings(
+            "window", "config.json", use_sliding_window=True, sliding_window=24, max_window_layers=1
+        )
+        self.of_class = self._settings("class", "tokenizer_config.json", tokenizer_class="Qwen2Tokenizer")
+        capped = {"attn_logit_softcapping": 0.5, "head_dim": 8, "query_pre_attn_scalar": 8}
+        self.capped = build("chatml", root / "capped", seed=7, kind=Gemma2Config, **capped)
+
+    def _settings(self, name: str, file: str, **settings: Any) -> Path:
+        """A copy of the chatml folder with other settings in a file."""
+        folder = shutil.copytree(self.of["chatml"], self.root / name)
+        values = json.loads((folder / file).read_text(encoding="utf-8"))
+        values.pop("layer_types", None)
+        (folder / file).write_text(json.dumps(values | settings), encoding="utf-8")
+        return Path(folder)
 
     def _adapter(self) -> Path:
         base = AutoModelForSequenceClassification.from_pretrained(self.of["chatml"])
@@ -346,6 +365,9 @@ def cases(zoo: Zoo) -> tuple[list[Case], list[Case], list[Case]]:
         Case("chatml/pipeline", ("activation",), chatml, lambda: pipeline_of(chatml)),
         Case("chatml/adapter_off", ("adapter",), zoo.adapter, lambda: Caller(chatml, change=zoo.merged(0))),
         Case("chatml/adapter_twice", ("adapter",), zoo.adapter, lambda: Caller(chatml, change=zoo.merged(2))),
+        Case("chatml/window", ("attention",), zoo.window, lambda: Caller(chatml)),
+        Case("chatml/kernel", ("attention",), zoo.capped, lambda: Caller(zoo.capped, change=sdpa)),
+        Case("chatml/class", ("tokenizer",), zoo.of_class, lambda: Caller(zoo.of_class, reads_file=True)),
         Case("llama/doubled_bos", ("bos",), llama, lambda: Caller(llama, adds_special=True)),
         Case("llama/missing_bos", ("bos",), llama, lambda: Caller(llama, drops_first=True)),
         Case("llama/date", ("date",), llama, lambda: Caller(llama, date=today)),
@@ -428,6 +450,12 @@ def cases(zoo: Zoo) -> tuple[list[Case], list[Case], list[Case]]:
 
 def eager(model: Any) -> Any:
     model.set_attn_implementation("eager")
+    return model
+
+
+def sdpa(model: Any) -> Any:
+    """A kernel that leaves out soft caps."""
+    model.set_attn_implementation("sdpa")
     return model
 
 

@@ -15,17 +15,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9412,
-    "serving": 4061,
+    "serving": 4070,
     "landscape": 3825,
     "training": 2714,
     "rl_coupling": 2579,
     "reporting": 2566,
-    "interfaces": 2095,
+    "interfaces": 2096,
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1088,
     "doctor": 950,
-    "explanation": 804,
+    "explanation": 852,
     "records": 763,
     "optim": 754,
     "evaluation": 1013,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 58,
-    "import lines": 5723,
+    "import lines": 5730,
     "import lines inside functions": 329,
-    "lines of code": 36122,
-    "private functions with one caller": 383,
+    "lines of code": 36180,
+    "private functions with one caller": 385,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

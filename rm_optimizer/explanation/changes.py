@@ -18,7 +18,7 @@ from rm_optimizer.core.classifier.adapters import has_adapter
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.explanation.findings import Cause
 from rm_optimizer.explanation.local_copy import POSITIONS, LocalCopy, plain_state
-from rm_optimizer.explanation.recipe import Recipe
+from rm_optimizer.explanation.recipe import NO_LIMIT, Recipe
 
 Scores: TypeAlias = Float[np.ndarray, " sequences"]
 SYSTEM_PROMPTS = (
@@ -145,8 +145,8 @@ def changes(local: LocalCopy) -> Iterator[Change]:
         yield change("white_space", f"stripped white space ({part})", strip=part)
     if has_adapter(local.model.model):
         for factor, word in ((0, "not merged"), (2, "merged twice")):
-            own = local.model.named_parameters()
-            local.tensors[word] = {name: factor * value for name, value in own if ".lora_B." in name}
+            parameters = local.model.named_parameters()
+            local.tensors[word] = {name: factor * value for name, value in parameters if ".lora_B." in name}
             yield change("adapter", f"adapter {word}", weights=word)
     if local.other is not None and rendering.other is not None:
         yield from _of_files(local, rendering.other)
@@ -154,6 +154,20 @@ def changes(local: LocalCopy) -> Iterator[Change]:
         template += _OPENED if name == "ChatML" else ""
         yield change("template", f"other template ({name})", template=template)
         yield change("template", f"other template ({name})", template=template, eos="once")
+    config = local.model.model.config.get_text_config()
+    own, other_window = (
+        getattr(each, "sliding_window", None)
+        for each in (config, None if local.other is None else local.other.model.config.get_text_config())
+    )
+    for kernel in {"eager", "sdpa"} - {str(config._attn_implementation)}:
+        yield change("attention", f"attention kernel {kernel}", attention=kernel)
+    if own is not None:
+        yield change("attention", "no sliding window", attention=str(NO_LIMIT))
+    if other_window not in (None, own):
+        yield change("attention", f"sliding window of {other_window}", attention=str(other_window))
+    if "file" in rendering.renderers:
+        name = f"tokenizer.json as it is, which {type(renderer.tokenizer).__name__} reads otherwise"
+        yield change("tokenizer", name, tokenizer="file")
     for place in ("mean", *POSITIONS):
         yield change("pooling", f"pooled token ({place})", pool=place)
 
@@ -182,7 +196,7 @@ def _of_files(local: LocalCopy, other: ConversationRenderer) -> Iterator[Change]
     cause = Cause("tokenizer", f"other tokenizer (tokens {tokens})" if odd else "other tokenizer or template")
     table = {local.embedding: differ[local.embedding]} if local.embedding in differ and odd else {}
     grown = _transplant(local, "tokenizer", "other embeddings", table).fields if table else {}
-    yield Change(cause, {"of_other": True, **grown})
+    yield Change(cause, {"tokenizer": "other", **grown})
 
 
 def _differing(local: LocalCopy) -> dict[str, Tensor]:

@@ -26,6 +26,7 @@ REMEDIES = {
     "shift": "fold the constant into the head's bias, or leave it: differences of rewards stay the same",
     "head_weights": "load the head that belongs to the model",
     "adapter": "merge the adapter exactly once, or serve it as an adapter",
+    "attention": "give both sides the same attention kernel and sliding window, as the model's config.json has them",
     "dtype": "compute both in float32, or accept the rounding of the half type",
     "tokenizer": "take the tokenizer files that were saved with the model",
     "weights": "load the same checkpoint on both sides",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.func import functional_call
+from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.adapters import has_adapter
 from rm_optimizer.core.classifier.head import head_name
@@ -48,7 +50,7 @@ class LocalCopy:
         self.head = f"model.{head_name(model.model)}"
         table = model.model.get_input_embeddings().weight
         self.embedding = next(name for name, value in model.named_parameters() if value is table)
-        self._rewards: dict[tuple[tuple[int, ...], str], dict[str, float]] = {}
+        self._rewards: dict[tuple[tuple[int, ...], str, str], dict[str, float]] = {}
         self._read: dict[str, Float[np.ndarray, ...]] = {}
 
     def score(self, talks: Sequence[Conversation], recipe: Recipe) -> Float[np.ndarray, " sequences"]:
@@ -58,12 +60,14 @@ class LocalCopy:
             ConversationRefused: if the recipe renders no ids that the model can read.
         """
         rows = [self.rendering.ids(talk, recipe) for talk in talks]
-        new = sorted({row for row in rows if (row, recipe.weights) not in self._rewards})
+        how = (recipe.weights, recipe.attention)
+        new = sorted({row for row in rows if (row, *how) not in self._rewards})
         for batch in length_batches(list(map(len, new)), _TOKENS) if new else ():
             some = [new[place] for place in batch]
-            for row, rewards in zip(some, self._forward(some, self.tensors[recipe.weights]), strict=True):
-                self._rewards[row, recipe.weights] = rewards
-        return np.array([self._rewards[row, recipe.weights][recipe.pool] for row in rows])
+            with _attending(self.model.model, recipe.attention):
+                found = self._forward(some, self.tensors[recipe.weights])
+            self._rewards |= {(row, *how): rewards for row, rewards in zip(some, found, strict=True)}
+        return np.array([self._rewards[row, *how][recipe.pool] for row in rows])
 
     def head_inputs(self, talks: Sequence[Conversation]) -> Float[np.ndarray, "sequences hidden"]:
         """Vectors that the final layer reads."""
@@ -104,6 +108,26 @@ class LocalCopy:
             rewards = {name: float(vector @ weight) + bias if is_read else np.nan for name, vector in at.items()}
             found.append({"own": float(reward[0]), **rewards})
         return found
+
+
+@contextmanager
+def _attending(model: PreTrainedModel, attention: str) -> Iterator[None]:
+    """Another attention kernel, or a sliding window of so many positions, in the block; empty for the model's own."""
+    config, kernel = model.config.get_text_config(), str(model.config._attn_implementation)
+    window = getattr(config, "sliding_window", None)
+    try:
+        if attention.isdigit():
+            config.sliding_window = int(attention)
+            if "flash" in kernel:  # which reads the width from its layers
+                model.set_attn_implementation("sdpa")
+        elif attention:
+            model.set_attn_implementation(attention)
+        yield
+    finally:
+        if attention.isdigit():
+            config.sliding_window = window
+        if attention:
+            model.set_attn_implementation(kernel)
 
 
 def plain_state(model: BradleyTerryRM) -> Mapping[str, Tensor]:

@@ -7,12 +7,15 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 
 from jinja2.exceptions import TemplateError
+from transformers import PreTrainedTokenizerFast
 
 from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.rows.prompts import split_context
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.core.tokens.tokenizer import TOKENIZER_FILE, read_otherwise
 from rm_optimizer.errors import ConversationRefused
 from rm_optimizer.explanation.probes import Conversation
 
@@ -38,10 +41,12 @@ class Recipe:
         generation: True to append the generation prompt.
         bos: number of BOS (or CLS) at the start.
         eos: `none`, `once`, `twice`, or `unblanked` for an EOS without the blanks after it.
-        of_other: True to use the tokenizer of the other side's folder.
+        tokenizer: `own`, `other` for that of the other side's folder, or `file` for `tokenizer.json` as it is, where
+            transformers' class reads it otherwise.
         cut: `prompt` (this package's rule), `left`, `left_all` (BOS too), `right` or `right_end` (EOS is kept).
         pool: position of the hidden state that the head reads; `own` for the model's.
         weights: name of the weights in place of the model's own.
+        attention: another attention kernel, or the width of another sliding window.
     """
 
     max_length: int
@@ -53,15 +58,16 @@ class Recipe:
     generation: bool = False
     bos: int | None = None
     eos: str = ""
-    of_other: bool = False
+    tokenizer: str = "own"
     cut: str = "prompt"
     pool: str = "own"
     weights: str = ""
+    attention: str = ""
 
     @property
     def rendering(self) -> Recipe:
         """The part of the recipe that decides the token ids."""
-        return replace(self, pool="own", weights="")
+        return replace(self, pool="own", weights="", attention="")
 
 
 class RecipeRenderer:
@@ -72,6 +78,7 @@ class RecipeRenderer:
         other: rendering of the other side, if its folder is given.
 
     Attributes:
+        renderers: renderings by the tokenizers that recipes name.
         base: the default recipe.
         lead: id of BOS or CLS; None without one.
         end: id of EOS or SEP; None without one.
@@ -81,6 +88,12 @@ class RecipeRenderer:
     def __init__(self, renderer: ConversationRenderer, other: ConversationRenderer | None = None) -> None:
         self.renderer = renderer
         self.other = other
+        self.renderers = {"own": renderer} | ({} if other is None else {"other": other})
+        file = Path(str(renderer.tokenizer.name_or_path), TOKENIZER_FILE)
+        if file.is_file() and read_otherwise(renderer.tokenizer, file) is not None:
+            plain = PreTrainedTokenizerFast.from_pretrained(file.parent)
+            plain.chat_template = renderer.tokenizer.chat_template
+            self.renderers["file"] = ConversationRenderer(plain, renderer.max_length, renderer.render_fn)
         self.base = Recipe(renderer.max_length)
         tokenizer, (start, end) = renderer.tokenizer, renderer.frame
         self.lead = start[0] if start else tokenizer.bos_token_id
@@ -112,8 +125,8 @@ class RecipeRenderer:
         return len(row) - tail[::-1].index(self.end) if self.end in tail else 0
 
     def _ids(self, talk: Conversation, recipe: Recipe) -> tuple[int, ...]:
-        renderer = self._renderer_of(recipe)
-        if recipe in (self.base, replace(self.base, of_other=True)):
+        renderer = self.renderers[recipe.tokenizer]
+        if recipe == replace(self.base, tokenizer=recipe.tokenizer):
             return renderer.encode(*talk).ids
         prompt, response = _changed(talk, recipe)
         row = self._with_special_tokens(self._tokens(self._text(prompt, response, recipe), recipe), recipe)
@@ -125,12 +138,9 @@ class RecipeRenderer:
             start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, row, strict=False)))
         return tuple(self._cut(row, start, recipe))
 
-    def _renderer_of(self, recipe: Recipe) -> ConversationRenderer:
-        return self.other if recipe.of_other and self.other is not None else self.renderer
-
     def _text(self, prompt: tuple[Message, ...], response: str | None, recipe: Recipe) -> str:
         """The rendered text; without a response the text before one, with the generation prompt."""
-        renderer = self._renderer_of(recipe)
+        renderer = self.renderers[recipe.tokenizer]
         if recipe.template is None and not recipe.generation and not recipe.thinking:
             with suppress(ConversationRefused):
                 text = renderer.prompt_text(prompt) if response is None else renderer.text(prompt, response)
@@ -150,7 +160,7 @@ class RecipeRenderer:
 
     def _tokens(self, text: str, recipe: Recipe) -> list[int]:
         """Ids of the text, framed by this package's rule if it is the model's own text up to the answer's end."""
-        renderer = self._renderer_of(recipe)
+        renderer = self.renderers[recipe.tokenizer]
         if recipe.template is None and not recipe.generation:
             return list(renderer.encode_rendered([text], NO_LIMIT)[0].ids)
         (row,) = renderer.encode_texts([text], adds_frame=False)

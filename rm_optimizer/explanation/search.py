@@ -66,7 +66,9 @@ class Search:
         seen = {self._effect(self.base): ""}
         self.changes = []
         for change in changes(local):
-            with suppress(ConversationRefused):
+            with suppress(ConversationRefused, ValueError):  # a kernel that the model does not have
+                if "attention" in change.fields and not self._has_effect(change.of(self.base)):
+                    continue
                 first = seen.setdefault(self._effect(change.of(self.base)), name := change.cause.name)
                 self.changes += [change] if first is name else []
                 self.same.setdefault(first, set()).update({name} - {first})
@@ -87,7 +89,12 @@ class Search:
 
     def _effect(self, recipe: Recipe) -> tuple[object, ...]:
         rows = tuple(self.local.rendering.ids(talk, recipe) for talk in self.talks)
-        return rows, recipe.pool, recipe.weights
+        return rows, recipe.pool, recipe.weights, recipe.attention
+
+    def _has_effect(self, recipe: Recipe) -> bool:
+        """True if a recipe gives the local copy other rewards than its own."""
+        own, changed = (self.local.score(self.talks, each) for each in (self.base, recipe))
+        return bool((np.abs(changed - own) > self.tolerance).any())
 
     def _lengths(self, recipe: Recipe) -> Scores:
         """Number of tokens of each conversation before it is cut."""

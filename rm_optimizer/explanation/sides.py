@@ -6,6 +6,7 @@ import asyncio
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 import torch
+from transformers import AutoTokenizer
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message
@@ -79,9 +81,14 @@ def other_side(source: Any, renderer: ConversationRenderer) -> Side:
         ConfigError: if it is none of these.
         DataError: if a file has no prompts, responses and rewards.
     """
+    lead, end, tokenizer = "", "", renderer.tokenizer
+    with suppress(OSError, ValueError):  # a tokenizer without files
+        if renderer.is_written and not AutoTokenizer.from_pretrained(tokenizer.name_or_path).chat_template:
+            # The files have no template, so a server's tokenizer adds the special tokens to a text by itself.
+            lead, end = ("".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in renderer.frame)
 
     def text_of(talk: Conversation) -> str:
-        return renderer.text(*talk)
+        return renderer.text(*talk).removeprefix(lead).removesuffix(end)
 
     if isinstance(source, str) and _is_address(source):
         return Side(source, _server(source, text_of))

@@ -144,16 +144,33 @@ def test_one_side_must_be_a_model(zoo):
 
 
 @pytest.mark.slow
-def test_a_server_of_rendered_texts_is_asked(zoo, models):
-    """OpenRLHF's form, with a server that adds a second BOS to the rendered text."""
-    caller = Caller(zoo.of["llama"])
+@pytest.mark.parametrize(
+    ("family", "path", "cause"),
+    [("llama", "/get_reward", "doubled BOS"), ("bert", "/predict", "truncation at 96 tokens")],
+)
+def test_a_server_of_rendered_texts_is_asked(family, path, cause, zoo, models):
+    """OpenRLHF's form, with a second BOS, and that of text-embeddings-inference, which cuts texts on the right."""
+    caller = Caller(zoo.of[family])
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
-            texts = json.loads(self.rfile.read(int(self.headers["content-length"])))["query"]
-            ids = [list(caller.tokenizer(text)["input_ids"])[-LIMIT:] for text in texts]
-            body = json.dumps({"rewards": [float(caller.alone(row).detach()) for row in ids]}).encode()
-            self.send_response(200)
+            asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+            texts = asked["query"] if path == "/get_reward" else [text for (text,) in asked["inputs"]]
+            part = slice(-LIMIT, None) if path == "/get_reward" else slice(LIMIT)
+            rows = [list(caller.tokenizer(text)["input_ids"])[part] for text in texts]
+            rewards = [float(caller.alone(row).detach()) for row in rows]
+            if path == "/predict":
+                assert asked["raw_scores"] is True, "the default is a sigmoid"
+                answer, status = [[{"score": reward, "label": "LABEL_0"}] for reward in rewards], 200
+                if len(texts) > 16:
+                    answer, status = (
+                        {"error": "batch size > maximum allowed batch size", "error_type": "Validation"},
+                        413,
+                    )
+            else:
+                answer, status = {"rewards": rewards}, 200
+            body = json.dumps(answer).encode()
+            self.send_response(status)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)
@@ -163,10 +180,10 @@ def test_a_server_of_rendered_texts_is_asked(zoo, models):
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        found = explain_difference(f"http://127.0.0.1:{server.server_port}/get_reward", models["llama"])
+        found = explain_difference(f"http://127.0.0.1:{server.server_port}{path}", models[family])
         server.shutdown()
     assert found.local == "B"
-    assert kinds(found)[0] == "bos"
+    assert found.cause.startswith(cause)
 
 
 def test_the_command_exits_with_0_or_4_and_writes_what_was_tried(zoo, tmp_path):

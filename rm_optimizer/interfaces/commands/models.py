@@ -114,8 +114,9 @@ def export_model(
 
 
 SIDE = (
-    "Model folder, hub id or adapter folder; server: http://HOST:PORT for rm-opt serve, with /classify for vLLM or "
-    "/get_reward for OpenRLHF; or a file with columns prompt, response and reward."
+    "Model folder, hub id or adapter folder; server: http://HOST:PORT for rm-opt serve, with /classify for vLLM, "
+    "/get_reward for OpenRLHF or /predict for text-embeddings-inference; or a file with columns prompt, response and "
+    "reward."
 )
 
 

@@ -95,6 +95,22 @@ class QueryForm(TextForm):
         return list(answer["rewards"])
 
 
+class PredictForm(TextForm):
+    """`/predict` of text-embeddings-inference with rendered texts, which the server tokenizes by `tokenizer.json`."""
+
+    path = "/predict"
+
+    def body(self, rows: Sequence[Any]) -> dict[str, Any]:
+        """JSON body of the texts, each a list, since two texts alone would be a pair."""
+        return {"inputs": [[text] for text in rows], "raw_scores": True}
+
+    def numbers(self, answer: Any) -> list[Any]:
+        """The score of the only label of each text."""
+        if any(len(labels) != 1 for labels in answer):
+            raise WrongAnswer(f"the server's model has {len(answer[0])} labels; serve a reward model, with one")
+        return [labels[0]["score"] for labels in answer]
+
+
 class ConversationForm:
     """`/rm/score` with prompts and responses: the server renders them as training did."""
 
@@ -122,7 +138,7 @@ class ConversationForm:
 
 Form: TypeAlias = TokenForm | ConversationForm
 TOKEN_FORM, CONVERSATION_FORM = TokenForm(), ConversationForm()
-TEXT_FORMS: dict[str, TextForm] = {form.path: form for form in (TextForm(), QueryForm())}
+TEXT_FORMS: dict[str, TextForm] = {form.path: form for form in (TextForm(), QueryForm(), PredictForm())}
 """Forms of servers that take rendered texts, by path."""
 
 
@@ -408,7 +424,8 @@ class Connection(ClientArguments):
         except ValueError as error:
             raise WrongAnswer(f"{self.url}{form.path} did not answer with JSON") from error
         numbers = finite_numbers(form, answer, len(rows))
-        version = response.headers.get(VERSION_HEADER) or answer.get("rm_version") or answer.get("model")
+        told = answer if isinstance(answer, dict) else {}
+        version = response.headers.get(VERSION_HEADER) or told.get("rm_version") or told.get("model")
         revision = response.headers.get(REVISION_HEADER)
         return ScoredBatch(tuple(numbers), str(version), None if revision is None else int(revision))
 
