@@ -1,6 +1,6 @@
 """Write and run `examples/tutorial.ipynb`, the notebook of `docs/tutorial.md`.
 
-pip install nbclient nbformat ipykernel
+pip install -e '.[dev]'
 python tools/notebook.py
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import tempfile
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "tutorial.md"
@@ -25,17 +26,28 @@ def cells(page: str) -> list[tuple[str, str]]:
     return [(kind, part.strip()) for kind, part in zip(kinds, parts, strict=True) if part.strip()]
 
 
-def main() -> None:
-    """Run the page's blocks in an empty folder and store what they print."""
-    import nbformat
+def executed(page: str) -> Any:
+    """The notebook of a page after a kernel ran its blocks in an empty folder, with all outputs.
+
+    Raises:
+        nbclient.exceptions.CellExecutionError: if a block fails.
+    """
     from nbclient import NotebookClient
     from nbformat import v4
 
     kinds = {"markdown": v4.new_markdown_cell, "code": v4.new_code_cell}
-    made = [kinds[kind](text, id=f"cell-{place}") for place, (kind, text) in enumerate(cells(PAGE.read_text("utf-8")))]
+    made = [kinds[kind](text, id=f"cell-{place}") for place, (kind, text) in enumerate(cells(page))]
     notebook = v4.new_notebook(cells=made)
     with tempfile.TemporaryDirectory() as folder:
         NotebookClient(notebook, timeout=600, kernel_name="python3", resources={"metadata": {"path": folder}}).execute()
+    return notebook
+
+
+def main() -> None:
+    """Run the page's blocks and store what they print."""
+    import nbformat
+
+    notebook = executed(PAGE.read_text("utf-8"))
     for cell in notebook.cells:
         cell.metadata.clear()
         if cell.cell_type == "code":
