@@ -337,22 +337,19 @@ def _calls(where: str, value: Any) -> Iterator[dict[str, Any]]:
         ValueError: if there is no such call.
     """
     for call in value if isinstance(value, list) else [value]:
-        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if isinstance(call, Mapping) and "function" not in call:
+            call = {"id": call.get("id"), "function": {key: call[key] for key in call if key not in ("id", "type")}}
+        function = call["function"] if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"{where}: tool_calls must hold calls with a function's name, got {call!r:.60}")
-        arguments = function.get("arguments", {})
+        found, arguments = without_nulls(call), function.get("arguments", {})
         if isinstance(arguments, str):
             with suppress(ValueError, RecursionError):  # text that is no JSON stays text
-                arguments = json.loads(arguments or "{}", object_pairs_hook=_distinct)
-            arguments = arguments if isinstance(arguments, dict) else function["arguments"]
+                read = json.loads(arguments or "{}", object_pairs_hook=_distinct)
+                found["function"]["arguments"] = read if isinstance(read, dict) else arguments
         else:
-            arguments = without_nulls(arguments)
-        beside = {} if function is call else {key: without_nulls(part) for key, part in call.items()}
-        named = {key: part for key, part in function.items() if part is not None} | {"arguments": arguments}
-        if function is call:
-            beside = {"id": named.pop("id")} if "id" in named else {}
-            named.pop("type", None)
-        yield {key: part for key, part in beside.items() if part is not None} | {"type": "function", "function": named}
+            found["function"]["arguments"] = without_nulls(arguments)
+        yield found | {"type": "function", "function": found.pop("function")}
 
 
 def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

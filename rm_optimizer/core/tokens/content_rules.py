@@ -98,14 +98,15 @@ class ContentRules:
             if found and _is_blank(found[last]) and not _is_blank(turns[last]):
                 raise ConversationRefused(f"message {last + 1} is nothing but thinking, which data.thinking strips")
         if self.special_tokens != SpecialTokens.keep:
-            found = [_mapped(turn, lambda text: self._checked(text, control())) for turn in found]
+            tokens = control()
+            found = [turn if _is_free(turn, tokens) else _mapped(turn, tokens, self._checked) for turn in found]
         return found
 
     def of_context(self, context: Mapping[str, Any], control: Callable[[], ControlTokens]) -> Mapping[str, Any]:
         """The values beside the messages as the template gets them."""
         if self.special_tokens == SpecialTokens.keep or not context:
             return context
-        return {name: _mapped(value, lambda text: self._checked(text, control())) for name, value in context.items()}
+        return {name: _mapped(value, control(), self._checked) for name, value in context.items()}
 
     def _checked(self, text: str, control: ControlTokens) -> str:
         if (found := control.pattern.search(text)) is None:
@@ -192,10 +193,15 @@ def _is_blank(turn: Turn) -> bool:
     return turn["role"] == "assistant" and not turn["content"].strip() and "tool_calls" not in turn
 
 
-def _mapped(value: Any, change: Callable[[str], str]) -> Any:
+def _is_free(turn: Turn, control: ControlTokens) -> bool:
+    """True for a turn of role and content alone without a control token, which most are."""
+    return turn.keys() == {"role", "content"} and not control.pattern.search(f"{turn['role']}\0{turn['content']}")
+
+
+def _mapped(value: Any, control: ControlTokens, change: Callable[[str, ControlTokens], str]) -> Any:
     """The value with each text in it changed, the names of its parts included."""
     if isinstance(value, str):
-        return change(value)
+        return change(value, control)
     if isinstance(value, Mapping):
-        return {change(name): _mapped(part, change) for name, part in value.items()}
-    return [_mapped(part, change) for part in value] if isinstance(value, list) else value
+        return {change(name, control): _mapped(part, control, change) for name, part in value.items()}
+    return [_mapped(part, control, change) for part in value] if isinstance(value, list) else value
