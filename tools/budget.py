@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9412,
-    "serving": 4070,
+    "serving": 4124,
     "landscape": 3825,
     "training": 2714,
     "rl_coupling": 2579,
@@ -34,10 +34,10 @@ ROOMS: Mapping[str, int] = {
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 6,
-    "functions of seven parameters or more": 58,
-    "import lines": 5730,
+    "functions of seven parameters or more": 59,
+    "import lines": 5745,
     "import lines inside functions": 329,
-    "lines of code": 36180,
+    "lines of code": 36234,
     "private functions with one caller": 386,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

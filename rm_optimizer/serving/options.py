@@ -15,6 +15,7 @@ from rm_optimizer.schema.checks import require_key
 from rm_optimizer.schema.publish import Transport
 
 ENGINES = ("auto", "transformers", "vllm")
+ACCESS_LOGS = ("off", "text", "json")
 DTYPES = ("float32", "bfloat16")
 DEFAULT_TRANSPORTS = "inline,path"
 """Transports for which the server opens no connection."""
@@ -67,9 +68,13 @@ class ServeOptions:
         str | None,
         Option("--check", metavar="MODEL", help="Model or file of scores whose rewards the server must give."),
     ] = None
+    access_log: Annotated[
+        str, Option("--access-log", help="A line about each request on standard output: off, text or json.")
+    ] = "off"
 
     def __post_init__(self) -> None:
-        for option, value, known in (("--engine", self.engine, ENGINES), ("--dtype", self.dtype, DTYPES)):
+        choices = (("--engine", self.engine, ENGINES), ("--dtype", self.dtype, DTYPES))
+        for option, value, known in (*choices, ("--access-log", self.access_log, ACCESS_LOGS)):
             if value not in known:
                 raise ConfigError(did_you_mean(option, value, known))
         for option, key in (("--api-key", self.api_key), ("--update-key", self.update_key)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -219,6 +220,7 @@ def create_app(
     local_only: bool = False,
     routers: Sequence[APIRouter] = (),
     body_seconds: float = gate.BODY_SECONDS,
+    access_log: str = "off",
 ) -> FastAPI:
     """Create the application. Its caller starts the service, and the application's shutdown stops it.
 
@@ -229,6 +231,7 @@ def create_app(
         local_only: refuse requests whose `Host` is not this machine.
         routers: further routes, for example for weight updates.
         body_seconds: longest pause in a body, in seconds.
+        access_log: `text` or `json` for a line about each request, `off` for none.
     """
 
     @asynccontextmanager
@@ -268,7 +271,7 @@ def create_app(
     checks = [gate.header_size_check, gate.bearer_check(api_key, update_key)]
     if local_only:
         checks.insert(1, gate.local_host_check)
-    app.add_middleware(gate.Gate, metrics=service.metrics, checks=checks, seconds=body_seconds)
+    app.add_middleware(gate.Gate, metrics=service.metrics, checks=checks, seconds=body_seconds, access_log=access_log)
     return app
 
 
@@ -281,3 +284,6 @@ def show_server_log() -> None:
         log.addHandler(handler)
         log.setLevel(logging.INFO)
         log.propagate = False
+        access, lines = logging.getLogger("rm_optimizer.access"), logging.StreamHandler(sys.stdout)
+        access.addHandler(lines)  # whole lines, which a collector of logs reads
+        access.propagate = False

@@ -1,4 +1,4 @@
-"""Gate before the application: checks of a request's head, limits on its body and its JSON, and counts.
+"""Gate before the application: checks of a request's head, limits on its body and its JSON, counts, and access log.
 
 A body that stops or trickles gets 408 and its connection is closed, as by
 Apache's `mod_reqtimeout` (`RequestReadTimeout body=20,MinRate=…`). Slow headers and idle connections are limited by
@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
+import logging
 import re
 import resource
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
@@ -21,13 +23,13 @@ from typing import Any, TypeAlias
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rm_optimizer.serving.service import api_errors
 from rm_optimizer.serving.service.api_errors import ApiError, InvalidRequest, TooLarge
 from rm_optimizer.serving.service.batcher import CLIENT, FairShare
-from rm_optimizer.serving.service.metrics import OTHER_ROUTE, ServerMetrics
+from rm_optimizer.serving.service.metrics import ENTRY, OTHER_ROUTE, ServerMetrics
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Paths without a key, for the liveness probes of an orchestrator; they reveal only that the server runs."""
@@ -48,7 +50,10 @@ MAX_BACKLOG = 128
 """Most connections that wait to be accepted, in addition to the open ones."""
 RESERVED_FILES = 64 + MAX_BACKLOG
 """Open files for everything but open connections."""
-_PORT = re.compile(r":\d+\Z")
+REQUEST_ID = "x-request-id"
+"""Header that names a request; a client's own is kept, and every answer carries it."""
+_PORT, _ID = re.compile(r":\d+\Z"), re.compile(r"[\w.:/+=@-]{1,128}")
+_access = logging.getLogger("rm_optimizer.access")
 
 
 def most_connections() -> int:
@@ -161,6 +166,7 @@ class Gate:
         checks: checks of HTTP requests and websockets by their heads, in this order.
         seconds: longest pause in a body, in seconds.
         least_rate: bytes of a body that earn one more second in all.
+        access_log: `text` or `json` for a line about each request; `off` for none.
     """
 
     app: ASGIApp
@@ -168,6 +174,7 @@ class Gate:
     checks: Sequence[Check] = ()
     seconds: float = BODY_SECONDS
     least_rate: float = LEAST_BYTES_PER_SECOND
+    access_log: str = "off"
 
     def __post_init__(self) -> None:
         self.requests = FairShare(most_connections() // 2)  # the other half answers probes and refusals
@@ -191,11 +198,16 @@ class Gate:
         if scope["method"] == "HEAD":  # uvicorn keeps its own scope, by which it omits the body
             scope = {**scope, "method": "GET"}
         status, started = 500, time.perf_counter()
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        entry = {"id": given if _ID.fullmatch(given) else uuid.uuid4().hex, "client": (scope.get("client") or [""])[0]}
+        entry |= {"method": scope["method"], "path": scope["path"]}
+        ENTRY.set(entry)
 
         async def noting(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
+                MutableHeaders(scope=message)[REQUEST_ID] = entry["id"]
             await send(message)
 
         try:
@@ -208,7 +220,10 @@ class Gate:
         finally:
             route = getattr(scope.get("route"), "path", OTHER_ROUTE)
             self.metrics.requests.labels(route, str(status)).inc()
-            self.metrics.seconds.labels(route).observe(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
+            self.metrics.seconds.labels(route).observe(seconds)
+            if self.access_log != "off":
+                _access.info(log_line(entry | {"status": status, "seconds": round(seconds, 6)}, self.access_log))
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then pass the request on; a request opens once its body is read.
@@ -245,6 +260,25 @@ class Gate:
                 await self.app(scope, replayed, send)
         finally:
             self.bytes.release(id(chunks))
+
+
+def log_line(entry: Mapping[str, Any], form: str) -> str:
+    """Line of the access log about a request.
+
+    Args:
+        entry: its id, client, method, path, status and seconds; of a scored one, also sequences, tokens and the seconds
+            in the queue and in the engine.
+        form: `json` for one object with the time, `text` for words.
+    """
+    if form == "json":
+        return json.dumps({"time": round(time.time(), 3), **entry}, ensure_ascii=False)
+    what = f"{entry['client']} {entry['method']} {entry['path']!r} {entry['status']} in {1e3 * entry['seconds']:.1f} ms"
+    if "tokens" in entry:
+        waited, computed = 1e3 * entry["queue_seconds"], 1e3 * entry["engine_seconds"]
+        what += (
+            f" ({entry['sequences']} sequences, {entry['tokens']} tokens, queue {waited:.1f}, engine {computed:.1f})"
+        )
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what} id={entry['id']}"
 
 
 MAX_CONTAINERS = 2**16

@@ -85,7 +85,7 @@ MOST_ROUNDS = 10
 
 @dataclass(eq=False)
 class _Request:
-    """Sequences of one request, their rewards so far, and the revision of the weights of each."""
+    """Sequences of one request, their rewards so far, the revision of the weights of each, and when the first began."""
 
     sequences: Sequence[tuple[int, ...]]
     answer: asyncio.Future[ScoredBatch]
@@ -93,6 +93,7 @@ class _Request:
     revisions: list[int | None]
     open_units: int = 0
     rounds: int = 0
+    taken: float | None = None
 
 
 @dataclass(eq=False)
@@ -161,8 +162,14 @@ class Batcher:
         try:
             with self._share.holding(tokens):
                 self.metrics.queued_tokens.set(self.queued_tokens)
+                arrived = time.perf_counter()
                 self._enqueue(request, range(count))
-                return await answer
+                scored = await answer
+                began, ended = request.taken or arrived, time.perf_counter()
+                self.metrics.note(
+                    sequences=count, tokens=tokens, queue_seconds=began - arrived, engine_seconds=ended - began
+                )
+                return scored
         finally:
             answer.cancel()  # no effect once it is answered
             self.metrics.queued_tokens.set(self.queued_tokens)
@@ -251,6 +258,8 @@ class Batcher:
         """Score a batch, and answer the requests whose last unit it holds."""
         sequences = [unit.request.sequences[index] for unit in batch for index in unit.indices]
         started = time.perf_counter()
+        for unit in batch:
+            unit.request.taken = unit.request.taken or started
         try:
             scored = await self.engine.score(sequences, _group_sizes(batch))
         except EngineUnavailable as error:

@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, generate_latest
+from contextvars import ContextVar
+from typing import Any
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    GCCollector,
+    Histogram,
+    Info,
+    PlatformCollector,
+    ProcessCollector,
+    generate_latest,
+)
+
+ENTRY: ContextVar[dict[str, Any] | None] = ContextVar("ENTRY", default=None)
+"""Line of the access log about the request that this task answers; None outside of requests."""
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 OTHER_ROUTE = "other"
@@ -18,6 +34,10 @@ class ServerMetrics:
         self.registry = here = CollectorRegistry()
         self.requests = Counter("rm_requests", "Requests by route and status.", ["route", "status"], registry=here)
         self.seconds = Histogram("rm_request_seconds", "Seconds to answer.", ["route"], buckets=SECONDS, registry=here)
+        waited = "Seconds from a request's arrival in the queue until the engine has its first sequence."
+        self.queue_seconds = Histogram("rm_queue_seconds", waited, ["route"], buckets=SECONDS, registry=here)
+        computed = "Seconds from the engine's first sequence of a request to its last reward."
+        self.engine_seconds = Histogram("rm_engine_seconds", computed, ["route"], buckets=SECONDS, registry=here)
         self.queued_tokens = Gauge("rm_queued_tokens", "Tokens of accepted, unanswered requests.", registry=here)
         self.disconnected = Counter("rm_disconnected", "Requests dropped because their client left.", registry=here)
         self.truncated = Counter("rm_truncated", "Sequences of /get_reward that were cut.", registry=here)
@@ -38,6 +58,17 @@ class ServerMetrics:
         self.revision = Gauge("rm_weights_revision", "Serial number of the weights that answer.", registry=here)
         self.ready = Gauge("rm_ready", "1 where /ready answers 200.", registry=here)
         self.weights = Info("rm_weights", "Version of the weights that answer.", registry=here)
+        for collector in (ProcessCollector, PlatformCollector, GCCollector):
+            collector(registry=here)
+
+    def note(self, *, sequences: int, tokens: int, queue_seconds: float, engine_seconds: float) -> None:
+        """Count a request that the engine has answered, also in its line of the access log."""
+        entry: dict[str, Any] = {} if (found := ENTRY.get()) is None else found
+        route = entry.get("path", OTHER_ROUTE)
+        self.queue_seconds.labels(route).observe(queue_seconds)
+        self.engine_seconds.labels(route).observe(engine_seconds)
+        entry |= {"sequences": sequences, "tokens": tokens}
+        entry |= {"queue_seconds": round(queue_seconds, 6), "engine_seconds": round(engine_seconds, 6)}
 
     def text(self) -> bytes:
         """Prometheus' text form."""

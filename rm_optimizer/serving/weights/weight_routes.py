@@ -51,6 +51,7 @@ def create_server(engine: Engine, options: ServeOptions) -> tuple[FastAPI, Weigh
         update_key=options.update_key,
         local_only=options.checks_host,
         routers=[weight_router(receiver)] if options.takes_updates else [],
+        access_log=options.access_log,
     )
     return app, receiver
 
