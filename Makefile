@@ -15,7 +15,7 @@ AXE := $(VENV)/axe/node_modules/axe-core/axe.min.js
 # They come as builds for CUDA, whose import fails beside a torch for the CPU; text models need none of them.
 CUDA_BUILDS := torchvision torchaudio torchcodec triton
 # What the site holds, each under its own path, so that the links of the files hold there too.
-PAGES := README.md CONTRIBUTING.md SECURITY.md LICENSE doc.md docs studies examples configs
+PAGES := README.md CONTRIBUTING.md SECURITY.md LICENSE doc.md docs studies examples configs deploy
 # Two workers with one thread each, a whole file to each in turn: files build models and runs that their tests share.
 WORKERS ?= 2
 
