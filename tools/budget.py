@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9412,
+    "core": 9436,
     "serving": 4124,
     "landscape": 3825,
     "training": 2714,
     "rl_coupling": 2579,
     "reporting": 2566,
-    "interfaces": 2096,
+    "interfaces": 2100,
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1088,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 59,
-    "import lines": 5745,
+    "import lines": 5756,
     "import lines inside functions": 329,
-    "lines of code": 36234,
-    "private functions with one caller": 386,
+    "lines of code": 36262,
+    "private functions with one caller": 388,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -27,7 +27,7 @@ from transformers.models.auto.modeling_auto import (
 
 from rm_optimizer.core.classifier.attention import choose_attention
 from rm_optimizer.core.classifier.head import freeze_beside_text
-from rm_optimizer.core.classifier.heads import OWN_TYPE, with_head, with_own_type
+from rm_optimizer.core.classifier.heads import OWN_TYPE, with_head
 from rm_optimizer.core.classifier.limits import refuse_known
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 from rm_optimizer.records.randomness import keeping_random_state
@@ -84,10 +84,9 @@ def read_config(location: str, options: LoadOptions) -> PretrainedConfig:
     if stored.get("model_type") != OWN_TYPE:
         trusted = options.trust_remote_code
         return AutoConfig.from_pretrained(location, revision=options.revision, trust_remote_code=trusted)
-    base = CONFIG_MAPPING[stored["reward_head"]["model_type"]]
-    config = with_own_type(base).from_pretrained(location, revision=options.revision)
-    del config.auto_map  # the same code is here
-    return config
+    own = {"model_type": stored["reward_head"]["model_type"]}
+    kept = {name: value for name, value in stored.items() if name != "auto_map"}  # the same code is here
+    return CONFIG_MAPPING[own["model_type"]].from_dict(kept | own, name_or_path=location)
 
 
 def classifier_class(config: PretrainedConfig) -> Any:
@@ -118,7 +117,7 @@ def build_arguments(config: PretrainedConfig, options: LoadOptions) -> dict[str,
     if is_classifier and config.num_labels != 1:
         raise CheckpointError(
             f"expected a checkpoint with one label, got a classifier with {config.num_labels} labels; "
-            "use its base model or a reward model"
+            + ("import it with rm-opt import --logit" if config.num_labels == 2 else "use its base or a reward model")
         )
     refuse_known(config)
     if config.model_type == "xmod" and config.default_language is None:

@@ -7,6 +7,7 @@ not use: vision towers, projectors, their tokens.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection
 from typing import Any
 
@@ -23,15 +24,26 @@ _log = logging.getLogger("rm_optimizer")
 OTHER_TASKS = ("ForTokenClassification", "ForMultipleChoice", "ForNextSentencePrediction", "ForQuestionAnswering")
 """Classes whose head `transformers` would load as a sequence classifier's, since it has the same name and shape."""
 
-_OTHER_HEADS = {
-    "v_head.summary": "TRL's value head",
-    "v_head": "a value head",
-    "value_head.": "a value head",
-    "score.": "a head of several layers",
-    "regression_head": "UltraRM's regression head",
-    "score_head": "Beaver's score head",
+_HEADS = {
+    r"v_head\.summary": "TRL's value head",
+    r"value_head(?=\.(safetensors|bin))": "LLaMA-Factory's value head",
+    r"value_head|reward_head": "OpenRLHF's value head",
+    r"regression_head": "UltraRM's regression head",
+    r"score_head": "Beaver's score head",
+    r"v_head": "a value head",
+    r"score\.\d+": "a head of several layers",
 }
-"""Forms of reward heads that a sequence classifier does not have, by the start of their weights' names."""
+"""Published forms of heads that a sequence classifier does not have, by the names of their tensors."""
+
+
+def published_form(name: str) -> str | None:
+    """Words for the form of a head from the name of its module, tensor or file; None for an unknown one.
+
+    Example:
+        >>> published_form("module.v_head.summary.weight")
+        "TRL's value head"
+    """
+    return next((words for form, words in _HEADS.items() if re.search(rf"(^|\.)({form})(\.|$)", name)), None)
 
 
 def head_name(model: PreTrainedModel) -> str:
@@ -133,7 +145,7 @@ def require_trained_head(
             for another task.
     """
     task = next((task for name in model.config.architectures or () for task in OTHER_TASKS if task in name), None)
-    form = next((_OTHER_HEADS[start] for start in _OTHER_HEADS for name in unread if name.startswith(start)), None)
+    form = next(filter(None, map(published_form, unread)), None)
     if drawn and form:
         raise CheckpointError(
             f"{source} has a trained reward head in another form: {form}, stored as {', '.join(sorted(unread)[:3])}, "

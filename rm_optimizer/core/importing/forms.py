@@ -11,18 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rm_optimizer.core.classifier.head import published_form
 from rm_optimizer.core.importing.stored import StoredModel, StoredTensor
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
 
-_PUBLISHED = {
-    r"v_head\.summary": "TRL's value head",
-    r"value_head|reward_head": "OpenRLHF's value head",
-    r"regression_head": "UltraRM's regression head",
-    r"score_head": "Beaver's score head",
-    r"v_head": "a value head",
-    r"score|classifier|out_proj": "a classifier's head",
-}
-"""Names of published forms, for the reader, by the name of the head's tensors."""
 _RELU_CLASSES = ("INFORMForSequenceClassification", "Qwen2ForRewardModel", "GRewardModel")
 """Published classes of heads of several layers, which have ReLU between them."""
 _LAYER = re.compile(r"(?P<stem>.+?)(?:\.(?P<index>\d+))?\.(?P<kind>weight|bias)")
@@ -154,7 +146,8 @@ def find_head(stored: StoredModel, rest: Mapping[str, StoredTensor], hidden: int
         for layer, weight in zip(order, weights, strict=True)
     ]
     weights[-1], biases[-1] = one_reward(weights[-1], biases[-1], choices.logit)
-    form = next((words for name, words in _PUBLISHED.items() if re.search(rf"(?:^|\.)(?:{name})$", stem)), "a head")
+    is_usual = stem.rpartition(".")[2] in ("score", "classifier", "out_proj")
+    form = published_form(stem) or ("a classifier's head" if is_usual else "a head")
     if len(order) > 1:
         form = f"{form} of {len(order)} layers with {activation} between them"
     names = tuple(layer[kind] for layer in order for kind in ("weight", "bias") if kind in layer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,8 +14,16 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypedDict, Unpack
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
-from transformers import CONFIG_MAPPING, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    CONFIG_MAPPING,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
 
 from rm_optimizer.core.classifier.building import LoadOptions, build_arguments, new_classifier
@@ -33,8 +42,9 @@ from rm_optimizer.core.importing.forms import (
 from rm_optimizer.core.importing.internlm import as_llama
 from rm_optimizer.core.importing.stored import StoredModel, StoredTensor, stored_model, write_weights
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.storage.certificate import ParityCertificate
+from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, ParityCertificate
 from rm_optimizer.core.storage.loading import HARMLESS, quiet_transformers
+from rm_optimizer.core.tokens.tokenizer import TOKENIZER_FILE, read_otherwise
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.codec import NOT_STORED, JsonRecord
 from rm_optimizer.records.files import write_text
@@ -55,6 +65,7 @@ _AFTER_TEMPLATE = """\
 {%- endif -%}
 """
 """A chat template with a text after each conversation that does not end with it."""
+_log = logging.getLogger("rm_optimizer")
 
 
 class Reading(TypedDict, total=False):
@@ -125,13 +136,14 @@ def import_reward_model(
     drop_constant: bool = False,
     template: str | Path | None = None,
     append: str | None = None,
+    trust_remote_code: bool = False,
     **loading: Unpack[Reading],
 ) -> ImportedModel:
     """Bring a reward model of other software into a certified folder, with the same rewards.
 
     The form is found by names and shapes of the stored tensors. A linear head becomes that of a plain classifier, with
     bias, mean and deviation folded in. Any other head, and a constant that a decoder's classifier has no place for,
-    becomes a folder with its own code (`modeling_reward.py`). Code of the source never runs.
+    becomes a folder with its own code (`modeling_reward.py`). Modeling code of the source never runs.
 
     Args:
         source: folder or hub id of the model: safetensors, torch's files, a distributed checkpoint, or an adapter.
@@ -145,6 +157,7 @@ def import_reward_model(
             a plain classifier; preferences stay the same.
         template: chat template that the model was trained with, as text or a file; None takes the tokenizer's.
         append: text after each conversation that does not end with it; None takes the form's own.
+        trust_remote_code: run the code of the source's tokenizer, once; the written folder does not need it.
         loading: `input_form`, `max_length`, `revision` and `dtype`, as `BradleyTerryRM` takes them.
 
     Returns:
@@ -164,6 +177,7 @@ def import_reward_model(
             "marker": marker,
         }
         given |= {"template": template, "append": append, "drop_constant": drop_constant or None}
+        given["trust_remote_code"] = trust_remote_code or None
         if unread := [option for option, value in given.items() if value is not None]:
             raise ConfigError(f"an adapter of peft with its head is read as it is; leave out {', '.join(unread)}")
         record = ImportedModel(folder=str(target), source=name, form="an adapter of peft with its head")
@@ -173,11 +187,13 @@ def import_reward_model(
         target.parent.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=target.parent, prefix=".import-") as work:
             staging = Path(work)
-            tokenizer = _tokenizer(stored, staging)
+            config = _plain_config(stored)
+            config.save_pretrained(staging)
+            tokenizer = _tokenizer(stored.base, staging, trust_remote_code=trust_remote_code)
             marks = None if marker is None else tokenizer(marker, add_special_tokens=False)["input_ids"]
             choices = Choices(head=head, logit=logit, activation=activation, marker=marks)
             record = replace(
-                _stage(stored, staging, choices, drop_constant=drop_constant), folder=str(target), source=name
+                _stage(stored, config, staging, choices, drop_constant=drop_constant), folder=str(target), source=name
             )
             if template is not None:
                 tokenizer.chat_template = _text(template)
@@ -205,9 +221,10 @@ def _saved(model: BradleyTerryRM, record: ImportedModel) -> ImportedModel:
     return replace(record, certificate=certificate)
 
 
-def _stage(stored: StoredModel, staging: Path, choices: Choices, *, drop_constant: bool) -> ImportedModel:
+def _stage(
+    stored: StoredModel, config: PretrainedConfig, staging: Path, choices: Choices, *, drop_constant: bool
+) -> ImportedModel:
     """Write configuration and weights of the classifier, the head's own settings included."""
-    config = _plain_config(stored)
     with torch.device("meta"):
         skeleton = new_classifier(**build_arguments(copy.deepcopy(config), LoadOptions()))
     backbone, is_decoder = f"{skeleton.base_model_prefix}.", pools_last_token(skeleton)
@@ -251,22 +268,50 @@ def _is_copy(name: str, tensor: StoredTensor, backbone: Mapping[str, StoredTenso
     return any(each is not None and torch.equal(each.read(), tensor.read()) for each in found)
 
 
-def _tokenizer(stored: StoredModel, staging: Path) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, read beside a configuration that names no code.
+def _tokenizer(base: Path, staging: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, read beside a configuration that names no code; code of its own only fills its files.
 
     Raises:
-        CheckpointError: if it cannot be read without code of its own.
+        CheckpointError: if it cannot be read, or not without code of its own.
     """
-    _plain_config(stored).save_pretrained(staging)
-    for file in stored.base.iterdir():
-        if file.name.startswith(_TOKENIZER_FILES) or file.suffix == ".model":
+    for file in base.iterdir():
+        is_code = trust_remote_code and file.suffix == ".py"
+        if file.name.startswith(_TOKENIZER_FILES) or file.suffix == ".model" or is_code:
             shutil.copyfile(file, staging / file.name)
+    settings = staging / "tokenizer_config.json"
+    brings_code = settings.is_file() and "auto_map" in json.loads(settings.read_text(encoding="utf-8"))
+    if brings_code and not trust_remote_code:
+        raise CheckpointError(
+            f"the tokenizer in {base} is code of its own; read it, then pass --trust-remote-code to run it once"
+        )
     try:
         with quiet_transformers():
-            return AutoTokenizer.from_pretrained(staging, trust_remote_code=False)
+            tokenizer = AutoTokenizer.from_pretrained(staging, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, ImportError) as error:
-        reason = str(error).replace(str(staging), str(stored.base)).splitlines()[0]
-        raise CheckpointError(f"the tokenizer in {stored.base} cannot be read: {reason}") from error
+        reason = str(error).replace(str(staging), str(base)).splitlines()[0]
+        raise CheckpointError(f"the tokenizer in {base} cannot be read: {reason}") from error
+    return _without_code(tokenizer, base) if brings_code else tokenizer
+
+
+def _without_code(tokenizer: PreTrainedTokenizerBase, base: Path) -> PreTrainedTokenizerBase:
+    """The same tokenizer as `tokenizer.json` describes it, for a folder that needs no code.
+
+    Raises:
+        CheckpointError: if its code does something that no such file describes.
+    """
+    name, backend, file = type(tokenizer).__name__, getattr(tokenizer, "backend_tokenizer", None), base / TOKENIZER_FILE
+    difference = read_otherwise(tokenizer, file) if file.is_file() else None
+    if difference is not None:  # transformers 5 rebuilds a tokenizer whose class has a constructor
+        _log.warning("%s; the ids of the file are taken", difference)
+        backend = Tokenizer.from_file(str(file))
+    if backend is None:
+        raise CheckpointError(f"{name} in {base} tokenizes in Python alone; name a base with tokenizer.json by --base")
+    plain = PreTrainedTokenizerFast(tokenizer_object=copy.deepcopy(backend), **tokenizer.special_tokens_map)
+    plain.chat_template = tokenizer.chat_template
+    texts = [text for pair in DEFAULT_PROBE for text in pair if isinstance(text, str)]
+    if difference is None and any(plain(text)["input_ids"] != tokenizer(text)["input_ids"] for text in texts):
+        raise CheckpointError(f"{name} in {base} gives other ids than its tokenizer.json; name another by --base")
+    return plain
 
 
 def _plain_config(stored: StoredModel) -> PretrainedConfig:

@@ -8,7 +8,6 @@ import platform
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,14 +274,18 @@ def _renders_plainly(
     """
     scores = certificate.scores
     read = [(*as_messages(score.prompt), Message("assistant", score.response)) for score in scores]
-    agreement = partial(plain_agreement, read, [score.input_ids for score in scores], reward_model.max_length)
-    is_same = stored.template_hash == reward_model.renderer.template_hash
-    renders, is_text_read = agreement(stored.tokenizer) if is_same else (False, False)
+
+    def agreement(plain: ConversationRenderer) -> tuple[bool, bool]:
+        if plain.template_hash != reward_model.renderer.template_hash:
+            return False, False
+        return plain_agreement(read, [score.input_ids for score in scores], reward_model.max_length, plain.tokenizer)
+
+    renders, is_text_read = agreement(stored)
     files = folder / "tokenizer.json", folder / "tokenizer_config.json"
     if renders and not is_text_read and files[0].is_file():
         before = [file.read_bytes() for file in files]
         add_nothing_to_texts(*files, reward_model.tokenizer.model_input_names)
-        is_text_read = all(agreement(stored_renderer(reward_model, folder).tokenizer))
+        is_text_read = all(agreement(stored_renderer(reward_model, folder)))
         for file, content in () if is_text_read else zip(files, before, strict=True):
             file.write_bytes(content)
     if not is_text_read and reward_model.renderer.kind != "custom":

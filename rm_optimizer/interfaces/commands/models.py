@@ -44,6 +44,9 @@ def import_model(
     ] = None,
     dtype: Annotated[str | None, Option("--dtype", help="Type of the weights: float32, bfloat16 or float16.")] = None,
     revision: Annotated[str | None, Option("--revision", help="Hub revision of the source.")] = None,
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="Run the code of the source's tokenizer, once.")
+    ] = False,
 ) -> None:
     """Import a reward model of another project.
 
@@ -68,6 +71,7 @@ def import_model(
         max_length=max_length,
         dtype=dtype,
         revision=revision,
+        trust_remote_code=trust_remote_code,
     )
     print("\n".join(imported.sentences()))
 

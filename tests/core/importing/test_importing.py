@@ -138,3 +138,37 @@ def test_a_conversation_that_ends_with_the_pad_token_is_refused_where_the_first_
     published("DeepSpeed-Chat", tmp_path).write(tmp_path / "source")
     with pytest.raises(ConfigError, match="reads the token before the first pad"):
         import_reward_model(tmp_path / "source", tmp_path / "imported", append="<pad>")
+
+
+CODE = """
+from transformers import PreTrainedTokenizerFast
+
+
+class MyTokenizer(PreTrainedTokenizerFast):
+    def __init__(self, **options):
+        super().__init__(**options)
+        open({ran!r}, "a").close()
+"""
+
+
+@torch.no_grad()
+def test_code_of_a_tokenizer_runs_only_when_it_is_trusted(tmp_path: Path):
+    source, ran = tmp_path / "source", tmp_path / "ran"
+    reward = at_last("llama", "model.", linear, "score")(source)
+    (source / "tokenization_mine.py").write_text(CODE.format(ran=str(ran)))
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    settings |= {
+        "auto_map": {"AutoTokenizer": [None, "tokenization_mine.MyTokenizer"]},
+        "tokenizer_class": "MyTokenizer",
+    }
+    (source / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="is code of its own; read it, then pass --trust-remote-code"):
+        import_reward_model(source, tmp_path / "imported")
+    assert not ran.exists()
+    import_reward_model(source, tmp_path / "imported", trust_remote_code=True)
+    ran.unlink()
+    (prompt, response), *_ = CONVERSATIONS
+    model = BradleyTerryRM.from_pretrained(tmp_path / "imported")
+    assert float(model.score(prompt, response)) == pytest.approx(float(reward(as_messages(prompt, response))), abs=1e-5)
+    assert not ran.exists()
+    assert not [*(tmp_path / "imported").glob("*.py")]
