@@ -372,7 +372,8 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
     path, columns = source.path, source.layout.columns
     sides = (columns.get("chosen") or "chosen", columns.get("rejected") or "rejected")
     decided = [(pair.metadata, 1 if pair.label > 0.5 else -1) for pair in pairs if pair.label != 0.5]
-    names = dict.fromkeys(name for row, _ in decided for name in row)
+    rows = [row for row, _ in decided]
+    names = columns_of(rows)
     words = [re.findall(r"[A-Za-z]+|\d+", side) for side in sides]
     differing = [both for both in zip(*words, strict=False) if both[0] != both[1]]
     marks = [("chosen", "rejected"), *(differing if len(differing) == 1 else [])]
@@ -385,8 +386,10 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
             others.append(re.sub(rf"(?<!{edge}){re.escape(first)}(?!{edge})", second, name))
         other = next((each for each in others if each != name and each in names), None)
         seconds.add(other)
+        values = few_values(rows, name)
         if other is None:
-            found = [float(sign * named_side(row.get(name), told)) for row, sign in decided]
+            named = {value: float(named_side(value, told)) for value in values}
+            found = [sign * named.get(str(row.get(name)), 0.0) for row, sign in decided]
         else:
             better = -1 if "rank" in name.lower() else 1
             both_of_each = [(_numbers([row], name, other), sign) for row, sign in decided]
@@ -398,7 +401,7 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
             yield f"{path}: {said} and is not read: are the columns swapped, or is it the winner of two responses?"
         elif among or name in seconds or len(told) == 1 or _OF_CHOSEN.search(sides[0]):
             continue
-        elif len(values := few_values([row for row, _ in decided], name)) > 1:
+        elif len(values) > 1:
             said = f"{name}, which holds {', '.join(values)}, may name the better of {' and '.join(sides)}"
             yield f"{path}: {said} and is not read: map it as the winner of response_a and response_b, or to null"
 

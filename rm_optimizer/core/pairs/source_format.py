@@ -201,7 +201,7 @@ class SourceFormat:
             metadata["source"] = ", ".join(metadata["source"])
         if self.form.makes_groups:
             turn = f".{row['turn']}" if layout.tree else ""
-            metadata["group"] = f"{source_name(self.source.path)}:{number}{turn}"
+            metadata["group"] = f"{self._file_name}:{number}{turn}"
         if self.form.name == "winner" and layout.verdicts is not None:
             row = row | {"winner": layout.verdicts.read(row.get("winner"))}
         comparisons = [
@@ -227,6 +227,10 @@ class SourceFormat:
         required = frozenset(map(root_of, layout.required)) or of_format
         own = self._read - {ours for ours in layout.columns if ours not in required}
         return required, frozenset(each for each in present - required - own if not layout.ignores(each))
+
+    @cached_property
+    def _file_name(self) -> str:
+        return source_name(self.source.path)
 
     @cached_property
     def _columns(self) -> frozenset[str]:

@@ -147,7 +147,7 @@ def renamed(
         yield number, ours | lists if lists else ours
 
 
-def columns_of(rows: Iterable[Row]) -> list[str]:
+def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
     """The names of all columns of rows."""
     return list(dict.fromkeys(name for row in rows for name in row))
 
