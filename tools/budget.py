@@ -28,7 +28,7 @@ ROOMS: Mapping[str, int] = {
     "explanation": 852,
     "records": 763,
     "optim": 754,
-    "evaluation": 1013,
+    "evaluation": 1022,
     "modules at the top": 476,
 }
 LIMITS: Mapping[str, int] = {
@@ -37,8 +37,8 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 59,
     "import lines": 5756,
     "import lines inside functions": 329,
-    "lines of code": 36268,
-    "private functions with one caller": 389,
+    "lines of code": 36277,
+    "private functions with one caller": 390,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -150,12 +150,20 @@ class SuiteCredits:
         return tuple(sorted([*averages, *groups], key=lambda name: name != self.suite.score))
 
     @cached_property
+    def _clusters(self) -> np.ndarray:
+        return np.unique(np.array(self.clusters), return_inverse=True)[1]
+
+    @cached_property
     def _positions(self) -> dict[str, np.ndarray]:
         groups = np.array(self.groups)
         return {group: np.flatnonzero(groups == group) for group in dict.fromkeys(self.groups)}
 
     def estimate(self, name: str, first: str, second: str | None = None, *, num_bootstrap: int, seed: int) -> Estimate:
-        """Score of a model, or difference of two, with an interval over clusters.
+        """Score of a model, or difference of two, with an interval over clusters if every group has two.
+
+        A score is a sum over groups of a weight times a mean of credits. Without one of the `n` clusters of a group, it
+        changes by the weight times `(cluster's credits - its count * mean) / (count * (1 - 1 / n))`. The changes are
+        resampled, so that the cost does not grow with the number of groups.
 
         Args:
             name: one of `names`.
@@ -166,24 +174,28 @@ class SuiteCredits:
         """
         leaves = [leaf for leaf in self.suite.leaves_of(name) if leaf in self._positions]
         places = [self._positions[leaf] for leaf in leaves]
-        arms = [first] if second is None else [first, second]
-        position, leaf = np.concatenate(places), np.repeat(np.arange(len(leaves)), [*map(len, places)])
-        rows = np.zeros((len(position), len(arms), len(leaves), 2))
-        rows[np.arange(len(position)), :, leaf, 0] = np.stack([self.values[arm][position] for arm in arms], axis=1)
-        rows[np.arange(len(position)), :, leaf, 1] = 1.0
-        sums = cluster_totals(rows.reshape(len(position), -1), [self.clusters[place] for place in position])
+        counts = np.array([*map(len, places)], dtype=np.float64)
 
-        def statistic(totals: np.ndarray) -> np.ndarray:
-            found = [self.suite.values(leaves, part)[name] for part in np.split(totals, len(arms), axis=-1)]
-            return np.asarray(found[0] - found[-1] * (len(arms) - 1))[..., None]
+        def score(means: np.ndarray) -> np.ndarray:
+            totals = np.stack([means * counts, np.broadcast_to(counts, means.shape)], axis=-1)
+            return self.suite.values(leaves, totals.reshape(*means.shape[:-1], -1))[name]
 
-        counts = rows[:, 0, :, 1].sum(axis=0)
-        ends = np.array([BOUNDS.get(each.rpartition("/")[2], (0.0, 1.0)) for each in leaves])
-        totals = np.stack([ends.T * counts, np.broadcast_to(counts, ends.T.shape)], axis=-1).reshape(2, -1)
-        low, high = self.suite.values(leaves, totals)[name].tolist()
-        bounds = (low, high) if second is None else (low - high, high - low)
-        found = cluster_bootstrap(sums, statistic, num_bootstrap=num_bootstrap, seed=seed)[0]
-        return with_honest_width(found, sums[:, 1 : 2 * len(leaves) : 2].sum(axis=1), bounds=bounds)
+        both = np.stack([self.values[each] for each in (first, second or first)])
+        means = np.array([both[:, place].mean(axis=1) for place in places]).T
+        value, bounds = score(means), score(np.array([_bounds(leaf) for leaf in leaves]).T)
+        weights, rows = score(np.eye(len(leaves))), list[np.ndarray]()
+        if second is not None:
+            both, means, bounds = both[:1] - both[1:], means[:1] - means[1:], bounds - bounds[::-1]
+            value = value[:1] - value[1:]
+        for place, weight, mean in zip(places, weights, means[0], strict=True):
+            if (num := len(np.unique(self._clusters[place]))) < 2:
+                return Estimate(float(value[0]), None, num)
+            change = (both[0, place] - mean) * weight / (len(place) * (1 - 1 / num))
+            rows.append(np.stack([change, np.ones(len(place))], axis=1))
+        sums = cluster_totals(np.concatenate(rows), self._clusters[np.concatenate(places)].tolist())
+        options: Any = {"num_bootstrap": num_bootstrap, "seed": seed}
+        found = cluster_bootstrap(sums[:, :1], lambda totals: value[0] + totals, **options)[0]
+        return with_honest_width(found, sums[:, 1], bounds=(bounds[0], bounds[1]))
 
     def differences(self, models: Sequence[SuiteScores], *, num_bootstrap: int, seed: int) -> list[SuiteDifference]:
         """Differences in the official number of all pairs of which one at least is a model."""
@@ -217,6 +229,11 @@ class SuiteCredits:
             if first.is_model and low > 0:
                 found.append(SuiteLead(name, first.name, low))
         return found
+
+
+def _bounds(group: str) -> tuple[float, float]:
+    """Least and greatest credit of a group."""
+    return BOUNDS.get(group.rpartition("/")[2], (0.0, 1.0))
 
 
 def score_on_suite(
