@@ -71,7 +71,10 @@ def run(policy, folder, reward=None, config=CONFIG, **more) -> RLHFResult:
     return optimize_policy(policy, reward or Vowels(), PROMPTS[4:], PROMPTS[:4], folder, config, gold=Vowels(), **more)
 
 
-@pytest.fixture(scope="module", params=PolicyAlgorithm)
+ALGORITHMS = [pytest.param(each, marks=pytest.mark.slow if each == "rloo" else ()) for each in PolicyAlgorithm]
+
+
+@pytest.fixture(scope="module", params=ALGORITHMS)
 def whole(request, policy, tmp_path_factory) -> RLHFResult:
     config = replace(CONFIG, algorithm=request.param)
     return run(policy, tmp_path_factory.mktemp("whole"), config=config, num_bootstrap=100)

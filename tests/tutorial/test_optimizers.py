@@ -89,6 +89,7 @@ def test_an_installed_plug_in_is_found_by_its_name(sign: Path, monkeypatch: pyte
     registry.load_entry_points.cache_clear()
 
 
+@pytest.mark.slow
 def test_the_command_line_takes_plug_ins(sign: Path):
     words = ["optimizer=sign", "plugins=[sign_plugin]", "hardware=cpu", "--cfg", "job"]
     run = [sys.executable, "-m", "rm_optimizer.train", *words]
@@ -148,6 +149,7 @@ def test_what_breaks_the_contract_is_refused(name: str, options: Any, build: Any
     assert "odd" not in OPTIMIZERS
 
 
+@pytest.mark.slow
 def test_a_comparison_is_typed_as_in_the_tutorial(tmp_path: Path):
     rows = tmp_path / "preferences.parquet"
     pd.DataFrame([row | {"prompt": f"Say {i}"} for i, row in enumerate(ROWS)]).to_parquet(rows)
