@@ -69,8 +69,8 @@ class Winner:
         Example:
             >>> Winner.parse("model_a,model_b,tie|tie (bothbad)").read("Tie").label
             0.5
-            >>> Winner.parse("strength:-3,3").read(2)
-            Verdict(label=0.0, margin=2.0, votes=None)
+            >>> Winner.parse("strength:-3,3").read(2).margin
+            2.0
         """
         if isinstance(option, str) and option in _NUMBERS:
             return cls(option)
