@@ -38,7 +38,7 @@ LIMITS: Mapping[str, int] = {
     "import lines": 5756,
     "import lines inside functions": 329,
     "lines of code": 36277,
-    "private functions with one caller": 390,
+    "private functions with one caller": 388,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

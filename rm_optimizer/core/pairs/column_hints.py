@@ -65,7 +65,7 @@ def no_format(source: DataSource, rows: Sequence[Row], near: Sequence[str] = ())
     else:
         found = suggestion(rows, source.layout.columns)
         hint = found.text
-        if found.columns and TODO not in f"{found.columns} {found.winner}":
+        if TODO not in f"{found.columns} {found.winner}":
             looked_for = ""
     nearest = f"; nearest is {near[0]}" if near else ""
     got = ", ".join(name or "''" for name in columns_of(rows))
@@ -79,7 +79,7 @@ class Suggestion:
     Args:
         told: a sentence on the rows, in which `{}` stands for the options; without them nothing reads the rows.
         columns: mapping of columns, with `TODO` where only a person can tell.
-        winner: meaning of the winner column, in the same way.
+        winner: values of the winner column in the same way, or `TODO` for a meaning of several columns.
     """
 
     told: str
@@ -91,15 +91,12 @@ class Suggestion:
         """The sentence, with the options as the user types them."""
         mapping = {ours: "null" if theirs is None else theirs for ours, theirs in self.columns.items()}
         typed = [Spelling.current().columns(mapping)] if mapping else []
-        typed += [] if self.winner is None else [_winner_option(self.winner)]
+        if isinstance(self.winner, list):
+            places = zip(("FIRST", "SECOND", "TIE"), self.winner, strict=False)
+            typed.append(Spelling.current().winner([place if value == TODO else value for place, value in places]))
+        elif self.winner is not None:
+            typed.append(Spelling.current().option("winner", "one_hot"))
         return self.told.replace("{}", " ".join(typed))
-
-
-def _winner_option(meaning: str | Sequence[Any]) -> str:
-    if not isinstance(meaning, str):
-        places = zip(("FIRST", "SECOND", "TIE"), meaning, strict=False)
-        return Spelling.current().winner([place if value == TODO else value for place, value in places])
-    return Spelling.current().option("winner", "one_hot" if meaning == TODO else meaning)
 
 
 def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:

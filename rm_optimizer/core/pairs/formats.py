@@ -270,8 +270,8 @@ def _require_agreement(prompt: Prompt, messages: Sequence[Message]) -> None:
     )
     if given != own and not (len(given) == 1 and given[0] in own):
         raise ValueError(
-            "the prompt column says otherwise than the conversations in chosen and rejected; map the right column, or "
-            "leave the prompt column out by mapping it to null"
+            "the prompt column says otherwise than the conversations beside it; map the right column, or leave the "
+            "prompt column out by mapping it to null"
         )
 
 

@@ -99,7 +99,10 @@ class ContentRules:
                 raise ConversationRefused(f"message {last + 1} is nothing but thinking, which data.thinking strips")
         if self.special_tokens != SpecialTokens.keep:
             tokens = control()
-            found = [turn if _is_free(turn, tokens) else _mapped(turn, tokens, self._checked) for turn in found]
+            for place, turn in enumerate(found):
+                is_plain = turn.keys() == {"role", "content"}  # as most are
+                if not is_plain or tokens.pattern.search(f"{turn['role']}\0{turn['content']}"):
+                    found[place] = _mapped(turn, tokens, self._checked)
         return found
 
     def of_context(self, context: Mapping[str, Any], control: Callable[[], ControlTokens]) -> Mapping[str, Any]:
@@ -191,11 +194,6 @@ def _without_thinking(turn: Turn) -> Turn:
 
 def _is_blank(turn: Turn) -> bool:
     return turn["role"] == "assistant" and not turn["content"].strip() and "tool_calls" not in turn
-
-
-def _is_free(turn: Turn, control: ControlTokens) -> bool:
-    """True for a turn of role and content alone without a control token, which most are."""
-    return turn.keys() == {"role", "content"} and not control.pattern.search(f"{turn['role']}\0{turn['content']}")
 
 
 def _mapped(value: Any, control: ControlTokens, change: Callable[[str, ControlTokens], str]) -> Any:
