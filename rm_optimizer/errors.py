@@ -6,6 +6,7 @@ RMOptimizerError
 │   ├── DataStalled       a data-loader batch that did not come in time
 │   └── ConversationRefused   a conversation that the tokenizer's chat template does not write whole
 ├── CheckpointError       a model or checkpoint that is missing, damaged or not what it claims to be
+│   └── NeedsImport       a reward model in the form of another project
 ├── MissingExtra          an optional dependency that is not installed
 ├── DiskError             a file that cannot be written
 ├── TrainingDiverged      a loss that is not finite
@@ -55,6 +56,10 @@ class ConversationRefused(DataError):
 
 class CheckpointError(RMOptimizerError):
     """A model folder or checkpoint is missing, incomplete, or does not match its own records."""
+
+
+class NeedsImport(CheckpointError):
+    """A reward model is stored in the form of another project, which `rm-opt import` reads."""
 
 
 class MissingExtra(RMOptimizerError):

@@ -330,9 +330,9 @@ WAYS: dict[str, Run] = {
     "rm-opt import value-head-run outputs/imported": Run(
         "rm-opt import outputs/run/best outputs/imported", prints="imported: outputs/imported", slow=True
     ),
-    'rm-opt score outputs/imported --prompt "What is 2 + 2?" --response "4"': Run(
-        "rm-opt score --help", prints="--response"
-    ),
+    "rm-opt evaluate outputs/imported --data pairs.jsonl": Run("rm-opt evaluate --help", prints="--data"),
+    "rm-opt why outputs/imported value-head-run": Run("rm-opt why --help", prints="differ"),
+    "rm-opt serve outputs/imported --check value-head-run": Run("rm-opt serve --help", prints="--check"),
     "rm-opt export outputs/imported outputs/half --dtype bfloat16 --data pairs.jsonl": Run(
         "rm-opt export outputs/run/best outputs/half --dtype bfloat16 --data pairs.jsonl",
         prints="type of the weights: bfloat16",

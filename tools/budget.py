@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9442,
+    "core": 9443,
     "serving": 4124,
     "landscape": 3825,
     "training": 2714,
@@ -25,19 +25,19 @@ ROOMS: Mapping[str, int] = {
     "data_efficiency": 1341,
     "schema": 1088,
     "doctor": 950,
-    "explanation": 852,
+    "explanation": 864,
     "records": 763,
     "optim": 754,
     "evaluation": 1022,
-    "modules at the top": 476,
+    "modules at the top": 477,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 59,
-    "import lines": 5756,
-    "import lines inside functions": 329,
-    "lines of code": 36277,
+    "import lines": 5759,
+    "import lines inside functions": 328,
+    "lines of code": 36291,
     "private functions with one caller": 388,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from transformers import AutoTokenizer
 
+from rm_optimizer.core.importing.importing import import_reward_model
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.rows.columns import row_prompt
@@ -23,7 +25,8 @@ from rm_optimizer.core.rows.messages import read_response
 from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.rows.response_files import REWARD, FileKind, stored_rows
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.core.tokens.tokenizer import added_tokens
+from rm_optimizer.errors import ConfigError, DataError, NeedsImport
 from rm_optimizer.explanation.probes import Conversation, conversation
 
 ScoreTexts: TypeAlias = Callable[[Sequence[Conversation]], list[float]]
@@ -58,15 +61,29 @@ def model_side(source: object, max_length: int | None) -> Side | None:
     if isinstance(source, str | os.PathLike):
         if _is_address(source) or is_scores(source):
             return None
-        model = BradleyTerryRM.from_pretrained(source, max_length=max_length)
+        model, name = loaded_model(os.fspath(source), max_length)
         if torch.cuda.is_available():
             model.to("cuda")
-        name = os.fspath(source)
     elif isinstance(source, BradleyTerryRM):
         model, name = source, source.model_name or type(source.model).__name__
     else:
         return None
     return Side(name, lambda talks: model.score(*_columns(talks)).tolist(), model)
+
+
+def loaded_model(source: str, max_length: int | None, dtype: str | None = None) -> tuple[BradleyTerryRM, str]:
+    """A model and its name; one in the form of another project as its import, of two labels their difference."""
+    try:
+        return BradleyTerryRM.from_pretrained(source, max_length=max_length, dtype=dtype), source
+    except NeedsImport as error:
+        logit = "difference" if "with 2 labels" in str(error) else None
+    form = None if AutoTokenizer.from_pretrained(source).chat_template else "plain"
+    with TemporaryDirectory() as work:
+        folder = Path(work, "imported")
+        import_reward_model(source, folder, logit=logit, max_length=max_length, input_form=form)
+        model = BradleyTerryRM.from_pretrained(folder, dtype=dtype)
+    model.tokenizer.name_or_path = source
+    return model, f"{source}, as imported" + (", by the difference of its labels" if logit else "")
 
 
 def other_side(source: Any, renderer: ConversationRenderer) -> Side:
@@ -83,9 +100,10 @@ def other_side(source: Any, renderer: ConversationRenderer) -> Side:
     """
     lead, end, tokenizer = "", "", renderer.tokenizer
     with suppress(OSError, ValueError):  # a tokenizer without files
-        if renderer.is_written and not AutoTokenizer.from_pretrained(tokenizer.name_or_path).chat_template:
+        plain = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+        if renderer.is_written and not plain.chat_template:
             # The files have no template, so a server's tokenizer adds the special tokens to a text by itself.
-            lead, end = ("".join(tokenizer.convert_ids_to_tokens(list(ids))) for ids in renderer.frame)
+            lead, end = ("".join(plain.convert_ids_to_tokens(list(ids))) for ids in added_tokens(plain))
 
     def text_of(talk: Conversation) -> str:
         return renderer.text(*talk).removeprefix(lead).removesuffix(end)

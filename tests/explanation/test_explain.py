@@ -9,9 +9,11 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import numpy as np
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
-from benchmarks.why import LIMIT, Caller, Zoo, cases, other_head, scores_file
+from benchmarks.why import LIMIT, Caller, Zoo, cases, other_head, pipeline_of, scores_file
 from rm_optimizer import BradleyTerryRM, ConfigError, Explanation, explain_difference
 from rm_optimizer.explanation.findings import REMEDIES
 from rm_optimizer.explanation.probes import probes
@@ -116,6 +118,21 @@ def test_rewards_that_change_when_asked_again_are_no_difference_of_the_models(mo
     found = explain_difference(models["bert"], noisy)
     assert kinds(found) == ["chance"]
     assert found.evidence == "the other side gives other rewards when it is asked again"
+
+
+@pytest.mark.slow
+def test_a_classifier_of_two_labels_is_compared_by_their_difference(zoo, tmp_path):
+    config = AutoConfig.from_pretrained(zoo.of["bert"])
+    config.num_labels, config.problem_type = 2, None
+    torch.manual_seed(0)
+    model = AutoModelForSequenceClassification.from_config(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(zoo.of["bert"]).save_pretrained(tmp_path)
+    found = explain_difference(tmp_path, pipeline_of(tmp_path), max_length=LIMIT)
+    assert found.cause == "sigmoid, or softmax of two labels"
+    assert "by the difference of its labels" in found.a
 
 
 @pytest.mark.slow

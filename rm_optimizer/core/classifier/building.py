@@ -29,7 +29,7 @@ from rm_optimizer.core.classifier.attention import choose_attention
 from rm_optimizer.core.classifier.head import freeze_beside_text
 from rm_optimizer.core.classifier.heads import OWN_TYPE, with_head
 from rm_optimizer.core.classifier.limits import refuse_known
-from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
+from rm_optimizer.errors import CheckpointError, ConfigError, NeedsImport, did_you_mean
 from rm_optimizer.records.randomness import keeping_random_state
 
 COMPILERS = ("c++", "g++", "clang++", "cl")
@@ -115,9 +115,10 @@ def build_arguments(config: PretrainedConfig, options: LoadOptions) -> dict[str,
         )
     is_classifier = any("ForSequenceClassification" in name for name in config.architectures or ())
     if is_classifier and config.num_labels != 1:
-        raise CheckpointError(
+        is_pair = config.num_labels == 2
+        raise (NeedsImport if is_pair else CheckpointError)(
             f"expected a checkpoint with one label, got a classifier with {config.num_labels} labels; "
-            + ("import it with rm-opt import --logit" if config.num_labels == 2 else "use its base or a reward model")
+            + ("choose its reward with rm-opt import --logit" if is_pair else "use its base model or a reward model")
         )
     refuse_known(config)
     if config.model_type == "xmod" and config.default_language is None:

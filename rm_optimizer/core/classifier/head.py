@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.pooling import HALF, RewardHead
-from rm_optimizer.errors import CheckpointError, ConfigError, no_trained_head
+from rm_optimizer.errors import CheckpointError, ConfigError, NeedsImport, no_trained_head
 
 REWARD_HEAD_PATTERNS = ("pooler",)
 """Parts of names of modules inside a backbone that belong to the reward head's side, as all modules after it do."""
@@ -147,7 +147,7 @@ def require_trained_head(
     task = next((task for name in model.config.architectures or () for task in OTHER_TASKS if task in name), None)
     form = next(filter(None, map(published_form, unread)), None)
     if drawn and form:
-        raise CheckpointError(
+        raise NeedsImport(
             f"{source} has a trained reward head in another form: {form}, stored as {', '.join(sorted(unread)[:3])}, "
             f"where {', '.join(sorted(drawn)[:3])} was expected; bring it into a classifier's with "
             f"rm-opt import {source} FOLDER, or train a new head from it with rm-opt train model.path={source}"

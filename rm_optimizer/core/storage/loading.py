@@ -58,7 +58,7 @@ from rm_optimizer.core.storage.model_files import (
 )
 from rm_optimizer.core.tokens.tokenizer import TOKENIZER_FILE, read_otherwise
 from rm_optimizer.core.tokens.written_template import TemplateWriter
-from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
+from rm_optimizer.errors import CheckpointError, ConfigError, NeedsImport, did_you_mean
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.locations import ADAPTER_FILE, EXPORT_FILE, Source, SourceKind, resolve_source
 from rm_optimizer.records.randomness import keeping_random_state
@@ -216,7 +216,7 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
     if not options.new_head:
         require_trained_head(loaded.model, loaded.drawn, source, loaded.unread)
         if getattr(loaded.model.config, "normalize_reward", False):  # as OpenRLHF stores it
-            raise CheckpointError(
+            raise NeedsImport(
                 f"{source} subtracts a mean from its rewards and divides them by a deviation (normalize_reward in "
                 f"config.json), which a classifier does not; fold them into the head with rm-opt import {source} FOLDER"
             )

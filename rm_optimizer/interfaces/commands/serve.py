@@ -63,16 +63,15 @@ def check_rewards(options: ServeOptions) -> None:
     Raises:
         HandshakeFailed: if they differ; the text names the cause, the evidence and the remedy.
     """
-    from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.explanation.explain import explain_difference
-    from rm_optimizer.explanation.sides import is_scores
+    from rm_optimizer.explanation.sides import is_scores, loaded_model
     from rm_optimizer.serving.client.client import RewardClient
 
     assert options.check is not None
     scores = options.check if is_scores(options.check) else None
     source = options.check if scores is None else options.checkpoint
     print(f"rm-opt serve: comparing with the rewards of {options.check}", flush=True)
-    model = BradleyTerryRM.from_pretrained(source, dtype=options.dtype)
+    model, _ = loaded_model(source, None, options.dtype)
     if scores is not None and not (found := explain_difference(model, scores)).agrees:
         raise HandshakeFailed(str(found))
     with RewardClient(options.url, api_key=options.api_key) as client:

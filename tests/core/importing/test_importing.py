@@ -9,10 +9,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForSequenceClassification
+from typer.testing import CliRunner
 
 from rm_optimizer import BradleyTerryRM, CheckpointError, ConfigError, import_reward_model
+from rm_optimizer.interfaces.cli import app
+from rm_optimizer.serving import RewardClient
 from tests.core.importing.published import CONVERSATIONS, MARKER, Published, at_last, biased, layered, linear, zoo
 from tests.core.tokens.test_written_template import plain_rewards
+from tests.serving.running import serve_process
 
 QUICK = (
     *("classifier with a head bias", "LLaMA-Factory adapter with value_head.bin", "Starling", "Beaver reward"),
@@ -172,3 +176,32 @@ def test_code_of_a_tokenizer_runs_only_when_it_is_trusted(tmp_path: Path):
     assert float(model.score(prompt, response)) == pytest.approx(float(reward(as_messages(prompt, response))), abs=1e-5)
     assert not ran.exists()
     assert not [*(tmp_path / "imported").glob("*.py")]
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_a_value_head_is_imported_evaluated_compared_served_and_exported_in_five_commands(tmp_path: Path):
+    source, imported, half = (str(tmp_path / name) for name in ("value-head-run", "imported", "half"))
+    reward = published("LLaMA-Factory value_head.safetensors", tmp_path).write(tmp_path / "value-head-run")
+    rows = [{"prompt": prompt, "chosen": response, "rejected": f"{response} No."} for prompt, response in CONVERSATIONS]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def ran(*arguments: str) -> str:
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+    assert "read as TRL's value head" in ran("import", source, imported)
+    pairs = ("--data", str(tmp_path / "pairs.jsonl"))
+    report = ran("evaluate", imported, *pairs, "--output", str(tmp_path / "evaluation"))
+    assert "accuracy" in report
+    assert "agree: all" in ran("why", imported, source)
+    with serve_process(Path(imported), "--check", source) as server, RewardClient(server.url, check=source) as client:
+        served = client.score(*map(list, zip(*CONVERSATIONS, strict=True)))
+    expected = torch.tensor([float(reward(as_messages(*each))) for each in CONVERSATIONS])
+    torch.testing.assert_close(served, expected, rtol=1e-5, atol=1e-5)
+    told = ran("export", imported, half, "--dtype", "bfloat16", *pairs)
+    assert "type of the weights: bfloat16" in told
+    rounded = BradleyTerryRM.from_pretrained(half, dtype="bfloat16")
+    scores = rounded.score(*map(list, zip(*CONVERSATIONS, strict=True)))
+    torch.testing.assert_close(scores, expected, rtol=0.05, atol=0.05)
