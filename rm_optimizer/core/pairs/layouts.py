@@ -24,6 +24,7 @@ from rm_optimizer.core.rows.columns import (
     UNREAD_COLUMNS,
     Columns,
     cell,
+    columns_at,
     columns_of,
     folded,
     is_missing,
@@ -141,7 +142,7 @@ class Layout:
     def fits(self, row: Row) -> bool:
         """True if the row has all columns that are required, and the parts of columns."""
         return row.keys().isdisjoint(self.lacks) and all(
-            name in row or (root_of(name) in row and (name in self.where or not is_missing(cell(row, name))))
+            name in row or (columns_at(name, row) and (name in self.where or not is_missing(cell(row, name))))
             for name in self.required
         )
 
@@ -277,7 +278,7 @@ def require_columns(path: str, layout: Layout, rows: Sequence[Row]) -> None:
         if ours not in layout.optional
         for name in paths_of(theirs or ours)
     ]
-    lost = sorted(name for name in layout.required if name not in known and root_of(name) not in known)
+    lost = sorted(name for name in layout.required if not columns_at(name, known))
     if lost and (layout.name or not {*lost} <= {name for _, _, name in mapped}):
         shown = layout.shown if layout.name else "the layout"
         raise DataError(

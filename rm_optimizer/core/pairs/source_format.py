@@ -23,6 +23,7 @@ from rm_optimizer.core.pairs.winner import TODO, few_values
 from rm_optimizer.core.rows.bad_rows import RowTally
 from rm_optimizer.core.rows.columns import (
     OPTIONAL_COLUMNS,
+    columns_at,
     columns_of,
     in_context,
     paths_of,
@@ -224,7 +225,7 @@ class SourceFormat:
         """Columns that it needs, and those that it neither reads nor ignores."""
         layout = self.source.layout
         of_format = next((each for each in self.form.required if present >= each), frozenset[str]())
-        required = frozenset(map(root_of, layout.required)) or of_format
+        required = frozenset(name for path in layout.required for name in columns_at(path, present)) or of_format
         own = self._read - {ours for ours in layout.columns if ours not in required}
         return required, frozenset(each for each in present - required - own if not layout.ignores(each))
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import cached_property
 from typing import Any
 
 from rm_optimizer.core.rows.messages import (
@@ -123,8 +122,8 @@ def renamed(
     """The rows under our column names; columns without one of ours keep theirs.
 
     A name such as `answer.text` reads inside objects, and the same part of each object of a list. `turns.-1` is the
-    last item of a list, `turns.:-1` all before it, and `fields.response*` the parts of such names. What lies beside a
-    path becomes a column with its path for name.
+    last item of a list, `turns.:-1` all before it, and `response*` or `fields.response*` what has such a name. What
+    lies beside a path becomes a column with its path for name.
 
     Args:
         rows: numbered rows.
@@ -132,9 +131,9 @@ def renamed(
         structured: columns of responses whose text is read as the list that it spells, as `structured_columns` finds
             them. Lists of responses and scores always are.
     """
-    mapping = _Mapping(columns)
+    given = {ours: paths_of(theirs) for ours, theirs in columns.items() if theirs is not None}
     for number, row in rows:
-        ours = mapping.of(row) if columns else row
+        ours = _mapped(row, columns, given) if columns else row
         lists: Row = {}
         for name in (*_SIDES[0], *_SIDES[1], *_LISTS):
             value = ours.get(name)
@@ -157,39 +156,19 @@ def paths_of(theirs: Any) -> list[str]:
     return [theirs] if isinstance(theirs, str) else [*(theirs.values() if isinstance(theirs, Mapping) else theirs)]
 
 
-@dataclass(frozen=True)
-class _Mapping:
-    """A mapping of columns, taken apart once for all rows."""
-
-    columns: Columns
-
-    @cached_property
-    def given(self) -> dict[str, list[str]]:
-        """Paths of each of our columns that is read."""
-        return {ours: paths_of(theirs) for ours, theirs in self.columns.items() if theirs is not None}
-
-    @cached_property
-    def paths(self) -> dict[str, str]:
-        """Every path that is read or left out, with the column that it leads into."""
-        read = [path for each in self.given.values() for path in each]
-        return {path: root_of(path) for path in (*read, *(self.columns.keys() - self.given.keys()))}
-
-    def of(self, row: Row) -> Row:
-        """The row under our names, with what lies beside the paths."""
-        roots = {path: path if path in row else root for path, root in self.paths.items()}
-        mapped = {
-            ours: cell(row, self.columns[ours])
-            for ours, each in self.given.items()
-            if any(roots[path] in row for path in each)
-        }
-        consumed = {*roots.values()}
-        kept = {name: value for name, value in row.items() if name not in consumed}
-        inside = dict.fromkeys(root for path, root in roots.items() if path not in row and path != root)
-        texts = [text for value in mapped.values() for text in texts_in(value)] if inside else []
-        for root in inside:
-            read = [path.split(".")[1:] for path, other in self.paths.items() if other == root]
-            kept |= _beside(root, row.get(root), read, texts)
-        return kept | mapped
+def _mapped(row: Row, columns: Columns, given: Mapping[str, list[str]]) -> Row:
+    """The row under our names, with what lies beside the paths that are read or left out."""
+    paths = dict.fromkeys([*itertools.chain(*given.values()), *(ours for ours in columns if ours not in given)])
+    roots = {path: columns_at(path, row) for path in paths}
+    mapped = {ours: cell(row, columns[ours]) for ours, each in given.items() if any(roots[path] for path in each)}
+    consumed = {*itertools.chain(*roots.values())}
+    kept = {name: value for name, value in row.items() if name not in consumed}
+    inside = dict.fromkeys(name for path, found in roots.items() if "." in path for name in found if name != path)
+    texts = [text for value in mapped.values() for text in texts_in(value)] if inside else []
+    for root in inside:
+        read = [path.split(".")[1:] for path in paths if root_of(path) == root]
+        kept |= _beside(root, row.get(root), read, texts)
+    return kept | mapped
 
 
 def _beside(path: str, value: Any, read: Sequence[list[str]], texts: Sequence[str]) -> Iterator[tuple[str, Any]]:
@@ -234,6 +213,14 @@ def root_of(path: str) -> str:
     return path.partition(".")[0]
 
 
+def columns_at(path: str, names: Collection[str]) -> list[str]:
+    """The columns among these names that a path is or leads into; several for a pattern such as `response*`."""
+    if path in names:
+        return [path]
+    root = root_of(path)
+    return [name for name in names if fnmatchcase(name, root)] if "*" in root else [root] if root in names else []
+
+
 def cell(row: Row, path: Any) -> Any:
     """The value at a column name or at a path into a column; None where the path leads nowhere.
 
@@ -252,7 +239,7 @@ def cell(row: Row, path: Any) -> Any:
     if path in row:
         return row[path]
     name, *steps = path.split(".")
-    value: Any = row.get(name)
+    value: Any = _inside(row, name)
     for step in steps:
         value = _inside(value, step)
     return value

@@ -101,6 +101,12 @@ CASES: dict[str, Callable[[int], Row | list[Row]]] = {
         "preference.responses": [pick(i, "response1", "response2")], "preference.responses.users": ["u"],
         "preference.responses.status": ["submitted"],
     }),
+    "argilla-flat-ranking": lambda i: two(i, "response1", "response2", prompt=q(i), **{
+        "ranking.responses": [[
+            {"value": "response1", "rank": pick(i, 1, 2)}, {"value": "response2", "rank": pick(i, 2, 1)},
+        ]],
+        "ranking.responses.users": ["u"], "ranking.responses.status": ["submitted"],
+    }),
     "argilla-label": lambda i: {
         "status": "completed", "fields": two(i, "response1", "response2", prompt=q(i)), "metadata": {},
         "responses": {"preference": [{"value": pick(i, "response1", "response2"), "user_id": "u"}]},
