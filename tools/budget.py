@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9443,
+    "core": 9435,
     "serving": 4124,
     "landscape": 3825,
     "training": 2714,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 59,
-    "import lines": 5759,
+    "import lines": 5760,
     "import lines inside functions": 328,
-    "lines of code": 36291,
-    "private functions with one caller": 388,
+    "lines of code": 36283,
+    "private functions with one caller": 389,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40
