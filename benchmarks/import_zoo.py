@@ -2,8 +2,8 @@
 
 Tiny models of random weights are written in each form of `tests/core/importing/published.py`, whose rewards are a few
 lines of torch after the project's own code. They are imported, and scored in memory, by plain transformers from the
-written folder, and through the server's embedded engine. Then come models that cannot be imported, each of which must
-be refused by its true reason.
+written folder, after another export, and through the server's embedded engine. Then come models that cannot be
+imported, each of which must be refused by its true reason.
 
     python benchmarks/import_zoo.py
 """
@@ -25,7 +25,7 @@ from transformers import (
 )
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rm_optimizer import BradleyTerryRM, RMOptimizerError, import_reward_model
+from rm_optimizer import BradleyTerryRM, RMOptimizerError, export_reward_model, import_reward_model
 from rm_optimizer.serving import RewardClient
 from tests.core.importing import published
 from tests.serving.engines import InProcessEngine, options_of
@@ -42,6 +42,8 @@ def difference(form: published.Published, work: Path) -> float:
     prompts, responses = map(list, zip(*published.CONVERSATIONS, strict=True))
     own = model.score(prompts, responses).tolist()
     plain = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=form.needs_code)
+    export_reward_model(folder, work / "exported")
+    exported = BradleyTerryRM.from_pretrained(work / "exported").score(prompts, responses).tolist()
     engine = engine_running(lambda: InProcessEngine(options_of(folder, work / "scratch")))
     with engine as server, RewardClient(server.url) as client:
         served = client.score(prompts, responses).tolist()
@@ -50,7 +52,7 @@ def difference(form: published.Published, work: Path) -> float:
         turns = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
         expected = float(reward(turns)) - (0 if imported.is_constant_kept else imported.constant)
         ids = torch.tensor([model.encode([prompt], [response])[0].ids])
-        found = (own[i], float(plain(input_ids=ids).logits), served[i])
+        found = (own[i], float(plain(input_ids=ids).logits), exported[i], served[i])
         largest = max(largest, *(abs(value - expected) for value in found))
     return largest
 
@@ -63,6 +65,9 @@ def others(work: Path) -> dict[str, tuple[str, str]]:
         "encoder's token classification": AutoModelForTokenClassification.from_config(
             published.config_of("bert", num_labels=1)
         ),
+        "pairs by token types": AutoModelForSequenceClassification.from_config(
+            published.config_of("bert", num_labels=1, type_vocab_size=2)
+        ),
         "encoder-decoder": AutoModelForSequenceClassification.from_config(
             AutoConfig.for_model("t5", vocab_size=384, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16)
         ),
@@ -71,6 +76,7 @@ def others(work: Path) -> dict[str, tuple[str, str]]:
         "no stored tensor is a reward head",
         "no stored tensor is a reward head",
         "TokenClassification",
+        "by token types",
         "encoder-decoder",
     )
     for name, model in made.items():
@@ -94,7 +100,7 @@ def main() -> None:
             print(f"{form_name}: {differences[form_name]:.1e}", flush=True)
         for title, (folder, words) in others(Path(name)).items():
             try:
-                import_reward_model(folder, Path(name) / "out", input_form="plain")
+                import_reward_model(folder, Path(name) / "out", input_form="pair" if "pairs" in title else "plain")
                 wrong += 1
                 print(f"{title}: imported, which is wrong")
             except RMOptimizerError as error:
