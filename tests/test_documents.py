@@ -220,6 +220,9 @@ WAYS: dict[str, Run] = {
     "rm-opt evaluate first/best second/best --suite rmbench --data rmbench.json --output outputs/suites/rmbench": Run(
         "rm-opt evaluate --help", prints="--suite"
     ),
+    "rm-opt train model=tiny data.train=pairs.jsonl 'training.suites={hhh: {honest: honest.jsonl}}'": Run(
+        "rm-opt train --help", prints="training.suites"
+    ),
     "rm-opt evaluate outputs/run/best --suite mine.yaml": Run(
         f"{SUITE} && rm-opt evaluate outputs/run/best --suite mine.yaml", prints="overall is its official", slow=True
     ),

@@ -180,6 +180,22 @@ def published_suites() -> dict[str, Path]:
     return {path.stem: path for path in sorted((Path(config_root()) / "suite").glob("*.yaml"))}
 
 
+def sources_by_suite(option: Any) -> dict[str, list[str]]:
+    """Local copies by suite, as `read_suite` takes them, of an option as `{rmbench: a.json, hhh: {honest: b.json}}`.
+
+    Raises:
+        ConfigError: if it is no name, list of names or mapping to files.
+    """
+    names = option if isinstance(option, Mapping) else dict.fromkeys([option] if isinstance(option, str) else option)
+    found: dict[str, list[str]] = {}
+    for name, files in names.items():
+        given = {} if files is None else files if isinstance(files, Mapping) else {"": files}
+        if not all(isinstance(file, str) and file for file in given.values()):
+            raise ConfigError(f"training.suites must be names, or name a file for each set, got {files!r} for {name}")
+        found[str(name)] = [f"{part}={file}" if part else file for part, file in given.items()]
+    return found
+
+
 @dataclass(frozen=True)
 class SuiteItems:
     """Rows of a suite, read for scoring.

@@ -284,6 +284,18 @@ def score_on_suite(
     return facts, items.credits(rewards.__getitem__)
 
 
+def official_number(items: SuiteItems, rewards: Sequence[float]) -> float:
+    """A model's official number on a suite, from its rewards of the different responses, in their order.
+
+    Raises:
+        DataError: if a row lacks what its rule needs.
+    """
+    found = items.credits(dict(zip(items.responses, rewards, strict=True)).__getitem__)
+    groups, clusters, values = zip(*found, strict=True)
+    table = SuiteCredits(items.suite, groups, clusters, {"": np.array(values)})
+    return table.estimate(items.suite.score, "", num_bootstrap=0, seed=0).value
+
+
 def suite_result(
     items: SuiteItems, found: Sequence[tuple[SuiteScores, Sequence[Credit]]], *, num_bootstrap: int, seed: int
 ) -> SuiteResult:

@@ -15,6 +15,7 @@ from rm_optimizer.schema.config import Resume, TrainConfig
 FREE = (
     *("resume", "output_dir", "plugins", "profile_memory", "publish", "logger"),
     *("training.progress", "training.calibration", "training.hessian", "training.num_bootstrap"),
+    *("training.suites", "training.suites_every"),
     *("training.checkpoint_every", "training.keep_checkpoints"),
     *("hardware.num_threads", "hardware.num_workers", "hardware.pin_memory", "hardware.compile"),
     *("hardware.pass_tokens", "hardware.eval_pass_tokens"),

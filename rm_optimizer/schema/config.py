@@ -233,6 +233,10 @@ class TrainingConfig(Options, group="training"):
     """Calibration during training."""
     hessian: HessianConfig = field(default_factory=HessianConfig)
     """Curvature during training."""
+    suites: Any = None
+    """Suites to score: a name, a list, or {name: FILE} and {name: {SET: FILE}} with local copies."""
+    suites_every: int | None = within("[1, inf)", None, needs="suites")
+    """Evaluations from one scoring of suites to the next; null: for a tenth of the work at most."""
     num_bootstrap: int = within("[100, inf)", 1000)
     """Bootstrap resamples over prompts for the intervals of the final evaluation."""
     progress: bool = True

@@ -201,6 +201,8 @@ ELSEWHERE: Mapping[str, str] = {
     "model.gpu_tokens": "schema/test_hardware.py",
     "model.router_aux_loss_coef": "training/test_router_loss.py",
     "model.pooling_head": "tutorial/test_plug_ins.py",
+    "training.suites": "training/test_suites.py",
+    "training.suites_every": "training/test_suites.py",
     "data.train": "training/test_step_numbers.py",
     "data.val": "training/test_step_numbers.py",
     "data.format": "core/pairs/test_sources.py",

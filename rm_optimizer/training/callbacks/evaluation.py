@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,14 +23,16 @@ from rm_optimizer.core.model.losses import configured_pair_losses, score_targets
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
+from rm_optimizer.evaluation.suite import Suite, SuiteItems, read_suite, sources_by_suite
+from rm_optimizer.evaluation.suite_scores import SUITE_FILE, official_number, score_on_suite, suite_result
 from rm_optimizer.optim import evaluation_weights
-from rm_optimizer.records.files import writing
+from rm_optimizer.records.files import write_text, writing
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import LossConfig, TrainConfig
 from rm_optimizer.schema.config import CalibrationConfig
 from rm_optimizer.schema.monitors import monitored_group
 from rm_optimizer.training.callbacks.checkpoints import TEMPORARY, save_checkpoint
-from rm_optimizer.training.callbacks.evaluation_plan import BestSoFar, PairMetric, plan_of
+from rm_optimizer.training.callbacks.evaluation_plan import BestSoFar, PairMetric, plan_of, work_of_steps
 from rm_optimizer.training.callbacks.run_callback import RunCallback
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.lightning_module import RunModule
@@ -258,6 +261,84 @@ def _validation_loss(
 
 DrawReliability = Callable[[PairwiseMetrics, Path], Path]
 """Function that draws the reliability diagram of one evaluation as a PNG file and returns its path."""
+
+SUITES_FOLDER = "suites"
+"""Folder of the run's scores on suites, in the run folder."""
+SUITES_SHARE = 0.1
+"""Largest share of the work of all steps that suites take during training unless the user sets a number."""
+CHUNK = 256
+"""Responses of a suite that are scored between two looks at the signal to stop."""
+
+
+class SuiteCallback(pl.Callback):
+    """Callback that logs the official numbers of suites after some of the run's evaluations, with their weights.
+
+    It comes after `Evaluation` among the callbacks. The exported weights are scored at the end by `score`.
+
+    Args:
+        config: options of the run.
+    """
+
+    def __init__(self, config: TrainConfig) -> None:
+        self.config = config
+        sources = sources_by_suite(config.training.suites)
+        read = (read_suite(Suite.of(name), files, config.data) for name, files in sources.items())
+        self.items = {items.suite.name: items for items in read}
+        self._every: float = config.training.suites_every or math.inf
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """Columns of `metrics.csv` by metric name."""
+        return {f"suite/{name}": f"suite_{name}" for name in self.items}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Space the scorings by their work, and score the untrained model if it was evaluated."""
+        assert isinstance(pl_module, RunModule)
+        if self.config.training.suites_every is None:
+            evaluation, model = evaluation_of(trainer), pl_module.model
+            texts = [(prompt, key[1]) for items in self.items.values() for key, prompt in items.responses.items()]
+            tokens = sum(len(each.ids) for each in model.encode(*map(list, zip(*texts, strict=True))))
+            count = math.floor(SUITES_SHARE * work_of_steps(self.config, evaluation.datamodule) / tokens)
+            self._every = math.ceil(evaluation.plan.count / count) if count else math.inf
+        self._score_if_due(trainer, pl_module)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Score after an evaluation, if it is due."""
+        self._score_if_due(trainer, pl_module)
+
+    def _score_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert isinstance(pl_module, RunModule)
+        evaluation, step = evaluation_of(trainer), trainer.global_step
+        if evaluation.latest is None or evaluation.latest.step != step or (step // evaluation.every) % self._every:
+            return
+        with evaluation_weights(trainer.optimizers[0]), trainer.precision_plugin.forward_context():
+            found = {name: self._number(pl_module.model, items, evaluation.stop) for name, items in self.items.items()}
+        for logger in trainer.loggers:
+            logger.log_metrics({f"suite/{name}": value for name, value in found.items() if value is not None}, step)
+
+    def _number(self, model: BradleyTerryRM, items: SuiteItems, stop: StopSignal) -> float | None:
+        """Official number of a suite; None if the run is asked to stop."""
+        rows, rewards = [(prompt, text) for (_, text), prompt in items.responses.items()], list[float]()
+        for start in range(0, len(rows), CHUNK):
+            if stop.requested:
+                return None
+            rewards += model.score(*map(list, zip(*rows[start : start + CHUNK], strict=True))).tolist()
+        return official_number(items, rewards)
+
+    def score(self, model: BradleyTerryRM, folder: Path) -> None:
+        """Score exported weights, and write `suites/NAME/suite.json` into the run folder."""
+        for name, items in self.items.items():
+            place = folder / SUITES_FOLDER / name
+            place.mkdir(parents=True, exist_ok=True)
+            budget = self.config.batching.eval_token_budget
+            found = [score_on_suite(model, str(folder), items, token_budget=budget, folder=place)]
+            training = self.config.training
+            result = suite_result(items, found, num_bootstrap=training.num_bootstrap, seed=self.config.seed)
+            write_text(place / SUITE_FILE, result.to_json() + "\n")
+            log.info("%s of suite %s: %s", result.score, name, result.models[0].scores[result.score])
+
 
 CALIBRATION_COLUMNS = {
     "calibration/ece": "calibration_ece",

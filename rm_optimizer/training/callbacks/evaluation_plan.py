@@ -154,12 +154,10 @@ def plan_of(config: TrainConfig, datamodule: PreferenceDataModule) -> Evaluation
     """The evaluations of a run, logged; they depend on its pairs and on no option that a resumed run may change."""
     training, mixed = config.training, config.hardware.precision != "32-true"
     on_gpu = torch.cuda.is_available() and config.hardware.accelerator != "cpu"
-    passes = BACKWARD_OF_ADAPTER if config.adapter.kind != AdapterKind.none else FORWARD_AND_BACKWARD
-    passes *= OPTIMIZERS[config.optimizer.name].passes_per_step
     evaluation = float(datamodule.val_tokens.lengths.sum())
     plan = plan_evaluations(
         Work(
-            steps=passes * datamodule.train_tokens_of_run(),
+            steps=work_of_steps(config, datamodule),
             evaluation=evaluation,
             final=evaluation * ((FLOAT32_ON_GPU if on_gpu else FLOAT32_ON_CPU) if mixed else 1.0),
         ),
@@ -171,6 +169,12 @@ def plan_of(config: TrainConfig, datamodule: PreferenceDataModule) -> Evaluation
     )
     report(plan, training.evals_per_epoch, mixed=mixed)
     return plan
+
+
+def work_of_steps(config: TrainConfig, datamodule: PreferenceDataModule) -> float:
+    """Work of all optimizer steps of a run, in forward passes over a token."""
+    passes = BACKWARD_OF_ADAPTER if config.adapter.kind != AdapterKind.none else FORWARD_AND_BACKWARD
+    return passes * OPTIMIZERS[config.optimizer.name].passes_per_step * datamodule.train_tokens_of_run()
 
 
 def plan_evaluations(
