@@ -221,7 +221,8 @@ WAYS: dict[str, Run] = {
         "rm-opt evaluate --help", prints="--suite"
     ),
     "rm-opt train model=tiny data.train=pairs.jsonl 'training.suites={hhh: {honest: honest.jsonl}}'": Run(
-        "rm-opt train --help", prints="training.suites"
+        "rm-opt train model=tiny data.train=pairs.jsonl 'training.suites={hhh: {honest: honest.jsonl}}' --cfg job",
+        prints="honest: honest.jsonl",
     ),
     "rm-opt evaluate outputs/run/best --suite mine.yaml": Run(
         f"{SUITE} && rm-opt evaluate outputs/run/best --suite mine.yaml", prints="overall is its official", slow=True
