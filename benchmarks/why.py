@@ -151,6 +151,7 @@ class Caller:
     after: Callable[[Any], Any] = unchanged
     change: Callable[[Any], Any] = unchanged
     reads_file: bool = False
+    as_pair: bool = False
 
     def __post_init__(self) -> None:
         reader = PreTrainedTokenizerFast if self.reads_file else AutoTokenizer
@@ -162,6 +163,9 @@ class Caller:
 
     def __call__(self, prompts: Sequence[Any], responses: Sequence[str]) -> list[float]:
         """Scores of responses."""
+        if self.as_pair:
+            with torch.no_grad():
+                return torch.cat(list(map(self.paired, prompts, responses))).tolist()
         rows = [self.row(turns_of(prompt, text)) for prompt, text in zip(prompts, responses, strict=True)]
         with torch.no_grad():
             logits = self.batch(rows) if self.padding and len(rows) > 1 else torch.cat([self.alone(r) for r in rows])
@@ -233,6 +237,15 @@ class Caller:
         gone = min(over, max(0, start - lead))
         kept = row[:lead] + row[lead + gone :]
         return kept[: self.limit - len(tail)] + tail
+
+    def paired(self, prompt: Any, response: str) -> torch.Tensor:
+        """Logit of prompt and response as a pair of texts, as a cross-encoder reads them."""
+        text = prompt if isinstance(prompt, str) else "\n\n".join(message.content for message in prompt)
+        frame, end = [self.tokenizer.cls_token_id], [self.end]
+        first, second = (self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, response))
+        row = [*frame, *first, *end, *second, *end][: self.limit]
+        types = [int(i > len(first) + 1) for i in range(len(row))]
+        return self.model(input_ids=torch.tensor([row]), token_type_ids=torch.tensor([types])).logits[:, 0]
 
     def alone(self, row: list[int]) -> torch.Tensor:
         """Logit of one sequence."""
@@ -379,6 +392,7 @@ def cases(zoo: Zoo) -> tuple[list[Case], list[Case], list[Case]]:
         Case("llama/normalized", ("scale",), llama, lambda: scores_file(zoo, llama, lambda s: (s - 0.2) / 1.7)),
         Case("llama/weights", ("weights",), llama, lambda: zoo.changed("llama", "llama_layer", other_layer)),
         Case("bert/special", ("bos",), bert, lambda: Caller(bert, adds_special=True)),
+        Case("bert/pair", ("pair",), bert, lambda: Caller(bert, as_pair=True)),
         Case("bert/swapped", ("label_order",), bert, lambda: Caller(bert, after=lambda s: -s)),
         Case("bert/head_bias", ("head_bias",), bert, lambda: Caller(bert, after=lambda s: s - 0.37)),
         Case("bert/tokens", ("tokenizer",), bert, lambda: zoo.changed("bert", "bert_tokens", other_tokens)),

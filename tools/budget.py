@@ -25,7 +25,7 @@ ROOMS: Mapping[str, int] = {
     "data_efficiency": 1341,
     "schema": 1090,
     "doctor": 950,
-    "explanation": 864,
+    "explanation": 884,
     "records": 764,
     "optim": 754,
     "evaluation": 1036,
@@ -37,8 +37,8 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 59,
     "import lines": 5763,
     "import lines inside functions": 328,
-    "lines of code": 36358,
-    "private functions with one caller": 390,
+    "lines of code": 36378,
+    "private functions with one caller": 391,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -165,6 +165,8 @@ def changes(local: LocalCopy) -> Iterator[Change]:
         yield change("attention", "no sliding window", attention=str(NO_LIMIT))
     if other_window not in (None, own):
         yield change("attention", f"sliding window of {other_window}", attention=str(other_window))
+    if renderer.tokenizer.sep_token_id is not None:
+        yield change("pair", "prompt and response as a pair of texts, with token types", pair=True)
     if "file" in rendering.renderers:
         name = f"tokenizer.json as it is, which {type(renderer.tokenizer).__name__} reads otherwise"
         yield change("tokenizer", name, tokenizer="file")

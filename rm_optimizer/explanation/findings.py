@@ -27,6 +27,7 @@ REMEDIES = {
     "head_weights": "load the head that belongs to the model",
     "adapter": "merge the adapter exactly once, or serve it as an adapter",
     "attention": "give both sides the same attention kernel and sliding window, as the model's config.json has them",
+    "pair": "give both sides one text, or both a pair of texts as tokenizer(prompt, response) makes it",
     "dtype": "compute both in float32, or accept the rounding of the half type",
     "tokenizer": "take the tokenizer files that were saved with the model",
     "weights": "load the same checkpoint on both sides",

@@ -60,12 +60,12 @@ class LocalCopy:
             ConversationRefused: if the recipe renders no ids that the model can read.
         """
         rows = [self.rendering.ids(talk, recipe) for talk in talks]
-        how = (recipe.weights, recipe.attention)
+        how = (recipe.weights, recipe.attention + "pair" * recipe.pair)
         new = sorted({row for row in rows if (row, *how) not in self._rewards})
         for batch in length_batches(list(map(len, new)), _TOKENS) if new else ():
             some = [new[place] for place in batch]
             with _attending(self.model.model, recipe.attention):
-                found = self._forward(some, self.tensors[recipe.weights])
+                found = self._forward(some, self.tensors[recipe.weights], is_pair=recipe.pair)
             self._rewards |= {(row, *how): rewards for row, rewards in zip(some, found, strict=True)}
         return np.array([self._rewards[row, *how][recipe.pool] for row in rows])
 
@@ -75,8 +75,10 @@ class LocalCopy:
         self._forward(rows, {})
         return self._read["own"]
 
-    def _forward(self, rows: Sequence[tuple[int, ...]], tensors: Mapping[str, Tensor]) -> list[dict[str, float]]:
-        """Rewards of a batch, by the position of the hidden state that is read."""
+    def _forward(
+        self, rows: Sequence[tuple[int, ...]], tensors: Mapping[str, Tensor], *, is_pair: bool = False
+    ) -> list[dict[str, float]]:
+        """Rewards of a batch, by the position of the hidden state that is read; a pair's second text has type 1."""
         num_known = len(tensors.get(self.embedding, self.model.get_parameter(self.embedding)))
         window = position_window(self.model.model.config)
         if max(map(max, rows)) >= num_known or (window is not None and max(map(len, rows)) > window):
@@ -90,8 +92,15 @@ class LocalCopy:
         def keep_reward(module: object, inputs: tuple[Tensor, ...], output: Tensor) -> None:
             read.update(own=_array(inputs[0]), reward=_array(output))
 
+        def tell_types(module: object, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+            is_end = ids == self.model.tokenizer.sep_token_id
+            types = (is_end.cumsum(dim=1) - is_end.long() > 0) & (mask > 0)
+            return inputs, options | {"token_type_ids": types.long().to(self.model.device)}
+
         backbone, head = self.model.model.base_model, self.model.reward_head
-        hooks = backbone.register_forward_hook(keep_hidden), head.register_forward_hook(keep_reward)
+        hooks = [backbone.register_forward_hook(keep_hidden), head.register_forward_hook(keep_reward)]
+        if is_pair and getattr(self.model.model.config, "type_vocab_size", 0) > 1:
+            hooks.append(backbone.register_forward_pre_hook(tell_types, with_kwargs=True))
         try:
             with self.model.inference():
                 functional_call(self.model, dict(tensors), (ids.to(self.model.device), mask.to(self.model.device)))

@@ -44,6 +44,7 @@ class Recipe:
         tokenizer: `own`, `other` for that of the other side's folder, or `file` for `tokenizer.json` as it is, where
             transformers' class reads it otherwise.
         cut: `prompt` (this package's rule), `left`, `left_all` (BOS too), `right` or `right_end` (EOS is kept).
+        pair: True to read prompt and response as the tokenizer's pair of texts, told apart by token types.
         pool: position of the hidden state that the head reads; `own` for the model's.
         weights: name of the weights in place of the model's own.
         attention: another attention kernel, or the width of another sliding window.
@@ -60,6 +61,7 @@ class Recipe:
     eos: str = ""
     tokenizer: str = "own"
     cut: str = "prompt"
+    pair: bool = False
     pool: str = "own"
     weights: str = ""
     attention: str = ""
@@ -129,6 +131,8 @@ class RecipeRenderer:
         if recipe == replace(self.base, tokenizer=recipe.tokenizer):
             return renderer.encode(*talk).ids
         prompt, response = _changed(talk, recipe)
+        if recipe.pair:
+            return self._pair(prompt, response)[: recipe.max_length]
         row = self._with_special_tokens(self._tokens(self._text(prompt, response, recipe), recipe), recipe)
         if len(row) <= recipe.max_length:
             return tuple(row)
@@ -137,6 +141,18 @@ class RecipeRenderer:
             opened = self._with_special_tokens(self._tokens(self._text(prompt, None, recipe), recipe), recipe)
             start = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(opened, row, strict=False)))
         return tuple(self._cut(row, start, recipe))
+
+    def _pair(self, prompt: tuple[Message, ...], response: str) -> tuple[int, ...]:
+        """Ids of a prompt of one turn and a response as a pair of texts.
+
+        Raises:
+            ConversationRefused: if the tokenizer has no SEP.
+        """
+        text, tokenizer = "\n\n".join(message.content for message in prompt), self.renderer.tokenizer
+        if None in (tokenizer.cls_token_id, tokenizer.sep_token_id):
+            raise ConversationRefused("the tokenizer has no pairs of texts")
+        first, second = (tokenizer(part, add_special_tokens=False)["input_ids"] for part in (text, response))
+        return (tokenizer.cls_token_id, *first, tokenizer.sep_token_id, *second, tokenizer.sep_token_id)
 
     def _text(self, prompt: tuple[Message, ...], response: str | None, recipe: Recipe) -> str:
         """The rendered text; without a response the text before one, with the generation prompt."""
