@@ -108,11 +108,13 @@ def main() -> None:
         num, seconds = one_by_one(models[0], items, options.seconds)
     print(f"{len(models)} models, {NUM_SETS} sets, {len(items.items):,} rows, {distinct:,} different responses,")
     print(f"{of_pairs:,} responses counted once for each pair")
-    total = len(models) * distinct
-    print(f"one command:            {together:7.1f} s, {total / together:8.0f} different responses/s")
-    print(f"one model at a time:    {apart:7.1f} s, {total / apart:8.0f} different responses/s")
-    whole = len(models) * of_pairs * seconds / num
-    print(f"sequence by sequence:   {whole:7.1f} s, {total / whole:8.0f} different responses/s (from {num:,} passes)")
+    total, whole = len(models) * distinct, len(models) * of_pairs * seconds / num
+    print(f"{num:,} of these were scored sequence by sequence")
+    print(f"responses_per_second: {total / together:.0f}")
+    print(f"responses_per_second_one_model_at_a_time: {total / apart:.0f}")
+    print(f"responses_per_second_sequence_by_sequence: {total / whole:.0f}")
+    print(f"times_one_model_at_a_time: {apart / together:.2f}")
+    print(f"times_sequence_by_sequence: {whole / together:.2f}")
 
 
 if __name__ == "__main__":
