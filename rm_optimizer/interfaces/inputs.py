@@ -138,15 +138,13 @@ class SavedModel:
         Option("--input-form", help="Input form of a third-party model without a chat template: plain or pair."),
     ] = None
 
-    def load(self, seed: int = 0) -> BradleyTerryRM:
-        """Load the model on this machine's accelerator.
+    def load(self, seed: int = 0, device: str | None = None) -> BradleyTerryRM:
+        """Load the model on a device; None takes this machine's accelerator.
 
         Raises:
             CheckpointError: if the model cannot be loaded.
             ConfigError: if the model cannot read so many tokens, or the input form is unknown or does not apply.
         """
-        import torch
-
         from rm_optimizer.core.model.reward_model import BradleyTerryRM
 
         try:
@@ -161,9 +159,15 @@ class SavedModel:
             if self.max_length is None or "max_length" not in text:
                 raise
             raise ConfigError(f"--{text.removeprefix('model.').replace('max_length', 'max-length', 1)}") from error
-        if torch.cuda.is_available():
-            model.to("cuda")
+        model.to(device or devices()[0])
         return model
+
+
+def devices() -> list[str]:
+    """Names of this machine's accelerators, or of its processor without one."""
+    import torch
+
+    return [f"cuda:{place}" for place in range(torch.cuda.device_count())] or ["cpu"]
 
 
 def length_note(model: BradleyTerryRM) -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from rm_optimizer.evaluation.suite_scores import (
     score_on_suite,
     suite_result,
 )
+from rm_optimizer.interfaces import inputs
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.reporting.suite import stored_results
 from rm_optimizer.schema.data import DataConfig, OnBadRow
@@ -104,6 +106,18 @@ def test_models_on_a_suite_of_the_user(folder: Path, models: list[str], monkeypa
     again, _ = score_on_suite(model, models[0], items, token_budget=64, folder=Path("found"))
     assert seen == [24, 24]  # the rewards are kept
     assert again == replace(result.models[0], scores={})
+
+
+def test_several_devices_score_several_models_at_once(folder: Path, models: list[str], monkeypatch: pytest.MonkeyPatch):
+    command = ("evaluate", *models, "--suite", "mine.yaml", "--bootstrap", "50", "--output")
+    rm_opt(*command, "one")
+    both, score = Barrier(2), BradleyTerryRM.score_encoded
+    monkeypatch.setattr(inputs, "devices", lambda: ["cpu", "cpu"])
+    monkeypatch.setattr(
+        BradleyTerryRM, "score_encoded", lambda *given, **options: (both.wait(60), score(*given, **options))[1]
+    )
+    rm_opt(*command, "two")
+    assert Path("two", SUITE_FILE).read_text() == Path("one", SUITE_FILE).read_text()
 
 
 def result_of(name: str, *rows: dict[str, Any], folder: str) -> SuiteResult:

@@ -6,15 +6,20 @@ import json
 import sys
 from collections import defaultdict, deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Context, Exit, Option
 
 from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
 from rm_optimizer.interfaces.field_flags import refuse_unread
+from rm_optimizer.interfaces import inputs
 from rm_optimizer.interfaces.inputs import SavedModel, TokenizedPairOptions, cut_notes, length_note
 from rm_optimizer.interfaces.outputs import filling, made_folder, printed_beside, write_json
 from rm_optimizer.records.files import write_text
@@ -24,7 +29,9 @@ from rm_optimizer.schema.registry import import_plugins
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import PreferencePair, Prompt
+    from rm_optimizer.evaluation.list_rules import Credit
     from rm_optimizer.evaluation.score_file import CountedRewards
+    from rm_optimizer.evaluation.suite_scores import SuiteScores
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
 RESULTS = Path("outputs", "evaluate")
@@ -133,7 +140,7 @@ def _evaluate_suite(
     bootstrap: int,
     seed: int,
 ) -> None:
-    """Score each model on a suite, print tables, and write JSON, Parquet and a plot."""
+    """Score each model on a suite, one a device, print tables, and write JSON, Parquet and a plot."""
     from rm_optimizer.evaluation.suite import Suite, read_suite
     from rm_optimizer.evaluation.suite_scores import score_on_suite, suite_result
     from rm_optimizer.records.files import held
@@ -146,22 +153,34 @@ def _evaluate_suite(
     with Spelling.flags.used():
         items = read_suite(suite, sources, pair_options.bad_rows())
     folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
-    found = []
+    free, loading = SimpleQueue[str](), Lock()
+    for device in (places := inputs.devices()):
+        free.put(device)
+
+    def scored(saved: SavedModel) -> tuple[SuiteScores, list[Credit]]:
+        """Scores of a model on a device that is free."""
+        device = free.get()
+        try:
+            with loading:  # which sets options of libraries for a while
+                model = saved.load(device=device)
+            if note := length_note(model):
+                print(f"note: {saved.checkpoint}: {note}", file=sys.stderr)
+            shown = progress(f"{saved.checkpoint} on {suite.name}", "responses")
+            with shown if len(places) == 1 else nullcontext(lambda done, total: None) as show:
+                rewards = output or RESULTS
+                return score_on_suite(
+                    model, saved.checkpoint, items, token_budget=token_budget, folder=rewards, on_progress=show
+                )
+        finally:
+            free.put(device)
+
     with held(folder, "evaluation"):
         with filling(folder):
-            for saved in models:
-                model = saved.load()
-                if note := length_note(model):
-                    print(f"note: {saved.checkpoint}: {note}", file=sys.stderr)
-                with progress(f"{saved.checkpoint} on {suite.name}", "responses") as show:
-                    folder_of_rewards = output or RESULTS
-                    found.append(
-                        score_on_suite(
-                            model, saved.checkpoint, items, token_budget=token_budget, folder=folder_of_rewards,
-                            on_progress=show,
-                        )
-                    )  # fmt: skip
-                del model
+            pool = ThreadPoolExecutor(len(places))
+            try:
+                found = [*map(scored, models)] if len(places) == 1 else [*pool.map(scored, models)]
+            finally:
+                pool.shutdown(cancel_futures=True)
         result = suite_result(items, found, num_bootstrap=bootstrap, seed=seed)
         write_suite(result, folder)
         print_suite(result)
