@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -104,14 +105,17 @@ def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
                     yield node.lineno, alias.name.removeprefix("rm_optimizer.")
 
 
-IMPORTS = {
-    name: [
-        (line, other)
-        for line, other in imported(ast.parse(path.read_text(encoding="utf-8")))
-        if other and (name, other) not in ADDRESSES
-    ]
-    for name, path in MODULES.items()
-}
+@cache
+def imports_by_module() -> dict[str, list[tuple[int, str]]]:
+    """Line and module of every import of ours, by the module that imports."""
+    return {
+        name: [
+            (line, other)
+            for line, other in imported(ast.parse(path.read_text(encoding="utf-8")))
+            if other and (name, other) not in ADDRESSES
+        ]
+        for name, path in MODULES.items()
+    }
 
 
 def arrows_up(floors: tuple[set[str], ...], prefix: str = "") -> list[str]:
@@ -120,7 +124,7 @@ def arrows_up(floors: tuple[set[str], ...], prefix: str = "") -> list[str]:
     found = []
     for name, line, room, other in (
         (name, line, name.removeprefix(prefix).partition(".")[0], other.removeprefix(prefix).partition(".")[0])
-        for name, imports in IMPORTS.items()
+        for name, imports in imports_by_module().items()
         for line, other in imports
         if name.startswith(prefix) and other.startswith(prefix)
     ):
@@ -158,7 +162,7 @@ def test_imports_inside_a_package_go_to_lower_floors(package):
 def test_no_circle_of_imports_among_the_children_of_a_package(package):
     prefix = f"{package}." if package else ""
     children: dict[str, set[str]] = {}
-    for name, imports in IMPORTS.items():
+    for name, imports in imports_by_module().items():
         if not name.startswith(prefix):
             continue
         child = name.removeprefix(prefix).partition(".")[0]

@@ -20,7 +20,7 @@ ROOMS: Mapping[str, int] = {
     "training": 2772,
     "rl_coupling": 2579,
     "reporting": 2566,
-    "interfaces": 2100,
+    "interfaces": 2110,
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1090,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 6,
     "functions of seven parameters or more": 59,
-    "import lines": 5763,
+    "import lines": 5770,
     "import lines inside functions": 328,
-    "lines of code": 36378,
+    "lines of code": 36388,
     "private functions with one caller": 391,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -59,6 +59,7 @@ def test_what_the_sizes_do_not_tell_is_not_told(accuracy):
     assert "not known; at least" in more.sentence
 
 
+@pytest.mark.slow
 def test_the_command_trains_fits_and_goes_on(tmp_path):
     sizes = "4,8,12,16"
     command = [

@@ -212,6 +212,7 @@ def test_options_survive_their_plan(optimizer):
     assert training_trial("two", again).name == trial.name
 
 
+@pytest.mark.slow
 def test_a_study_of_training_runs_is_planned_run_and_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

@@ -93,6 +93,7 @@ def test_info_names_versions_devices_presets_and_optimizers():
         assert part in result.stdout
 
 
+@pytest.mark.slow
 def test_params_counts_every_parameter_once(monkeypatch):
     rows = {name: look_up.groups_of("tiny", name) for name in ("adamw", "muon")}
     total = {name: sum(row.num_parameters for row in groups) for name, groups in rows.items()}

@@ -73,6 +73,7 @@ def test_a_stop_ends_the_sweep_with_its_table_so_far(sweep):
     assert errors == "error: stopped after step 3\n"
 
 
+@pytest.mark.slow
 def test_a_finished_sweep_compares_its_jobs(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

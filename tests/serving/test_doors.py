@@ -10,10 +10,13 @@ from transformers import AutoTokenizer
 from tests.builders import fresh_reward_model
 from tests.serving.doors import FAMILIES, crossings
 
+QUICK = ("ChatML", "think block", "template-less", "BERT")
+SOME = [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
+
 
 # transformers' DeBERTa calls torch.jit.script when it is imported.
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", SOME)
 def test_every_door_gives_the_models_reward_or_refuses(family: str, tmp_path: Path):
     found = crossings(family, tmp_path)
     assert [each for each in found if each.is_wrong] == []

@@ -102,6 +102,7 @@ def run_publishing(config: TrainConfig, recorder: Recorder) -> Path:
     return Path(config.output_dir)
 
 
+@pytest.mark.slow
 def test_accuracy_through_the_server_is_the_trainers_own_and_the_run_is_unchanged(base, tmp_path):
     renderer = BradleyTerryRM.from_pretrained(base).renderer  # which cuts what is too long as training does
     with serve_process(base) as server, RewardClient(server.url, renderer=renderer) as client:

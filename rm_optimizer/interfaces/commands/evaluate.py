@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Argument, Context, Exit, Option
 
 from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
-from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces import inputs
+from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.inputs import SavedModel, TokenizedPairOptions, cut_notes, length_note
 from rm_optimizer.interfaces.outputs import filling, made_folder, printed_beside, write_json
 from rm_optimizer.records.files import write_text
