@@ -276,6 +276,7 @@ def test_a_damaged_setting_is_named(tmp_path):
         Frozen.read(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_page_of_a_comparison_begins_with_its_cautions_and_shows_every_seed(finished, tmp_path):
     run, found = finished
     folder = shutil.copytree(run.folder, tmp_path / "study")

@@ -27,6 +27,7 @@ def value(comparison: RunComparison, arm: str, score: str) -> float:
     return next(item.estimate.value for item in comparison.differences if (item.arm, item.score) == (arm, score))
 
 
+@pytest.mark.slow
 def test_runs_that_differ_by_seed_form_an_arm_and_differences_are_paired(trained_runs):
     found = compared(trained_runs, "adamw", "muon")
     assert [(arm.name, arm.seeds) for arm in found.arms] == [("optimizer=adamw", (0, 1)), ("optimizer=muon", (0, 1))]

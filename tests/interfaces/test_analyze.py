@@ -355,6 +355,7 @@ def test_new_weights_under_the_path_of_another_model_are_measured_anew(run_dir: 
     assert after[1] != pytest.approx(before[1], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_a_run_with_an_adapter_is_measured_over_what_it_trained(lora_run, tmp_path):
     options = ["landscape.top_k=1", "landscape.num_probes=2", "landscape.tolerance=0.1"]
     trained = json.loads((lora_run / "run.json").read_text())["parameters"]

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 from tests.builders import fresh_reward_model
 from tests.serving.doors import FAMILIES, crossings
 
-QUICK = ("ChatML", "think block", "template-less", "BERT")
+QUICK = ("ChatML", "BERT")
 SOME = [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES]
 
 

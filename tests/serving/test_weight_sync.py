@@ -266,6 +266,7 @@ def test_a_proxys_refusal_of_an_update_is_not_retried_and_its_status_is_named(pl
     assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
 
 
+@pytest.mark.slow
 def test_a_server_that_is_not_there_is_an_error_in_time():
     with create_rm_publisher("http://127.0.0.1:9", timeout_seconds=0.5) as publisher:
         started = time.monotonic()

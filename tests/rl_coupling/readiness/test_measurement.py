@@ -63,6 +63,7 @@ def test_a_report_is_read_as_it_was_written(report):
     assert RLReadinessReport.from_json(report.to_json()).to_json() == report.to_json()
 
 
+@pytest.mark.slow
 def test_without_an_oracle_all_but_the_probe_is_the_same_and_the_model_stays_as_it_was(model, report):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     alone = measure_readiness(model, PAIRS, WorldPolicy(WORLD), None, options=OPTIONS, prompts=WORLD.prompts())
@@ -75,6 +76,7 @@ def test_without_an_oracle_all_but_the_probe_is_the_same_and_the_model_stays_as_
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 
+@pytest.mark.slow
 def test_without_a_policy_only_the_pairs_are_measured(model):
     bare = measure_readiness(model, PAIRS, None, GOLD, options=replace(OPTIONS, ceiling=0.9))
     assert "reward_spread" not in bare.features

@@ -32,6 +32,7 @@ def root(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_questions_go_to_people_and_their_answers_come_back(
     root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
