@@ -95,7 +95,6 @@ def test_any_method_of_the_gauss_newton_matrix_cross_fits_by_the_rows_of_pairs(m
     assert found.pair_curvatures.gram is not None
 
 
-@pytest.mark.slow
 def test_every_largest_eigenvalue_of_the_hessian_is_cross_fitted():
     analyzer = HessianAnalyzer(reward_model("llama"), params=INNER, dtype=torch.float64)
     options = SpectrumOptions(num_sampled=4, product="reverse")

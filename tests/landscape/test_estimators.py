@@ -106,7 +106,6 @@ def test_the_variance_of_a_trace_is_that_of_signs_and_not_its_bound(count: int):
     assert truth < 0.2 * 2 * float(matrix.square().sum()) / count
 
 
-@pytest.mark.slow
 def test_intervals_hold_the_trace_of_a_models_hessian():
     known = dense("llama")
     matrix = MatrixOperator(known.hessian)

@@ -57,7 +57,6 @@ def test_blocks_are_those_of_the_matrices_written_out(family):
         assert top.value <= max(halves.values) + slack  # of their mean
 
 
-@pytest.mark.slow
 def test_a_stopped_search_of_a_block_goes_on_from_its_last_product(tmp_path: Path):
     world = dense("bert")
     sample = PairSample(tuple(world.batches), np.array([0, 0, 1, 2, 3]), np.arange(5), seed=0)

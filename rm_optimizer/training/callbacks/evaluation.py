@@ -21,9 +21,11 @@ from scipy.stats import spearmanr
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.losses import configured_pair_losses, score_targets
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import require_finite as require_finite_numbers
+from rm_optimizer.core.tokens.chat import Encoding
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
-from rm_optimizer.evaluation.suite import Suite, SuiteItems, read_suite, sources_by_suite
+from rm_optimizer.evaluation.suite import Suite, read_suite, sources_by_suite
 from rm_optimizer.evaluation.suite_scores import SUITE_FILE, official_number, score_on_suite, suite_result
 from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.records.files import write_text, writing
@@ -285,6 +287,7 @@ class SuiteCallback(pl.Callback):
         read = (read_suite(Suite.of(name), files, config.data) for name, files in sources.items())
         self.items = {items.suite.name: items for items in read}
         self._every: float = config.training.suites_every or math.inf
+        self._encoded: dict[str, list[Encoding]] = {}
 
     @property
     def columns(self) -> dict[str, str]:
@@ -292,12 +295,14 @@ class SuiteCallback(pl.Callback):
         return {f"suite/{name}": f"suite_{name}" for name in self.items}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Space the scorings by their work, and score the untrained model if it was evaluated."""
+        """Encode the suites, space the scorings by their work, and score the untrained model if it was evaluated."""
         assert isinstance(pl_module, RunModule)
+        for name, items in self.items.items():
+            texts = [text for _, text in items.responses]
+            self._encoded[name] = pl_module.model.encode([*items.responses.values()], texts)
         if self.config.training.suites_every is None:
-            evaluation, model = evaluation_of(trainer), pl_module.model
-            texts = [(prompt, key[1]) for items in self.items.values() for key, prompt in items.responses.items()]
-            tokens = sum(len(each.ids) for each in model.encode(*map(list, zip(*texts, strict=True))))
+            evaluation = evaluation_of(trainer)
+            tokens = sum(len(each.ids) for encoded in self._encoded.values() for each in encoded)
             count = math.floor(SUITES_SHARE * work_of_steps(self.config, evaluation.datamodule) / tokens)
             self._every = math.ceil(evaluation.plan.count / count) if count else math.inf
         self._score_if_due(trainer, pl_module)
@@ -314,18 +319,19 @@ class SuiteCallback(pl.Callback):
         if evaluation.latest is None or evaluation.latest.step != step or (step // evaluation.every) % self._every:
             return
         with evaluation_weights(trainer.optimizers[0]), trainer.precision_plugin.forward_context():
-            found = {name: self._number(pl_module.model, items, evaluation.stop) for name, items in self.items.items()}
+            found = {name: self._number(pl_module.model, name, evaluation.stop) for name in self.items}
         for logger in trainer.loggers:
             logger.log_metrics({f"suite/{name}": value for name, value in found.items() if value is not None}, step)
 
-    def _number(self, model: BradleyTerryRM, items: SuiteItems, stop: StopSignal) -> float | None:
+    def _number(self, model: BradleyTerryRM, name: str, stop: StopSignal) -> float | None:
         """Official number of a suite; None if the run is asked to stop."""
-        rows, rewards = [(prompt, text) for (_, text), prompt in items.responses.items()], list[float]()
-        for start in range(0, len(rows), CHUNK):
+        encoded, rewards = self._encoded[name], list[float]()
+        for start in range(0, len(encoded), CHUNK):
             if stop.requested:
                 return None
-            rewards += model.score(*map(list, zip(*rows[start : start + CHUNK], strict=True))).tolist()
-        return official_number(items, rewards)
+            rewards += model.score_encoded(encoded[start : start + CHUNK]).tolist()
+        require_finite_numbers(rewards, lambda index: f"response {index + 1} of suite {name}")
+        return official_number(self.items[name], rewards)
 
     def score(self, model: BradleyTerryRM, folder: Path) -> None:
         """Score exported weights, and write `suites/NAME/suite.json` into the run folder."""
