@@ -17,7 +17,7 @@ ROOMS: Mapping[str, int] = {
     "core": 9435,
     "serving": 4124,
     "landscape": 3825,
-    "training": 2776,
+    "training": 2777,
     "rl_coupling": 2579,
     "reporting": 2566,
     "interfaces": 2110,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 59,
     "import lines": 5772,
     "import lines inside functions": 328,
-    "lines of code": 36392,
+    "lines of code": 36393,
     "private functions with one caller": 391,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -316,7 +316,8 @@ class SuiteCallback(pl.Callback):
     def _score_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, RunModule)
         evaluation, step = evaluation_of(trainer), trainer.global_step
-        if evaluation.latest is None or evaluation.latest.step != step or (step // evaluation.every) % self._every:
+        is_evaluated = evaluation.latest is not None and evaluation.latest.step == step
+        if not is_evaluated or math.isinf(self._every) or (step // evaluation.every) % self._every:
             return
         with evaluation_weights(trainer.optimizers[0]), trainer.precision_plugin.forward_context():
             found = {name: self._number(pl_module.model, name, evaluation.stop) for name in self.items}
