@@ -34,8 +34,9 @@ from ensemble_selection import FLIPPED, MEMBERS, Features, auroc
 from scipy.spatial.distance import cdist
 from torch import Tensor, nn
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.metrics.intervals import student_mean
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest
+from rm_optimizer.core.pairs.pair import Prompt, digest
 from rm_optimizer.core.pairs.synthetic import CONSTRAINTS, FACT_SENTENCES, TOPICS, PreferencePair, PreferenceWorld
 from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble

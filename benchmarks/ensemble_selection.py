@@ -25,8 +25,9 @@ from scipy.optimize import minimize
 from scipy.special import expit, log_expit
 from scipy.stats import rankdata
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.metrics.intervals import student_mean
-from rm_optimizer.core.pairs.pair import Prompt, Scorer
+from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.pairs.synthetic import TOPICS, PreferenceWorld
 from rm_optimizer.rl_coupling.best_of_n_curve import selected_means
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble

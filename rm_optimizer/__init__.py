@@ -8,6 +8,8 @@ from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
     from rm_optimizer.compare import OptimizerComparison as OptimizerComparison
+    from rm_optimizer.core.base import BaseRewardModel as BaseRewardModel
+    from rm_optimizer.core.base import Scorer as Scorer
     from rm_optimizer.core.classifier.pooling import register_pooling_head as register_pooling_head
     from rm_optimizer.core.data_loader import PairOrder as PairOrder
     from rm_optimizer.core.data_loader import PreferenceDataset as PreferenceDataset
@@ -21,10 +23,8 @@ if TYPE_CHECKING:
     from rm_optimizer.core.importing.importing import import_reward_model as import_reward_model
     from rm_optimizer.core.model.losses import register_loss as register_loss
     from rm_optimizer.core.model.reward_model import BradleyTerryRM as BradleyTerryRM
-    from rm_optimizer.core.pairs.pair import BaseRewardModel as BaseRewardModel
     from rm_optimizer.core.pairs.pair import Message as Message
     from rm_optimizer.core.pairs.pair import PreferencePair as PreferencePair
-    from rm_optimizer.core.pairs.pair import Scorer as Scorer
     from rm_optimizer.core.pairs.source_pairs import register_layout as register_layout
     from rm_optimizer.data_efficiency import AcquisitionFunction as AcquisitionFunction
     from rm_optimizer.data_efficiency import ActiveLearner as ActiveLearner

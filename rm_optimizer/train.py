@@ -196,15 +196,14 @@ def _jobs(line: CommandLine[TrainConfig]) -> list[Composed[TrainConfig]]:
 def _require_paths(config: TrainConfig) -> None:
     """Look at the paths of model and data before torch is imported, which takes seconds."""
     from rm_optimizer.core.pairs.sources import parse_sources
-    from rm_optimizer.core.rows.readers import is_hub_name, read_rows, source_files
+    from rm_optimizer.core.rows.readers import require_files
     from rm_optimizer.records.locations import resolve_source
 
     if config.model.path is not None:
         resolve_source(config.model.path)
     given = [each for each in (config.data.train, config.data.val) if each is not None]
     for source in (item for each in given for item in parse_sources(each, config.data)):
-        for file in (file for part in source_files(source.path) for file in part.files if not is_hub_name(file)):
-            read_rows(file, lambda number, reason: None)  # it looks at the file, and reads rows once they are asked for
+        require_files(source.path)
 
 
 def _ended(config: TrainConfig) -> RunResult | None:

@@ -12,6 +12,7 @@ from beartype import beartype
 from beartype._check.code import codemain
 
 CHECKED = (
+    "core.base",
     "core.classifier",
     "core.importing",
     "core.metrics",

@@ -32,4 +32,4 @@ def test_every_module_that_names_axes_is_checked():
     names = {path: ".".join(path.relative_to(root).with_suffix("").parts) for path in root.rglob("*.py")}
     with_axes = {name for path, name in names.items() if "from jaxtyping import" in path.read_text(encoding="utf-8")}
     assert with_axes
-    assert {name for name in with_axes if not name.startswith(tuple(f"{package}." for package in CHECKED))} == set()
+    assert {name for name in with_axes if not f"{name}.".startswith(tuple(f"{package}." for package in CHECKED))} == set()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
+    from rm_optimizer.core.base import BaseRewardModel as BaseRewardModel
+    from rm_optimizer.core.base import Scorer as Scorer
     from rm_optimizer.core.model.reward_model import BradleyTerryRM as BradleyTerryRM
-    from rm_optimizer.core.pairs.pair import BaseRewardModel as BaseRewardModel
     from rm_optimizer.core.pairs.pair import Message as Message
     from rm_optimizer.core.pairs.pair import PreferencePair as PreferencePair
-    from rm_optimizer.core.pairs.pair import Scorer as Scorer
 
 export_lazily(globals())

@@ -15,8 +15,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, require_finite
+from rm_optimizer.core.pairs.pair import Prompt, digest, require_finite
 from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.rows.response_files import FileKind, ResponseRow, file_kind, read_responses, write_with_rewards
 from rm_optimizer.core.tokens.chat import Encoding

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer
+from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.core.rows.response_files import read_prompts
 from rm_optimizer.errors import ConfigError

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, cast
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.locations import resolve_source
 from rm_optimizer.schema.data import DataConfig, ReadOptions, Spelling, read_config
 
 if TYPE_CHECKING:
@@ -58,16 +59,19 @@ class PairOptions:
             ConfigError: if a flag's value is unknown, or a file is named twice.
             DataError: if the source cannot be used.
         """
-        from rm_optimizer.core.rows.readers import source_files
-        from rm_optimizer.core.tokens.dataset import load_pairs
+        from rm_optimizer.core.rows.readers import require_files, source_files
 
         given = {name: value for name, value in vars(self).items() if name in ReadOptions.__annotations__}
         given["columns"] = self.column_mapping()
         options = read_config("rm-opt", cast(ReadOptions, given), Spelling.flags)
         sources = [source] if isinstance(source, str) else source
+        for name in sources:
+            require_files(name)
         named = Counter(file for name in sources for part in source_files(name) for file in part.files)
         if twice := [file for file, count in named.items() if count > 1]:
             raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")
+        from rm_optimizer.core.tokens.dataset import load_pairs  # takes a second
+
         with Spelling.flags.used():
             data = load_pairs([{"path": name, "label": self.label} for name in sources], options)
         for note in data.notes:
@@ -137,6 +141,10 @@ class SavedModel:
         str | None,
         Option("--input-form", help="Input form of a third-party model without a chat template: plain or pair."),
     ] = None
+
+    def __post_init__(self) -> None:
+        """Refuse a path without a model before torch is imported, which takes seconds."""
+        resolve_source(self.checkpoint)
 
     def load(self, seed: int = 0, device: str | None = None) -> BradleyTerryRM:
         """Load the model on a device; None takes this machine's accelerator.

@@ -15,8 +15,9 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor, nn
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, require_finite
+from rm_optimizer.core.pairs.pair import Prompt, require_finite
 from rm_optimizer.core.rows.prompts import read_prompt
 from rm_optimizer.serving.client.client import AsyncRewardClient
 from rm_optimizer.serving.client.reward_function import conversations, tool_descriptions

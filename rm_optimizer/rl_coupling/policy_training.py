@@ -24,7 +24,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, require_finite
+from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.pairs.pair import Prompt, require_finite
 from rm_optimizer.core.rows.messages import Turns
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.rows.prompts import plain_turns

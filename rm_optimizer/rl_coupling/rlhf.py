@@ -15,11 +15,12 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, digest, prompt_id
+from rm_optimizer.core.pairs.pair import Prompt, digest, prompt_id
 from rm_optimizer.core.rows.natural import Prompts, prompts_of
 from rm_optimizer.errors import ConfigError, Interrupted, RewardServerUnavailable
 from rm_optimizer.evaluation.score_file import CountedRewards, score_counted

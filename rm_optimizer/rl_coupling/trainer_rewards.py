@@ -10,8 +10,8 @@ from pathlib import Path
 from jaxtyping import Float
 from torch import Tensor
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Scorer
 from rm_optimizer.core.rows.natural import Prompts, Texts
 from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean

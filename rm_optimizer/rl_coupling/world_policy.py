@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
-from rm_optimizer.core.pairs.pair import Prompt, Scorer, as_messages, digest, prompt_id
+from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.pairs.pair import Prompt, as_messages, digest, prompt_id
 from rm_optimizer.core.pairs.synthetic import PreferenceWorld
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.storage.loading import quiet_transformers

@@ -14,6 +14,7 @@ from pytorch_lightning.strategies import ParallelStrategy
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
+from rm_optimizer.core.base import BaseRewardModel
 from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.losses import configured_pair_losses
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
@@ -26,7 +27,6 @@ from rm_optimizer.core.model.sharding import (
     unreduced_gradients,
     whole,
 )
-from rm_optimizer.core.pairs.pair import BaseRewardModel
 from rm_optimizer.core.storage.loading import PAYLOAD_KEY, checkpoint_payload
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PairBatch
 from rm_optimizer.errors import ConfigError, DataError

@@ -11,7 +11,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 
 from rm_optimizer import PreferencePair, RewardModelEnsemble
-from rm_optimizer.core.pairs.pair import Scorer
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.data_efficiency import Pool, acquisition_function, pool, read_pool
 from rm_optimizer.data_efficiency.acquisition import BALD, LengthStratified, StochasticBALD
 from rm_optimizer.data_efficiency.feature_rules import (

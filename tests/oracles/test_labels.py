@@ -16,7 +16,8 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor
 
-from rm_optimizer.core.pairs.pair import PreferencePair, Scorer
+from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.data_efficiency import ActiveLearner, CurriculumSampler, Pool, acquisition_function
 from rm_optimizer.data_efficiency.linear_reward import text_differences
 from rm_optimizer.data_efficiency.margin_analysis import held_out_chances, suspected_labels

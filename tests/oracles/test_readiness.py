@@ -19,8 +19,9 @@ from scipy import optimize, stats
 from scipy.special import expit, log_expit
 from torch import Tensor
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.metrics.estimate import Estimate
-from rm_optimizer.core.pairs.pair import PreferencePair, Scorer
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.out_of_distribution import MahalanobisDetector

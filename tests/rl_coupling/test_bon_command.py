@@ -9,8 +9,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Scorer
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.rl_coupling import policy_simulation
 from tests.builders import tiny_reward_model

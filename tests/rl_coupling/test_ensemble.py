@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, Scorer
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError
 from rm_optimizer.rl_coupling import RewardModelEnsemble, load_ensemble
 from rm_optimizer.rl_coupling.ensemble_folder import reference_responses, save_ensemble

@@ -10,8 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.data_loader import PreferenceDataset
-from rm_optimizer.core.pairs.pair import Message, Scorer
+from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.pairs.synthetic import PreferenceWorld
 from rm_optimizer.core.rows.prompts import with_context
 from rm_optimizer.core.tokens.written_template import TemplateWriter

@@ -9,7 +9,8 @@ import time
 import pytest
 import torch
 
-from rm_optimizer.core.pairs.pair import Message, Scorer
+from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.errors import CheckpointError, ConfigError, RewardServerUnavailable
 from rm_optimizer.rl_coupling import RewardModelScorer
 from rm_optimizer.serving.client.client import AsyncRewardClient

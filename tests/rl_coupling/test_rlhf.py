@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig
 from typer.testing import CliRunner
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Scorer
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted, RewardServerUnavailable
 from rm_optimizer.interfaces.cli import app

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rm_optimizer.core.pairs.pair import Scorer
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.rl_coupling import BestOfNSampler, TransformersPolicy, VLLMPolicy
 from tests.builders import decoder_tokenizer, tiny_config
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
+from rm_optimizer.core.base import BaseRewardModel
 from rm_optimizer.core.classifier.attention import sharing_obstacle
 from rm_optimizer.core.classifier.head import head_name, initialize_head, install_reward_head
 from rm_optimizer.core.classifier.heads import GatedHead
@@ -33,7 +34,7 @@ from rm_optimizer.core.classifier.pooling import (
     pools_last_token,
 )
 from rm_optimizer.core.classifier.router_loss import RouterBalance
-from rm_optimizer.core.pairs.pair import BaseRewardModel, require_finite
+from rm_optimizer.core.pairs.pair import require_finite
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
 from rm_optimizer.core.tokens.chat import MODEL_RENDERERS, ConversationRenderer, Encoding, RenderFn

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.optimize import brentq
 from scipy.special import expit, log_expit, logit
 
 from rm_optimizer.core.metrics.intervals import wilson_interval
@@ -221,6 +220,8 @@ def fit_temperature(
         label: probability that `chosen` is the better one.
         weight: number of pairs that each counts for.
     """
+    from scipy.optimize import brentq  # takes a third of a second
+
     scale = float(np.abs(logit).max())
     if scale == 0:
         return TemperatureFit(None, None, "every margin is zero, so no temperature changes the probabilities")

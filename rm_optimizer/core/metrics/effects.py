@@ -11,8 +11,8 @@ from typing import Literal
 import numpy as np
 from jaxtyping import Float
 from scipy.optimize import brentq
+from scipy.special import stdtrit
 from scipy.stats import ncf, rankdata
-from scipy.stats import t as student_t
 
 from rm_optimizer.core.metrics.calibration import NUM_BINS, equal_width_bins, fold, pair_scores
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
@@ -194,7 +194,7 @@ def power(effect: float, standard_error: float, freedom: float, *, error_rate: f
     """
     if effect == 0:
         return error_rate
-    critical = float(student_t.isf(error_rate / 2, freedom))
+    critical = float(-stdtrit(freedom, error_rate / 2))
     return float(ncf.sf(critical**2, 1, freedom, (effect / standard_error) ** 2))
 
 

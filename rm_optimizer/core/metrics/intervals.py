@@ -13,9 +13,7 @@ from typing import Literal
 
 import numpy as np
 from jaxtyping import Float
-from scipy.optimize import brentq
-from scipy.special import ndtr, ndtri
-from scipy.stats import t as student_t
+from scipy.special import ndtr, ndtri, stdtr, stdtrit
 
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, UNKNOWN, Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError
@@ -78,7 +76,7 @@ class StudentMean:
         """The mean with its 95 % interval, or without one where the error is unknown."""
         if math.isnan(self.standard_error):
             return Estimate(self.value, None, self.num_samples)
-        quantile = float(student_t.ppf(0.5 + CONFIDENCE / 2, self.freedom))
+        quantile = float(stdtrit(self.freedom, 0.5 + CONFIDENCE / 2))
         half = quantile * self.standard_error if self.standard_error else 0.0
         low, high = self.value - half, self.value + half
         return Estimate(self.value, self.standard_error, self.num_samples, low, high, IntervalKind.student)
@@ -92,7 +90,7 @@ class StudentMean:
         """
         if self.standard_error == 0:
             return 0.0 if self.value > null else 1.0
-        return float(student_t.sf((self.value - null) / self.standard_error, self.freedom))
+        return float(stdtr(self.freedom, (null - self.value) / self.standard_error))
 
     def p_below(self, null: float) -> float:
         """One-sided p-value against the claim that the true mean is at least `null`."""
@@ -146,6 +144,8 @@ def crossed_mean(
         num_prompts: prompts behind it.
         least_error: standard error of the mean over prompts for the given models.
     """
+    from scipy.optimize import brentq  # takes a third of a second
+
     value, num_seeds = float(per_seed.mean()), len(per_seed)
     if num_seeds < 2:
         return StudentMean(value, math.nan, 0.0, num_prompts)
@@ -154,11 +154,11 @@ def crossed_mean(
     if num_prompts < 2 or not error:
         return StudentMean(value, error, float(num_seeds - 1), num_prompts)
     few, many = sorted((num_seeds - 1.0, num_prompts - 1.0))
-    of_seeds, of_prompts = (float(student_t.ppf(_MATCHED, count - 1)) for count in (num_seeds, num_prompts))
+    of_seeds, of_prompts = (float(stdtrit(count - 1, _MATCHED)) for count in (num_seeds, num_prompts))
     half = math.sqrt(max(of_seeds**2 * a + of_prompts**2 * b, (of_prompts * least_error) ** 2))
 
     def excess(freedom: float) -> float:
-        return float(student_t.ppf(_MATCHED, freedom)) * error - half
+        return float(stdtrit(freedom, _MATCHED)) * error - half
 
     if excess(few) <= 0 or excess(many) >= 0:
         return StudentMean(value, error, few if excess(few) <= 0 else many, num_prompts)

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch.utils.data import Sampler
 
 from rm_optimizer.core.metrics.estimate import finite_array
 from rm_optimizer.errors import ConfigError
@@ -69,7 +68,7 @@ STAGES = ((0.3, (0.5, 0.4, 0.1)), (0.7, (0.2, 0.6, 0.2)), (math.inf, (0.1, 0.5, 
 BINS = ("easy", "medium", "hard")
 
 
-class CurriculumSampler(Sampler[int]):
+class CurriculumSampler:
     """Positions of training pairs, easy ones more often at first and hard ones later.
 
     The shares follow the progress of the whole training, also within an epoch. Counts are exact: they sum to the

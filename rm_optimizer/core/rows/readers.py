@@ -321,6 +321,16 @@ class NamedFiles(NamedTuple):
     left_out: list[str]
 
 
+def require_files(source: str) -> None:
+    """Look at the files of a source without reading them; a hub name is not looked up.
+
+    Raises:
+        DataError: if there is no such file or none to read, or one is damaged where it begins.
+    """
+    for file in (file for part in source_files(source) for file in part.files if not is_hub_name(file)):
+        read_rows(file, lambda number, reason: None)  # it looks at the file, and reads rows once they are asked for
+
+
 def source_files(source: str) -> list[NamedFiles]:
     """The files of a source: a file, a hub name, a folder of files or a pattern such as `sets/*.parquet`.
 

@@ -9,12 +9,10 @@ import os
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from rm_optimizer.core.pairs.formats import READ_COLUMNS
 from rm_optimizer.core.pairs.orders import random_positions
@@ -31,6 +29,9 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import DataConfig, OverLong, ReadOptions, Spelling, read_config
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -40,7 +41,7 @@ def prompt_ids(pairs: Sequence[PreferencePair]) -> tuple[str, ...]:
     return tuple(known[pair.prompt] for pair in pairs)
 
 
-class TokenizedPair(PreferencePair, Mapping[str, Tensor]):
+class TokenizedPair(PreferencePair, Mapping[str, "Tensor"]):
     """A pair that is also a mapping of its tokens, which torch's `default_collate` stacks.
 
     `chosen_input_ids`, `chosen_attention_mask`, `rejected_input_ids` and `rejected_attention_mask` have shape
@@ -60,6 +61,8 @@ class TokenizedPair(PreferencePair, Mapping[str, Tensor]):
     @cached_property
     def tokens(self) -> dict[str, Tensor]:
         """The mapping's values."""
+        import torch  # takes a second
+
         found: dict[str, Tensor] = {}
         for side, response in (("chosen", self.chosen), ("rejected", self.rejected)):
             ids = torch.tensor(self.renderer.encode(self.prompt, response).ids)

@@ -18,8 +18,9 @@ from rm_optimizer.schema.rlhf import WORLD
 if TYPE_CHECKING:
     import numpy as np
 
+    from rm_optimizer.core.base import Scorer
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
-    from rm_optimizer.core.pairs.pair import Prompt, Scorer
+    from rm_optimizer.core.pairs.pair import Prompt
     from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
 
 WORLD_PROMPTS = 64

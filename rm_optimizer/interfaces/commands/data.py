@@ -81,6 +81,8 @@ def _audited(
     paths: Sequence[str], pair_options: TokenizedPairOptions, tokenizer: str | None, max_length: int
 ) -> DataAudit:
     """Print the audit of the splits, and return it."""
+    datasets = pair_options.load_splits(paths, "PATHS")
+
     from rm_optimizer.core.rows.bad_rows import cause_of
     from rm_optimizer.core.tokens.audit import audit_pairs
     from rm_optimizer.core.tokens.chat import ConversationRenderer
@@ -88,7 +90,6 @@ def _audited(
     from rm_optimizer.data_efficiency.votes import votes_of
     from rm_optimizer.reporting.tables import example_table, output_console, print_audit, summary_table
 
-    datasets = pair_options.load_splits(paths, "PATHS")
     for name, dataset in datasets.items():
         sizes = [max(len(pair.chosen), len(pair.rejected)) for pair in dataset.pairs]
         if num_long := sum(size > LONG_CHARACTERS for size in sizes):

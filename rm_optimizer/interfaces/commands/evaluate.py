@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Context, Exit, Option
 
-from rm_optimizer.errors import ConfigError, Interrupted, did_you_mean
+from rm_optimizer.errors import ConfigError, DataError, Interrupted, did_you_mean
 from rm_optimizer.interfaces import inputs
 from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.inputs import SavedModel, TokenizedPairOptions, cut_notes, length_note
@@ -81,6 +81,12 @@ def evaluate(
     if others:
         raise ConfigError(f"several models need --suite NAME, got {saved.checkpoint} and {', '.join(others)}")
 
+    data = pair_options.load(sources)
+    known = {name for pair in data.pairs for name in pair.metadata}
+    for column in by:
+        if column not in known:
+            raise ConfigError(did_you_mean("--by column", column, known))
+
     import numpy as np
 
     from rm_optimizer.data_efficiency.votes import vote_calibration, votes_of
@@ -91,11 +97,6 @@ def evaluate(
     from rm_optimizer.reporting.labels import report_votes
     from rm_optimizer.reporting.run_report import draw_evaluation, print_evaluation
 
-    data = pair_options.load(sources)
-    known = {name for pair in data.pairs for name in pair.metadata}
-    for column in by:
-        if column not in known:
-            raise ConfigError(did_you_mean("--by column", column, known))
     folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     with held(folder, "evaluation"):
         with filling(folder):
@@ -402,6 +403,8 @@ def report(
 
     It shows results with intervals, pictures and settings, and lists missing parts. It needs no network.
     """
+    if not folder.is_dir():
+        raise DataError(f"no folder {folder}; name the folder of a finished run, of several runs or of a study")
     from rm_optimizer.reporting.pages.folder_page import folder_markdown, write_page
 
     if form == "md":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -28,7 +29,9 @@ def info() -> None:
 
 def devices() -> dict[str, str]:
     """Description of each accelerator by its name in torch."""
-    import torch
+    if version("torch").endswith("+cpu"):
+        return {"accelerator": "none (cpu)"}
+    import torch  # takes a second
 
     if not torch.cuda.is_available():
         return {"accelerator": "none (cpu)"}

@@ -15,8 +15,9 @@ from rm_optimizer.interfaces.inputs import SavedModel
 from rm_optimizer.schema.rlhf import WORLD
 
 if TYPE_CHECKING:
+    from rm_optimizer.core.base import Scorer
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
-    from rm_optimizer.core.pairs.pair import Prompt, Scorer
+    from rm_optimizer.core.pairs.pair import Prompt
     from rm_optimizer.rl_coupling.policy_simulation import Policy
 
 BACKENDS = ("transformers", "vllm")

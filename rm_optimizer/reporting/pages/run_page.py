@@ -41,9 +41,8 @@ def run_document(run_dir: Path) -> Document:
     if result is None:
         if not RunFolder(run_dir).is_used:
             raise DataError(
-                f"{run_dir} {'holds no run' if run_dir.is_dir() else 'is no folder with a run'} ({RESULT_FILE} is "
-                "missing) and no study; name the folder of a finished run, of several runs, or of a comparison of "
-                "optimizers"
+                f"{run_dir} holds no run ({RESULT_FILE} is missing) and no study; name the folder of a finished run, "
+                "of several runs, or of a comparison of optimizers"
             )
         if (error := RunFolder(run_dir).divergence) is not None:
             raise DataError(f"{run_dir} holds a run that diverged, so it has no page: {error}")

@@ -16,10 +16,11 @@ import numpy as np
 from jaxtyping import Float
 from scipy.special import expit, gammaln, log_expit
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.metrics.calibration import TemperatureFit, fit_temperature
 from rm_optimizer.core.metrics.estimate import Estimate, finite_array
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, clustered_share, with_honest_width
-from rm_optimizer.core.pairs.pair import PreferencePair, Scorer
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.errors import ConfigError, DataError
 
 WORST_SLICE_QUANTILE = 0.2

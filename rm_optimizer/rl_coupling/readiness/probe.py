@@ -11,9 +11,10 @@ import numpy as np
 from jaxtyping import Float, Int
 from scipy.special import expit
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, finite_array
 from rm_optimizer.core.metrics.intervals import clustered_share
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, Scorer, prompt_id
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, prompt_id
 from rm_optimizer.core.rows.natural import Prompts, Texts, prompts_of, texts
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.rl_coupling.policy_simulation import RankedResponses

@@ -13,7 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from rm_optimizer.core.pairs.pair import Prompt, Scorer
+from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.rows.messages import read_messages
 from rm_optimizer.core.rows.natural import Prompts, Texts, flat_groups, paired
 from rm_optimizer.errors import HandshakeFailed, RewardServerUnavailable, WrongVersion

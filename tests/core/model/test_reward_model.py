@@ -11,12 +11,13 @@ import pytest
 import torch
 from transformers import CONFIG_MAPPING, LlamaConfig
 
+from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.classifier import attention, pooling, scoring
 from rm_optimizer.core.classifier.attention import choose_attention
 from rm_optimizer.core.classifier.building import disable_dropout
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Message, PreferencePair, Scorer
+from rm_optimizer.core.pairs.pair import Message, PreferencePair
 from rm_optimizer.core.tokens.batching import PackedPairBatch, PackedPairCollator, PairBatch, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.prefix_trees import pack_trees

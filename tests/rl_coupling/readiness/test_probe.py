@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from rm_optimizer.core.pairs.pair import PreferencePair, Scorer
+from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
 from rm_optimizer.rl_coupling.readiness.probe import (

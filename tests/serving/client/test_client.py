@@ -19,7 +19,8 @@ import pytest
 import torch
 
 from rm_optimizer import core, landscape, serving, training
-from rm_optimizer.core.pairs.pair import Message, Scorer
+from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import (
     ConfigError,
