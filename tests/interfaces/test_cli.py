@@ -46,7 +46,7 @@ def test_the_module_of_the_commands_runs_them():
             ["data", "check", "x.csv", "--columns", "a"],
             "error: --columns takes OURS=THEIRS, such as prompt=question, got",
         ),
-        (["evaluate", "./nowhere", "--data", "nowhere.jsonl"], "error: nowhere.jsonl: no such file"),
+        (["evaluate", "org/name", "--data", "nowhere.jsonl"], "error: nowhere.jsonl: no such file"),
         (["params", "tinny"], "error: unknown model 'tinny'; did you mean 'tiny'?"),
         (["params", "tiny", "-o", "moun"], "error: unknown optimizer 'moun'; did you mean 'muon'?"),
     ],
