@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9437,
+    "core": 9456,
     "serving": 4124,
     "landscape": 3825,
     "training": 2777,
     "rl_coupling": 2579,
-    "reporting": 2565,
-    "interfaces": 2118,
+    "reporting": 2567,
+    "interfaces": 2120,
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1090,
@@ -28,16 +28,16 @@ ROOMS: Mapping[str, int] = {
     "explanation": 884,
     "records": 764,
     "optim": 754,
-    "evaluation": 1036,
+    "evaluation": 1045,
     "modules at the top": 476,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 59,
-    "import lines": 5787,
+    "import lines": 5791,
     "import lines inside functions": 331,
-    "lines of code": 36401,
+    "lines of code": 36433,
     "private functions with one caller": 391,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -43,7 +43,7 @@ class SuiteItem:
         prompt_id: identity of the prompt.
         responses: responses by their place in the row; of lists of better and worse ones, the better ones come first.
         edges: places of the better and the worse response of each decided comparison.
-        scores: the row's own scores of the responses by their place; empty without them.
+        pairs: these comparisons as pairs, without those of equal or blank responses.
         is_second: True if the better response of a pair is the row's second one.
         group: group that the row belongs to.
         rule: name of the rule.
@@ -56,7 +56,7 @@ class SuiteItem:
     prompt_id: str
     responses: Mapping[int, str]
     edges: tuple[tuple[int, int], ...]
-    scores: Mapping[int, float]
+    pairs: tuple[PreferencePair, ...]
     is_second: bool
     group: str
     rule: str
@@ -138,21 +138,6 @@ def _best_of(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
         yield Credit(item.group, item.prompt_id, share if item.tie is Tie.shared else float(share == 1.0))
 
 
-def _sampled(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
-    """Credits of the pairs that the row lists as `sampled_conflict_pairs`, of which the right answer is better.
-
-    `GROUP/best of k` is 1 if the response with the highest reward is right.
-    """
-    for item, rewards in rows:
-        for first, second in item.metadata.get("sampled_conflict_pairs", ()):
-            if item.scores[first] == item.scores[second]:
-                raise DataError(f"{item.row}: sampled_conflict_pairs must differ in scores, got {first} and {second}")
-            better, worse = (first, second) if item.scores[first] > item.scores[second] else (second, first)
-            yield Credit(item.group, item.prompt_id, _credit(item, rewards[better], rewards[worse]))
-        right = [place for place, score in item.scores.items() if score]
-        yield Credit(f"{item.group}/best of k", item.prompt_id, share_of_best(right, rewards))
-
-
 def _ties(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
     """Parts of RewardBench 2's score of prompts with several right answers (Malik et al., 2025, arXiv:2506.01937).
 
@@ -218,7 +203,6 @@ def _graph(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
 RULES: Mapping[str, Rule] = {
     "pairs": _pairs,
     "best_of": _best_of,
-    "sampled": _sampled,
     "ties": _ties,
     "matrix": _matrix,
     "graph": _graph,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import cached_property
-from itertools import chain, islice, product
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,11 +15,10 @@ import yaml  # type: ignore[import-untyped]
 from jaxtyping import Float
 
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, prompt_id
-from rm_optimizer.core.pairs.source_format import FIRST_ROWS, ComparedRow, SourceFormat
+from rm_optimizer.core.pairs.source_format import ComparedRow, SourceFormat
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import RowTally
 from rm_optimizer.core.rows.columns import in_context
-from rm_optimizer.core.rows.messages import require_response
 from rm_optimizer.core.rows.readers import row_unit, source_files
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.list_rules import RULES, Credit, Rewards, SuiteItem, Tie
@@ -33,13 +32,15 @@ class SuiteSet:
     """Rows of a suite that are read and scored alike.
 
     Args:
-        path: file, folder or hub name, or several; empty for a set that only `--data` names.
+        path: file, folder or hub name, or several; a web address or nothing for a set that only `--data` gives.
         rows: number of rows of the published set; 0 if it is unknown.
         layout: how rows are read, as the option `layout` has it.
+        local: layout of a local copy, if another one than that of the public set.
         rule: rule of the score, a name of `RULES`.
         rules: other rules by group.
         tie: credit for equal rewards.
-        group: columns whose values, joined by "/", are a row's group; empty takes the set's name.
+        group: columns whose values, joined by "/", are a row's group; empty takes the set's name. Of names with "|"
+            between them, the first that the row has counts.
         groups: pattern of the group's name by the name to take for it.
         optional: True for a set that only `--data` adds.
     """
@@ -47,6 +48,7 @@ class SuiteSet:
     path: str | tuple[str, ...] = ""
     rows: int = 0
     layout: Any = None
+    local: Any = None
     rule: str = "pairs"
     rules: Mapping[str, str] = field(default_factory=dict)
     tie: Tie = Tie.wrong
@@ -65,9 +67,10 @@ class SuiteSet:
         Raises:
             ValueError: if the row lacks the column.
         """
-        if missing := [column for column in self.group if column not in row.metadata]:
-            raise ValueError(f"the column {missing[0]}, which holds the group, is missing")
-        group = "/".join(str(row.metadata[column]) for column in self.group) or name
+        values = [[row.metadata[each] for each in column.split("|") if each in row.metadata] for column in self.group]
+        if [] in values:
+            raise ValueError(f"the column {self.group[values.index([])]}, which holds the group, is missing")
+        group = "/".join(str(found[0]) for found in values) or name
         return next((ours for ours, pattern in self.groups.items() if fnmatchcase(group, pattern)), group)
 
 
@@ -84,7 +87,6 @@ class Suite:
         average: averages by name, in the order of their computation: `mean` of parts alike or with fixed weights,
             `pool` of groups by their credits, or `sum` with weights. Parts without rows are left out.
         per: values of the first column of `group` that have averages of their own; the score is the mean over them.
-        without: values that this mean leaves out.
     """
 
     name: str
@@ -94,7 +96,6 @@ class Suite:
     score: str
     average: Mapping[str, Mapping[Literal["mean", "pool", "sum"], Any]] = field(default_factory=dict)
     per: tuple[str, ...] = ()
-    without: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, average in self.average.items():
@@ -106,7 +107,7 @@ class Suite:
                 f"{value}/{name}": {kind: {f"{value}/{part}": weight for part, weight in self.parts_of(name).items()}}
                 for value, (name, (kind,)) in product(self.per, own.items())
             }
-            found[self.score] = {"mean": [f"{value}/{self.score}" for value in self.per if value not in self.without]}
+            found[self.score] = {"mean": [f"{value}/{self.score}" for value in self.per]}
             object.__setattr__(self, "average", found)
             object.__setattr__(self, "per", ())
 
@@ -254,76 +255,73 @@ def read_suite(suite: Suite, sources: Sequence[str], options: DataConfig) -> Sui
     for source in sources:
         name, _, path = source.partition("=")
         if name not in suite.sets:
-            if len(whole) > 1:
+            if len(whole) != 1:
                 raise ConfigError(f"--data must be SET=FILE, with SET one of {', '.join(suite.sets)}; got '{source}'")
             name, path = whole[0], source
         given.setdefault(name, []).append(path)
-    items, notes, num_undecided = list[SuiteItem](), list[str](), 0
+    items, notes = list[SuiteItem | None](), list[str]()
     for name, each in suite.sets.items():
         if (name not in given) if given else each.optional:
             notes += [f"incomplete: set {name} is left out"] if given and not each.optional else []
             continue
         paths = given.get(name, [each.path] if isinstance(each.path, str) else each.path)
-        if not all(paths):
-            raise ConfigError(f"suite {suite.name}: set {name} is not on the hub; give its file as --data {name}=FILE")
-        found = [item for path in paths for item in _items(suite, name, path, options, notes)]
+        if missing := [path for path in paths if not path or path.startswith("https://")]:
+            there = f", from {missing[0]}" if missing[0] else ""
+            raise ConfigError(f"suite {suite.name}: set {name} is not on the hub; give --data {name}=FILE{there}")
+        if name in given and each.local is not None:
+            each = replace(each, layout=each.local)
+        found = [item for path in paths for item in _items(each, name, path, options, notes)]
         if each.rows and len(found) != each.rows:
             notes.append(f"incomplete: {len(found):,} of {each.rows:,} rows of set {name}")
-        items += [item for item in found if item is not None]
-        num_undecided += found.count(None)
-    if not items:
+        items += found
+    if not (decided := tuple(item for item in items if item is not None)):
         raise DataError(f"suite {suite.name}: no row of {', '.join(given) or 'its sets'} states a preference")
-    if num_undecided:
-        notes.append(f"{num_undecided:,} rows state no preference and do not count")
-    return SuiteItems(suite, tuple(items), tuple(notes))
+    counted = {
+        "rows state no preference and do not count": len(items) - len(decided),
+        "responses are blank and are scored as such": sum(
+            not text.strip() for item in decided for text in item.responses.values()
+        ),
+    }
+    notes += [f"{num:,} {what}" for what, num in counted.items() if num]
+    return SuiteItems(suite, decided, tuple(notes))
 
 
-def _items(suite: Suite, name: str, path: str, options: DataConfig, notes: list[str]) -> Iterator[SuiteItem | None]:
+def _items(each: SuiteSet, name: str, path: str, options: DataConfig, notes: list[str]) -> Iterator[SuiteItem | None]:
     """The rows of a file or set; None for one that states no preference."""
-    each = suite.sets[name]
     for file in chain.from_iterable(part.files for part in source_files(path)):
         source, tally = DataSource(file, layout=each.layout), RowTally(file, options)
-        rows = tally.counted(source.stored(tally.report_unread))
-        if not (first := list(islice(rows, FIRST_ROWS))):
-            raise tally.nothing_left()
-        form = SourceFormat.of(source, first)
-        for number, row in form.compared(chain(first, rows), KwiseRule.all_and_ties, tally):
+        form, rows = SourceFormat.opened(source, tally)
+        for number, row in form.compared(rows, KwiseRule.all_and_ties, tally):
             try:
                 yield _item(each, row, f"{file}, {row_unit(file)} {number}", each.group_of(name, row), form)
             except ValueError as error:
                 tally.report(number, str(error))
         tally.require_few_bad()
-        if tally.skipped:
-            notes.append(f"{len(tally.skipped)} rows are not scored, the first: {tally.skipped[0]}")
+        notes += form.notes
+        notes += [f"{num:,} bad rows of {file} are not scored: {cause}" for cause, num in tally.causes().items()]
 
 
 def _item(each: SuiteSet, row: ComparedRow, where: str, group: str, form: SourceFormat) -> SuiteItem | None:
-    """The row for its rule; None without a decided comparison, where the rule needs one.
+    """The row for its rule; None without a decided comparison.
 
     Raises:
-        ValueError: if its prompt or a response is none.
+        ValueError: if its prompt or a response cannot be used.
     """
-    if not row.comparisons:
-        return None
-    first, edges = row.comparisons[0], list[tuple[int, int]]()
-    prompt = in_context(row.row, first.prompt, form.source.layout.columns)
-    responses, scores = dict[int, str](), dict[int, float]()
-    num_chosen = 1 + max(item.extra.get("chosen_index", 0) for item in row.comparisons)
+    edges, responses = list[tuple[int, int]](), dict[int, str]()
+    num_chosen = 1 + max((item.extra.get("chosen_index", 0) for item in row.comparisons), default=0)
     for item in row.comparisons:
         better, worse = int(item.extra.get("chosen_index", 0)), int(item.extra.get("rejected_index", 1))
         if form.form.name == "lists":
             worse += num_chosen
         responses |= {better: item.chosen, worse: item.rejected}
-        if "chosen_score" in item.extra:
-            scores |= {better: item.extra["chosen_score"], worse: item.extra["rejected_score"]}
         label = row.numbers.get("label", item.label or 0.0)
         if label != 0.5:
             edges.append((better, worse) if label > 0.5 else (worse, better))
-    rule = each.rules.get(group, each.rule)
-    if not edges and rule != "sampled":
+    if not edges:
         return None
-    PreferencePair(prompt, "a", "b")  # refuses an unusable prompt
-    for text in responses.values():
-        require_response("response", text)
-    own = (tuple(edges), scores, first.is_second, group, rule, each.tie, row.metadata)
+    first, rule = row.comparisons[0], each.rules.get(group, each.rule)
+    prompt = in_context(row.row, first.prompt, form.source.layout.columns)
+    texts = [(responses[better], responses[worse]) for better, worse in edges]
+    pairs = tuple(PreferencePair(prompt, a, b) for a, b in texts if a != b and a.strip() and b.strip())
+    own = (tuple(edges), pairs, first.is_second, group, rule, each.tie, row.metadata)
     return SuiteItem(where, prompt, prompt_id(prompt), dict(sorted(responses.items())), *own)

@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 from jaxtyping import Float
 from scipy.stats import t as student_t
 
@@ -18,15 +20,20 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import StudentMean, cluster_bootstrap, cluster_totals, with_honest_width
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.overlap import TrainedOn, TrainedPairs
-from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.list_rules import BOUNDS, Credit
 from rm_optimizer.evaluation.saved_model import score_distinct
 from rm_optimizer.evaluation.suite import Suite, SuiteItems
-from rm_optimizer.records.codec import JsonRecord, json_values
+from rm_optimizer.records.codec import NOT_STORED, JsonRecord, json_values
+from rm_optimizer.records.files import replacing, write_text
 
 SUITE_FILE = "suite.json"
+CREDITS_FILE = "suite.parquet"
+"""Credits of all rows of a table, with their group and cluster; `rm-opt leaderboard` compares models by them."""
 LONGER, RANDOM = "longer wins", "random"
 """Rows of a table that are no models: the response with more characters wins, or one by chance."""
+RESERVED = (LONGER, RANDOM, "group", "cluster")
+"""Names in a table of credits that no model can have."""
 NUM_DRAWS = 16
 """Number of random rewards over which the credits of `random` are averaged."""
 
@@ -103,6 +110,7 @@ class SuiteResult(JsonRecord, indent=2, rows="rows"):
         differences: differences of models in the official number.
         leads: claims that a model leads somewhere, over all rows of the table.
         notes: what to know when reading the numbers.
+        credits: credits of the models, in a file beside the JSON.
     """
 
     suite: dict[str, Any]
@@ -110,9 +118,10 @@ class SuiteResult(JsonRecord, indent=2, rows="rows"):
     num_rows: int
     num_responses: int
     models: tuple[SuiteScores, ...]
-    differences: tuple[SuiteDifference, ...]
-    leads: tuple[SuiteLead, ...]
-    notes: tuple[str, ...]
+    differences: tuple[SuiteDifference, ...] = ()
+    leads: tuple[SuiteLead, ...] = ()
+    notes: tuple[str, ...] = ()
+    credits: SuiteCredits | None = field(default=None, compare=False, metadata=NOT_STORED)
 
     @property
     def score(self) -> str:
@@ -123,6 +132,28 @@ class SuiteResult(JsonRecord, indent=2, rows="rows"):
         """A row for each model and name."""
         found = ((model.name, name, score) for model in self.models for name, score in model.scores.items())
         return [{"model": model, "name": name, **json_values(score)} for model, name, score in found]
+
+    def scored(self, credits: SuiteCredits, *, num_bootstrap: int = 1000, seed: int = 0) -> SuiteResult:
+        """The result with the scores, differences and leads that follow from credits of its models.
+
+        Args:
+            credits: credits of the models.
+            num_bootstrap: number of resamples of prompts for the intervals.
+            seed: seed of the resamples.
+        """
+        options: Any = {"num_bootstrap": num_bootstrap, "seed": seed}
+        models = tuple(
+            replace(model, scores={name: credits.estimate(name, model.name, **options) for name in credits.names})
+            for model in self.models
+        )
+        differences, leads = credits.differences(models, **options), credits.leads(models)
+        return replace(self, models=models, differences=tuple(differences), leads=tuple(leads), credits=credits)
+
+    def write(self, folder: Path) -> None:
+        """Write `suite.json` and `suite.parquet`, each completely or not at all."""
+        assert self.credits is not None
+        self.credits.write(folder / CREDITS_FILE)
+        write_text(folder / SUITE_FILE, self.to_json() + "\n")
 
 
 @dataclass(frozen=True)
@@ -140,6 +171,26 @@ class SuiteCredits:
     groups: tuple[str, ...]
     clusters: tuple[str, ...]
     values: Mapping[str, Float[np.ndarray, " credits"]]
+
+    @classmethod
+    def read(cls, path: Path, suite: Suite) -> SuiteCredits:
+        """Credits on a suite that `write` stored.
+
+        Raises:
+            ConfigError: if the file is missing or damaged.
+        """
+        try:
+            groups, clusters, *values = (found := pq.read_table(path)).to_pydict().values()
+        except (OSError, pa.ArrowException, ValueError) as error:
+            raise ConfigError(f"{path} is missing or damaged; evaluate the models of its folder again") from error
+        names = found.column_names[2:]
+        return cls(suite, tuple(groups), tuple(clusters), dict(zip(names, map(np.array, values), strict=True)))
+
+    def write(self, path: Path) -> None:
+        """Write a row for each credit: its group, its cluster, and the credits of the models by their names."""
+        columns = {"group": self.groups, "cluster": self.clusters, **self.values}
+        with replacing(path) as temporary:
+            pq.write_table(pa.table({name: pa.array(values) for name, values in columns.items()}), temporary)
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -266,22 +317,30 @@ def score_on_suite(
         model, conversations, items.fingerprint, token_budget=token_budget, folder=folder, on_progress=on_progress,
         keeps=True,
     )  # fmt: skip
-    rewards = dict(zip(items.responses, (row.reward for row in scored), strict=True))
-    decided = [
-        (item, item.responses[better], item.responses[worse]) for item in items.items for better, worse in item.edges
+    rewards = {key: row.reward for key, row in zip(items.responses, scored, strict=True)}
+    sides = [
+        [rewards[item.prompt_id, item.responses[place]] for place in edge]
+        for item in items.items
+        for edge in item.edges
     ]
-    pairs = [PreferencePair(item.prompt, better, worse) for item, better, worse in decided if better != worse]
     trained = TrainedPairs.recorded(name)
     facts = SuiteScores(
         name,
         is_model=True,
-        num_ties=sum(rewards[item.prompt_id, a] == rewards[item.prompt_id, b] for item, a, b in decided),
+        num_ties=sum(better == worse for better, worse in sides),
         max_length=model.max_length,
         num_prompt_cut=sum(row.prompt_cut > 0 for row in scored),
         num_response_cut=sum(row.response_cut > 0 for row in scored),
-        trained_on=None if trained is None else trained.count(pairs),
+        trained_on=None if trained is None else trained.count([pair for item in items.items for pair in item.pairs]),
     )
     return facts, items.credits(rewards.__getitem__)
+
+
+def credits_on(items: SuiteItems, found: Mapping[str, Sequence[Credit]]) -> SuiteCredits:
+    """Credits of at least one model by name, which `items.credits` gave, as a table."""
+    groups, clusters, _ = zip(*next(iter(found.values())), strict=True)
+    values = {name: np.array([each.value for each in of]) for name, of in found.items()}
+    return SuiteCredits(items.suite, groups, clusters, values)
 
 
 def official_number(items: SuiteItems, rewards: Sequence[float]) -> float:
@@ -291,9 +350,7 @@ def official_number(items: SuiteItems, rewards: Sequence[float]) -> float:
         DataError: if a row lacks what its rule needs.
     """
     found = items.credits(dict(zip(items.responses, rewards, strict=True)).__getitem__)
-    groups, clusters, values = zip(*found, strict=True)
-    table = SuiteCredits(items.suite, groups, clusters, {"": np.array(values)})
-    return table.estimate(items.suite.score, "", num_bootstrap=0, seed=0).value
+    return credits_on(items, {"": found}).estimate(items.suite.score, "", num_bootstrap=0, seed=0).value
 
 
 def suite_result(
@@ -307,30 +364,21 @@ def suite_result(
         num_bootstrap: number of resamples of prompts for the intervals.
         seed: seed of the resamples and of `random`.
     """
-    rng, keys = np.random.default_rng(seed), [*items.responses]
+    rng, keys, suite = np.random.default_rng(seed), [*items.responses], items.suite
+    credits = {facts.name: of for facts, of in found} | {LONGER: items.credits(lambda key: len(key[1]))}
     draws = [dict(zip(keys, rng.random(len(keys)).tolist(), strict=True)) for _ in range(NUM_DRAWS)]
-    longer = items.credits(lambda key: len(key[1]))
-    values = {facts.name: np.array([each.value for each in of]) for facts, of in found}
-    values[LONGER] = np.array([each.value for each in longer])
-    values[RANDOM] = np.mean([[each.value for each in items.credits(draw.__getitem__)] for draw in draws], axis=0)
-    groups, clusters = (tuple(getattr(each, name) for each in longer) for name in ("group", "cluster"))
-    table = SuiteCredits(items.suite, groups, clusters, values)
+    of_draws = [[each.value for each in items.credits(draw.__getitem__)] for draw in draws]
+    table = credits_on(items, credits)
+    table = replace(table, values={**table.values, RANDOM: np.mean(of_draws, axis=0)})
     models = [*(facts for facts, _ in found), *(SuiteScores(name, is_model=False) for name in (LONGER, RANDOM))]
-    missing = [leaf for leaf in items.suite.leaves_of(items.suite.score) if leaf not in groups]
+    missing = [leaf for leaf in suite.leaves_of(suite.score) if leaf not in table.groups]
     shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
     notes = [
         *items.notes,
         *([f"incomplete: the score lacks {shown}"] if missing else []),
-        f"rule: {items.suite.source}",
-    ]
-    if items.suite.protocol:
-        notes.append(f"the published numbers are at {items.suite.protocol}")
-    options: Any = {"num_bootstrap": num_bootstrap, "seed": seed}
-    scored = [
-        replace(model, scores={name: table.estimate(name, model.name, **options) for name in table.names})
-        for model in models
+        f"rule: {suite.source}",
+        *([f"the published numbers are at {suite.protocol}"] if suite.protocol else []),
     ]
     sizes = len(items.items), len(items.responses)
-    differences, leads = tuple(table.differences(scored, **options)), tuple(table.leads(scored))
-    values = json_values(items.suite)
-    return SuiteResult(values, items.fingerprint, *sizes, tuple(scored), differences, leads, tuple(notes))
+    about = SuiteResult(json_values(suite), items.fingerprint, *sizes, tuple(models), notes=tuple(notes))
+    return about.scored(table, num_bootstrap=num_bootstrap, seed=seed)

@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.evaluation.saved_model import Evaluation
+from rm_optimizer.evaluation.suite_scores import SuiteResult
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings
 from rm_optimizer.experiments.run_comparison import RunComparison
 from rm_optimizer.landscape.visualization import LandscapeRecord
@@ -20,6 +21,7 @@ from rm_optimizer.reporting.optimizer_comparison import plot_arm_differences
 from rm_optimizer.reporting.policy_plots import plot_best_of_n, plot_overoptimization, plot_policy_run
 from rm_optimizer.reporting.readiness import plot_readiness
 from rm_optimizer.reporting.run_report import plot_accuracy, plot_reliability
+from rm_optimizer.reporting.suite import plot_suite
 from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
 from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
 from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
@@ -57,5 +59,6 @@ FIGURES: Mapping[type, Callable[[Any], Figure]] = {
     RLHFResult: plot_policy_run,
     RLReadinessReport: plot_readiness,
     LandscapeRecord: _of_a_landscape,
+    SuiteResult: plot_suite,
 }
 """Function that draws each kind of result."""

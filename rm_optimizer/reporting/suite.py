@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from rm_optimizer.errors import DataError
-from rm_optimizer.evaluation.suite_scores import SUITE_FILE, SuiteResult, SuiteScores
+from rm_optimizer.evaluation.suite import Suite
+from rm_optimizer.evaluation.suite_scores import CREDITS_FILE, SUITE_FILE, SuiteCredits, SuiteResult, SuiteScores
 from rm_optimizer.experiments.trial import stored
-from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.reporting.document import Answer, Document, Drawing, Listing, Part
 from rm_optimizer.reporting.figures import BLUE, GRAY, new_figure, save_figure
 from rm_optimizer.reporting.run_report import PICTURES
@@ -77,13 +77,10 @@ def print_suite(result: SuiteResult, console: Console | None = None) -> None:
     print_tables(tables.values(), notes, console)
 
 
-def write_suite(result: SuiteResult, folder: Path) -> list[Path]:
+def write_suite(result: SuiteResult, folder: Path) -> None:
     """Write `suite.json`, `suite.parquet` and `plots/suite.png`, each file completely or not at all."""
-    files = [
-        write_text(folder / SUITE_FILE, result.to_json() + "\n"),
-        write_rows(folder / "suite.parquet", result.rows()),
-    ]
-    return [*files, *save_figure(plot_suite(result), folder / PICTURES / "suite.png")]
+    result.write(folder)
+    save_figure(plot_suite(result), folder / PICTURES / "suite.png")
 
 
 def plot_suite(result: SuiteResult) -> Figure:
@@ -130,7 +127,7 @@ def read_result(path: Path) -> SuiteResult | None:
 def stored_results(folder: Path) -> list[SuiteResult]:
     """Results of all models in a folder and those below it, one for each suite; the newest of each model.
 
-    They have no differences and leads, which only models that are evaluated together have.
+    Scores, differences and leads are over all of them together, by their stored credits.
 
     Raises:
         ConfigError: if a result is damaged.
@@ -140,12 +137,16 @@ def stored_results(folder: Path) -> list[SuiteResult]:
     for path in sorted(folder.rglob(SUITE_FILE), key=lambda path: (path.stat().st_mtime, path)):
         if (result := read_result(path)) is None:
             continue
-        name = str(result.suite["name"])
-        other = found.get(name, result)
-        if (other.suite, other.fingerprint) != (result.suite, result.fingerprint):
-            raise DataError(f"{path} has other rows or rules of {name} than other results; move it to another folder")
-        models = {model.name: model for model in (*other.models, *result.models)}
-        found[name] = replace(result, models=tuple(models.values()), differences=(), leads=())
+        credits = SuiteCredits.read(path.with_name(CREDITS_FILE), Suite.from_values(result.suite))
+        name = credits.suite.name
+        if (before := found.get(name)) is not None and before.credits is not None:
+            same = (before.suite, before.fingerprint) == (result.suite, result.fingerprint)
+            if not same or (before.credits.groups, before.credits.clusters) != (credits.groups, credits.clusters):
+                raise DataError(f"{path} has other rows or rules of {name} than other results; move it elsewhere")
+            models = {model.name: model for model in (*before.models, *result.models)}
+            result = replace(result, models=tuple(models.values()))
+            credits = replace(credits, values={**before.credits.values, **credits.values})
+        found[name] = replace(result, credits=credits)
     if not found:
         raise DataError(f"{folder}: there is no result of rm-opt evaluate --suite ({SUITE_FILE}) in it or below it")
-    return [*found.values()]
+    return [each.scored(each.credits) for each in found.values() if each.credits is not None]

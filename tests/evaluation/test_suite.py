@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from threading import Barrier
@@ -120,25 +121,35 @@ def test_several_devices_score_several_models_at_once(folder: Path, models: list
     assert Path("two", SUITE_FILE).read_text() == Path("one", SUITE_FILE).read_text()
 
 
-def result_of(name: str, *rows: dict[str, Any], folder: str) -> SuiteResult:
-    """Result of a model whose rewards are the lengths of the responses, stored in a folder."""
+def result_of(*names: str, rows: Sequence[dict[str, Any]] = ROWS, folder: str) -> SuiteResult:
+    """Result of models that prefer long responses, or short ones if their name is short, stored in a folder."""
     Path("rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     items = read_suite(Suite.of("mine.yaml"), ["rows.jsonl"], DataConfig())
-    credits = items.credits(lambda key: float(len(key[1])))
-    result = suite_result(items, [(SuiteScores(name, is_model=True), credits)], num_bootstrap=20, seed=0)
+    signs = [-1 if name == "short" else 1 for name in names]
+    found = [
+        (SuiteScores(name, is_model=True, max_length=8), items.credits(lambda key, sign=sign: sign * len(key[1])))
+        for name, sign in zip(names, signs, strict=True)
+    ]
+    result = suite_result(items, found, num_bootstrap=1000, seed=0)
     Path(folder).mkdir(parents=True)
-    Path(folder, SUITE_FILE).write_text(result.to_json())
+    result.write(Path(folder))
     return result
 
 
-def test_a_leaderboard_joins_stored_results_and_refuses_other_rows(folder: Path):
-    for number in range(2):
-        result_of(f"model {number}", *ROWS, folder=f"all/{number}")
+def test_a_leaderboard_compares_stored_results_and_refuses_other_rows(folder: Path):
+    for name in ("long", "short"):
+        result_of(name, folder=f"all/{name}")
     (joined,) = stored_results(folder / "all")
-    assert [model.name for model in joined.models] == ["model 0", "longer wins", "random", "model 1"]
-    assert joined.differences == ()
-    result_of("model 0", *ROWS[1:], folder="all/2")
+    together = result_of("long", "short", folder="together")
+    assert sorted(joined.models, key=lambda model: model.name) == sorted(together.models, key=lambda model: model.name)
+    assert {*joined.differences} == {*together.differences}
+    assert joined.leads == together.leads != ()
+    assert (len(joined.differences), len(joined.leads)) == (5, 1)
+    assert SuiteResult.from_json(Path("together/suite.json").read_text()) == together
+    result_of("long", rows=ROWS[1:], folder="all/2")
     assert "has other rows or rules of mine" in rm_opt("leaderboard", "all", code=2)
+    Path("all/2/suite.parquet").unlink()
+    assert "suite.parquet is missing or damaged" in rm_opt("leaderboard", "all", code=2)
     Path("all/2/suite.json").write_text("{")
     assert "suite.json is damaged" in rm_opt("leaderboard", "all", code=2)
     assert "there is no result" in rm_opt("leaderboard", "all/none", code=2)
@@ -147,7 +158,7 @@ def test_a_leaderboard_joins_stored_results_and_refuses_other_rows(folder: Path)
 @pytest.mark.slow
 def test_pages_of_results_show_every_model(folder: Path):
     for number in range(2):
-        result_of(f"model {number}", *ROWS, folder=f"all/{number}")
+        result_of(f"model {number}", folder=f"all/{number}")
     printed = rm_opt("leaderboard", "all")
     assert "model 0" in printed
     assert "model 1" in printed
@@ -158,7 +169,7 @@ def test_pages_of_results_show_every_model(folder: Path):
 def test_rows_that_are_missing_and_pairs_trained_on_are_said(folder: Path, models: list[str]):
     pairs = [PreferencePair(row["prompt"], row["chosen"], row["rejected"]) for row in ROWS[:5]]
     TrainedPairs.of(pair_fingerprints(pairs)).write(Path(models[1]) / TRAINED_PAIRS_FILE)
-    result = result_of("m", *(row for row in ROWS if row["subset"] != "b"), folder="found")
+    result = result_of("m", rows=[row for row in ROWS if row["subset"] != "b"], folder="found")
     assert "incomplete: 8 of 12 rows of set main" in result.notes
     assert "incomplete: the score lacks b" in result.notes
     items = read_suite(Suite.of("mine.yaml"), ["rows.jsonl"], DataConfig())
@@ -174,12 +185,17 @@ def test_rows_that_are_missing_and_pairs_trained_on_are_said(folder: Path, model
     [
         (["--suite", "rewardbenhc"], "did you mean 'rewardbench'"),
         (["--suite", "none.yaml"], "none.yaml: the suite cannot be read"),
-        (["--suite", "rmb"], "set helpful-pairs is not on the hub; give its file as --data helpful-pairs=FILE"),
+        (
+            ["--suite", "ifrewardbench"],
+            "set main is not on the hub; give --data main=FILE, from https://github.com/thu",
+        ),
         (["--suite", "hhh", "--data", "pairs.jsonl"], "--data must be SET=FILE, with SET one of harmless"),
         (["--suite", "mine.yaml", "--format", "hh"], "--format has no effect with --suite"),
         (["--suite", "mine.yaml", "--by", "subset"], "--by has no effect with --suite"),
         (["--suite", "rmbench", "--data", "pairs.jsonl"], "the rows fit the format explicit"),
         (["--data", "pairs.jsonl"], "several models need --suite NAME"),
+        (["random", "--suite", "mine.yaml"], "each model must be named once, and none longer wins, random, group"),
+        (["one", "--suite", "mine.yaml"], "each model must be named once"),
         (["--suite", "mine.yaml", "--on-bad-row", "skip"], "--on-bad-row"),
     ],
 )
@@ -210,12 +226,15 @@ def test_a_suite_that_is_written_wrongly_is_refused(folder: Path, change: dict[s
 
 def test_bad_rows_stop_or_are_counted(folder: Path):
     suite = Suite.of("mine.yaml")
-    Path("pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in [*ROWS[:11], ROWS[11] | {"chosen": " "}]))
-    with pytest.raises(DataError, match="line 12: response must not be empty"):
+    Path("pairs.jsonl").write_text(
+        "".join(json.dumps(row) + "\n" for row in [*ROWS[:10], ROWS[10] | {"chosen": " "}, ROWS[11] | {"chosen": 3}])
+    )
+    with pytest.raises(DataError, match="line 12: chosen must be text, got int"):
         read_suite(suite, [], DataConfig())
     items = read_suite(suite, [], DataConfig(on_bad_row=OnBadRow.drop))
     assert len(items.items) == 11
-    assert any(note.startswith("1 rows are not scored") for note in items.notes)
+    assert "1 bad rows of pairs.jsonl are not scored: chosen must be text" in items.notes
+    assert "1 responses are blank and are scored as such" in items.notes  # a benchmark counts them
     Path("pairs.jsonl").write_text(json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"}) + "\n")
     with pytest.raises(DataError, match="the column subset, which holds the group, is missing"):
         read_suite(suite, [], DataConfig())

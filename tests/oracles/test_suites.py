@@ -12,6 +12,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import datasets
 import numpy as np
 import pytest
 
@@ -52,6 +53,17 @@ def scores(suite: str, **rows: Rows) -> dict[str, float]:
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path):
     read.folder = tmp_path  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Rows]:
+    """Rows of public sets by name, configuration and split, which `datasets` loads in place of the hub."""
+    found: dict[Any, Rows] = {}
+    monkeypatch.setattr("rm_optimizer.core.rows.hub.hub_obstacle", lambda *asked: None)
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, config, split: datasets.Dataset.from_list(found[name, config, split])
+    )
+    return found
 
 
 def prompt() -> str:
@@ -124,6 +136,8 @@ def test_mrewardbench_has_counts_of_its_own_and_leaves_english_out():
     other = drawn_pairs(2)
     rows = subset_rows(TOY, language="deu_Latn") + subset_rows(other, language="tur_Latn")
     english = subset_rows(drawn_pairs(3), language="eng_Latn")
+    # the split test has a column source for subset
+    rows = [{"source" if name == "subset" else name: value for name, value in row.items()} for row in rows]
     found = scores("mrewardbench", main=rows + english)
     assert found["deu_Latn/overall"] == pytest.approx(0.883244954580033, **EXACT)
     assert found["tur_Latn/overall"] == pytest.approx(fmean(sections(other, 1)), **EXACT)
@@ -237,14 +251,13 @@ def test_ppe_leaves_human_ties_out_and_orders_sampled_pairs_by_correctness():
     pairs = [[0, 1], [2, 0], [3, 2], [4, 5], [1, 3]]
     answers = {"prompt": prompt(), **{f"response_{i + 1}": text(each) for i, each in enumerate(rewards)}}
     known = answers | {"question_id": "1", "scores": right, "sampled_conflict_pairs": pairs, "ground_truth": "x"}
-    alike = known | {"prompt": prompt(), "scores": [True] * 32, "sampled_conflict_pairs": []}
+    alike = known | {"prompt": prompt(), "scores": [True] * 32, "sampled_conflict_pairs": []}  # no pair can differ
     found = scores("ppe", human=human, math=[known, alike])
     assert found["human"] == pytest.approx(2 / 4, **EXACT)
     assert found["math"] == found["correctness"] == pytest.approx(3 / 5, **EXACT)
-    assert found["math/best of k"] == 0.5
 
 
-def test_hhh_pools_pairs_and_llmbar_averages_both_orders():
+def test_hhh_pools_pairs_and_llmbar_averages_both_orders(hub: dict[Any, Rows]):
     sets = {"harmless": [(1, 0), (0, 1)], "helpful": [(2, 1)], "honest": [(1, 1), (3, 0)], "other": [(1, 0)]}
     rows = {
         name: [
@@ -263,9 +276,21 @@ def test_hhh_pools_pairs_and_llmbar_averages_both_orders():
     }
     found = scores("llmbar", **rows)
     assert (found["natural"], found["adversarial"]) == pytest.approx((0.75, 0.625), **EXACT)
+    names = ("llmbar-natural", "llmbar-adver-neighbor", "llmbar-adver-GPTInst", "llmbar-adver-GPTOut",
+             "llmbar-adver-manual")  # fmt: skip
+    hub["allenai/reward-bench", None, "filtered"] = subset_rows(
+        [
+            *((name, (a, b)[label - 1], (a, b)[2 - label]) for name, each in zip(names, llmbar.values(), strict=True)
+              for label, a, b in each),
+            ("alpacaeval-easy", 0, 1),
+        ]
+    )  # fmt: skip
+    items = read_suite(Suite.of("llmbar"), [], DataConfig())
+    assert [note for note in items.notes if not note.startswith("incomplete")] == []
+    assert scores("llmbar") == found
 
 
-def test_rmb_wants_the_best_answer_strictly_above_every_loser():
+def test_rmb_wants_the_best_answer_strictly_above_every_loser(hub: dict[Any, Rows]):
     def turns(answer: str) -> dict[str, str]:
         return {"llm_name": "x", "answer": answer}
 
@@ -290,20 +315,32 @@ def test_rmb_wants_the_best_answer_strictly_above_every_loser():
             for i, (best, losers) in enumerate(found)
         ]  # fmt: skip
 
-    found = scores(
-        "rmb",
-        helpful_pairs=pairs((1, 0), (2, 3)),
-        harmless_pairs=pairs((1, 1)),
-        helpful_best=lists((3, (1, 2)), (3, (1, 3))),
-        harmless_best=lists((2, (0, 1, 0))),
-    )
+    def of(goal: str, rows: Rows) -> Rows:
+        return [row | {"category_path": f"set/{goal}/Chat"} for row in rows]
+
+    sets = {
+        "pairs": of("Helpfulness", pairs((1, 0), (2, 3))) + of("Harmlessness", pairs((1, 1))),
+        "best": of("Helpfulness", lists((3, (1, 2)), (3, (1, 3)))) + of("Harmlessness", lists((2, (0, 1, 0)))),
+    }
+    found = scores("rmb", **sets)
     assert found["overall"] == pytest.approx(0.5, **EXACT)
+
+    def copied(row: dict[str, Any]) -> dict[str, Any]:
+        """The row as the copy on the hub has it, with the best answer in the second place."""
+        best, *others = [row[name] for name in ("chosen", "reject", "bon_best") if name in row]
+        others += row.get("loser_list", [])
+        listed = {"responses": [others[0], best, *others[1:]], "preferred_index": 1, "split_type": "x"}
+        return {"uid": "1", "conversation": row["conversation_input"], "category_path": row["category_path"], **listed}
+
+    hub["dd101bb/RMB_dataset", None, "pairwise"] = [*map(copied, sets["pairs"])]
+    hub["dd101bb/RMB_dataset", None, "bon"] = [*map(copied, sets["best"])]
+    assert scores("rmb") == found
     same = text(4.0)  # the best answer is also a loser, so that no model can win
     rows = lists((0, (1, 2)))
     rows[0] |= {"bon_best": turns(same), "loser_list": [turns(same), turns(text(1.0))]}
     identical = pairs((1, 0))
     identical[0]["reject"] = identical[0]["chosen"]
-    found = scores("rmb", helpful_best=rows, helpful_pairs=identical)
+    found = scores("rmb", best=of("Helpfulness", rows), pairs=of("Helpfulness", identical))
     assert found["helpful-best"] == found["helpful-pairs"] == 0.0
 
 

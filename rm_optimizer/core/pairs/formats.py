@@ -175,16 +175,21 @@ def _of_winner(row: Row) -> list[Comparison]:
 
 
 def _of_responses(row: Row, rule: KwiseRule) -> list[Comparison]:
-    """Comparisons by scores, by ranks, of which the lowest is the best, or by edges.
+    """Comparisons by scores, by ranks, of which the lowest is the best, by edges, or of a winner with all others.
 
-    Margins are gaps of scores or ranks. Edges are pairs of places in `responses` from 0, the better one first.
+    Margins are gaps of scores or ranks. Edges are pairs of places in `responses` from 0, the better one first, or the
+    one with the higher score in a row that has scores too. The winner is such a place.
     """
-    given = [name for name in ("scores", "ranks", "edges") if row.get(name) is not None]
-    if len(given) > 1:
+    given = [name for name in ("scores", "ranks", "edges", "winner") if row.get(name) is not None]
+    if len(given) > 1 and given != ["scores", "edges"]:
         raise ValueError(f"a row has both {' and '.join(given)}; leave one out")
-    told = given[0] if given else "scores"
+    told = given[-1] if given else "scores"
     responses: Any = row.get("responses")
     values: Any = row.get(told)
+    if told == "winner" and isinstance(responses, list):
+        if type(values) is not int or not 0 <= values < len(responses):
+            raise ValueError(f"winner must be a place in {len(responses)} responses, from 0, got {values!r}")
+        told, values = "edges", [[values, place] for place in range(len(responses)) if place != values]
     if isinstance(responses, Mapping):
         responses, values = [*responses.values()], _ranks_by_name(values, responses)
     are_lists = isinstance(responses, list) and isinstance(values, list)
@@ -194,6 +199,8 @@ def _of_responses(row: Row, rule: KwiseRule) -> list[Comparison]:
     scores = list[float]()
     if told == "edges":
         places = [_edge(each, len(responses)) for each in values]
+        if "scores" in given:
+            places = _by_scores(places, row["scores"], len(responses))
     else:
         scores = [read_number(f"each of {told}", value) * (-1 if told == "ranks" else 1) for value in values]
         places = kwise_pairs(scores, rule)
@@ -349,6 +356,16 @@ def _edge(edge: Any, num_responses: int) -> tuple[int, int]:
         if all(type(place) is int and 0 <= place < num_responses for place in places):
             return better, worse
     raise ValueError(f"each of edges must be two places in {num_responses} responses, from 0, got {edge!r}")
+
+
+def _by_scores(places: Sequence[tuple[int, int]], scores: Any, num_responses: int) -> list[tuple[int, int]]:
+    """The places of each edge, that of the higher score first."""
+    if not isinstance(scores, list) or len(scores) != num_responses:
+        raise ValueError("responses and scores must be lists of the same length")
+    if equal := [edge for edge in places if scores[edge[0]] == scores[edge[1]]]:
+        raise ValueError(f"the responses of each of edges must differ in scores, got {[*equal[0]]}")
+    values = [read_number("each of scores", score) for score in scores]
+    return [(first, second) if values[first] > values[second] else (second, first) for first, second in places]
 
 
 def _ranks_by_name(ranking: Any, names: Iterable[str]) -> list[Any]:

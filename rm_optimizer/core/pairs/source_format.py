@@ -114,6 +114,18 @@ class SourceFormat:
         notes += [*found, *(note for note in (unread, unread_note(source.path, rows, read)) if note is not None)]
         return cls(source, form, has_one_response, structured, tuple(notes))
 
+    @classmethod
+    def opened(cls, source: DataSource, tally: RowTally) -> tuple[SourceFormat, Iterator[tuple[int, Row]]]:
+        """Format of a source, and all of its rows, numbered.
+
+        Raises:
+            DataError: if it has no rows, cannot be read, or has no format.
+        """
+        rows = tally.counted(source.stored(tally.report_unread))
+        if not (first := list(itertools.islice(rows, FIRST_ROWS))):
+            raise tally.nothing_left()
+        return cls.of(source, first), itertools.chain(first, rows)
+
     @property
     def needs_whole_file(self) -> bool:
         """True if rows must be gathered from the whole file before they can be compared."""

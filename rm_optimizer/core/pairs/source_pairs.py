@@ -12,7 +12,7 @@ from rm_optimizer.core.pairs.column_hints import contrary_notes
 from rm_optimizer.core.pairs.layouts import LAYOUTS
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.pairs.source_format import FIRST_ROWS, SourceFormat
+from rm_optimizer.core.pairs.source_format import SourceFormat
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import PairRow, RowTally, SkippedRow
 from rm_optimizer.errors import ConfigError, DataError
@@ -106,17 +106,13 @@ def load_source(source: DataSource, options: DataConfig) -> SourcePairs:
             left.
     """
     tally = RowTally(source.path, options)
-    rest = tally.counted(source.stored(tally.report_unread))
-    first = list(itertools.islice(rest, FIRST_ROWS))
-    if not first:
-        raise tally.nothing_left()
-    form = SourceFormat.of(source, first)
-    found = list(form.pairs(itertools.chain(first, rest), options.kwise_rule, tally))
+    form, rows = SourceFormat.opened(source, tally)
+    found = list(form.pairs(rows, options.kwise_rule, tally))
     tally.require_few_bad()
     if not found:
         raise tally.nothing_left()
-    rows = tuple(PairRow(tally, number) for number, _ in found)
-    return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), rows, form.notes)
+    places = tuple(PairRow(tally, number) for number, _ in found)
+    return SourcePairs(tuple(pair for _, pair in found), tuple(tally.skipped), places, form.notes)
 
 
 def mixed(loaded: Sequence[tuple[DataSource, SourcePairs]], seed: int) -> SourcePairs:

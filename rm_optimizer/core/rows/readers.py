@@ -398,7 +398,11 @@ def _hub(location: str) -> Iterator[tuple[int, Row]]:
         with restored_hub():
             if (obstacle := hub_obstacle(name, "dataset")) is not None:
                 raise DataError(f"{location}: neither a file here nor a data set the hub gives: {obstacle}")
-            loaded = datasets.load_dataset(name, config, split=split)
+            try:
+                loaded = datasets.load_dataset(name, config, split=split)
+            except RuntimeError:  # a data set by a script, which `datasets` 4.0 refuses; the hub has it as Parquet
+                files = f"hf://datasets/{name}@refs/convert/parquet/{config or '*'}/{split or '*'}/*.parquet"
+                loaded = datasets.load_dataset("parquet", data_files=files, split="train")
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).splitlines()[0].rstrip(".")
         raise DataError(f"{location}: neither a file here nor a data set the hub gives: {reason}") from error

@@ -143,13 +143,15 @@ def _evaluate_suite(
 ) -> None:
     """Score each model on a suite, one a device, print tables, and write JSON, Parquet and a plot."""
     from rm_optimizer.evaluation.suite import Suite, read_suite
-    from rm_optimizer.evaluation.suite_scores import score_on_suite, suite_result
+    from rm_optimizer.evaluation.suite_scores import RESERVED, score_on_suite, suite_result
     from rm_optimizer.records.files import held
     from rm_optimizer.records.ledger import progress
     from rm_optimizer.reporting.suite import print_suite, write_suite
 
-    if len({model.checkpoint for model in models}) < len(models):
-        raise ConfigError(f"each model must be named once, got {', '.join(model.checkpoint for model in models)}")
+    names = [*(model.checkpoint for model in models), *RESERVED]
+    if len({*names}) < len(names):
+        told = f"each model must be named once, and none {', '.join(RESERVED)} (a folder can be ./{RESERVED[1]})"
+        raise ConfigError(f"{told}; got {', '.join(names[: len(models)])}")
     suite = Suite.of(name)
     with Spelling.flags.used():
         items = read_suite(suite, sources, pair_options.bad_rows())
@@ -194,7 +196,7 @@ def leaderboard(
 ) -> None:
     """Write a page on all models that were evaluated on suites.
 
-    It reads stored results, of each model the newest, and scores nothing.
+    It compares them by stored results, of each model the newest, and scores nothing.
     """
     from rm_optimizer.reporting.pages.folder_page import REPORT_FOLDER
     from rm_optimizer.reporting.suite import print_suite, stored_results, suite_document

@@ -26,9 +26,9 @@ from rm_optimizer.core.tokens.chat import Encoding
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
 from rm_optimizer.evaluation.suite import Suite, read_suite, sources_by_suite
-from rm_optimizer.evaluation.suite_scores import SUITE_FILE, official_number, score_on_suite, suite_result
+from rm_optimizer.evaluation.suite_scores import official_number, score_on_suite, suite_result
 from rm_optimizer.optim import evaluation_weights
-from rm_optimizer.records.files import write_text, writing
+from rm_optimizer.records.files import writing
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import LossConfig, TrainConfig
 from rm_optimizer.schema.config import CalibrationConfig
@@ -343,7 +343,7 @@ class SuiteCallback(pl.Callback):
             found = [score_on_suite(model, str(folder), items, token_budget=budget, folder=place)]
             training = self.config.training
             result = suite_result(items, found, num_bootstrap=training.num_bootstrap, seed=self.config.seed)
-            write_text(place / SUITE_FILE, result.to_json() + "\n")
+            result.write(place)
             log.info("%s of suite %s: %s", result.score, name, result.models[0].scores[result.score])
 
 

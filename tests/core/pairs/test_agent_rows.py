@@ -210,6 +210,8 @@ TURNS, OTHER = [CALL, RESULT, DONE], {**ASK, "content": "3 + 3?"}
         {"prompt": "2 + 2?", "responses": [GUESS, TURNS], "scores": [0, 1]},
         {"prompt": [ASK], "responses": [TURNS, "5."], "ranks": [1, 2]},
         {"prompt": [ASK], "responses": ["5.", TURNS], "edges": [[1, 0]]},
+        {"prompt": [ASK], "responses": ["5.", TURNS], "edges": [[0, 1]], "scores": [False, True]},
+        {"prompt": [ASK], "responses": ["5.", TURNS], "winner": 1},
         {"responses": [[ASK, *TURNS], [ASK, GUESS]], "scores": [1, 0]},
         {"prompt": [ASK], "chosen": [TURNS], "rejected": [[GUESS]]},
         {"prompt": [ASK], "chosen": TURNS, "rejected": ["5."]},
@@ -218,10 +220,25 @@ TURNS, OTHER = [CALL, RESULT, DONE], {**ASK, "content": "3 + 3?"}
     ],
 )
 def test_messages_are_responses_in_every_format(row: dict[str, Any]):
-    options: dict[str, Any] = {"winner": ["a", "b"]} if "winner" in row else {}
+    options: dict[str, Any] = {"winner": ["a", "b"]} if "response_a" in row else {}
     (pair,) = PreferenceDataset([{**row, "tools": TOOLS}], **options)
     expected = PreferenceDataset([{"prompt": [ASK], "chosen": TURNS, "rejected": [GUESS], "tools": TOOLS}])[0]
     assert (pair.prompt, pair.chosen, pair.rejected) == (expected.prompt, expected.chosen, expected.rejected)
+
+
+@pytest.mark.parametrize(
+    ("told", "reason"),
+    [
+        ({"winner": 2}, "winner must be a place in 2 responses, from 0, got 2"),
+        ({"winner": 0.5}, "winner must be a place in 2 responses, from 0, got 0.5"),
+        ({"winner": 0, "scores": [1, 2]}, "both scores and winner"),
+        ({"edges": [[0, 1]], "scores": [1, 1]}, r"the responses of each of edges must differ in scores, got \[0, 1\]"),
+        ({"edges": [[0, 1]], "scores": [1]}, "responses and scores must be lists of the same length"),
+    ],
+)
+def test_places_of_responses_that_tell_no_order_are_refused(told: dict[str, Any], reason: str):
+    with pytest.raises(DataError, match=reason):
+        PreferenceDataset([{"prompt": "2 + 2?", "responses": ["4", "5"], **told}])
 
 
 def test_rows_of_one_response_each_may_hold_messages():

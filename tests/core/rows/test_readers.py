@@ -233,6 +233,18 @@ def test_a_hub_name_goes_to_load_dataset(monkeypatch: pytest.MonkeyPatch):
     assert asked == [("owner/name", None, None), ("owner/name", "config", "test"), ("owner/name", None, None)]
 
 
+def test_a_data_set_by_a_script_is_read_as_the_parquet_of_the_hub(monkeypatch: pytest.MonkeyPatch):
+    def load_dataset(name: str, *config: str | None, split: str | None, data_files: str = "") -> Any:
+        if name != "parquet":
+            raise RuntimeError("Dataset scripts are no longer supported, but found name.py")
+        assert data_files == "hf://datasets/owner/name@refs/convert/parquet/harmless/test/*.parquet"
+        return datasets.Dataset.from_list(ROWS)
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr("rm_optimizer.core.rows.hub.hub_obstacle", lambda *asked: None)
+    assert [row for _, row in rows_of("owner/name:harmless:test")] == ROWS
+
+
 def test_a_hub_name_that_cannot_be_had_is_one_sentence():
     with pytest.raises(DataError, match="no-such-owner/no-such-name: neither a file here nor a data set the hub gives"):
         rows_of("no-such-owner/no-such-name")
