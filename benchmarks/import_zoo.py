@@ -17,6 +17,7 @@ import warnings
 from pathlib import Path
 
 import torch
+from tokenizers import processors
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -65,7 +66,7 @@ def others(work: Path) -> dict[str, tuple[str, str]]:
         "encoder's token classification": AutoModelForTokenClassification.from_config(
             published.config_of("bert", num_labels=1)
         ),
-        "pairs by token types": AutoModelForSequenceClassification.from_config(
+        "pairs by other token types": AutoModelForSequenceClassification.from_config(
             published.config_of("bert", num_labels=1, type_vocab_size=2)
         ),
         "encoder-decoder": AutoModelForSequenceClassification.from_config(
@@ -76,12 +77,18 @@ def others(work: Path) -> dict[str, tuple[str, str]]:
         "no stored tensor is a reward head",
         "no stored tensor is a reward head",
         "TokenClassification",
-        "by token types",
+        "do not change after",
         "encoder-decoder",
     )
     for name, model in made.items():
         model.save_pretrained(work / name)
-        published.tokenizer_of("bert" if "token" in name else "llama").save_pretrained(work / name)
+        tokenizer = published.tokenizer_of("bert" if "token" in name else "llama")
+        if "pairs" in name:
+            special = [("[CLS]", tokenizer.cls_token_id), ("[SEP]", tokenizer.sep_token_id)]
+            tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+                single="[CLS] $A [SEP]", pair="[CLS] $A:1 [SEP] $B:0 [SEP]", special_tokens=special
+            )
+        tokenizer.save_pretrained(work / name)
     return {name: (str(work / name), word) for name, word in zip(made, words, strict=True)}
 
 

@@ -155,6 +155,19 @@ def did_you_mean(kind: str, got: str, known: Iterable[str]) -> str:
     return f"unknown {kind} '{got}'; {hint}Known: {', '.join(names) or 'none'}"
 
 
+def needs_import(source: object, reason: str) -> NeedsImport:
+    """The error of a model that a classifier of `transformers` does not read as it is stored.
+
+    Args:
+        source: path or name that it was loaded from.
+        reason: evidence for it, a main clause.
+    """
+    return NeedsImport(
+        f"{source} cannot be loaded as it is stored: {reason}; bring a reward model of another project into a "
+        f"classifier's form with rm-opt import {source} FOLDER"
+    )
+
+
 def no_trained_head(source: object, reason: str) -> CheckpointError:
     """The error of a model without a trained reward head.
 

@@ -87,11 +87,11 @@ def decoder_tokenizer(pad: str | None = "<pad>", chat_template: str | None = Non
     return tokenizer
 
 
-def encoder_tokenizer() -> PreTrainedTokenizerFast:
-    """Byte-level BPE that frames a text as `[CLS] text [SEP]`."""
+def encoder_tokenizer(**options: Any) -> PreTrainedTokenizerFast:
+    """Byte-level BPE that frames a text as `[CLS] text [SEP]`; `options` are further ones of its class."""
     backend = Tokenizer.from_str(_trained(("[PAD]", "[CLS]", "[SEP]", "[UNK]", "[MASK]")))
     backend.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 1), ("[SEP]", 2)]
     )
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
@@ -100,6 +100,7 @@ def encoder_tokenizer() -> PreTrainedTokenizerFast:
         sep_token="[SEP]",
         unk_token="[UNK]",
         mask_token="[MASK]",
+        **options,
     )
 
 

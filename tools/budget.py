@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9456,
-    "serving": 4124,
+    "core": 9503,
+    "serving": 4125,
     "landscape": 3825,
     "training": 2777,
     "rl_coupling": 2579,
@@ -24,21 +24,21 @@ ROOMS: Mapping[str, int] = {
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1090,
-    "doctor": 950,
-    "explanation": 884,
-    "records": 764,
+    "doctor": 951,
+    "explanation": 896,
+    "records": 765,
     "optim": 754,
     "evaluation": 1045,
-    "modules at the top": 476,
+    "modules at the top": 481,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 59,
-    "import lines": 5791,
+    "import lines": 5794,
     "import lines inside functions": 331,
-    "lines of code": 36433,
-    "private functions with one caller": 391,
+    "lines of code": 36500,
+    "private functions with one caller": 392,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

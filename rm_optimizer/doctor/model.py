@@ -38,6 +38,7 @@ def _invariance(
 
 def padding(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
     """Padding on the right, and for decoders also on the left, changes no reward."""
+    probe = [ids[: max(1, model.max_length - _EXTRA_COLUMNS)] for ids in probe]  # it may have no further position
     sides = {"right": _EXTRA_COLUMNS} | ({"left": -_EXTRA_COLUMNS} if pools_last_token(model.model) else {})
     with running(model, training=False):
         alone = alone_rewards(model, probe)

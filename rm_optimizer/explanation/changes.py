@@ -166,7 +166,11 @@ def changes(local: LocalCopy) -> Iterator[Change]:
     if other_window not in (None, own):
         yield change("attention", f"sliding window of {other_window}", attention=str(other_window))
     if renderer.tokenizer.sep_token_id is not None:
-        yield change("pair", "prompt and response as a pair of texts, with token types", pair=True)
+        has_types = getattr(local.model.model.config, "type_vocab_size", 0) > 1
+        name = "prompt and response as a pair of texts" + ", with token types" * has_types
+        yield change("pair", name, pair=True, types="pair" * has_types)
+        if "separator" in getattr(local.model.model.config, "reward_head", {}):
+            yield change("pair", "all token types 0, as of a single text", types="single")
     if "file" in rendering.renderers:
         name = f"tokenizer.json as it is, which {type(renderer.tokenizer).__name__} reads otherwise"
         yield change("tokenizer", name, tokenizer="file")

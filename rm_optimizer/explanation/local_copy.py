@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.adapters import has_adapter
 from rm_optimizer.core.classifier.head import head_name
+from rm_optimizer.core.classifier.heads import token_types
 from rm_optimizer.core.classifier.limits import position_window
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import merged_state
@@ -60,12 +61,12 @@ class LocalCopy:
             ConversationRefused: if the recipe renders no ids that the model can read.
         """
         rows = [self.rendering.ids(talk, recipe) for talk in talks]
-        how = (recipe.weights, recipe.attention + "pair" * recipe.pair)
+        how = (recipe.weights, recipe.attention + recipe.types)
         new = sorted({row for row in rows if (row, *how) not in self._rewards})
         for batch in length_batches(list(map(len, new)), _TOKENS) if new else ():
             some = [new[place] for place in batch]
             with _attending(self.model.model, recipe.attention):
-                found = self._forward(some, self.tensors[recipe.weights], is_pair=recipe.pair)
+                found = self._forward(some, self.tensors[recipe.weights], recipe.types)
             self._rewards |= {(row, *how): rewards for row, rewards in zip(some, found, strict=True)}
         return np.array([self._rewards[row, *how][recipe.pool] for row in rows])
 
@@ -76,9 +77,9 @@ class LocalCopy:
         return self._read["own"]
 
     def _forward(
-        self, rows: Sequence[tuple[int, ...]], tensors: Mapping[str, Tensor], *, is_pair: bool = False
+        self, rows: Sequence[tuple[int, ...]], tensors: Mapping[str, Tensor], kind: str = ""
     ) -> list[dict[str, float]]:
-        """Rewards of a batch, by the position of the hidden state that is read; a pair's second text has type 1."""
+        """Rewards of a batch, by the position of the hidden state that is read, with token types of a kind."""
         num_known = len(tensors.get(self.embedding, self.model.get_parameter(self.embedding)))
         window = position_window(self.model.model.config)
         if max(map(max, rows)) >= num_known or (window is not None and max(map(len, rows)) > window):
@@ -93,13 +94,12 @@ class LocalCopy:
             read.update(own=_array(inputs[0]), reward=_array(output))
 
         def tell_types(module: object, inputs: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-            is_end = ids == self.model.tokenizer.sep_token_id
-            types = (is_end.cumsum(dim=1) - is_end.long() > 0) & (mask > 0)
-            return inputs, options | {"token_type_ids": types.long().to(self.model.device)}
+            types = token_types(ids, self.model.tokenizer.sep_token_id) * (kind == "pair")
+            return inputs, options | {"token_type_ids": types.to(self.model.device)}
 
         backbone, head = self.model.model.base_model, self.model.reward_head
         hooks = [backbone.register_forward_hook(keep_hidden), head.register_forward_hook(keep_reward)]
-        if is_pair and getattr(self.model.model.config, "type_vocab_size", 0) > 1:
+        if kind:
             hooks.append(backbone.register_forward_pre_hook(tell_types, with_kwargs=True))
         try:
             with self.model.inference():

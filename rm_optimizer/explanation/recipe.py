@@ -44,7 +44,8 @@ class Recipe:
         tokenizer: `own`, `other` for that of the other side's folder, or `file` for `tokenizer.json` as it is, where
             transformers' class reads it otherwise.
         cut: `prompt` (this package's rule), `left`, `left_all` (BOS too), `right` or `right_end` (EOS is kept).
-        pair: True to read prompt and response as the tokenizer's pair of texts, told apart by token types.
+        pair: True to read prompt and response as the tokenizer's pair of texts.
+        types: token types of the other kind: `pair`, by the place of SEP, or `single`, all 0; empty for the model's.
         pool: position of the hidden state that the head reads; `own` for the model's.
         weights: name of the weights in place of the model's own.
         attention: another attention kernel, or the width of another sliding window.
@@ -62,6 +63,7 @@ class Recipe:
     tokenizer: str = "own"
     cut: str = "prompt"
     pair: bool = False
+    types: str = ""
     pool: str = "own"
     weights: str = ""
     attention: str = ""
@@ -69,7 +71,7 @@ class Recipe:
     @property
     def rendering(self) -> Recipe:
         """The part of the recipe that decides the token ids."""
-        return replace(self, pool="own", weights="", attention="")
+        return replace(self, pool="own", weights="", attention="", types="")
 
 
 class RecipeRenderer:

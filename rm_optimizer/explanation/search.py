@@ -89,7 +89,7 @@ class Search:
 
     def _effect(self, recipe: Recipe) -> tuple[object, ...]:
         rows = tuple(self.local.rendering.ids(talk, recipe) for talk in self.talks)
-        return rows, recipe.pool, recipe.weights, recipe.attention, recipe.pair
+        return rows, recipe.pool, recipe.weights, recipe.attention, recipe.types
 
     def _has_effect(self, recipe: Recipe) -> bool:
         """True if a recipe gives the local copy other rewards than its own."""

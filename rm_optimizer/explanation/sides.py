@@ -30,6 +30,8 @@ from rm_optimizer.errors import ConfigError, DataError, NeedsImport
 from rm_optimizer.explanation.probes import Conversation, conversation
 
 ScoreTexts: TypeAlias = Callable[[Sequence[Conversation]], list[float]]
+_ASSUMED = {"logit": ("difference", "by the difference of its labels"), "input_form": ("plain", "as plain text")}
+"""Options that an import may ask for, with the value that a comparison takes and its words."""
 MOST_ROWS = 64
 """Most conversations of a file that are compared, evenly spaced by length."""
 
@@ -72,18 +74,25 @@ def model_side(source: object, max_length: int | None) -> Side | None:
 
 
 def loaded_model(source: str, max_length: int | None, dtype: str | None = None) -> tuple[BradleyTerryRM, str]:
-    """A model and its name; one in the form of another project as its import, of two labels their difference."""
+    """A model and its name; one in the form of another project as its import."""
     try:
         return BradleyTerryRM.from_pretrained(source, max_length=max_length, dtype=dtype), source
-    except NeedsImport as error:
-        logit = "difference" if "with 2 labels" in str(error) else None
-    form = None if AutoTokenizer.from_pretrained(source).chat_template else "plain"
+    except NeedsImport:
+        name, options = f"{source}, as imported", dict[str, Any]()
     with TemporaryDirectory() as work:
-        folder = Path(work, "imported")
-        import_reward_model(source, folder, logit=logit, max_length=max_length, input_form=form)
+        while True:
+            try:
+                import_reward_model(source, folder := Path(work, "imported"), max_length=max_length, **options)
+                break
+            except ConfigError as error:
+                asked = [each for each in _ASSUMED if each not in options and each.replace("_", "-") in str(error)]
+                if not asked:
+                    raise
+                options[asked[0]], words = _ASSUMED[asked[0]]
+                name += f", {words}"
         model = BradleyTerryRM.from_pretrained(folder, dtype=dtype)
     model.tokenizer.name_or_path = source
-    return model, f"{source}, as imported" + (", by the difference of its labels" if logit else "")
+    return model, name
 
 
 def other_side(source: Any, renderer: ConversationRenderer) -> Side:
@@ -100,7 +109,7 @@ def other_side(source: Any, renderer: ConversationRenderer) -> Side:
     """
     lead, end, tokenizer = "", "", renderer.tokenizer
     with suppress(OSError, ValueError):  # a tokenizer without files
-        plain = AutoTokenizer.from_pretrained(tokenizer.name_or_path)
+        plain = AutoTokenizer.from_pretrained(tokenizer.name_or_path, trust_remote_code=False)
         if renderer.is_written and not plain.chat_template:
             # The files have no template, so a server's tokenizer adds the special tokens to a text by itself.
             lead, end = ("".join(plain.convert_ids_to_tokens(list(ids))) for ids in added_tokens(plain))

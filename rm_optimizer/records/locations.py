@@ -66,7 +66,8 @@ def resolve_source(source: str | Path) -> Source:
             if (folder / "config.json").is_file():
                 return Source(SourceKind.FOLDER, str(folder))
         raise CheckpointError(
-            f"no model in the folder {path}: expected config.json, or {BEST_FOLDER}/config.json in a run folder"
+            f"no model in the folder {path}: expected config.json, or {BEST_FOLDER}/config.json in a run folder; "
+            "weights alone are read by rm-opt import with --base"
         )
     if path.is_file():
         if path.suffix != ".ckpt":

@@ -27,9 +27,9 @@ from transformers.models.auto.modeling_auto import (
 
 from rm_optimizer.core.classifier.attention import choose_attention
 from rm_optimizer.core.classifier.head import freeze_beside_text
-from rm_optimizer.core.classifier.heads import OWN_TYPE, with_head
+from rm_optimizer.core.classifier.heads import OWN_TYPE, with_head, with_token_types
 from rm_optimizer.core.classifier.limits import refuse_known
-from rm_optimizer.errors import CheckpointError, ConfigError, NeedsImport, did_you_mean
+from rm_optimizer.errors import CheckpointError, ConfigError, NeedsImport, did_you_mean, needs_import
 from rm_optimizer.records.randomness import keeping_random_state
 
 COMPILERS = ("c++", "g++", "clang++", "cl")
@@ -81,8 +81,10 @@ class LoadOptions:
 def read_config(location: str, options: LoadOptions) -> PretrainedConfig:
     """Configuration of a stored model; of one with a head of its own, its backbone's with `reward_head`."""
     stored, _ = PretrainedConfig.get_config_dict(location, revision=options.revision)
-    if stored.get("model_type") != OWN_TYPE:
-        trusted = options.trust_remote_code
+    kind, trusted = stored.get("model_type"), options.trust_remote_code
+    if kind not in CONFIG_MAPPING and kind != OWN_TYPE and "auto_map" in stored and not trusted:
+        raise needs_import(location, f"{kind} is code of its own, which runs with trust_remote_code alone")
+    if kind != OWN_TYPE:
         return AutoConfig.from_pretrained(location, revision=options.revision, trust_remote_code=trusted)
     own = {"model_type": stored["reward_head"]["model_type"]}
     kept = {name: value for name, value in stored.items() if name != "auto_map"}  # the same code is here
@@ -90,10 +92,11 @@ def read_config(location: str, options: LoadOptions) -> PretrainedConfig:
 
 
 def classifier_class(config: PretrainedConfig) -> Any:
-    """`AutoModelForSequenceClassification`, or the classifier whose head the configuration describes."""
-    if getattr(config, "reward_head", None) is None:
+    """`AutoModelForSequenceClassification`, or the classifier whose head or token types the configuration describes."""
+    if (described := getattr(config, "reward_head", None)) is None:
         return AutoModelForSequenceClassification
-    return with_head(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)])
+    own = with_token_types if "separator" in described else with_head
+    return own(MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING[type(config)])
 
 
 def build_arguments(config: PretrainedConfig, options: LoadOptions) -> dict[str, Any]:
@@ -118,7 +121,7 @@ def build_arguments(config: PretrainedConfig, options: LoadOptions) -> dict[str,
         is_pair = config.num_labels == 2
         raise (NeedsImport if is_pair else CheckpointError)(
             f"expected a checkpoint with one label, got a classifier with {config.num_labels} labels; "
-            + ("choose its reward with rm-opt import --logit" if is_pair else "use its base model or a reward model")
+            + ("import it with rm-opt import" if is_pair else "use its base model or a reward model")
         )
     refuse_known(config)
     if config.model_type == "xmod" and config.default_language is None:

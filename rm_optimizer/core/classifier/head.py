@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.pooling import HALF, RewardHead
-from rm_optimizer.errors import CheckpointError, ConfigError, NeedsImport, no_trained_head
+from rm_optimizer.errors import CheckpointError, ConfigError, needs_import, no_trained_head
 
 REWARD_HEAD_PATTERNS = ("pooler",)
 """Parts of names of modules inside a backbone that belong to the reward head's side, as all modules after it do."""
@@ -31,13 +31,15 @@ _HEADS = {
     r"regression_head": "UltraRM's regression head",
     r"score_head": "Beaver's score head",
     r"v_head": "a value head",
+    r"regression_layer|reward_transform_matrix|gating": "ArmoRM's mixture",
     r"score\.\d+": "a head of several layers",
+    r"score|classifier|out_proj": "a classifier's head",
 }
-"""Published forms of heads that a sequence classifier does not have, by the names of their tensors."""
+"""Published forms of reward heads, by the names of their tensors or files."""
 
 
 def published_form(name: str) -> str | None:
-    """Words for the form of a head from the name of its module, tensor or file; None for an unknown one.
+    """Form of a head in words, by the name of its module, tensor or file; None for an unknown one.
 
     Example:
         >>> published_form("module.v_head.summary.weight")
@@ -145,16 +147,15 @@ def require_trained_head(
             for another task.
     """
     task = next((task for name in model.config.architectures or () for task in OTHER_TASKS if task in name), None)
-    form = next(filter(None, map(published_form, unread)), None)
-    if drawn and form:
-        raise NeedsImport(
-            f"{source} has a trained reward head in another form: {form}, stored as {', '.join(sorted(unread)[:3])}, "
-            f"where {', '.join(sorted(drawn)[:3])} was expected; bring it into a classifier's with "
-            f"rm-opt import {source} FOLDER, or train a new head from it with rm-opt train model.path={source}"
+    if drawn and unread:
+        form = next(filter(None, map(published_form, sorted(unread))), "unknown")
+        raise needs_import(
+            source,
+            f"it has a trained reward head in another form: {form}, stored as {', '.join(sorted(unread)[:3])}, where "
+            f"{', '.join(sorted(drawn)[:3])} was expected (rm-opt train model.path={source} trains a new one)",
         )
     if drawn:
-        instead = f"; it stores {', '.join(sorted(unread)[:3])}, which the classifier does not have" if unread else ""
-        lacks = f"its weights lack {', '.join(sorted(drawn)[:3])}, which would be random{instead}"
+        lacks = f"its weights lack {', '.join(sorted(drawn)[:3])}, which would be random"
     elif task is not None:
         lacks = f"it was saved as {model.config.architectures[0]}, whose output is no reward of a whole response"
     else:

@@ -1,13 +1,13 @@
-"""Reward heads of decoders that are more than one linear layer without a bias.
+"""Reward heads of decoders that are more than one linear layer without a bias, and token types of text pairs.
 
-The configuration describes such a head under `reward_head`. Exports of these models hold a copy of this file as their
+The configuration describes either under `reward_head`. Exports of these models hold a copy of this file as their
 own code, which plain `transformers` runs with `trust_remote_code=True`; so it imports torch and transformers alone.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,12 +54,18 @@ class GatedHead(nn.Module):
         return rewards
 
 
+HEADS: Mapping[str, Callable[[Mapping[str, Any]], nn.Module]] = {
+    "marker": lambda of: GatedHead(of["sizes"], of["temperature"]),
+    "activation": lambda of: layers_of(of["sizes"], of["activation"]),
+}
+"""All heads beyond a linear layer without bias, by the setting that each has alone: a gated one, whose objectives may
+be means of quantiles, and linear layers with an activation between them, or one layer with a bias."""
+
+
 def head_of(described: Mapping[str, Any]) -> nn.Module:
-    """The head that a configuration describes: `sizes`, and for a gated one its `temperature` and `marker`."""
-    if "marker" in described:
-        return GatedHead(described["sizes"], described["temperature"])
-    layers = layers_of(described["sizes"], described["activation"])
-    return layers if len(layers) > 1 else layers[0]
+    """The head that a configuration describes."""
+    head = next(make(described) for setting, make in HEADS.items() if setting in described)
+    return head[0] if isinstance(head, nn.Sequential) and len(head) == 1 else head
 
 
 def marker_index(input_ids: Tensor, marker: Sequence[int]) -> Tensor:
@@ -99,8 +105,32 @@ def with_head(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     return WithHead
 
 
+def token_types(input_ids: Tensor, separator: int) -> Tensor:
+    """Types of the tokens of text pairs: 0 up to the first separator, which is included, and 1 after it.
+
+    Example:
+        >>> token_types(torch.tensor([[1, 5, 2, 6, 2]]), separator=2)
+        tensor([[0, 0, 0, 1, 1]])
+    """
+    is_end = (input_ids == separator).long()
+    return (is_end.cumsum(dim=1) > is_end).long()
+
+
+def with_token_types(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
+    """A class of classifiers that derives the token types of text pairs from the ids, whoever rendered them."""
+
+    class WithTokenTypes(base):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, **options: Any) -> Any:
+            """The classifier's output; types that are given are not read."""
+            types = token_types(input_ids, self.config.reward_head["separator"])
+            return super().forward(input_ids, token_type_ids=types, **options)
+
+    WithTokenTypes.__name__ = WithTokenTypes.__qualname__ = base.__name__
+    return WithTokenTypes
+
+
 OWN_TYPE = "reward_head"
-"""The `model_type` of a stored model with such a head; `reward_head.model_type` is its backbone's."""
+"""The `model_type` of a stored model that needs this code; `reward_head.model_type` is its backbone's."""
 
 
 def with_own_type(base: type[PretrainedConfig]) -> type[PretrainedConfig]:

@@ -22,6 +22,7 @@ from rm_optimizer.core.storage.certificate import ParityCertificate
 from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.codec import NOT_STORED, JsonRecord
+from rm_optimizer.records.run_folder import RunFolder
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -104,6 +105,8 @@ def export_reward_model(
         raise ConfigError(f"an adapter alone is no folder for {project}; leave --adapter or --for out")
     if push is not None:
         require_hub(push)
+    if adapter_only and (best := RunFolder(Path(source).expanduser()).best_checkpoint).is_file():
+        source = best  # the folder of the run's best model holds the merged weights
     exact = BradleyTerryRM.from_pretrained(source)
     model = exact if dtype in (None, "float32") else BradleyTerryRM.from_pretrained(source, dtype=dtype)
     before, mean, deviation = _rewards(exact, pairs), None, None

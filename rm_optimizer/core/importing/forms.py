@@ -146,8 +146,7 @@ def find_head(stored: StoredModel, rest: Mapping[str, StoredTensor], hidden: int
         for layer, weight in zip(order, weights, strict=True)
     ]
     weights[-1], biases[-1] = one_reward(weights[-1], biases[-1], choices.logit)
-    is_usual = stem.rpartition(".")[2] in ("score", "classifier", "out_proj")
-    form = published_form(stem) or ("a classifier's head" if is_usual else "a head")
+    form = published_form(stem) or "a head"
     if len(order) > 1:
         form = f"{form} of {len(order)} layers with {activation} between them"
     names = tuple(layer[kind] for layer in order for kind in ("weight", "bias") if kind in layer)
@@ -219,7 +218,7 @@ def _gated(
     weights.append(values["gating.logit_scale"] * objectives.new_ones(1, len(objectives)))
     biases.append(objectives.new_zeros(1))
     gate = {"temperature": float(config.get("gating_temperature", 10)), "marker": [*marker]}
-    form = f"ArmoRM's mixture of {len(objectives)} objectives" + (
+    form = f"{published_form('gating')} of {len(objectives)} objectives" + (
         f" of {len(regression) // len(objectives)} quantiles (QRM)" if len(regression) > len(objectives) else ""
     )
     return Head(form, tuple(sorted(parts)), tuple(weights), tuple(biases), gate=gate)

@@ -208,6 +208,8 @@ def import_reward_model(
             tokenizer.save_pretrained(staging)
             try:
                 model = BradleyTerryRM.from_pretrained(staging, **loading)
+                if "separator" in getattr(model.model.config, "reward_head", {}):
+                    record = replace(record, form=f"{record.form} of text pairs, told apart by token types")
                 _require_read_end(record, model, tokenizer.pad_token_id)
                 return _saved(model, replace(record, appended=appended))
             except (CheckpointError, ConfigError) as error:

@@ -83,6 +83,8 @@ def _obstacle(project: str, model: BradleyTerryRM) -> str | None:
         return f"it has no pooling head '{name}'"
     if project == "trl":
         return None if model.tokenizer.chat_template else "it renders by a chat template, and the tokenizer has none"
+    if "separator" in described and project in ("tei", "vllm"):
+        return "it runs no code of the folder, which derives the token types of text pairs"
     if project == "tei":
         return None if config.model_type in _TEI_ENCODERS else f"its classifiers are {', '.join(_TEI_ENCODERS)}"
     if project == "vllm":

@@ -29,7 +29,7 @@ from rm_optimizer.core.classifier.adapters import (
 from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.classifier.quantization import is_packed, is_quantized, unpacked
 from rm_optimizer.core.storage.model_files import read_record
-from rm_optimizer.errors import CheckpointError
+from rm_optimizer.errors import CheckpointError, needs_import
 from rm_optimizer.records.locations import ADAPTER_FILE
 
 if TYPE_CHECKING:
@@ -180,6 +180,8 @@ class StoredAdapter:
         """
         head, folder = head_name(model), self.folder
         if not is_under(head, modules_named(model, self.config.modules_to_save or ())):
+            if [*folder.glob("value_head.*")]:
+                raise needs_import(folder, "it is an adapter with a value head in a file of its own")
             raise CheckpointError(
                 f"the adapter in {folder} was saved without its reward head, which cannot be restored"
             )

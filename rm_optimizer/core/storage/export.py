@@ -164,11 +164,12 @@ def replaceable(folder: Path) -> Path:
 
 
 def _own_code(model: PreTrainedModel, described: Mapping[str, Any], folder: Path) -> dict[str, Any]:
-    """Write the code of a head that no class of `transformers` has; return what it changes in `config.json`."""
+    """Write code that no class of `transformers` has; return what it changes in `config.json`."""
     base = next(each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
     config, module = type(model.config), Path(CODE_FILE).stem
     names = f"from transformers import {config.__name__}, {base.__name__}"
-    classes = f"RewardConfig = with_own_type({config.__name__})\nRewardModel = with_head({base.__name__})"
+    own = heads.with_token_types if "separator" in described else heads.with_head
+    classes = f"RewardConfig = with_own_type({config.__name__})\nRewardModel = {own.__name__}({base.__name__})"
     code = Path(heads.__file__).read_text(encoding="utf-8")
     (folder / CODE_FILE).write_text(f"{code}\n\n{names}  # noqa: E402\n\n{classes}\n", encoding="utf-8")
     auto_map = {"AutoConfig": f"{module}.RewardConfig", "AutoModelForSequenceClassification": f"{module}.RewardModel"}

@@ -40,6 +40,7 @@ from rm_optimizer.core.classifier.building import (
     reason_of,
 )
 from rm_optimizer.core.classifier.head import head_name, require_trained_head
+from rm_optimizer.core.classifier.heads import token_types, with_token_types
 from rm_optimizer.core.classifier.quantization import is_quantized, quantization_arguments
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.rows.hub import restored_hub
@@ -58,7 +59,7 @@ from rm_optimizer.core.storage.model_files import (
 )
 from rm_optimizer.core.tokens.tokenizer import TOKENIZER_FILE, read_otherwise
 from rm_optimizer.core.tokens.written_template import TemplateWriter
-from rm_optimizer.errors import CheckpointError, ConfigError, NeedsImport, did_you_mean
+from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean, needs_import
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.locations import ADAPTER_FILE, EXPORT_FILE, Source, SourceKind, resolve_source
 from rm_optimizer.records.randomness import keeping_random_state
@@ -150,6 +151,12 @@ HARMLESS = re.compile(
     r"|mask_predictions|vocab_\w+|predictions|sop_classifier)\."
 )
 """Stored weights that have no part in a reward: buffers made from the configuration, and heads of pretraining."""
+_ONE_SEPARATOR = """\
+{%- for message in messages if "SEP" in message['content'] -%}
+{{- raise_exception("a text contains SEP, after which the model reads the response; take it out of the row") -}}
+{%- endfor -%}
+"""
+"""Start of a chat template of text pairs whose token types are derived."""
 _OWN_FILES = (EXPORT_FILE, TOKENIZER_FILE)
 _IF_THERE = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
 _log = logging.getLogger("rm_optimizer")
@@ -216,9 +223,8 @@ def load_model(source: str | Path, options: LoadOptions) -> LoadedModel:
     if not options.new_head:
         require_trained_head(loaded.model, loaded.drawn, source, loaded.unread)
         if getattr(loaded.model.config, "normalize_reward", False):  # as OpenRLHF stores it
-            raise NeedsImport(
-                f"{source} subtracts a mean from its rewards and divides them by a deviation (normalize_reward in "
-                f"config.json), which a classifier does not; fold them into the head with rm-opt import {source} FOLDER"
+            raise needs_import(
+                source, "normalize_reward in its config.json subtracts a mean and divides by a deviation"
             )
         if not loaded.model.get_submodule(head_name(loaded.model)).weight.any():
             _log.warning("%s has a reward head of zeros, so every response gets the same reward; train it", source)
@@ -275,10 +281,13 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
         )
     if wrong := sorted(report["mismatched_keys"]):
         name, stored, expected = wrong[0]
-        raise CheckpointError(
-            f"{source.location} stores {len(wrong)} weights of another shape than {type(model).__name__} with its "
-            f"config.json has, such as {name} of shape {[*stored]} in place of {[*expected]}; correct config.json"
+        told = (
+            f"it stores {len(wrong)} weights of another shape than {type(model).__name__} with its config.json has, "
+            f"such as {name} of shape {[*stored]} in place of {[*expected]}"
         )
+        if [each for each, *_ in wrong] == [f"{head_name(model)}.weight"]:
+            raise needs_import(source.location, told)
+        raise CheckpointError(f"{source.location} cannot be loaded: {told}; correct config.json")
     if source.kind is SourceKind.HUB:  # transformers 5.19 does not set it any more, and an adapter records it
         file = cached_file(source.location, CONFIG_NAME, revision=options.revision)
         model.config._commit_hash = extract_commit_hash(file, None)
@@ -346,12 +355,10 @@ def _require_backbone(model: PreTrainedModel, missing: set[str], unread: set[str
     backbone = f"{model.base_model_prefix}."
     lost = sorted(name for name in missing if name.startswith(backbone) and "pooler" not in name)
     if lost:
-        before = sorted({name[: name.index(lost[0])] for name in unread if name.endswith(lost[0])})
-        stored = f"; it is stored as {before[0]}{lost[0]}, so rename its weights without {before[0]}" if before else ""
-        raise CheckpointError(
-            f"{model.name_or_path} lacks {len(lost)} weights of the {type(model).__name__} backbone, "
-            f"among them {lost[0]}{stored}"
-        )
+        told = f"it lacks {len(lost)} weights of the {type(model).__name__} backbone, among them {lost[0]}"
+        if found := sorted(name for name in unread if name.endswith(lost[0].removeprefix(backbone))):
+            raise needs_import(model.name_or_path, f"{told}, which it stores as {found[0]}")
+        raise CheckpointError(f"{model.name_or_path} cannot be loaded: {told}")
 
 
 def refuse_unread(model: PreTrainedModel, unread: Collection[str], *, is_fresh: bool) -> None:
@@ -363,11 +370,13 @@ def refuse_unread(model: PreTrainedModel, unread: Collection[str], *, is_fresh: 
     backbone, own = model.base_model_prefix, {name for name, _ in model.base_model.named_children()}
     inside = {name for name in unread if name.removeprefix(f"{backbone}.").split(".")[0] in own}
     if lost := sorted(inside if is_fresh else unread):
-        raise CheckpointError(
-            f"{model.name_or_path} stores {len(lost)} weights that {type(model).__name__} with its config.json does not"
-            f" read, among them {', '.join(lost[:3])}, so its rewards would not be those of the saved model; correct "
-            "config.json, or remove these weights if they have no part in the reward"
+        told = (
+            f"it stores {len(lost)} weights that {type(model).__name__} with its config.json does not read, among them "
+            f"{', '.join(lost[:3])}, so its rewards would not be those of the saved model"
         )
+        if not inside:
+            raise needs_import(model.name_or_path, told)
+        raise CheckpointError(f"{model.name_or_path} cannot be loaded: {told}; correct config.json, or remove them")
 
 
 def settle_input(
@@ -397,9 +406,32 @@ def settle_input(
     if not is_trained:
         writer.write_for_training()
         return
-    if form == "pair" and (getattr(loaded.model.config, "type_vocab_size", 0) or 0) > 1:
-        raise ConfigError(
-            f"input_form='pair' is not possible with {type(loaded.model).__name__}: it tells the two texts apart "
-            "by token types, which are not given to it here"
-        )
     writer.write_as_read(form, source)
+    if form == "pair":
+        _settle_token_types(loaded.model, tokenizer)
+
+
+def _settle_token_types(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let a model derive the token types of text pairs, if it tells the texts apart by them; its template refuses SEP.
+
+    Raises:
+        ConfigError: if the tokenizer gives other types than those by the place of SEP.
+    """
+    pair = tokenizer("Name a color.", "Blue.", return_tensors="pt", return_token_type_ids=True)
+    tables = [each.weight for name, each in model.named_modules() if name.endswith("token_type_embeddings")]
+    if not (given := pair["token_type_ids"]).any() or not any((table != table[0]).any() for table in tables):
+        return
+    if "token_type_ids" not in tokenizer.model_input_names:
+        _log.warning(
+            "the model has token types, which this tokenizer does not give, so all are 0; if it was trained with them, "
+            "as by transformers 4, add token_type_ids to model_input_names in tokenizer_config.json and load it again"
+        )
+        return
+    if not torch.equal(given, token_types(pair["input_ids"], tokenizer.sep_token_id)):
+        raise ConfigError(
+            f"input_form='pair' is not possible with this tokenizer: its token types {given[0].tolist()} do not change "
+            f"after {tokenizer.sep_token}, from which they are derived here"
+        )
+    model.config.reward_head = {"separator": tokenizer.sep_token_id}
+    model.__class__ = with_token_types(type(model))
+    tokenizer.chat_template = _ONE_SEPARATOR.replace("SEP", str(tokenizer.sep_token)) + str(tokenizer.chat_template)

@@ -58,7 +58,7 @@ def _faults(folder: Path) -> Iterator[str]:
         except (SafetensorError, OSError):
             yield f"{file.name} is empty" if not size else f"{file.name} is truncated: only {size:,} bytes are there"
     if not any(file for pattern in _WEIGHTS for file in folder.glob(pattern)):
-        yield "it holds no weights: expected model.safetensors"
+        yield "it holds no weights: expected model.safetensors (rm-opt import reads others, such as .pt)"
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         yield "it holds no tokenizer: expected tokenizer.json, or another of the files its base model has"
 

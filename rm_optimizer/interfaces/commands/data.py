@@ -137,7 +137,7 @@ def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> Pre
         with restored_hub():
             if not Path(source).expanduser().exists() and (obstacle := hub_obstacle(source, "model")):
                 raise CheckpointError(f"no tokenizer at '{source}': {obstacle}")
-            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source)
+            loaded: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no tokenizer at '{source}': give a hub id or a folder with tokenizer files") from error
     return loaded

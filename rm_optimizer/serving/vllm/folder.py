@@ -166,7 +166,8 @@ def _describe(
         raise CheckpointError(f"vLLM has no pooling head '{name}'; serve the model with --engine transformers")
     if hasattr(model.config, "reward_head"):
         raise CheckpointError(
-            "vLLM has no reward head but one linear layer without a bias; serve the model with --engine transformers"
+            "vLLM has no reward head but one linear layer without a bias, and gives every token type 0; serve the "
+            "model with --engine transformers"
         )
     return EngineDescription(
         engine="vllm",

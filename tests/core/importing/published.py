@@ -77,6 +77,8 @@ def config_of(family: str, **fields: Any) -> Any:
 
 def tokenizer_of(family: str, pad: str = "<pad>") -> PreTrainedTokenizerFast:
     """The tokenizer of a family, a decoder's with a chat template."""
+    if family == "bert":
+        return encoder_tokenizer(model_input_names=["input_ids", "token_type_ids", "attention_mask"])
     return encoder_tokenizer() if family in ENCODERS else decoder_tokenizer(pad, TEMPLATE)
 
 
@@ -367,18 +369,19 @@ def nemo(folder: Path) -> Reward:
     return lambda messages: head(states(backbone, ids_of(tokenizer, messages))[0, -1])[0]
 
 
-def cross_encoder(labels: int, **fields: Any) -> Callable[[Path], Reward]:
-    """An encoder's classifier of text pairs, without the activation that its card may name."""
+def cross_encoder(labels: int, family: str = "roberta", **fields: Any) -> Callable[[Path], Reward]:
+    """An encoder's classifier of text pairs, without the activation that its card may name; BERT reads their types."""
 
     def write(folder: Path) -> Reward:
-        config = config_of("roberta", num_labels=labels, type_vocab_size=1)
+        config = config_of(family, num_labels=labels, type_vocab_size=1 + (family == "bert"))
         model: PreTrainedModel = drawn(AutoModelForSequenceClassification.from_config(config))
-        stored(folder, config, model.state_dict(), architectures=["RobertaForSequenceClassification"], **fields)
-        tokenizer = tokenizer_of("roberta")
+        stored(folder, config, model.state_dict(), architectures=[type(model).__name__], **fields)
+        tokenizer = tokenizer_of(family)
 
         def reward(messages: list[dict[str, str]]) -> Tensor:
             row = tokenizer(messages[0]["content"], messages[1]["content"], return_tensors="pt")
-            logits = model(input_ids=row["input_ids"]).logits[0]
+            types = {"token_type_ids": row["token_type_ids"]} if family == "bert" else {}
+            logits = model(row["input_ids"], **types).logits[0]
             return logits[0] if labels == 1 else logits[1] - logits[0]
 
         return reward
@@ -469,4 +472,5 @@ def zoo(work: Path) -> tuple[Published, ...]:
             {"input_form": "pair"},
         ),
         Published("cross-encoder of two labels", cross_encoder(2), {"input_form": "pair", "logit": "difference"}),
+        Published("cross-encoder with token types", cross_encoder(1, "bert"), {"input_form": "pair"}, **code),
     )

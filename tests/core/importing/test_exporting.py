@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from rm_optimizer import BradleyTerryRM, ConfigError, PreferencePair, export_reward_model
 from rm_optimizer.interfaces.cli import app
 from tests.builders import tiny_reward_model
+from tests.core.classifier.test_adapters import adapted, lightning_checkpoint
 from tests.core.importing.published import CONVERSATIONS
 
 PAIRS = [PreferencePair(prompt, response, f"{response[:2]}?") for prompt, response in CONVERSATIONS]
@@ -56,6 +57,16 @@ def test_a_half_type_counts_the_pairs_that_turn(tmp_path: Path):
     assert made.num_turned == int(((exact[0] > exact[1]) != (rounded[0] > rounded[1])).sum())
     assert made.largest_change == pytest.approx(float((rounded - exact).abs().max()), rel=1e-4)
     assert made.largest_change > 0
+
+
+def test_the_adapter_of_a_run_is_that_of_its_best_checkpoint(tmp_path: Path):
+    model = adapted("llama", tmp_path / "base")
+    model.save_pretrained(tmp_path / "run" / "best")
+    (tmp_path / "run" / "checkpoints").mkdir()
+    lightning_checkpoint(model, tmp_path / "run" / "checkpoints" / "best.ckpt")
+    export_reward_model(tmp_path / "run", tmp_path / "out", adapter_only=True)
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
+    torch.testing.assert_close(rewards(tmp_path / "out"), rewards(tmp_path / "run"), rtol=1e-5, atol=1e-5)
 
 
 def test_normalizing_needs_pairs(tmp_path: Path):

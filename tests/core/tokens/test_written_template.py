@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import processors
 from transformers import (
     AutoModelForSequenceClassification,
     AutoTokenizer,
@@ -21,7 +22,7 @@ from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.chat import WRITTEN_MARK
 from rm_optimizer.doctor.diagnosis import Status
 from rm_optimizer.doctor.text import special_tokens
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, ConversationRefused
 from tests.builders import (
     decoder_tokenizer,
     encoder_tokenizer,
@@ -217,6 +218,30 @@ def test_a_reward_model_of_text_pairs_is_read_as_its_tokenizer_makes_them(
         BradleyTerryRM.from_pretrained(tmp_path / "ours", input_form="pair")
 
 
-def test_text_pairs_that_need_token_types_are_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match="by token types"):
-        BradleyTerryRM.from_pretrained(base("encoder", tmp_path, has_head=True), input_form="pair")
+def test_token_types_of_text_pairs_follow_the_separator_or_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    names = {"model_input_names": ["input_ids", "token_type_ids"]}
+    untyped, other, typed = encoder_tokenizer(), encoder_tokenizer(**names), encoder_tokenizer(**names)
+    special = [("[CLS]", 1), ("[SEP]", 2)]
+    other.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS]:1 $A [SEP] $B [SEP]", special_tokens=special
+    )
+    folders = {}
+    for name, tokenizer in {"untyped": untyped, "other": other, "typed": typed}.items():
+        folders[name] = str(tmp_path / name)
+        tiny_model("bert", tokenizer).save_pretrained(folders[name])
+        tokenizer.save_pretrained(folders[name])
+    with pytest.raises(ConfigError, match=r"token types \[1, 0, .* do not change after \[SEP\]"):
+        BradleyTerryRM.from_pretrained(folders["other"], input_form="pair")
+    BradleyTerryRM.from_pretrained(folders["untyped"], input_form="pair")
+    assert "add token_type_ids to model_input_names" in caplog.text
+    model = BradleyTerryRM.from_pretrained(folders["typed"], input_form="pair")
+    with pytest.raises(ConversationRefused, match=r"a text contains \[SEP\], after which the model reads the response"):
+        model.score("a [SEP] b", "c")
+    model.save_pretrained(tmp_path / "ours")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours", trust_remote_code=False)
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "ours", trust_remote_code=True)
+    stored = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    with torch.no_grad():
+        rewards = [plain(**stored("Hi", text, return_tensors="pt")).logits.item() for text in ("Yes.", "No.")]
+    assert model.score("Hi", ["Yes.", "No."]).tolist() == pytest.approx(rewards, abs=1e-5)
