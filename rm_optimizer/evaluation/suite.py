@@ -314,8 +314,7 @@ def _item(each: SuiteSet, row: ComparedRow, where: str, group: str, form: Source
         if form.form.name == "lists":
             worse += num_chosen
         responses |= {better: item.chosen, worse: item.rejected}
-        label = row.numbers.get("label", item.label or 0.0)
-        if label != 0.5:
+        if (label := item.label or 0.0) != 0.5:
             edges.append((better, worse) if label > 0.5 else (worse, better))
     if not edges:
         return None

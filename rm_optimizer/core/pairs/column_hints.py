@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any, TypeGuard
 
 from rm_optimizer.core.pairs.formats import FORMATS, RowFormat, described, detect_format
+from rm_optimizer.core.pairs.layouts import Layout
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.pairs.winner import TODO, few_values, named_side, named_values
@@ -23,9 +24,9 @@ from rm_optimizer.core.rows.columns import (
     columns_of,
     folded,
     read_number,
-    renamed,
     texts_in,
     unread_column,
+    with_lists,
 )
 from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, are_texts, is_assistant, is_empty, is_message
 from rm_optimizer.core.rows.readers import Row
@@ -127,7 +128,7 @@ def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
     for name in names:
         if len(sides := [value for value in few_values(rows, name) if value in names and value != name]) == 2:
             return _of_two(rows, given, sides, name)
-    if known and (form := detect_format([row for _, row in renamed(enumerate(rows), known)])):
+    if known and (form := detect_format([with_lists(Layout(columns=known).ours(row)) for row in rows])):
         read = {name: theirs for name, theirs in known.items() if name in form.columns}
         return Suggestion("did you mean {}?", {**columns, **read})
     has_response = any(isinstance(row.get("response"), str) for row in rows)

@@ -27,7 +27,7 @@ from rm_optimizer.core.rows.messages import (
     is_empty,
     is_message,
     messages_text,
-    parsed_text,
+    parsed,
     read_messages,
     require_text,
     response_of,
@@ -55,6 +55,7 @@ class Comparison:
         margin: strength of the preference, if the format has one.
         extra: further metadata that the format gives the pair.
         label: probability that `chosen` is the better one, if the format has one.
+        weight: number of pairs that it counts for.
         is_second: True if `chosen` is the second response of a row with a winner.
     """
 
@@ -64,6 +65,7 @@ class Comparison:
     margin: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
     label: float | None = None
+    weight: float = 1.0
     is_second: bool = False
 
 
@@ -144,16 +146,15 @@ def detect_format(rows: Sequence[Row]) -> RowFormat | None:
 
 def _of_sides(row: Row, *, are_listed: bool) -> list[Comparison]:
     """Every chosen response against every rejected one."""
-    named, of_side = list[tuple[str, Any]](), list[range]()
+    sides: dict[str, list[Any]] = {}
     for name in ("chosen", "rejected"):
         value = row.get(name)
-        is_list = are_listed and isinstance(value, list) and bool(value) and not any(map(is_message, value))
-        responses = value if isinstance(value, list) and is_list else [value]
-        named += [(name, response) for response in responses]
-        of_side.append(range(len(responses)))
-    prompt, texts = _candidates(row, named)
-    of_each = {"index": [*itertools.chain(*of_side)]} if are_listed else {}
-    places = itertools.product(of_side[0], range(len(of_side[0]), len(texts)))
+        is_list = are_listed and isinstance(value, list) and value and not any(map(is_message, value))
+        sides[name] = value if is_list else [value]
+    prompt, texts = _candidates(row, [(name, each) for name in sides for each in sides[name]])
+    num = len(sides["chosen"])
+    of_each = {"index": [*range(num), *range(len(texts) - num)]} if are_listed else {}
+    places = itertools.product(range(num), range(num, len(texts)))
     return [_comparison(prompt, texts, each, of_each) for each in places]
 
 
@@ -171,7 +172,7 @@ def _of_winner(row: Row) -> list[Comparison]:
         for name, place in zip(names, (better, 1 - better), strict=True)
     }
     label = max(verdict.label, 1 - verdict.label)
-    return [Comparison(prompt, texts[better], texts[1 - better], verdict.margin, extra, label, better == 1)]
+    return [Comparison(prompt, texts[better], texts[1 - better], verdict.margin, extra, label, is_second=better == 1)]
 
 
 def _of_responses(row: Row, rule: KwiseRule) -> list[Comparison]:
@@ -184,28 +185,26 @@ def _of_responses(row: Row, rule: KwiseRule) -> list[Comparison]:
     if len(given) > 1 and given != ["scores", "edges"]:
         raise ValueError(f"a row has both {' and '.join(given)}; leave one out")
     told = given[-1] if given else "scores"
-    responses: Any = row.get("responses")
-    values: Any = row.get(told)
+    responses, values = row.get("responses"), row.get(told)
     if told == "winner" and isinstance(responses, list):
         if type(values) is not int or not 0 <= values < len(responses):
             raise ValueError(f"winner must be a place in {len(responses)} responses, from 0, got {values!r}")
         told, values = "edges", [[values, place] for place in range(len(responses)) if place != values]
     if isinstance(responses, Mapping):
         responses, values = [*responses.values()], _ranks_by_name(values, responses)
-    are_lists = isinstance(responses, list) and isinstance(values, list)
-    if not are_lists or (told != "edges" and len(responses) != len(values)):
+    if (
+        not isinstance(responses, list)
+        or not isinstance(values, list)
+        or (told != "edges" and len(responses) != len(values))
+    ):
         raise ValueError(f"responses and {told} must be lists{' of the same length' if told != 'edges' else ''}")
     of_each: dict[str, Sequence[Any]] = {"index": range(len(responses)), **(row.get(PER_RESPONSE) or {})}
-    scores = list[float]()
-    if told == "edges":
-        places = [_edge(each, len(responses)) for each in values]
-        if "scores" in given:
-            places = _by_scores(places, row["scores"], len(responses))
-    else:
-        scores = [read_number(f"each of {told}", value) * (-1 if told == "ranks" else 1) for value in values]
-        places = kwise_pairs(scores, rule)
-    if told == "scores":
-        of_each["score"] = scores
+    sign, are_edges = -1 if told == "ranks" else 1, told == "edges"
+    scores = [] if are_edges else [read_number(f"each of {told}", value) * sign for value in values]
+    places = [_edge(each, len(responses)) for each in values] if are_edges else kwise_pairs(scores, rule)
+    if are_edges and "scores" in given:
+        places = _by_scores(places, row["scores"], len(responses))
+    of_each |= {"score": scores} if told == "scores" else {}
     prompt, texts = _candidates(row, [("the responses", response) for response in responses])
     return [_comparison(prompt, texts, each, of_each, scores) for each in places]
 
@@ -251,9 +250,7 @@ def _candidates(row: Row, named: Sequence[tuple[str, Any]]) -> tuple[Prompt, lis
 def _conversation(name: str, value: Any, prompt: Prompt | None) -> tuple[Message, ...]:
     """Prompt and response: a text or a list that begins with the assistant is a completion, any other list is both."""
     if isinstance(value, str):
-        value = (
-            parsed if is_message(parsed := parsed_text(value)) else messages_text(value) or Message("assistant", value)
-        )
+        value = found if is_message(found := parsed(value)) else messages_text(value) or Message("assistant", value)
     turns = read_messages(name, [value] if isinstance(value, Mapping | Message) else value)
     is_within = isinstance(prompt, str) and Message("user", prompt) in turns
     if prompt and turns[0].role == "assistant" and not is_within:

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,7 @@ from rm_optimizer.core.rows.columns import (
     is_missing,
     paths_of,
     read_number,
+    renamed,
     root_of,
     texts_in,
 )
@@ -45,8 +46,6 @@ _CONTENT = {
     "conversations", "trajectory", "accepted", "preferred", "dispreferred", "messages", "persona", "passage", "problem",
 }  # fmt: skip
 """Names of columns that a layout must read or ignore, unless their texts also stand in what it reads."""
-OVERWRITTEN = " (own)"
-"""End of the name under which a row keeps its column of one of our names that a layout reads from another column."""
 _ACCOUNTS = ("has", "lacks", "optional", "ignore", "range")
 """Keys of a layout that recognize a table and account for its columns."""
 _QUOTED = re.compile(r'"(?!(?:true|false|yes|no|on|off|null|y|n)")([A-Za-z_][\w.]*)"', re.IGNORECASE)
@@ -133,11 +132,19 @@ class Layout:
         return f"layout {self.name}" if self.name else f"format {self.format}"
 
     @cached_property
+    def paths(self) -> Mapping[str, Sequence[str]]:
+        """Names and paths that each of our columns is read from; its own name where it is left out."""
+        return {ours: [ours] if theirs is None else paths_of(theirs) for ours, theirs in self.columns.items()}
+
+    @cached_property
     def required(self) -> frozenset[str]:
         """Columns that a table must have; a path may also be the name of a column."""
-        asked = (theirs for ours, theirs in self.columns.items() if theirs and ours not in self.optional)
-        mapped = (path for theirs in asked for path in paths_of(theirs))
+        mapped = (path for ours in self.columns if self.is_read(ours) for path in self.paths[ours])
         return frozenset({*mapped, *self.where, *self.group, *self.tree.values(), *self.has})
+
+    def is_read(self, ours: str) -> bool:
+        """True for a column of ours that a table must have."""
+        return self.columns[ours] is not None and ours not in self.optional
 
     def fits(self, row: Row) -> bool:
         """True if the row has all columns that are required, and the parts of columns."""
@@ -160,9 +167,21 @@ class Layout:
             if value and value != each.default
         }
 
+    @cached_property
+    def _ignored(self) -> re.Pattern[str]:
+        """Pattern of columns and paths, and of all below them; of nothing where none is ignored."""
+        return re.compile("|".join(f"{translate(name)}|{re.escape(name)}[.]" for name in self.ignore) or "(?!)")
+
     def ignores(self, name: str) -> bool:
         """True for a column or path that is neither read nor kept."""
-        return any(fnmatchcase(name, pattern) or root_of(name) == pattern for pattern in self.ignore)
+        return self._ignored.match(name) is not None
+
+    def ours(self, row: Row) -> Row:
+        """The row under our names, without what is ignored."""
+        found = renamed(row, self.columns, self.paths) if self.columns else row
+        if not self.ignore:
+            return found
+        return {name: cell for name, cell in found.items() if name in self.columns or not self.ignores(name)}
 
     def left_out(self, row: Row) -> str | None:
         """Reason why the row does not belong to the comparisons; None if it does."""
@@ -174,8 +193,13 @@ class Layout:
                     return f"left out, since {path} is {value}"
         return None
 
-    def require_read(self, row: Row, read: Iterable[str]) -> None:
-        """Refuse a row under our names that would be misread.
+    def require_read(self, stored: Row, row: Row, read: Iterable[str]) -> None:
+        """Refuse a row that would be misread.
+
+        Args:
+            stored: the row as it is stored, whose columns of our names may be others than those that are read.
+            row: the row under our names.
+            read: our columns that are read.
 
         Raises:
             ValueError: if a number is out of range, or a layout with a name leaves content unread.
@@ -187,15 +211,21 @@ class Layout:
         if not self.name:
             return
         unread = {name: value for name, value in row.items() if name not in read and not is_empty(value)}
+        unread |= {name: stored[name] for name in self._overwritten if not is_empty(stored.get(name))}
         for name, value in unread.items():
             if isinstance(value, str) and value.strip().casefold() in _UNDECIDED:
                 raise ValueError(f"{name} is {value}, which layout {self.name} does not read")
-        content = [name for name in unread if name.removesuffix(OVERWRITTEN).rpartition(".")[2] in _CONTENT]
+        content = [name for name in unread if name.rpartition(".")[2] in _CONTENT]
         known = {folded(text) for each in read for text in texts_in(row.get(each))} if content else set()
         for name in content:
             if not known.issuperset(map(folded, texts_in(unread[name]))):
-                shown = name.removesuffix(OVERWRITTEN)
-                raise ValueError(f"{shown} is not read by layout {self.name} and would be lost")
+                raise ValueError(f"{name} is not read by layout {self.name} and would be lost")
+
+    @cached_property
+    def _overwritten(self) -> Sequence[str]:
+        """Columns of our names that are read from other columns, and not ignored."""
+        roots = {root_of(path) for paths in self.paths.values() for path in paths}
+        return [name for name in self.columns if name not in roots and not self.ignores(name)]
 
 
 def as_yaml(options: Mapping[str, Any]) -> list[str]:

@@ -6,7 +6,7 @@ import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from rm_optimizer.core.pairs.column_hints import (
@@ -16,7 +16,7 @@ from rm_optimizer.core.pairs.column_hints import (
     unread_note,
 )
 from rm_optimizer.core.pairs.formats import READ_COLUMNS, Comparison, RowFormat, detect_format
-from rm_optimizer.core.pairs.layouts import ALWAYS_READ, OVERWRITTEN, Layout, published, require_columns
+from rm_optimizer.core.pairs.layouts import ALWAYS_READ, Layout, published, require_columns
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.pairs.winner import TODO, few_values
@@ -26,15 +26,13 @@ from rm_optimizer.core.rows.columns import (
     columns_at,
     columns_of,
     in_context,
-    paths_of,
     read_number,
-    renamed,
-    root_of,
     structured_columns,
+    with_lists,
 )
 from rm_optimizer.core.rows.gathering import PER_RESPONSE, SINGLE_RESPONSE, gather_responses, gather_trees
 from rm_optimizer.core.rows.messages import are_texts, is_empty
-from rm_optimizer.core.rows.readers import Row, source_name
+from rm_optimizer.core.rows.readers import Row, each, source_name
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import KwiseRule, Spelling
 
@@ -51,13 +49,11 @@ class ComparedRow(NamedTuple):
         row: the row under our names.
         comparisons: its comparisons, each with a label.
         metadata: values of columns that are not read.
-        numbers: margin, label and weight that the row states for all of its comparisons.
     """
 
     row: Row
     comparisons: list[Comparison]
     metadata: dict[str, Any]
-    numbers: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -99,9 +95,10 @@ class SourceFormat:
                 notes.append(f"{source.path}: read as {told}")
         layout = source.layout
         require_columns(source.path, layout, [row for _, row in first])
-        mapped = list(_renamed(layout, list(_belonging(layout, first, RowTally.of_trial(source.path))) or first))
-        structured, found = structured_columns(source.path, [row for _, row in mapped], layout.format)
-        rows = [row for _, row in renamed(mapped, {}, structured)]
+        stored = list(_belonging(layout, first, RowTally.of_trial(source.path))) or first
+        mapped = [with_lists(layout.ours(row)) for _, row in stored]
+        structured, found = structured_columns(source.path, mapped, layout.format)
+        rows = [with_lists(row, structured) for row in mapped]
         form = layout.named_format or detect_format(rows)
         if form is None or not any(map(form.fits, rows)):
             raise no_format(source, rows, near)
@@ -109,7 +106,7 @@ class SourceFormat:
         notes += [f"{source.path}: read as format {form.name}, not as {each}" for each in lost[:1]]
         unread = _unread_options(source, form)
         require_readable(source, form, rows)
-        has_one_response = form.name == "kwise" and "responses" not in mapped[0][1]
+        has_one_response = form.name == "kwise" and "responses" not in mapped[0]
         read = form.columns | SINGLE_RESPONSE | ALWAYS_READ
         notes += [*found, *(note for note in (unread, unread_note(source.path, rows, read)) if note is not None)]
         return cls(source, form, has_one_response, structured, tuple(notes))
@@ -150,11 +147,10 @@ class SourceFormat:
             for item in row.comparisons:
                 if self.form.makes_groups and item.chosen == item.rejected:
                     continue
-                own: dict[str, Any] = {"margin": item.margin, "label": item.label, **row.numbers}
                 try:
                     prompt = in_context(row.row, item.prompt, self.source.layout.columns)
-                    extra = row.metadata | _kept(item.extra.items())
-                    pairs.append(PreferencePair(prompt, item.chosen, item.rejected, metadata=extra, **own))
+                    numbers = item.margin, row.metadata | _kept(item.extra.items()), item.label or 0.0, item.weight
+                    pairs.append(PreferencePair(prompt, item.chosen, item.rejected, *numbers))
                 except ValueError as error:
                     reason = str(error)
             if reason is not None:
@@ -171,31 +167,22 @@ class SourceFormat:
     ) -> Iterator[tuple[int, ComparedRow]]:
         """Comparisons of rows, those of equal responses too; arguments and errors as in `pairs`."""
         layout = self.source.layout
-        ours = _renamed(layout, _belonging(layout, rows, tally), self.structured)
-        if layout.name or layout.range:
-            ours = self._readable(ours, layout, tally)
+        ours = each(_belonging(layout, rows, tally), self._ours, tally.report)
         if self.has_one_response:
             ours = gather_responses(ours, tally.report, layout.group)
-        for number, row in ours:
-            try:
-                found = self._compared(number, row, kwise_rule)
-            except (ValueError, RecursionError) as error:
-                is_deep = isinstance(error, RecursionError)
-                tally.report(number, "its values are nested too deeply" if is_deep else str(error))
-            else:
-                yield number, found
+        for number, found in each(ours, partial(self._compared, kwise_rule), tally.report):
+            if self.form.makes_groups:
+                turn = f".{found.row['turn']}" if layout.tree else ""
+                found.metadata["group"] = f"{self._file_name}:{number}{turn}"
+            yield number, found
 
-    def _readable(self, rows: Iterable[tuple[int, Row]], layout: Layout, tally: RowTally) -> Iterator[tuple[int, Row]]:
-        """The rows whose numbers are in range and whose content is read; the others are bad."""
-        for number, row in rows:
-            try:
-                layout.require_read(row, self._read)
-            except ValueError as error:
-                tally.report(number, str(error))
-                continue
-            yield number, {name: value for name, value in row.items() if not name.endswith(OVERWRITTEN)}
+    def _ours(self, stored: Row) -> Row:
+        """A row under our names, whose numbers are in range and whose content is read."""
+        row = with_lists(self.source.layout.ours(stored), self.structured)
+        self.source.layout.require_read(stored, row, self._read)
+        return row
 
-    def _compared(self, number: int, row: Row, kwise_rule: KwiseRule) -> ComparedRow:
+    def _compared(self, kwise_rule: KwiseRule, row: Row) -> ComparedRow:
         """Comparisons of a row.
 
         Raises:
@@ -212,21 +199,18 @@ class SourceFormat:
         metadata.setdefault("source", self.source.name)
         if are_texts(metadata["source"]):
             metadata["source"] = ", ".join(metadata["source"])
-        if self.form.makes_groups:
-            turn = f".{row['turn']}" if layout.tree else ""
-            metadata["group"] = f"{self._file_name}:{number}{turn}"
         if self.form.name == "winner" and layout.verdicts is not None:
             row = row | {"winner": layout.verdicts.read(row.get("winner"))}
-        comparisons = [
-            item if item.label is not None else replace(item, label=layout.label)
-            for item in self.form.compare(row, kwise_rule)
-        ]
         numbers = {
             name: read_number(name, row[name])
             for name in OPTIONAL_COLUMNS
             if not is_empty(row.get(name)) and str(row[name]).strip().casefold() not in ("nan", "none")
         }
-        return ComparedRow(row, comparisons, metadata, numbers)
+        comparisons = [
+            replace(item, **{"label": layout.label if item.label is None else item.label, **numbers})
+            for item in self.form.compare(row, kwise_rule)
+        ]
+        return ComparedRow(row, comparisons, metadata)
 
     def is_meant_before(self, other: SourceFormat, present: frozenset[str]) -> bool:
         """True if it asks for more of the columns than the other and passes over none that the other reads."""
@@ -289,27 +273,6 @@ def _is_json(value: object) -> bool:
         return isinstance(value, str | int) or bool(json.dumps(value, allow_nan=False))
     except (TypeError, ValueError):
         return False
-
-
-def _renamed(
-    layout: Layout, rows: Iterable[tuple[int, Row]], structured: frozenset[str] = frozenset()
-) -> Iterator[tuple[int, Row]]:
-    """The rows under our names, without what the layout ignores."""
-    roots = {root_of(path) for theirs in layout.columns.values() if theirs for path in paths_of(theirs)}
-    twice = [ours for ours, theirs in layout.columns.items() if layout.name and theirs and ours not in roots]
-    if twice:
-        rows = (
-            (number, row | {f"{name}{OVERWRITTEN}": row[name] for name in twice if name in row}) for number, row in rows
-        )
-    ours = renamed(rows, layout.columns, structured)
-    if not layout.ignore:
-        yield from ours
-        return
-    ignored: dict[str, bool] = {}
-    for number, row in ours:
-        for name in row.keys() - ignored.keys():
-            ignored[name] = name not in layout.columns and layout.ignores(name.removesuffix(OVERWRITTEN))
-        yield number, {name: value for name, value in row.items() if not ignored[name]}
 
 
 def _belonging(layout: Layout, rows: Iterable[tuple[int, Row]], tally: RowTally) -> Iterator[tuple[int, Row]]:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import reduce
 from typing import Any
 
 from rm_optimizer.core.rows.messages import (
-    CONTEXT_ROLE,
     TEMPLATE_COLUMNS,
     Message,
     Prompt,
@@ -20,9 +19,10 @@ from rm_optimizer.core.rows.messages import (
     is_assistant,
     is_empty,
     is_message,
-    parsed_text,
+    parsed,
+    require_text,
 )
-from rm_optimizer.core.rows.prompts import as_messages, read_prompt, with_context
+from rm_optimizer.core.rows.prompts import as_messages, read_prompt, split_context, with_context
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
@@ -64,23 +64,16 @@ def in_context(row: Row, prompt: Prompt, columns: Mapping[str, str | None]) -> P
     """
     if (lost := unread_column(row, columns)) is not None:
         raise ValueError(f"{lost} is not read and would be lost; write it into the prompt, or leave the column out")
-    for name in ("input", "system"):
-        text: Any = row.get(name)
-        if is_empty(text):
-            continue
-        if not isinstance(text, str):
-            raise ValueError(f"{name} must be text, got {json.dumps(text, default=str)[:60]}")
-        if name == "system":
-            messages = as_messages(prompt)
-            start = int(messages[0].role == CONTEXT_ROLE)
-            if messages[start].role != "system":
-                prompt = (*messages[:start], Message("system", text), *messages[start:])
-            elif messages[start].content.split() != text.split():
-                raise ValueError("the system column says otherwise than the prompt's own system message; leave one out")
-        elif isinstance(prompt, str):
-            prompt = f"{prompt}\n{text}"
-        else:
-            raise ValueError("input follows an instruction that is text, but the prompt is a list of messages")
+    given, system = (None if is_empty(row.get(name)) else require_text(name, row[name]) for name in ("input", "system"))
+    if given is not None and not isinstance(prompt, str):
+        raise ValueError("input follows an instruction that is text, but the prompt is a list of messages")
+    prompt = prompt if given is None else f"{prompt}\n{given}"
+    if system is not None:
+        context, messages = split_context(as_messages(prompt))
+        if messages[0].role != "system":
+            prompt = with_context((Message("system", system), *messages), context)
+        elif messages[0].content.split() != system.split():
+            raise ValueError("the system column says otherwise than the prompt's own system message; leave one out")
     return with_context(prompt, row)
 
 
@@ -98,9 +91,8 @@ def unread_column(row: Row, columns: Mapping[str, str | None]) -> str | None:
     reads_input = "input" in columns or columns.get("prompt") == "instruction"
     for name, value in row.items():
         outer, _, last = name.rpartition(".")
-        if outer and not is_empty(value) and (is_context(last) or is_message(value)):
-            return name
-        if name in UNREAD_COLUMNS and not is_empty(value) and not (name == "input" and reads_input):
+        is_lost = name in UNREAD_COLUMNS and not (name == "input" and reads_input)
+        if (is_lost or (outer and (is_context(last) or is_message(value)))) and not is_empty(value):
             return name
     return None
 
@@ -112,38 +104,27 @@ _TRUTH: Mapping[str, object] = {"true": 1, "false": 0}
 _SLICE = re.compile(r"(-?\d*):(-?\d*)")
 _SIDES = (("chosen", "rejected"), ("response_a", "response_b"))
 _LISTS = ("responses", "scores", "ranks")
+_CANDIDATES = frozenset({*_SIDES[0], *_SIDES[1], *_LISTS})
 _MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
 """Begin of a text that looks like a list of messages in some notation."""
 
 
-def renamed(
-    rows: Iterable[tuple[int, Row]], columns: Columns, structured: frozenset[str] = frozenset()
-) -> Iterator[tuple[int, Row]]:
-    """The rows under our column names; columns without one of ours keep theirs.
-
-    A name such as `answer.text` reads inside objects, and the same part of each object of a list. `turns.-1` is the
-    last item of a list, `turns.:-1` all before it, and `response*` or `fields.response*` what has such a name. What
-    lies beside a path becomes a column with its path for name.
+def with_lists(row: Row, structured: frozenset[str] = frozenset()) -> Row:
+    """The row under our names with lists of responses for texts that spell them, and for single messages.
 
     Args:
-        rows: numbered rows.
-        columns: column mapping.
+        row: the row.
         structured: columns of responses whose text is read as the list that it spells, as `structured_columns` finds
             them. Lists of responses and scores always are.
     """
-    given = {ours: paths_of(theirs) for ours, theirs in columns.items() if theirs is not None}
-    for number, row in rows:
-        ours = _mapped(row, columns, given) if columns else row
-        lists: Row = {}
-        for name in (*_SIDES[0], *_SIDES[1], *_LISTS):
-            value = ours.get(name)
-            if isinstance(value, str) and (name in structured or name in _LISTS):
-                value = parsed_text(value)
-            if is_message(value):
-                value = [value]
-            if isinstance(value, list) and value is not ours[name]:
-                lists[name] = value
-        yield number, ours | lists if lists else ours
+    lists: Row = {}
+    for name in row.keys() & _CANDIDATES:
+        value = row[name]
+        if name in structured or name in _LISTS:
+            value = parsed(value)
+        if isinstance(value := [value] if is_message(value) else value, list):
+            lists[name] = value
+    return row | lists
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -156,17 +137,30 @@ def paths_of(theirs: Any) -> list[str]:
     return [theirs] if isinstance(theirs, str) else [*(theirs.values() if isinstance(theirs, Mapping) else theirs)]
 
 
-def _mapped(row: Row, columns: Columns, given: Mapping[str, list[str]]) -> Row:
-    """The row under our names, with what lies beside the paths that are read or left out."""
-    paths = dict.fromkeys([*itertools.chain(*given.values()), *(ours for ours in columns if ours not in given)])
-    roots = {path: columns_at(path, row) for path in paths}
-    mapped = {ours: cell(row, columns[ours]) for ours, each in given.items() if any(roots[path] for path in each)}
+def renamed(row: Row, columns: Columns, paths: Mapping[str, Sequence[str]]) -> Row:
+    """The row under our column names; columns without one of ours keep theirs.
+
+    A name such as `answer.text` reads inside objects, and the same part of each object of a list. `turns.-1` is the
+    last item of a list, `turns.:-1` all before it, and `response*` or `fields.response*` what has such a name. What
+    lies beside a path becomes a column with its path for name.
+
+    Args:
+        row: the row as it is stored.
+        columns: column mapping.
+        paths: names and paths that each of our columns is read from, or its own name where it is left out.
+    """
+    roots = {path: columns_at(path, row) for each in paths.values() for path in each}
+    mapped = {
+        ours: cell(row, theirs)
+        for ours, theirs in columns.items()
+        if theirs is not None and any(roots[path] for path in paths[ours])
+    }
     consumed = {*itertools.chain(*roots.values())}
     kept = {name: value for name, value in row.items() if name not in consumed}
     inside = dict.fromkeys(name for path, found in roots.items() if "." in path for name in found if name != path)
     texts = [text for value in mapped.values() for text in texts_in(value)] if inside else []
     for root in inside:
-        read = [path.split(".")[1:] for path in paths if root_of(path) == root]
+        read = [path.split(".")[1:] for path in roots if root_of(path) == root]
         kept |= _beside(root, row.get(root), read, texts)
     return kept | mapped
 
@@ -184,14 +178,13 @@ def _beside(path: str, value: Any, read: Sequence[list[str]], texts: Sequence[st
         yield path, value
     if not read or [] in read:
         return
-    value, wanted = parsed_text(value) if isinstance(value, str) else value, {steps[0] for steps in read}
+    value, wanted = parsed(value), {steps[0] for steps in read}
     if isinstance(value, list) and not any(re.match(r"-?\d|-?\d*:", step) for step in wanted):
-        of_items = dict.fromkeys(str(name) for item in value if isinstance(item, Mapping) for name in item)
-        value = {name: _inside(value, name) for name in dict.fromkeys([*filter(is_context, of_items), *wanted])}
         value = {
             name: part
-            for name, part in value.items()
-            if name in wanted or not all(is_empty(each) or is_missing(each) for each in part)
+            for name in dict.fromkeys(str(key) for item in value if isinstance(item, Mapping) for key in item)
+            for part in [_inside(value, name)]
+            if name in wanted or (is_context(name) and not all(is_empty(each) or is_missing(each) for each in part))
         }
     parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for name, part in parts:
@@ -236,13 +229,7 @@ def cell(row: Row, path: Any) -> Any:
         return _conversation({role: cell(row, each) for role, each in path.items()})
     if not isinstance(path, str):
         return [cell(row, each) for each in path]
-    if path in row:
-        return row[path]
-    name, *steps = path.split(".")
-    value: Any = _inside(row, name)
-    for step in steps:
-        value = _inside(value, step)
-    return value
+    return row[path] if path in row else reduce(_inside, path.split("."), row)
 
 
 def read_number(name: str, value: object) -> float:
@@ -262,9 +249,9 @@ def read_number(name: str, value: object) -> float:
 
 def _conversation(speakers: Mapping[str, Any]) -> list[dict[str, str]] | None:
     """The messages of texts or lists of texts, one for each speaker; None if they are not alike or of one length."""
-    parsed = [parsed_text(value) if isinstance(value, str) else value for value in speakers.values()]
-    are_plain = not any(isinstance(value, list) for value in parsed)
-    lists = [[value] for value in speakers.values()] if are_plain else parsed
+    lists = [*map(parsed, speakers.values())]
+    if not any(isinstance(value, list) for value in lists):
+        lists = [[value] for value in speakers.values()]
     if not all(map(are_texts, lists)) or len(set(map(len, lists))) != 1:
         return None
     turns = zip(*lists, strict=True)
@@ -276,18 +263,18 @@ def _slice(step: re.Match[str]) -> slice:
 
 
 def _inside(value: Any, step: str) -> Any:
-    if isinstance(value, str):
-        value = parsed_text(value)
+    value = parsed(value)
     if isinstance(value, Mapping):
         if "*" in step:
             return {name: part for name, part in value.items() if fnmatchcase(name, step) and not is_empty(part)}
         return value.get(step)
-    if isinstance(value, list) and (found := _SLICE.fullmatch(step)):
+    if not isinstance(value, list):
+        return None
+    if found := _SLICE.fullmatch(step):
         return value[_slice(found)]
-    if isinstance(value, list) and step.lstrip("-").isdigit():
-        index = int(step)
-        return value[index] if -len(value) <= index < len(value) else None
-    return [_inside(item, step) for item in value] if isinstance(value, list) else None
+    if step.lstrip("-").isdigit():
+        return value[int(step)] if -len(value) <= int(step) < len(value) else None
+    return [_inside(item, step) for item in value]
 
 
 def structured_columns(path: str, rows: Sequence[Row], named_format: str) -> tuple[frozenset[str], list[str]]:
@@ -309,46 +296,45 @@ def structured_columns(path: str, rows: Sequence[Row], named_format: str) -> tup
         for name in ("prompt", *_SIDES[0], *_SIDES[1])
     }
     most = {name: max(counts, key=counts.__getitem__, default="") for name, counts in kinds.items()}
-    if lost := next((name for name, kind in most.items() if kind == "unreadable"), None):
+    if lost := [name for name in most if most[name] == "unreadable"]:
         raise DataError(
-            f"{path}: {lost} holds lists of messages as text that cannot be read; write the file as JSON Lines or "
+            f"{path}: {lost[0]} holds lists of messages as text that cannot be read; write the file as JSON Lines or "
             "Parquet, where lists stay lists"
         )
     if most["prompt"] in ("texts", "list"):
-        first = {name: f"{name}.0" for name, counts in kinds.items() if counts}
+        first = Spelling.current().columns({name: f"{name}.0" for name, counts in kinds.items() if counts})
         raise DataError(
-            f"{path}: prompt holds lists of texts, one for each turn; read the first turn with "
-            f"{Spelling.current().columns(first)}, or write conversations as messages"
+            f"{path}: prompt holds lists of texts, one for each turn; read the first turn with {first}, or write "
+            "conversations as messages"
         )
     found, notes = set[str](), list[str]()
     for names in _SIDES:
         odd, listed = sum(kinds[name]["messages"] for name in names), [name for name in names if most[name] == "texts"]
         if {most[name] for name in names} == {"messages"} and named_format in ("auto", "messages", "winner"):
             found.update(names)
-            notes.append(f"{path}: {', '.join(names)} hold messages written as text, which are read as messages")
+            notes.append(f"{', '.join(names)} hold messages written as text, which are read as messages")
         elif odd:
             cells = f"{odd} of {sum(kinds[name].total() for name in names)} cells of {', '.join(names)}"
-            notes.append(f"{path}: {cells} look like messages and are read as text")
+            notes.append(f"{cells} look like messages and are read as text")
         if named_format == "lists":
             found.update(listed)
         elif listed:
-            notes.append(
-                f"{path}: {' and '.join(listed)} holds lists of texts written as text, which are read as text; "
-                f"{Spelling.current().option('format', 'lists')} reads each as several responses"
-            )
-    return frozenset(found), notes
+            as_text = "holds lists of texts written as text, which are read as text"
+            option = Spelling.current().option("format", "lists")
+            notes.append(f"{' and '.join(listed)} {as_text}; {option} reads each as several responses")
+    return frozenset(found), [f"{path}: {note}" for note in notes]
 
 
 def _kind(value: Any) -> str:
     """Kind of a cell: text that spells messages or texts or looks like messages that cannot be read, a list, other."""
     if not isinstance(value, str):
         return "list" if are_texts(value) else "other"
-    parsed = parsed_text(value)
-    if is_assistant(parsed) or (isinstance(parsed, list) and parsed and all(map(is_message, parsed))):
+    found = parsed(value)
+    if is_assistant(found) or (isinstance(found, list) and found and all(map(is_message, found))):
         return "messages"
-    if parsed is None and _MESSAGES.match(value):
+    if found is value and _MESSAGES.match(value):
         return "unreadable"
-    return "texts" if are_texts(parsed) else "other"
+    return "texts" if are_texts(found) else "other"
 
 
 def is_missing(value: Any) -> bool:
@@ -361,11 +347,11 @@ def texts_in(value: Any) -> Iterator[str]:
 
     Roles and types are no texts of messages.
     """
-    parsed = parsed_text(value) if isinstance(value, str) else value
-    if isinstance(parsed, Mapping):
-        parsed = [part for name, part in parsed.items() if name not in ("role", "from", "type")]
-    if isinstance(parsed, list | tuple):
-        for item in parsed:
+    parts = parsed(value)
+    if isinstance(parts, Mapping):
+        parts = [part for name, part in parts.items() if name not in ("role", "from", "type")]
+    if isinstance(parts, list | tuple):
+        for item in parts:
             yield from texts_in(item)
     elif not is_empty(value):
         yield str(value)

@@ -7,7 +7,7 @@ from typing import Any
 
 from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, OPTIONAL_COLUMNS, UNREAD_COLUMNS, read_number
 from rm_optimizer.core.rows.messages import has_messages, is_empty, require_text
-from rm_optimizer.core.rows.readers import Report, Row
+from rm_optimizer.core.rows.readers import Report, Row, each
 
 SINGLE_RESPONSE = frozenset({"response", "score"})
 """Columns of a table with one response a row, which `gather_responses` turns into lists."""
@@ -31,23 +31,22 @@ def gather_responses(
             count, and for the first row of a prompt whose rows differ in a number of the pair.
         by: further columns whose values rows of one prompt must share to belong together.
     """
+
+    def entry(row: Row) -> Row:
+        if not has_messages(row.get("response")):
+            require_text("response", row.get("response"))
+        return row | {"score": read_number("score", row.get("score"))}
+
     groups: dict[tuple[str, ...], list[tuple[int, Row]]] = {}
     context = ("prompt", *sorted({*CONTEXT_COLUMNS, *UNREAD_COLUMNS}), *by)
-    for number, row in rows:
-        try:
-            if not has_messages(row.get("response")):
-                require_text("response", row.get("response"))
-            entry = row | {"score": read_number("score", row.get("score"))}
-        except ValueError as error:
-            report(number, str(error))
-            continue
+    for number, row in each(rows, entry, report):
         whole = tuple("" if is_empty(row.get(name)) else repr(row[name]) for name in context)
-        groups.setdefault(whole, []).append((number, entry))
+        groups.setdefault(whole, []).append((number, row))
     for members in groups.values():
         number, first = members[0]
         columns = {name: [row.get(name) for _, row in members] for name in first if name != "prompt"}
         listed = {"responses": columns.pop("response"), "scores": columns.pop("score")}
-        differing = {name: each for name, each in columns.items() if each.count(each[0]) < len(each)}
+        differing = {name: cells for name, cells in columns.items() if cells.count(cells[0]) < len(cells)}
         if of_pairs := differing.keys() & OPTIONAL_COLUMNS:
             report(number, f"the rows of its prompt differ in {min(of_pairs)}, which is one number for all of them")
         else:
@@ -64,22 +63,19 @@ def gather_trees(rows: Iterable[tuple[int, Row]], tree: Mapping[str, str], repor
             message that names the one it replies to.
         report: function called for trees and messages that cannot be used.
     """
-    for number, row in _planted(rows, tree, report) if "parent" in tree else rows:
-        root = row if "parent" in tree else row.get(tree["root"])
+
+    def groups(row: Row) -> list[Row]:
         shared = {name: value for name, value in row.items() if name not in {*_MESSAGE, *tree.values()}}
-        try:
-            found = list(_turns(root, ()))
-        except (ValueError, RecursionError) as error:
-            report(number, str(error) if isinstance(error, ValueError) else "its replies are nested too deeply")
-            continue
+        found = list(_turns(row.get(tree["root"]) if "root" in tree else row, ()))
         if not found:
-            report(number, "no turn of the tree has two ranked replies")
-        yield from ((number, shared | {"turn": turn} | each) for turn, each in enumerate(found, 1))
+            raise ValueError("no turn of the tree has two ranked replies")
+        return [shared | {"turn": turn} | group for turn, group in enumerate(found, 1)]
+
+    planted = rows if "root" in tree else _planted(rows, tree, report)
+    yield from ((number, group) for number, found in each(planted, groups, report) for group in found)
 
 
-def _planted(
-    rows: Iterable[tuple[int, Row]], tree: Mapping[str, str], report: Report
-) -> Iterator[tuple[int, dict[str, Any]]]:
+def _planted(rows: Iterable[tuple[int, Row]], tree: Mapping[str, str], report: Report) -> Iterator[tuple[int, Row]]:
     """The first messages of all trees, with the replies in place."""
     nodes = {row.get(tree["id"]): (number, {**row, "replies": []}) for number, row in rows}
     for number, node in nodes.values():

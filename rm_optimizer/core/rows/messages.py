@@ -181,29 +181,23 @@ def without_nulls(value: Any) -> Any:
     return list(map(without_nulls, value)) if isinstance(value, list | tuple) else value
 
 
-def parsed_text(text: str) -> Any:
-    """The value of a text that spells a list or an object in JSON or as Python prints it; None for any other text.
+def parsed(value: Any) -> Any:
+    """The value of a text that spells a list or an object in JSON or as Python prints it; any other value itself.
 
     Python's notation counts only if the value prints as the same text: what numpy prints reads as other values.
 
     Example:
-        >>> parsed_text("['a', None]"), parsed_text("['a' 'b']"), parsed_text("Hi")
-        (['a', None], None, None)
+        >>> parsed("['a', None]"), parsed("['a' 'b']"), parsed("Hi"), parsed(1)
+        (['a', None], "['a' 'b']", 'Hi', 1)
     """
-    text = text.strip()
-    if not text.startswith(("[", "{")):
-        return None
-    try:
+    if not isinstance(value, str) or not (text := value.strip()).startswith(("[", "{")):
+        return value
+    with suppress(ValueError, RecursionError):
         return json.loads(text)
-    except (ValueError, RecursionError):
-        pass
-    if _OTHER_ESCAPE.search(text):
-        return None
-    try:
-        value = ast.literal_eval(text)
-        return value if repr(value) == text else None
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
-        return None
+    with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
+        if not _OTHER_ESCAPE.search(text) and repr(found := ast.literal_eval(text)) == text:
+            return found
+    return value
 
 
 def messages_text(text: str) -> list[Any] | None:
@@ -215,7 +209,7 @@ def messages_text(text: str) -> list[Any] | None:
     """
     if not text.lstrip().startswith("[") or not any(name in text for name in _FIELD_NAMES):
         return None
-    value = parsed_text(text)
+    value = parsed(text)
     return value if isinstance(value, list) and value and all(map(is_message, value)) else None
 
 
@@ -302,7 +296,7 @@ def _read_message(name: str, number: int, item: object) -> Message:
                 raise ValueError(f"{where}: {given} must be text, got {type(value).__name__}")
             fields[ours] = value
     if isinstance(role, str) and role.strip().lower() in _CALL_ROLES and isinstance(content, str):
-        role, content, fields = "assistant", "", {"tool_calls": list(_calls(where, parsed_text(content)))} | fields
+        role, content, fields = "assistant", "", {"tool_calls": list(_calls(where, parsed(content)))} | fields
     if content is None and "tool_calls" in fields:
         content = ""  # the text of a turn that only calls tools is null in OpenAI's form
     message = Message(role, content, fields)

@@ -20,7 +20,7 @@ from rm_optimizer.core.rows.messages import (
     are_objects,
     is_empty,
     messages_text,
-    parsed_text,
+    parsed,
     read_messages,
     shown_kind,
     without_nulls,
@@ -49,9 +49,9 @@ def with_context(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
         value = values.get(name)
         if is_empty(value):
             continue
-        value = without_nulls(_parsed(value))
+        value = without_nulls(parsed(value))
         if isinstance(value, list):
-            value = without_nulls(list(map(_parsed, value)))
+            value = without_nulls(list(map(parsed, value)))
         are_named = name == "chat_template_kwargs"
         if not (isinstance(value, dict) if are_named else are_objects(value)):
             raise ValueError(f"{name} must be {'an object' if are_named else 'a list of objects'}, got {value!r:.60}")
@@ -144,10 +144,4 @@ def read_prompt(value: object) -> Prompt:
         messages = parse_transcript(body.removesuffix(LAST_TURN))
         if any(message.role == "user" for message in messages):
             return messages
-    return read_messages("prompt", parsed) if (parsed := messages_text(value)) else value
-
-
-def _parsed(value: object) -> Any:
-    """The value that a text spells, or the value itself."""
-    found = parsed_text(value) if isinstance(value, str) else None
-    return value if found is None else found
+    return read_messages("prompt", found) if (found := messages_text(value)) else value

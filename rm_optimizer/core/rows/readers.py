@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -26,6 +26,7 @@ Row: TypeAlias = dict[str, Any]
 """Column names to Python values."""
 Report: TypeAlias = Callable[[int, str], None]
 """Function of the number of a bad row and the reason."""
+FoundT = TypeVar("FoundT")
 _Reader: TypeAlias = Callable[[Path, Report, str | None], Iterator[tuple[int, Row]]]
 
 _HUB_NAME = re.compile(r"(?P<name>\w[\w.-]*/\w[\w.-]*)(?::(?P<config>[^:]*))?(?::(?P<split>.*))?")
@@ -63,9 +64,29 @@ def read_rows(source: str | Path, report: Report, encoding: str | None = None) -
         return _hub(location)
     if not path.parent.is_dir():
         raise DataError(f"{location}: no such file; the folder {path.parent} does not exist")
-    near = nearest(path.name, [entry.name for entry in path.parent.iterdir()], 0.5)
-    similar = f"did you mean '{path.parent / near[0]}'?" if near else None
-    raise DataError(f"{location}: no such file; {similar or f'nothing in {path.parent.resolve()} has a similar name'}")
+    told = f"nothing in {path.parent.resolve()} has a similar name"
+    for near in nearest(path.name, [entry.name for entry in path.parent.iterdir()], 0.5)[:1]:
+        told = f"did you mean '{path.parent / near}'?"
+    raise DataError(f"{location}: no such file; {told}")
+
+
+def each(
+    rows: Iterable[tuple[int, Row]], function: Callable[[Row], FoundT], report: Report
+) -> Iterator[tuple[int, FoundT]]:
+    """Results of a function of the rows, each with the number of its row.
+
+    Args:
+        rows: numbered rows.
+        function: function of a row that raises a `ValueError` for a bad one.
+        report: function called with the reason of each bad row.
+    """
+    for number, row in rows:
+        try:
+            found = function(row)
+        except (ValueError, RecursionError) as error:
+            report(number, "its values are nested too deeply" if isinstance(error, RecursionError) else str(error))
+        else:
+            yield number, found
 
 
 def row_unit(source: str | Path) -> str:
@@ -82,18 +103,15 @@ def source_name(source: str | Path) -> str:
     """
     if is_hub_name(str(source)):
         return str(source).partition(":")[0]
-    path = Path(source)
-    name = _unpacked(path.name)
-    return name.removesuffix(_suffix(path)) if _suffix(path) in _READERS else name
+    name, suffix = _unpacked(Path(source).name), _suffix(Path(source))
+    return name.removesuffix(suffix) if suffix in _READERS else name
 
 
 def is_hub_name(location: str) -> bool:
     """True if text is the name of a hub data set and not a path."""
-    found = _HUB_NAME.fullmatch(location)
-    if found is None or Path(location).expanduser().exists():
+    if (found := _HUB_NAME.fullmatch(location)) is None or Path(location).expanduser().exists():
         return False
-    name = Path(found["name"])
-    return _suffix(name) not in _READERS and not name.parent.is_dir()
+    return _suffix(name := Path(found["name"])) not in _READERS and not name.parent.is_dir()
 
 
 def _unpacked(name: str) -> str:
@@ -107,15 +125,13 @@ def _suffix(path: Path) -> str:
 
 
 def _file_reader(path: Path) -> _Reader:
-    suffix = _suffix(path)
-    if suffix not in _READERS or (suffix == ".parquet" and path.name.lower().endswith(_PACKED)):
-        shown = "".join(path.suffixes[-2:]) if path.name.endswith(_PACKED) else path.suffix
+    suffix, is_packed = _suffix(path), path.name.lower().endswith(_PACKED)
+    if suffix not in _READERS or (suffix == ".parquet" and is_packed):
+        shown = "".join(path.suffixes[-2:]) if is_packed else path.suffix
         remedy = f"; {_REMEDIES[suffix]}" if suffix in _REMEDIES else ""
         raise DataError(f"{path}: {did_you_mean('kind of file', shown, [*_READERS, *_GZIPPED])}{remedy}")
     if not path.is_file():
-        raise DataError(
-            f"{path}: expected a file, got a pipe or device, which cannot be read twice; write it to a file"
-        )
+        raise DataError(f"{path}: expected a file, got a pipe or device, which is read once only; write it to a file")
     if path.stat().st_size == 0:
         raise DataError(f"{path}: the file is empty")
     return _READERS[suffix]
@@ -234,7 +250,7 @@ def _json(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[in
         content = file.read()
     is_object = content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{")
     try:
-        rows = [json.loads(content)] if is_object else json.loads(content)
+        rows = json.loads(content)
     except json.JSONDecodeError as error:
         if is_object and error.msg == "Extra data":
             yield from parse_lines(path, io.BytesIO(content), report)
@@ -245,8 +261,8 @@ def _json(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[in
         raise
     except (RecursionError, ValueError) as error:
         raise DataError(f"{path}: the file cannot be read: {_unreadable(error)}") from error
-    if is_object and isinstance(rows[0].get("data"), list):
-        rows = rows[0]["data"]
+    if isinstance(rows, dict):
+        rows = rows["data"] if isinstance(rows.get("data"), list) else [rows]
     if not isinstance(rows, list):
         raise DataError(f"{path}: expected a JSON array of objects, got {type(rows).__name__}")
     for number, row in enumerate(rows, 1):
@@ -257,51 +273,32 @@ def _csv(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[int
     """Rows with the line that each starts on; blank lines are left out."""
     delimiter, expected = ("\t", "tabs") if _suffix(path) == ".tsv" else (",", "commas")
     csv.field_size_limit(_LONGEST_FIELD)
-    header: list[str] = []
+    number, header = 1, list[str]()
     with io.TextIOWrapper(_open(path, encoding), encoding="utf-8-sig", newline="") as text:
         reader = csv.reader(text, delimiter=delimiter, strict=True)
-        while True:
-            number = reader.line_num + 1
-            try:
-                cells = next(reader, None)
-            except csv.Error as error:
-                raise DataError(
-                    f"{path}, line {number}: a quoted field is not closed, or a quote in it is not doubled ({error})"
-                ) from error
-            if cells is None:
-                return
-            if header and cells and len(cells) != len(header):
-                report(number, f"has {len(cells)} fields where the header has {len(header)}")
-            elif header and cells:
-                yield number, dict(zip(header, cells, strict=True))
-            elif cells:
-                header = cells
-                if len(header) == 1 and any(mark in header[0] for mark in ",;\t"):
-                    raise DataError(
-                        f"{path}, line 1: fields must be separated by {expected}, got the header {header[0]!r}"
-                    )
-                if twice := [name for name in header if header.count(name) > 1]:
-                    raise DataError(f"{path}, line 1: the header names column '{twice[0]}' twice")
+        try:
+            for cells in reader:
+                if not header and len(cells) == 1 and any(mark in cells[0] for mark in ",;\t"):
+                    told = f"fields must be separated by {expected}, got the header {cells[0]!r}"
+                    raise DataError(f"{path}, line 1: {told}")
+                if not header:
+                    header = cells
+                    require_distinct_columns(path, header)
+                elif len(cells) == len(header):
+                    yield number, dict(zip(header, cells, strict=True))
+                elif cells:
+                    report(number, f"has {len(cells)} fields where the header has {len(header)}")
+                number = reader.line_num + 1
+        except csv.Error as error:
+            told = f"a quoted field is not closed, or a quote in it is not doubled ({error})"
+            raise DataError(f"{path}, line {number}: {told}") from error
 
 
-_READERS: dict[str, _Reader] = {
-    ".parquet": _parquet,
-    ".jsonl": _json_lines,
-    ".json": _json,
-    ".csv": _csv,
-    ".ndjson": _json_lines,
-    ".tsv": _csv,
-}
+_READERS: dict[str, _Reader] = {".parquet": _parquet, ".jsonl": _json_lines, ".json": _json, ".csv": _csv}
+_READERS |= {".ndjson": _json_lines, ".tsv": _csv}
 _GZIPPED = (".jsonl.gz", ".json.gz", ".csv.gz")
-
-
-_REMEDIES = (
-    {
-        ".xlsx": "save it as CSV",
-    }
-    | dict.fromkeys((".pkl", ".pickle", ".arrow", ".feather"), "write it with to_parquet")
-    | dict.fromkeys((".bz2", ".xz", ".zip"), "unpack it")
-)
+_REMEDIES = dict.fromkeys((".pkl", ".pickle", ".arrow", ".feather"), "write it with to_parquet")
+_REMEDIES |= dict.fromkeys((".bz2", ".xz", ".zip"), "unpack it") | {".xlsx": "save it as CSV"}
 """Remedies for kinds of data files that are not read."""
 
 
@@ -334,11 +331,11 @@ def require_files(source: str) -> None:
 def source_files(source: str) -> list[NamedFiles]:
     """The files of a source: a file, a hub name, a folder of files or a pattern such as `sets/*.parquet`.
 
-    Of a folder and those below it the files of one kind are read: Parquet before JSON Lines, JSON and CSV. Other
-    kinds are left out if a file that is read has the same name, and so are JSON files.
+    Of a folder and those below it the files of all kinds are read: Parquet, JSON Lines, JSON and CSV. A file is left
+    out if one of an earlier kind has the same name, and a JSON file beside Parquet or JSON Lines.
 
     Raises:
-        DataError: if a folder holds no file of pairs, files of two kinds or a model, or nothing matches the pattern.
+        DataError: if a folder holds no file of pairs, or a model, or nothing matches the pattern.
     """
     path = Path(source).expanduser()
     if path.is_dir() and not any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
@@ -348,17 +345,14 @@ def source_files(source: str) -> list[NamedFiles]:
                 "the model first: rm-opt evaluate MODEL --data PAIRS)"
             )
         shown = [file for file in sorted(path.rglob("*")) if not any(map(_HIDDEN, file.relative_to(path).parts))]
-        readers = dict.fromkeys(_READERS.values())
-        kinds = ([file for file in shown if _READERS.get(_suffix(file)) is reader] for reader in readers)
-        files = next(filter(None, kinds), [])
+        files = list[Path]()
+        for reader in dict.fromkeys(_READERS.values()):
+            names = {".json", *map(source_name, files)} if files else set[str]()
+            kind = [file for file in shown if _READERS.get(_suffix(file)) is reader]
+            files += [file for file in kind if names.isdisjoint({source_name(file), _suffix(file)})]
         if not files:
             raise DataError(f"{source}: the folder holds no Parquet, JSON Lines, JSON or CSV file")
         left_out = [file for file in shown if _suffix(file) in {*_READERS, *_REMEDIES} and file not in files]
-        names = {*map(source_name, files)}
-        for file in left_out:
-            if _suffix(file) in _READERS and _suffix(file) != ".json" and source_name(file) not in names:
-                both = " and ".join(f"{path}/**/*{_suffix(each)}" for each in (files[0], file))
-                raise DataError(f"{source}: the folder holds files of two kinds; name one of {both}, or a list of both")
         return [NamedFiles(path.resolve().name, source, [*map(str, files)], [*map(str, left_out)])]
     if not path.exists() and glob.has_magic(source):
         matches = sorted(glob.glob(str(path), recursive=True))
@@ -369,13 +363,12 @@ def source_files(source: str) -> list[NamedFiles]:
 
 
 def _saved_folder(path: Path) -> Iterator[tuple[int, Row]]:
-    splits = path / "dataset_dict.json"
-    if splits.exists():
+    if (splits := path / "dataset_dict.json").exists():
         names = json.loads(splits.read_text(encoding="utf-8")).get("splits", [])
         raise DataError(f"{path}: the folder holds the splits {', '.join(names)}; name one, such as {path / names[0]}")
     if not (path / "state.json").exists():
-        files = sorted(entry.name for entry in path.iterdir() if _suffix(entry) in _READERS)
-        hint = f"name one of its files: {', '.join(files[:8])}" if files else "name a file"
+        files = ", ".join(sorted(entry.name for entry in path.iterdir() if _suffix(entry) in _READERS)[:8])
+        hint = f"name one of its files: {files}" if files else "name a file"
         raise DataError(f"{path}: the folder was not written by datasets' save_to_disk; {hint}")
     from datasets import load_from_disk
 

@@ -119,7 +119,7 @@ def test_an_unclosed_quote_names_the_line_it_opens_on(text: str, tmp_path: Path)
 
 def test_a_repeated_csv_column_is_refused(tmp_path: Path):
     (tmp_path / "a.csv").write_text("a,b,a\n1,2,3\n")
-    with pytest.raises(DataError, match="names column 'a' twice"):
+    with pytest.raises(DataError, match="there are two columns 'a'"):
         rows_of(tmp_path / "a.csv")
 
 
@@ -341,15 +341,18 @@ def test_what_a_folder_leaves_out_is_said(tmp_path: Path):
     assert len(data) == len(ROWS)
 
 
-def test_a_folder_reads_both_endings_of_a_kind_and_refuses_two_kinds(tmp_path: Path):
-    for name in ("a.jsonl", "b.ndjson"):
+def test_a_folder_reads_files_of_all_kinds_and_a_table_in_two_forms_once(tmp_path: Path):
+    for name in ("a.jsonl", "below/a.jsonl", "b.ndjson"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
         write_lines(tmp_path / name, ROWS)
-    assert len(PreferenceDataset(str(tmp_path))) == 2 * len(ROWS)
-    (tmp_path / "c.tsv").write_text("prompt\tchosen\trejected\nHi\ta\tb\n")
-    with pytest.raises(DataError, match=r"files of two kinds; name one of .*\*\.jsonl and .*\*\.tsv, or a list"):
+    for name in ("a", "c"):
+        (tmp_path / f"{name}.tsv").write_text("prompt\tchosen\trejected\nHi\ta\tb\n")
+    data = PreferenceDataset(str(tmp_path))
+    assert len(data) == 3 * len(ROWS) + 1
+    assert data.notes == (f"{tmp_path}: 4 files are read, 1 are left out: {tmp_path / 'a.tsv'}",)
+    (tmp_path / "d.csv").write_text("step,loss\n1,2\n")
+    with pytest.raises(DataError, match=r"d\.csv: name yours as"):
         PreferenceDataset(str(tmp_path))
-    both = [str(tmp_path / "**/*.jsonl"), str(tmp_path / "**/*.tsv")]
-    assert len(PreferenceDataset(both)) == len(ROWS) + 1
 
 
 @pytest.mark.parametrize("options", [{"train": "{}"}, {"train": "a.jsonl", "val": "{}"}])
