@@ -14,7 +14,7 @@ from os.path import commonprefix
 from statistics import median
 from typing import Any, TypeGuard
 
-from rm_optimizer.core.pairs.formats import FORMATS, RowFormat, described, detect_format
+from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat, described, detect_format
 from rm_optimizer.core.pairs.layouts import Layout
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
@@ -46,7 +46,7 @@ _SYSTEMATIC = 0.1
 
 
 def _said(sentence: str, **parts: object) -> str:
-    """A sentence of the hints with its parts; lists are joined, and options stay a placeholder unless they are given."""
+    """A sentence of the hints with its parts, lists joined; options that are not given stay a placeholder."""
     words = {name: ", ".join(map(str, part)) if isinstance(part, list) else part for name, part in parts.items()}
     text: str = _HINTS["sentences"][sentence]
     return text.format(**{"options": "{options}", "meant": _HINTS["sentences"]["meant"], **words})
@@ -292,22 +292,39 @@ _SENTENCE = 5
 """Words from which a text that few rows share is content."""
 
 
-def unread_note(path: str, rows: Sequence[Row], read: frozenset[str]) -> str | None:
+def unread_options(source: DataSource, form: RowFormat) -> str | None:
+    """Sentence on a mapping or values of a winner column that the rows' format does not read; None if it reads all.
+
+    Raises:
+        DataError: with that sentence, if the source brings the options, which are not defaults of all sources.
+    """
+    entrance, layout = Spelling.current(), source.layout
+    unread = {ours: theirs for ours, theirs in layout.columns.items() if theirs and ours in READ_COLUMNS - form.columns}
+    options = {"columns": entrance.columns(unread)} if unread else {}
+    if layout.winner is not None and form.name != "winner":
+        options["winner"] = entrance.option("winner", str(layout.winner))
+    if not options:
+        return None
+    option, named = entrance.option("format", "NAME"), " and ".join(options.values())
+    text = _said("no_effect", options=named, form=form.name, expects=form.expects, option=option)
+    if options.keys() <= source.inherited:
+        return text
+    raise DataError(f"{source.path}: {text}")
+
+
+def unread_note(rows: Sequence[Row], read: frozenset[str]) -> str | None:
     """A sentence that names the columns of text that no format reads; None if there are none.
 
     Ids, sources, numbers and short text of few values are metadata. A text that also stands in a column that is read is
     not lost.
 
     Args:
-        path: the source as it was named.
-        rows: its first rows under our column names.
+        rows: the first rows of a source under our column names.
         read: columns that are read.
     """
-    if not (unread := _unread_content(rows, read)):
-        return None
-    return (
-        f"{path}: {_said('content', names=unread, without=Spelling.current().columns(dict.fromkeys(unread, 'null')))}"
-    )
+    unread = _unread_content(rows, read)
+    without = Spelling.current().columns(dict.fromkeys(unread, "null"))
+    return _said("content", names=unread, without=without) if unread else None
 
 
 def _unread_content(rows: Sequence[Row], read: Collection[str]) -> list[str]:
@@ -326,7 +343,8 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
         source: the source.
         pairs: its pairs, whose metadata are the unread columns.
     """
-    sides = tuple(source.layout.columns.get(name) or name for name in _PAIR)
+    chosen, rejected = (source.layout.columns.get(name) or name for name in _PAIR)
+    sides = (chosen, rejected)
     decided = [(pair.metadata, 1 if pair.label > 0.5 else -1) for pair in pairs if pair.label != 0.5]
     rows = [row for row, _ in decided]
     names = columns_of(rows)

@@ -148,9 +148,9 @@ def _of_sides(row: Row, *, are_listed: bool) -> list[Comparison]:
     """Every chosen response against every rejected one."""
     sides: dict[str, list[Any]] = {}
     for name in ("chosen", "rejected"):
-        value = row.get(name)
+        value: Any = row.get(name)
         is_list = are_listed and isinstance(value, list) and value and not any(map(is_message, value))
-        sides[name] = value if is_list else [value]
+        sides[name] = [*value] if is_list else [value]
     prompt, texts = _candidates(row, [(name, each) for name in sides for each in sides[name]])
     num = len(sides["chosen"])
     of_each = {"index": [*range(num), *range(len(texts) - num)]} if are_listed else {}

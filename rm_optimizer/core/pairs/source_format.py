@@ -14,8 +14,9 @@ from rm_optimizer.core.pairs.column_hints import (
     require_readable,
     suggestion,
     unread_note,
+    unread_options,
 )
-from rm_optimizer.core.pairs.formats import READ_COLUMNS, Comparison, RowFormat, detect_format
+from rm_optimizer.core.pairs.formats import Comparison, RowFormat, detect_format
 from rm_optimizer.core.pairs.layouts import ALWAYS_READ, Layout, published, require_columns
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
@@ -86,14 +87,12 @@ class SourceFormat:
             DataError: if the rows lack a column, look like no format, fit two layouts, or hold a column that would be
                 misread.
         """
-        notes, near = list[str](), list[str]()
-        if source.layout.is_open:
-            source, near = _recognized(source, first)
-            if source.layout.name:
-                other = Spelling.current().option("layout", "NAME")
-                told = f"{source.layout.shown}, {source.layout.in_words()}; name another with {other}, or map columns"
-                notes.append(f"{source.path}: read as {told}")
-        layout = source.layout
+        given = source.layout
+        source, near = _recognized(source, first) if source.layout.is_open else (source, [])
+        layout, notes = source.layout, list[str | None]()
+        if layout.name and not given.name:
+            other = Spelling.current().option("layout", "NAME")
+            notes.append(f"read as {layout.shown}, {layout.in_words()}; name another with {other}, or map columns")
         require_columns(source.path, layout, [row for _, row in first])
         stored = list(_belonging(layout, first, RowTally.of_trial(source.path))) or first
         mapped = [with_lists(layout.ours(row)) for _, row in stored]
@@ -103,13 +102,14 @@ class SourceFormat:
         if form is None or not any(map(form.fits, rows)):
             raise no_format(source, rows, near)
         lost = [each for each in near if ": prompt is not read by layout" in each]
-        notes += [f"{source.path}: read as format {form.name}, not as {each}" for each in lost[:1]]
-        unread = _unread_options(source, form)
+        notes += [f"read as format {form.name}, not as {each}" for each in lost[:1]]
+        unread = unread_options(source, form)
         require_readable(source, form, rows)
         has_one_response = form.name == "kwise" and "responses" not in mapped[0]
-        read = form.columns | SINGLE_RESPONSE | ALWAYS_READ
-        notes += [*found, *(note for note in (unread, unread_note(source.path, rows, read)) if note is not None)]
-        return cls(source, form, has_one_response, structured, tuple(notes))
+        notes += [*found, unread, unread_note(rows, form.columns | SINGLE_RESPONSE | ALWAYS_READ)]
+        return cls(
+            source, form, has_one_response, structured, tuple(f"{source.path}: {note}" for note in notes if note)
+        )
 
     @classmethod
     def opened(cls, source: DataSource, tally: RowTally) -> tuple[SourceFormat, Iterator[tuple[int, Row]]]:
@@ -170,10 +170,11 @@ class SourceFormat:
         ours = each(_belonging(layout, rows, tally), self._ours, tally.report)
         if self.has_one_response:
             ours = gather_responses(ours, tally.report, layout.group)
+        file = source_name(self.source.path)
         for number, found in each(ours, partial(self._compared, kwise_rule), tally.report):
             if self.form.makes_groups:
                 turn = f".{found.row['turn']}" if layout.tree else ""
-                found.metadata["group"] = f"{self._file_name}:{number}{turn}"
+                found.metadata["group"] = f"{file}:{number}{turn}"
             yield number, found
 
     def _ours(self, stored: Row) -> Row:
@@ -191,7 +192,7 @@ class SourceFormat:
         layout = self.source.layout
         # Columns that nothing reads are metadata; those of a `metadata` column, as `PreferencePair.to_dict` writes it,
         # join them.
-        metadata = _kept((name, value) for name, value in row.items() if name not in self._columns)
+        metadata = _kept((name, value) for name, value in row.items() if name not in self._read)
         if isinstance(metadata.get("metadata"), dict):
             metadata = _kept(metadata.pop("metadata").items()) | metadata
         if self.source.is_named and "source" in metadata:
@@ -201,13 +202,13 @@ class SourceFormat:
             metadata["source"] = ", ".join(metadata["source"])
         if self.form.name == "winner" and layout.verdicts is not None:
             row = row | {"winner": layout.verdicts.read(row.get("winner"))}
-        numbers = {
+        numbers: dict[str, Any] = {
             name: read_number(name, row[name])
             for name in OPTIONAL_COLUMNS
             if not is_empty(row.get(name)) and str(row[name]).strip().casefold() not in ("nan", "none")
         }
         comparisons = [
-            replace(item, **{"label": layout.label if item.label is None else item.label, **numbers})
+            replace(item, **({"label": layout.label} if item.label is None else {}) | numbers)
             for item in self.form.compare(row, kwise_rule)
         ]
         return ComparedRow(row, comparisons, metadata)
@@ -226,41 +227,10 @@ class SourceFormat:
         return required, frozenset(each for each in present - required - own if not layout.ignores(each))
 
     @cached_property
-    def _file_name(self) -> str:
-        return source_name(self.source.path)
-
-    @cached_property
-    def _columns(self) -> frozenset[str]:
-        """Columns that are no metadata; beside a list of responses, `response` and `score` are."""
-        return self.form.columns - SINGLE_RESPONSE | {PER_RESPONSE, *ALWAYS_READ}
-
-    @cached_property
     def _read(self) -> frozenset[str]:
-        """Columns that are read from each row."""
-        return self._columns | (SINGLE_RESPONSE if self.has_one_response else frozenset())
-
-
-def _unread_options(source: DataSource, form: RowFormat) -> str | None:
-    """Sentence on a mapping or values of a winner column that the rows' format does not read; None if it reads all.
-
-    Raises:
-        DataError: with that sentence, if the source brings the options, which are not defaults of all sources.
-    """
-    entrance, layout = Spelling.current(), source.layout
-    unread = {ours: theirs for ours, theirs in layout.columns.items() if theirs and ours in READ_COLUMNS - form.columns}
-    options = {"columns": entrance.columns(unread)} if unread else {}
-    if layout.winner is not None and form.name != "winner":
-        options["winner"] = entrance.option("winner", str(layout.winner))
-    if not options:
-        return None
-    text = (
-        f"{source.path}: {' and '.join(options.values())} has no effect here, since the rows are read by format "
-        f"{form.name} ({form.expects}); leave it out, or name the format that reads it with "
-        f"{entrance.option('format', 'NAME')}"
-    )
-    if options.keys() <= source.inherited:
-        return text
-    raise DataError(text)
+        """Columns that are read and no metadata; beside a list of responses, `response` and `score` are metadata."""
+        columns = self.form.columns | {PER_RESPONSE, *ALWAYS_READ}
+        return columns if self.has_one_response else columns - SINGLE_RESPONSE
 
 
 def _kept(items: Iterable[tuple[str, Any]]) -> dict[str, Any]:

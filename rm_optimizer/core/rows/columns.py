@@ -322,7 +322,7 @@ def structured_columns(path: str, rows: Sequence[Row], named_format: str) -> tup
             as_text = "holds lists of texts written as text, which are read as text"
             option = Spelling.current().option("format", "lists")
             notes.append(f"{' and '.join(listed)} {as_text}; {option} reads each as several responses")
-    return frozenset(found), [f"{path}: {note}" for note in notes]
+    return frozenset(found), notes
 
 
 def _kind(value: Any) -> str:
