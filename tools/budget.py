@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9503,
+    "core": 9362,
     "serving": 4125,
     "landscape": 3825,
     "training": 2777,
@@ -28,17 +28,17 @@ ROOMS: Mapping[str, int] = {
     "explanation": 896,
     "records": 765,
     "optim": 754,
-    "evaluation": 1045,
+    "evaluation": 1044,
     "modules at the top": 481,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 59,
-    "import lines": 5794,
+    "import lines": 5798,
     "import lines inside functions": 331,
-    "lines of code": 36500,
-    "private functions with one caller": 392,
+    "lines of code": 36358,
+    "private functions with one caller": 393,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple
 
 from rm_optimizer.core.rows.columns import read_number
@@ -72,22 +74,19 @@ class Winner:
             >>> Winner.parse("strength:-3,3").read(2).margin
             2.0
         """
-        if isinstance(option, str) and option in _NUMBERS:
-            return cls(option)
         kind, colon, rest = option.partition(":") if isinstance(option, str) else ("", "", "")
-        if colon and kind in _SCALES:
-            try:
-                first, second = (read_number("winner", end) for end in rest.split(","))
-            except ValueError:
-                first = second = 0.0
-            if first == second:
-                raise ConfigError(
-                    f"winner must name the numbers of the first and the second response as {kind}:1,2, got {option!r}"
-                )
-            return cls(kind, ends=(first, second))
-        if colon and kind == "majority":
-            return cls(kind, _values(rest))
-        return cls("values", _values(option))
+        if kind in _NUMBERS and not colon:
+            return cls(kind)
+        if kind not in _SCALES or not colon:
+            is_majority = kind == "majority" and colon
+            return cls("majority", _values(rest)) if is_majority else cls("values", _values(option))
+        with suppress(ValueError):
+            first, second = (read_number("winner", end) for end in rest.split(","))
+            if first != second:
+                return cls(kind, ends=(first, second))
+        raise ConfigError(
+            f"winner must name the numbers of the first and the second response as {kind}:1,2, got {option!r}"
+        )
 
     def read(self, value: object) -> Verdict:
         """Return the preference that a cell states.
@@ -98,15 +97,14 @@ class Winner:
         if self.kind in _NUMBERS:
             return self._of_numbers(value)
         if self.kind in _SCALES:
-            number = read_number("winner", value)
-            first, second = self.ends
-            if not min(self.ends) <= number <= max(self.ends):
-                raise ValueError(f"winner must lie in [{min(self.ends):g}, {max(self.ends):g}], got {number:g}")
+            number, (first, second), (low, high) = read_number("winner", value), self.ends, sorted(self.ends)
+            if not low <= number <= high:
+                raise ValueError(f"winner must lie in [{low:g}, {high:g}], got {number:g}")
             if self.kind == "probability":
                 return Verdict((second - number) / (second - first))
             label = _better(abs(number - second), abs(number - first))
             return Verdict(label, abs(number - (first + second) / 2))
-        told = [self._label(each) for each in _flat(value) if not is_empty(each)] or [self._label(value)]
+        told = [self._label(each) for each in _cells(value) if not is_empty(each)] or [self._label(value)]
         mean = sum(told) / len(told)
         votes = (float(told.count(1.0)), float(told.count(0.0))) if len(told) > 1 else None
         return Verdict(_better(mean, 0.5) if self.kind == "majority" else mean, None, votes)
@@ -119,15 +117,14 @@ class Winner:
     def _of_numbers(self, value: object) -> Verdict:
         if not isinstance(value, list) or len(value) not in _NUMBERS[self.kind]:
             raise ValueError(f"winner must be a list of {_NUMBERS[self.kind][0]} numbers, got {value!r}")
-        numbers = [read_number("winner", number) for number in value]
-        first, second, tie = (*numbers, 0.0)[:3]
+        first, second, tie = (*(read_number("winner", number) for number in value), 0.0)[:3]
         if self.kind == "scores":
             return Verdict(_better(first, second), abs(first - second), None, (first, second))
         if self.kind == "votes":
             if min(first, second) < 0 or first + second == 0:
                 raise ValueError(f"votes must be counts of which one is positive, got {first:g} and {second:g}")
             return Verdict(first / (first + second), None, (first, second))
-        if sorted(numbers)[:-1] != [0] * (len(numbers) - 1) or max(numbers) != 1:
+        if sorted((first, second, tie)) != [0, 0, 1]:
             raise ValueError(f"exactly one of the winner's numbers must be 1 and the others 0, got {value}")
         return Verdict(first + 0.5 * tie)
 
@@ -159,12 +156,9 @@ def _value_key(value: object) -> str:
         return text
 
 
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, list):
-        for item in value:
-            yield from _flat(item)
-    else:
-        yield value
+def _cells(value: Any) -> list[Any]:
+    """The cells in lists of any depth."""
+    return [*chain.from_iterable(map(_cells, value))] if isinstance(value, list) else [value]
 
 
 def few_values(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
@@ -180,14 +174,14 @@ def named_values(rows: Sequence[Row], name: str, sides: Sequence[str]) -> list[A
     numbers 0 and 1 mean either side in one data set or another.
     """
     marks = [re.search(r"(?:^|[\W_])([a-z])$", side.casefold()) for side in sides]
+    names = [
+        rf"{re.escape(side.casefold())}" + (f"|({_NOUNS})?{mark[1]}" if mark else "")
+        for side, mark in zip(sides, marks, strict=True)
+    ]
     places: tuple[list[str], ...] = ([], [], [], [])
     for value in few_values(rows, name):
-        text = value.casefold()
-        named = [
-            text == side.casefold() or bool(mark and re.fullmatch(rf"({_NOUNS})?{mark[1]}", text))
-            for side, mark in zip(sides, marks, strict=True)
-        ]
-        places[named.index(True) if sum(named) == 1 else 2 if _TIES.match(text) else 3].append(value)
+        named = [re.fullmatch(pattern, value.casefold()) is not None for pattern in names]
+        places[named.index(True) if sum(named) == 1 else 2 if _TIES.match(value.casefold()) else 3].append(value)
     if not all(places[:2]):
         return [TODO] * 3
     listed = [each[0] if len(each) == 1 else each for each in places[:3] if each]
