@@ -96,7 +96,8 @@ def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]
     with _points(context, identity, size * size + len(checkpoints)) as ledger:
         subset = select_parameters(context.measured_loss.model, context.measured_loss.params)
         weights = (read_checkpoint(path)[1].items() for path in checkpoints.values())
-        named = ({f"model.{name}": tensor for name, tensor in own} for own in weights)  # as the reward model names them
+        rest = dict(context.measured_loss.model.named_parameters())  # the base that checkpoints of an adapter leave out
+        named = (rest | {f"model.{name}": tensor for name, tensor in own} for own in weights)
         displacements = displacements_of(named, subset)
         plane = trajectory_plane(displacements)
         x, y = plane_ranges(plane, size)

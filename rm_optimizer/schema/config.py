@@ -29,6 +29,13 @@ class Attention(StrEnum):
     eager = "eager"
 
 
+class WeightType(StrEnum):
+    """Type of a base model's frozen weights; weights that train are float32 in any case."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
 class PrefixSharing(StrEnum):
     """Computation of a prompt once for both responses: `auto` where it is exact, `on`, `off`."""
 
@@ -88,6 +95,8 @@ class ModelConfig(Options, group="model"):
     """Weights that are not trained: `backbone`, or a number for the embeddings and as many layers after them."""
     router_aux_loss_coef: float | None = within("(0, inf)", None)
     """Coefficient of the balancing loss of a mixture of experts in the training loss; null leaves it out."""
+    dtype: WeightType = needing("path", WeightType.float32)
+    """Type of frozen weights; bfloat16 halves their memory and needs adapter=lora or model.freeze=backbone."""
     dropout: bool = False
     """Keep the dropout of the backbone's configuration, functional attention dropout included."""
     gradient_checkpointing: bool = False
@@ -354,6 +363,10 @@ class TrainConfig(Options):
             frozen, compiled = self.model.freeze == FREEZE_BACKBONE, self.hardware != MISSING and self.hardware.compile
             require(not frozen, "model.router_aux_loss_coef", "be null with model.freeze=backbone", "a number")
             require(not compiled, "model.router_aux_loss_coef", "be null with hardware.compile=true", "a number")
+        if MISSING not in (self.adapter, self.model) and self.model.dtype == WeightType.bfloat16:
+            kept = self.adapter.kind == AdapterKind.lora or self.model.freeze == FREEZE_BACKBONE
+            need = "be float32 unless adapter=lora or model.freeze=backbone keeps the backbone as it is"
+            require(kept, "model.dtype", f"{need} (small updates of half weights round away)", self.model.dtype)
         if MISSING not in (self.adapter, self.model) and self.adapter.kind != AdapterKind.none and self.model.freeze:
             raise ConfigError(
                 f"adapter={self.adapter.kind} trains no weight of the backbone, so model.freeze={self.model.freeze} "

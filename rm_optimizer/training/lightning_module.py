@@ -27,9 +27,10 @@ from rm_optimizer.core.model.sharding import (
     unreduced_gradients,
     whole,
 )
-from rm_optimizer.core.storage.loading import PAYLOAD_KEY, checkpoint_payload
+from rm_optimizer.core.storage.adapter_files import adapter_tensor_names, separate_base
+from rm_optimizer.core.storage.loading import PAYLOAD_KEY, WEIGHTS_PREFIX, checkpoint_payload
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PairBatch
-from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.errors import CheckpointError, ConfigError, DataError
 from rm_optimizer.optim import build_optimizer, build_schedule, set_train_mode
 from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
@@ -86,9 +87,11 @@ class RewardModelLightning(pl.LightningModule):
             preset = typed(compose(rate), TrainConfig)
             optimizer, schedule = optimizer or preset.optimizer, schedule or preset.schedule
         self.model = base_model
+        self.base = None
         if isinstance(base_model, BradleyTerryRM):
+            self.base = separate_base(base_model.model)  # before the weights are sharded
             # bitsandbytes adds its own entries to the state of four-bit matrices
-            self.strict_loading = not is_quantized(base_model.model)
+            self.strict_loading = self.base is None and not is_quantized(base_model.model)
         self.loss_config = loss or LossConfig()
         self.optimizer_config = optimizer
         self.schedule_config = schedule
@@ -197,9 +200,21 @@ class RewardModelLightning(pl.LightningModule):
         return loss.expand(batch.num_pairs), chosen - rejected
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add everything that `BradleyTerryRM.from_pretrained` needs to load the `.ckpt`."""
+        """Add everything that `from_pretrained` needs to load the `.ckpt`, and leave out an adapter's base."""
         if isinstance(self.model, BradleyTerryRM):
-            checkpoint[PAYLOAD_KEY] = checkpoint_payload(self.model)
+            checkpoint[PAYLOAD_KEY] = checkpoint_payload(self.model, self.base)
+            if self.base is not None:
+                kept = {WEIGHTS_PREFIX + name for name in adapter_tensor_names(self.model.model)}
+                state = checkpoint["state_dict"]
+                checkpoint["state_dict"] = {name: value for name, value in state.items() if name in kept}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse a checkpoint of an adapter that was trained with another base."""
+        base = ((checkpoint.get(PAYLOAD_KEY) or {}).get("adapter") or {}).get("base")
+        if base and (self.base is None or self.base.fingerprint != base["fingerprint"]):
+            raise CheckpointError(
+                f"the checkpoint holds an adapter of other weights than {base['source']} holds now; restore that base"
+            )
 
 
 class RunModule(RewardModelLightning):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.building import compile_backbone
-from rm_optimizer.core.classifier.head import head_side_modules, require_trainable_head
+from rm_optimizer.core.classifier.head import head_side_modules, keep_exact, require_trainable_head
 from rm_optimizer.core.classifier.router_loss import RouterBalance
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.orders import PairOrder
@@ -99,6 +99,8 @@ def freeze(model: BradleyTerryRM, weights: str) -> None:
     if weights == FREEZE_BACKBONE:
         side = tuple(f"model.{name}." for name in head_side_modules(model.model))
         frozen = [each.parameter for each in parts.parameters if not each.name.startswith(side)]
+        for name in head_side_modules(model.model):
+            keep_exact(model.model.get_submodule(name))
     elif (count := int(weights)) < parts.num_layers:
         frozen = [each.parameter for each in parts.parameters if each.layer is not None and each.layer <= count]
     else:
@@ -138,6 +140,7 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, qua
     shared |= {"gradient_checkpointing": config.gradient_checkpointing, "pooling_head": config.pooling_head}
     if config.path is not None:
         origin: dict[str, Any] = {"revision": config.revision, "trust_remote_code": config.trust_remote_code}
+        origin["dtype"] = config.dtype.value
         return BradleyTerryRM.from_pretrained(config.path, quantize=quantize, new_head=True, **origin, **shared)
     assert config.max_length is not None, "checked with the options"
     tokenizer = tokenizer_of_pairs(train.pairs, config.vocab_size)

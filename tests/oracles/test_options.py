@@ -200,6 +200,7 @@ ELSEWHERE: Mapping[str, str] = {
     "model.architecture.model_type": "core/model/test_reward_model.py",
     "model.gpu_tokens": "schema/test_hardware.py",
     "model.router_aux_loss_coef": "training/test_router_loss.py",
+    "model.dtype": "training/test_large_bases.py",
     "model.pooling_head": "tutorial/test_plug_ins.py",
     "training.suites": "training/test_suites.py",
     "training.suites_every": "training/test_suites.py",

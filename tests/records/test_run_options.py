@@ -13,7 +13,14 @@ from rm_optimizer.schema import TrainConfig, compose, typed
 FIXED = (
     *("seed", "loss", "optimizer", "schedule", "adapter"),
     *("model.name", "model.path", "model.revision", "model.architecture", "model.vocab_size", "model.max_length"),
-    *("model.dropout", "model.pooling_head", "model.freeze", "model.router_aux_loss_coef", "batching.batch_size"),
+    *(
+        "model.dropout",
+        "model.pooling_head",
+        "model.freeze",
+        "model.dtype",
+        "model.router_aux_loss_coef",
+        "batching.batch_size",
+    ),
     *(
         "data.val_fraction",
         "data.split_seed",

@@ -91,11 +91,12 @@ def load_whole_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copy whole tensors, the same on every rank, into a sharded model.
 
     Raises:
-        KeyError: if a weight is missing.
+        KeyError: if the model has no such weight.
     """
+    state = model.state_dict()
     with torch.no_grad():
-        for name, tensor in model.state_dict().items():
-            tensor.copy_(shard_like(weights[name], tensor))
+        for name, tensor in weights.items():
+            state[name].copy_(shard_like(tensor, state[name]))
 
 
 def most_over_ranks(count: int, device: torch.device) -> int:

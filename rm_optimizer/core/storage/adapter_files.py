@@ -30,6 +30,7 @@ from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.classifier.quantization import is_packed, is_quantized, unpacked
 from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.errors import CheckpointError, needs_import
+from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.locations import ADAPTER_FILE
 
 if TYPE_CHECKING:
@@ -96,14 +97,43 @@ def base_fingerprint(model: PreTrainedModel, saved: Collection[str]) -> str:
     return digest.hexdigest()[:16]
 
 
-def describe_adapter(model: PreTrainedModel) -> dict[str, Any] | None:
-    """Description of the adapter in a training checkpoint, as JSON values; None without an adapter."""
+def separate_base(model: PreTrainedModel) -> BaseModel | None:
+    """The base that a training checkpoint leaves out, since it can be loaded again; None if the checkpoint holds it."""
+    return base_of(model) if has_adapter(model) and lora_config(model).base_model_name_or_path else None
+
+
+def describe_adapter(model: PreTrainedModel, base: BaseModel | None) -> dict[str, Any] | None:
+    """Description of the adapter in a training checkpoint, as JSON values; None without an adapter.
+
+    Args:
+        model: the classifier.
+        base: the base that the checkpoint leaves out, from `separate_base`.
+    """
     if not has_adapter(model):
         return None
     config: dict[str, Any] = lora_config(model).to_dict()
     values = {name: sorted(value) if isinstance(value, set) else value for name, value in config.items()}
-    described: dict[str, Any] = json.loads(json.dumps({"config": values, "is_quantized": is_quantized(model)}))
-    return described
+    described = {"config": values, "is_quantized": is_quantized(model), "base": base and json_values(base)}
+    read: dict[str, Any] = json.loads(json.dumps(described))
+    return read
+
+
+def require_base(model: PreTrainedModel, saved: Collection[str], base: Mapping[str, Any], where: str | Path) -> None:
+    """Refuse a base whose weights are not those that an adapter was trained with.
+
+    Args:
+        model: the adapted classifier.
+        saved: names of its tensors that belong to the adapter.
+        base: the recorded base.
+        where: folder or file of the adapter, for the message.
+
+    Raises:
+        CheckpointError: if the weights are others.
+    """
+    if base_fingerprint(model, saved) != base["fingerprint"]:
+        raise CheckpointError(
+            f"the adapter in {where} belongs to other weights than {base['source']} holds now; restore that base model"
+        )
 
 
 def adapter_tensor_names(model: PreTrainedModel) -> frozenset[str]:
@@ -192,11 +222,8 @@ class StoredAdapter:
         attach(model, self.config, seed=0)
         tensors = adapter_tensors(model, folder)
         model.load_state_dict(tensors, strict=False)
-        if self.base and base_fingerprint(model, tensors) != self.base["fingerprint"]:
-            raise CheckpointError(
-                f"the adapter in {folder} belongs to other weights than {self.base['source']} holds now; "
-                "restore that base model"
-            )
+        if self.base:
+            require_base(model, tensors, self.base, folder)
         return frozenset(tensors)
 
 

@@ -29,7 +29,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils import logging as transformers_logging
 from transformers.utils.hub import extract_commit_hash
 
-from rm_optimizer.core.classifier.adapters import attach, has_untrained_adapter, import_peft
+from rm_optimizer.core.classifier.adapters import attach, has_adapter, has_untrained_adapter, import_peft
 from rm_optimizer.core.classifier.building import (
     LoadOptions,
     build,
@@ -45,9 +45,11 @@ from rm_optimizer.core.classifier.quantization import is_quantized, quantization
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.rows.hub import restored_hub
 from rm_optimizer.core.storage.adapter_files import (
+    BaseModel,
     StoredAdapter,
     adapter_tensor_names,
     describe_adapter,
+    require_base,
 )
 from rm_optimizer.core.storage.certificate import ParityCertificate
 from rm_optimizer.core.storage.model_files import (
@@ -73,11 +75,15 @@ WEIGHTS_PREFIX = "model.model."
 """Before the classifier's parameter names: the training module's `model` is a `BradleyTerryRM`, whose `model` it is."""
 
 
-def checkpoint_payload(reward_model: ClassifierRewardModel) -> dict[str, Any]:
+def checkpoint_payload(reward_model: ClassifierRewardModel, base: BaseModel | None = None) -> dict[str, Any]:
     """Payload of a `.ckpt` under `PAYLOAD_KEY`, from which `from_pretrained` reads the file.
 
     Configuration, class, tokenizer, adapter and identity are JSON values, safe under `torch.load(weights_only=True)`.
     The tokenizer's files are stored in base64, since some are binary.
+
+    Args:
+        reward_model: the model.
+        base: base of its adapter, if the file holds the adapter alone.
     """
     model = reward_model.model
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +93,7 @@ def checkpoint_payload(reward_model: ClassifierRewardModel) -> dict[str, Any]:
         "config": json.loads(model.config.to_json_string(use_diff=False)),
         "architecture": {"class": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch.")},
         "tokenizer_files": files,
-        "adapter": describe_adapter(model),
+        "adapter": describe_adapter(model, base),
         "export": json.loads(json.dumps(reward_model.identity())),
     }
 
@@ -119,7 +125,7 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Path) -> None:
-    """Load a checkpoint's weights into a classifier, every one of them; a base in four bits stays as it was read.
+    """Load a checkpoint's weights into a classifier, every one; the base of an adapter stored alone stays as read.
 
     Args:
         model: model of the architecture in `read_checkpoint`'s payload.
@@ -129,8 +135,8 @@ def load_weights(model: PreTrainedModel, weights: Mapping[str, Tensor], path: Pa
     Raises:
         CheckpointError: if names are missing or unknown.
     """
-    if is_quantized(model):
-        names = adapter_tensor_names(model)
+    names = adapter_tensor_names(model) if has_adapter(model) else frozenset[str]()
+    if is_quantized(model) or weights.keys() == names:
         weights = {name: value for name, value in weights.items() if name in names}
         missing, unknown = sorted(names - weights.keys()), list[str]()
         model.load_state_dict(weights, strict=False)
@@ -344,9 +350,12 @@ def _from_checkpoint(path: Path, options: LoadOptions) -> LoadedModel:
         model = build(config, options)
     else:
         lora = import_peft().LoraConfig(**described["config"])
-        # A base in four bits is read from its own source.
-        model = _base_of(lora, described, options).model if described["is_quantized"] else build(config, options)
+        base = described.get("base")  # earlier versions stored it in the file, unless it was in four bits
+        is_apart = described["is_quantized"] or base
+        model = _base_of(lora, described, options).model if is_apart else build(config, options)
         attach(model, lora, seed=options.seed)
+        if base:
+            require_base(model, weights, base, path)
     load_weights(model, weights, path)
     return LoadedModel(model, tokenizer, False, {"identity": payload["export"]})
 

@@ -1,0 +1,105 @@
+"""What a large base needs: frozen weights in bfloat16, and checkpoints that leave the base out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from rm_optimizer.core.classifier.adapters import add_adapter
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.storage.adapter_files import adapter_tensor_names
+from rm_optimizer.core.storage.loading import PAYLOAD_KEY, checkpoint_payload, read_checkpoint
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
+from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.records.run_folder import RunFolder
+from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
+from rm_optimizer.training.preparation import trainable_model
+from rm_optimizer.training.run import run_training
+from tests.builders import tiny_model, tiny_tokenizer
+
+FEW = (
+    "data.synthetic.num_train=32",
+    "data.synthetic.num_val=8",
+    "batching.batch_size=8",
+    "training.checkpoint_every=2",
+)
+TEXTS = (["Why?", "Say more."], ["Because it is so.", "No."])
+
+
+def base_folder(folder: Path, family: str = "llama", seed: int = 0) -> Path:
+    tokenizer = tiny_tokenizer(family)
+    tiny_model(family, tokenizer, seed=seed).base_model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def config(small_overrides: list[str]) -> Callable[..., TrainConfig]:
+    others = [line for line in small_overrides if not line.startswith("model.")]
+
+    def build(folder: Path, base: Path, *options: str) -> TrainConfig:
+        own = [
+            "model=custom",
+            f"model.path={base}",
+            "model.max_length=64",
+            f"output_dir={folder}",
+            "training.checkpoint_every=2",
+        ]
+        return typed(compose([*others, *FEW, *own, *options]), TrainConfig)
+
+    return build
+
+
+def test_checkpoints_of_an_adapter_leave_its_base_out_and_continue_to_the_same_numbers(config, tmp_path):
+    base = base_folder(tmp_path / "base")
+    whole = run_training(config(tmp_path / "whole", base, "adapter=lora"))
+    run = RunFolder(tmp_path / "whole")
+    names = adapter_tensor_names(BradleyTerryRM.from_pretrained(run.best_checkpoint).model)
+    for path in (run.best_checkpoint, *run.checkpoints.values()):
+        assert read_checkpoint(path)[1].keys() == names
+    merged = BradleyTerryRM.from_pretrained(whole.export).score(*TEXTS)
+    assert torch.allclose(BradleyTerryRM.from_pretrained(run.best_checkpoint).score(*TEXTS), merged, atol=1e-5)
+
+    run_training(config(tmp_path / "parts", base, "adapter=lora", "training.max_steps=2"))
+    resumed = run_training(config(tmp_path / "parts", base, "adapter=lora", "resume=auto"))
+    assert resumed.metrics.nll.value == whole.metrics.nll.value
+
+    base_folder(base, seed=1)
+    with pytest.raises(CheckpointError, match=r"belongs to other weights than .*base holds now"):
+        BradleyTerryRM.from_pretrained(run.best_checkpoint)
+    with pytest.raises(CheckpointError, match=r"an adapter of other weights than .*base holds now"):
+        run_training(config(tmp_path / "parts", base, "adapter=lora", "resume=auto", "training.epochs=2"))
+
+
+def test_a_checkpoint_that_holds_the_base_is_read_without_it(tmp_path):
+    model = BradleyTerryRM.from_pretrained(base_folder(tmp_path / "base"), new_head=True)
+    add_adapter(model.model, AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0), seed=0)
+    state = {f"model.{name}": value for name, value in model.state_dict().items()}
+    torch.save({"state_dict": state, PAYLOAD_KEY: checkpoint_payload(model)}, tmp_path / "whole.ckpt")
+    base_folder(tmp_path / "base", seed=1)
+    assert torch.equal(BradleyTerryRM.from_pretrained(tmp_path / "whole.ckpt").score(*TEXTS), model.score(*TEXTS))
+
+
+@pytest.mark.parametrize(("family", "how"), [("llama", "adapter=lora"), ("roberta", "model.freeze=backbone")])
+def test_frozen_weights_in_bfloat16_train_the_rest_in_float32(config, tmp_path, family, how):
+    base, losses = base_folder(tmp_path / "base", family), {}
+    for dtype in ("float32", "bfloat16"):
+        options = config(tmp_path / dtype, base, how, "optimizer.lr=1e-2", f"model.dtype={dtype}")
+        parameters = list(trainable_model(options, PreferenceDataset([])).parameters())
+        assert {each.dtype for each in parameters if each.requires_grad} == {torch.float32}
+        assert {each.dtype for each in parameters if not each.requires_grad} == {getattr(torch, dtype)}
+        losses[dtype] = run_training(options).metrics.nll.value
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], abs=0.02)
+    assert losses["bfloat16"] != losses["float32"]
+
+
+@pytest.mark.parametrize(
+    "options", [(), ("adapter=qlora",), ("model.freeze=1",)], ids=["every weight", "four bits", "some layers"]
+)
+def test_half_weights_that_would_train_are_refused(config, tmp_path, options):
+    with pytest.raises(ConfigError, match=r"model\.dtype must be float32 unless adapter=lora or model\.freeze"):
+        config(tmp_path, tmp_path, "model.dtype=bfloat16", *options)
