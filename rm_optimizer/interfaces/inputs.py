@@ -52,8 +52,12 @@ class PairOptions:
         float, Option("--label", min=0, max=1, help="P(chosen > rejected) for rows without a label; 0.5 for ties.")
     ] = 1.0
 
-    def load(self, source: str | Sequence[str]) -> PreferenceDataset:
+    def load(self, source: str | Sequence[str], *, shows_layouts: bool = True) -> PreferenceDataset:
         """Read one source, or several as one data set, each an argument of `PreferenceDataset`.
+
+        Args:
+            source: the source or sources.
+            shows_layouts: log the first pair of each layout that the rows have.
 
         Raises:
             ConfigError: if a flag's value is unknown, or a file is named twice.
@@ -70,11 +74,12 @@ class PairOptions:
         named = Counter(file for name in sources for part in source_files(name) for file in part.files)
         if twice := [file for file, count in named.items() if count > 1]:
             raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")
-        from rm_optimizer.core.tokens.dataset import load_pairs  # takes a second
+        from rm_optimizer.core.tokens.audit import layout_examples  # takes a second
+        from rm_optimizer.core.tokens.dataset import load_pairs
 
         with Spelling.flags.used():
             data = load_pairs([{"path": name, "label": self.label} for name in sources], options)
-        for note in data.notes:
+        for note in (*data.notes, *(layout_examples(data) if shows_layouts else ())):
             _log.warning(note)
         return data
 
@@ -87,7 +92,9 @@ class PairOptions:
         options: ReadOptions = {"on_bad_row": self.on_bad_row, "max_bad_share": self.max_bad_share}
         return read_config("rm-opt", options, Spelling.flags)
 
-    def load_splits(self, sources: Sequence[str], named: str) -> dict[str, PreferenceDataset]:
+    def load_splits(
+        self, sources: Sequence[str], named: str, *, shows_layouts: bool = True
+    ) -> dict[str, PreferenceDataset]:
         """Read each source as a data set, keyed by its file name, or by the whole source if two names are equal.
 
         Raises:
@@ -97,7 +104,7 @@ class PairOptions:
             raise ConfigError(f"{named} must name each source once, got {', '.join(sources)}")
         names = [Path(source).name or source for source in sources]
         keys = names if len(set(names)) == len(names) else sources
-        return dict(zip(keys, map(self.load, sources), strict=True))
+        return {key: self.load(each, shows_layouts=shows_layouts) for key, each in zip(keys, sources, strict=True)}
 
     def column_mapping(self) -> dict[str, str | list[str] | None] | None:
         """Mapping `{ours: theirs}`, or None if no column is mapped.

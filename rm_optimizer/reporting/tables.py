@@ -15,9 +15,8 @@ from rich.text import Text
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics
-from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
-from rm_optimizer.core.rows.messages import shown_response
-from rm_optimizer.core.tokens.audit import QUANTILES, DataAudit, SplitAudit
+from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.tokens.audit import QUANTILES, DataAudit, SplitAudit, example_lines
 from rm_optimizer.records.quoting import markdown_line, markdown_table
 
 if TYPE_CHECKING:  # it imports the model, which a command on data does not need
@@ -30,7 +29,6 @@ LISTED_ANYHOW = 12
 """Most groups of a column that are all listed, even with few pairs."""
 FEW_PROMPTS = 1 / 3
 """Effective share of prompts below which a line reports the number of prompts with half of the weight."""
-_SHOWN_CHARACTERS = 160
 _SHOWN_QUANTILES = {0.5: "median", 0.95: "95%", 1.0: "most"}
 
 
@@ -298,16 +296,7 @@ def _split_facts(split: SplitAudit) -> dict[str, Cell]:
 
 def example_table(name: str, pair: PreferencePair) -> Table:
     """Table of one pair as read: the messages before the responses, and the better response."""
-    better = {1.0: "better", 0.0: "worse"}.get(pair.label, f"better with P={pair.label:g}")
-    worse = {1.0: "worse", 0.0: "better"}.get(pair.label, "other")
-    texts = [(message.role, message.shown()) for message in as_messages(pair.prompt)]
-    sides = {f"chosen ({better})": pair.chosen, f"rejected ({worse})": pair.rejected}
-    texts += [(title, shown_response(response)) for title, response in sides.items()]
-    lines = [(title, " ".join(text.split())) for title, text in texts]
-    rows = tuple(
-        (title, line if len(line) <= _SHOWN_CHARACTERS else f"{line[:_SHOWN_CHARACTERS]}…") for title, line in lines
-    )
-    return TextTable(f"{name}: the first pair as it was understood", ("", ""), rows).drawn()
+    return TextTable(f"{name}: the first pair as it was understood", ("", ""), tuple(example_lines(pair))).drawn()
 
 
 def _percent(share: float) -> str:

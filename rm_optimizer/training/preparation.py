@@ -21,7 +21,7 @@ from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
-from rm_optimizer.core.tokens.audit import content_notes
+from rm_optimizer.core.tokens.audit import content_notes, layout_examples
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_training_data
 from rm_optimizer.core.tokens.tokenizer import tokenizer_of_pairs
 from rm_optimizer.errors import ConfigError
@@ -223,7 +223,7 @@ def prepare(
     notes += seen_by_base(config.model.path, data.val.pairs)
     model = trainable_model(config, data.train)
     notes += content_notes(data.train.pairs, model.renderer)
-    for note in notes:
+    for note in (*notes, *layout_examples(data.train)):
         log.warning(note)
     datamodule = data_module(data, config, model, order)
     record = recorded(start, data, order, datamodule.num_steps)

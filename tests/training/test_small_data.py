@@ -12,6 +12,7 @@ import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, metrics_of
+from rm_optimizer.interfaces.inputs import PairOptions
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
 from tests.builders import prepared_run
@@ -52,6 +53,24 @@ def test_enough_pairs_bring_no_warning(small_config: Build, tmp_path: Path, capl
     prepared_run(small_config(tmp_path, "training.evals_per_epoch=null"))
     assert "next to nothing" not in caplog.text
     assert "so few" not in caplog.text
+
+
+def test_a_recognized_layout_is_shown_by_its_first_pair_in_training_and_by_commands(
+    small_config: Build, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = [
+        {"question": f"{i} {'long ' * 20}?", "response_j": f"yes {i}", "response_k": "no", "qid": i} for i in range(12)
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    PairOptions().load(str(path))
+    PreferenceDataset(str(path))  # a Python call reads without a word more than its notes
+    shown = f"  user: {rows[0]['question'][:50]}…\n  chosen (better): yes 0\n  rejected (worse): no"
+    told = f"layout stack-exchange-paired: the first pair as it was understood\n{shown}"
+    assert caplog.messages.count(told) == 1
+    prepared_run(small_config(tmp_path, f"data.train={path}"))
+    assert sum("the first pair as it was understood" in message for message in caplog.messages) == 2
 
 
 def test_the_smallest_groups_are_taken_together_but_for_the_monitored_one(tmp_path: Path):

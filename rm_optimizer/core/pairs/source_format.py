@@ -95,9 +95,9 @@ class SourceFormat:
             notes.append(f"read as {layout.shown}, {layout.in_words()}; name another with {other}, or map columns")
         require_columns(source.path, layout, [row for _, row in first])
         stored = list(_belonging(layout, first, RowTally.of_trial(source.path))) or first
-        mapped = [with_lists(layout.ours(row)) for _, row in stored]
-        structured, found = structured_columns(source.path, mapped, layout.format)
-        rows = [with_lists(row, structured) for row in mapped]
+        ours = [layout.ours(row) for _, row in stored]
+        structured, found = structured_columns(source.path, ours, layout.format)
+        rows = [with_lists(row, structured) for row in ours]
         form = layout.named_format or detect_format(rows)
         if form is None or not any(map(form.fits, rows)):
             raise no_format(source, rows, near)
@@ -105,7 +105,7 @@ class SourceFormat:
         notes += [f"read as format {form.name}, not as {each}" for each in lost[:1]]
         unread = unread_options(source, form)
         require_readable(source, form, rows)
-        has_one_response = form.name == "kwise" and "responses" not in mapped[0]
+        has_one_response = form.name == "kwise" and "responses" not in ours[0]
         notes += [*found, unread, unread_note(rows, form.columns | SINGLE_RESPONSE | ALWAYS_READ)]
         return cls(
             source, form, has_one_response, structured, tuple(f"{source.path}: {note}" for note in notes if note)
@@ -121,7 +121,9 @@ class SourceFormat:
         rows = tally.counted(source.stored(tally.report_unread))
         if not (first := list(itertools.islice(rows, FIRST_ROWS))):
             raise tally.nothing_left()
-        return cls.of(source, first), itertools.chain(first, rows)
+        form = cls.of(source, first)
+        tally.layout = form.source.layout.name
+        return form, itertools.chain(first, rows)
 
     @property
     def needs_whole_file(self) -> bool:

@@ -74,14 +74,15 @@ class RowTally:
     Attributes:
         skipped: reported rows that give no pair.
         num_rows: rows read.
+        layout: name of the layout by which rows are read; empty for a format alone.
         stops: True if the first bad row ends the reading.
         entrance: form in which the user typed the options.
     """
 
-    def __init__(self, path: str, options: DataConfig) -> None:
+    def __init__(self, path: str, options: DataConfig, layout: str = "") -> None:
         self.skipped: list[SkippedRow] = []
         self.num_rows = 0
-        self.path, self.max_bad_share = path, options.max_bad_share
+        self.path, self.max_bad_share, self.layout = path, options.max_bad_share, layout
         self.stops = options.on_bad_row == OnBadRow.error
         # A template refuses rows after the entrance has read them, and its block of `used` is left by then.
         self.entrance = Spelling.current()

@@ -308,6 +308,12 @@ def structured_columns(path: str, rows: Sequence[Row], named_format: str) -> tup
             "conversations as messages"
         )
     found, notes = set[str](), list[str]()
+    if num := kinds["prompt"]["messages"]:
+        cells = f"{num} of the first {kinds['prompt'].total()} prompts"
+        notes.append(f"{cells} are messages written as text, which are read as messages")
+    lists = {name for row in rows if "responses" in row for name in _LISTS if isinstance(row.get(name), str)}
+    if lists:
+        notes.append(f"{', '.join(sorted(lists))} hold lists written as text, which are read as lists")
     for names in _SIDES:
         odd, listed = sum(kinds[name]["messages"] for name in names), [name for name in names if most[name] == "texts"]
         if {most[name] for name in names} == {"messages"} and named_format in ("auto", "messages", "winner"):

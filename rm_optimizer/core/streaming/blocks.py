@@ -271,7 +271,8 @@ class BlockReader:
 
     def tally(self, file: int) -> RowTally:
         """A count of the rows of a file that is still empty."""
-        return RowTally(self.files[file].source.path, self.options)
+        source = self.files[file].source
+        return RowTally(source.path, self.options, source.layout.name)
 
     def pairs(self, block: Block, tally: RowTally) -> Iterator[tuple[int, PreferencePair]]:
         """The block's pairs, each with the number of its row in the file.

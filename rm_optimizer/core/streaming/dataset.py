@@ -89,7 +89,8 @@ class RayPreferenceDataset:
         for file in self.reader.files:
             path, layout, found = file.source.path, file.source.layout, os.stat(file.source.path)
             place = (os.path.abspath(os.path.expanduser(path)), found.st_size, found.st_mtime_ns)
-            known = (*place, file.form.name, sorted(layout.columns.items()), layout.winner)
+            rest = {key: value for key, value in layout.to_dict().items() if key not in ("columns", "format", "winner")}
+            known = (*place, file.form.name, sorted(layout.columns.items()), layout.winner, *rest.items())
             content.update(repr(known).encode())
         return content.hexdigest()[:16]
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,7 +14,8 @@ import numpy as np
 from rm_optimizer.core.metrics.estimate import UNKNOWN, Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, with_honest_width
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
-from rm_optimizer.core.rows.messages import turns_of
+from rm_optimizer.core.pairs.source_pairs import SourcePairs
+from rm_optimizer.core.rows.messages import shown_response, turns_of
 from rm_optimizer.core.tokens.cache import cut_counts, encoded_chunks
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.content_rules import READINGS, control_tokens
@@ -22,11 +24,39 @@ from rm_optimizer.core.tokens.template_fields import split_thinking
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.schema.data import SpecialTokens
 
+SHOWN_CHARACTERS = 160
+"""Most characters of a text of an example."""
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 """Quantiles of the token lengths; the last is the longest."""
 
 
 _WORD = re.compile(r"\w+|[^\w\s]")
+
+
+def example_lines(pair: PreferencePair, most: int = SHOWN_CHARACTERS) -> list[tuple[str, str]]:
+    """A pair as it was understood: each message before the responses by its role, and both sides by their preference.
+
+    Args:
+        pair: the pair.
+        most: characters after which a text is cut.
+    """
+    better = {1.0: "better", 0.0: "worse"}.get(pair.label, f"better with P={pair.label:g}")
+    worse = {1.0: "worse", 0.0: "better"}.get(pair.label, "other")
+    sides = {f"chosen ({better})": pair.chosen, f"rejected ({worse})": pair.rejected}
+    texts = [(message.role, message.shown()) for message in as_messages(pair.prompt)]
+    texts += [(title, shown_response(response)) for title, response in sides.items()]
+    lines = [(title, " ".join(text.split())) for title, text in texts]
+    return [(title, line if len(line) <= most else f"{line[:most]}…") for title, line in lines]
+
+
+def layout_examples(data: SourcePairs) -> Iterator[str]:
+    """The first pair of each layout that the rows have, a line for each text, cut to the width of the terminal."""
+    first = {row.tally.layout: pair for row, pair in zip(reversed(data.rows), reversed(data.pairs), strict=True)}
+    for name, pair in first.items():
+        lines = example_lines(pair, max(40, shutil.get_terminal_size((SHOWN_CHARACTERS, 24)).columns - 30))
+        told = "".join(f"\n  {title}: {text}" for title, text in lines)
+        if name:
+            yield f"layout {name}: the first pair as it was understood{told}"
 
 
 @dataclass(frozen=True)

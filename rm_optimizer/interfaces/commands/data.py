@@ -81,7 +81,7 @@ def _audited(
     paths: Sequence[str], pair_options: TokenizedPairOptions, tokenizer: str | None, max_length: int
 ) -> DataAudit:
     """Print the audit of the splits, and return it."""
-    datasets = pair_options.load_splits(paths, "PATHS")
+    datasets = pair_options.load_splits(paths, "PATHS", shows_layouts=False)
 
     from rm_optimizer.core.rows.bad_rows import cause_of
     from rm_optimizer.core.tokens.audit import audit_pairs

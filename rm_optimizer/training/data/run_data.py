@@ -268,6 +268,7 @@ def stream_pairs(config: DataConfig, max_steps: int | None) -> StreamedTrainVal:
         format=config.format,
         columns=config.columns or {},
         winner=config.winner,
+        layout=config.layout,
         kwise_rule=config.kwise_rule,
         on_bad_row=config.on_bad_row,
         max_bad_share=config.max_bad_share,

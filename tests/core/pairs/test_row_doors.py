@@ -139,7 +139,18 @@ def test_a_prompt_of_messages_as_text_is_read_as_messages(tmp_path, write):
     path = tmp_path / "pairs.csv"
     rows = [{"prompt": write(conversation(i, "Hi")[:1]), "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(3)]
     pd.DataFrame(rows).to_csv(path, index=False)
-    assert PreferenceDataset(path).pairs[1].prompt == (Message("user", 'Say "1" isn\'t\n\\d.'),)
+    data = PreferenceDataset(path)
+    assert data.pairs[1].prompt == (Message("user", 'Say "1" isn\'t\n\\d.'),)
+    assert data.notes == (f"{path}: 3 of the first 3 prompts are messages written as text, which are read as messages",)
+
+
+def test_lists_of_responses_as_text_are_read_as_lists_and_that_is_said(tmp_path):
+    rows = [{"prompt": f"Q{i}?", "responses": json.dumps(["a", "b"]), "scores": "[1, 2]"} for i in range(3)]
+    data = loaded(tmp_path, rows)
+    assert (data[0].chosen, data.notes[0].partition(": ")[2]) == (
+        "b",
+        "responses, scores hold lists written as text, which are read as lists",
+    )
 
 
 @pytest.mark.parametrize("column", ["prompt", "chosen"])

@@ -14,9 +14,10 @@ from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.streaming import dataset as ray_dataset
 from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.schema import TrainConfig
+from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.training import train_reward_model
 from rm_optimizer.training.callbacks import checkpoints
+from rm_optimizer.training.data.run_data import stream_pairs
 from tests.training.folder.test_resume import assert_same_outcome, stopped_after
 
 Build = Callable[..., TrainConfig]
@@ -130,6 +131,20 @@ def test_a_prompt_of_validation_is_refused_where_it_stands(small_config: Build, 
     with pytest.raises(DataError, match=r"train-2\.jsonl, line 41: its prompt also stands in data\.val"):
         train_reward_model(small_config(tmp_path / "run", *options))
     train_reward_model(small_config(tmp_path / "run", *options, "data.allow_prompt_overlap=true"))
+
+
+def test_a_stream_and_its_validation_are_read_by_one_layout(tmp_path: Path):
+    rows = [{"q": f"{i}?", "yes": "a", "no": "b", "turn": i % 2} for i in range(8)]
+    for name in ("train", "val"):
+        (tmp_path / f"{name}.jsonl").write_text(
+            "".join(json.dumps(row | {"q": f"{name} {row['q']}"}) + "\n" for row in rows)
+        )
+    layout = {"columns": {"prompt": "q", "chosen": "yes", "rejected": "no"}, "where": {"turn": 1}}
+    files = {name: str(tmp_path / f"{name}.jsonl") for name in ("train", "val")}
+    data = stream_pairs(DataConfig(**files, layout=layout), 9)
+    assert [pair.prompt for pair in data.train] == [f"train {i}?" for i in (1, 3, 5, 7)]
+    other = stream_pairs(DataConfig(**files, layout={**layout, "where": {"turn": 0}}), 9)
+    assert other.stream.fingerprint != data.stream.fingerprint
 
 
 def test_rows_left_out_are_listed(small_config: Build, tmp_path: Path, options: list[str]):
