@@ -6,8 +6,7 @@ import io
 import json
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, islice
 from pathlib import Path
@@ -25,7 +24,7 @@ from rm_optimizer.core.rows.messages import (
     require_characters,
     require_response,
 )
-from rm_optimizer.core.rows.readers import read_rows, row_unit
+from rm_optimizer.core.rows.readers import Report, Row, each, read_rows, row_unit
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import csv_table
 
@@ -67,10 +66,8 @@ def file_kind(path: Path) -> FileKind:
         >>> file_kind(Path("answers.jsonl.gz")).name
         'jsonl'
     """
-    suffix = Path(path.name.removesuffix(".gz")).suffix.lower()
-    zipped = path.name.endswith(".gz")
     for kind in FileKind:
-        if suffix == kind.value and not (zipped and kind is not FileKind.jsonl):
+        if path.name.lower().removesuffix(".gz" if kind is FileKind.jsonl else "").endswith(kind.value):
             return kind
     raise DataError(f"{path}: expected a file name ending in .jsonl, .jsonl.gz, .csv or .parquet")
 
@@ -81,24 +78,8 @@ def read_responses(path: Path) -> Iterator[ResponseRow]:
     Raises:
         DataError: naming file and row, if the file or a row cannot be read or is no prompt with responses.
     """
-    for number, row in stored_rows(path):
-        listed = "responses" in row
-        name, kind = ("responses", "a list of texts") if listed else ("response", "text")
-        with _named(path, number):
-            if "prompt" not in row or ("response" in row) == listed:
-                got = ", ".join(row) or "none"
-                raise ValueError(f"expected the columns prompt and response, or prompt and responses; got {got}")
-            if REWARD in row:
-                raise ValueError(f"there is a column '{REWARD}' already; rename it or leave it out")
-            given = row[name] if listed else [row[name]]
-            if not isinstance(given, list) or not given or not all(map(_is_response, given)):
-                expected = f"{name} must be {kind}, or messages that end with the assistant's"
-                raise ValueError(f"{expected}, got {_shown(row[name])}")
-            responses = tuple(read_response("response", each) for each in given)
-            for text in responses:
-                require_response("response", text)
-            found = ResponseRow(number, _prompt(row), responses, listed)
-        yield found
+    found = each(stored_rows(path), _responses, refusing(path))
+    return (replace(row, number=number) for number, row in found)
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
@@ -107,34 +88,45 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
     Raises:
         DataError: naming file and row, if the file or a row cannot be read or has no prompt.
     """
-    for number, row in stored_rows(path):
-        with _named(path, number):
-            if "prompt" not in row:
-                raise ValueError(f"expected the column prompt, got {', '.join(row) or 'none'}")
-            prompt = _prompt(row)
-        yield prompt
+    return (prompt for _, prompt in each(stored_rows(path), _prompt, refusing(path)))
 
 
-def stored_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def stored_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """Rows as they stand; one that cannot be read raises."""
+    return read_rows(path, refusing(path))
+
+
+def refusing(path: Path) -> Report:
+    """Function that raises the error of a row of a file, with a remedy if its reason has none."""
 
     def refuse(number: int, reason: str) -> NoReturn:
-        raise DataError(f"{path}, {row_unit(path)} {number}: {reason}")
+        remedy = "" if ";" in reason else "; repair it or leave the row out"
+        raise DataError(f"{path}, {row_unit(path)} {number}: {reason}{remedy}")
 
-    return read_rows(path, refuse)
-
-
-@contextmanager
-def _named(path: Path, number: int) -> Iterator[None]:
-    """Name file and row of a `ValueError` in the block, and a remedy if it has none."""
-    try:
-        yield
-    except ValueError as error:
-        remedy = "" if ";" in str(error) else "; repair it or leave the row out"
-        raise DataError(f"{path}, {row_unit(path)} {number}: {error}{remedy}") from error
+    return refuse
 
 
-def _prompt(row: dict[str, Any]) -> Prompt:
+def _responses(row: Row) -> ResponseRow:
+    listed = "responses" in row
+    name, kind = ("responses", "a list of texts") if listed else ("response", "text")
+    if "prompt" not in row or ("response" in row) == listed:
+        got = ", ".join(row) or "none"
+        raise ValueError(f"expected the columns prompt and response, or prompt and responses; got {got}")
+    if REWARD in row:
+        raise ValueError(f"there is a column '{REWARD}' already; rename it or leave it out")
+    given = row[name] if listed else [row[name]]
+    if not isinstance(given, list) or not given or not all(map(_is_response, given)):
+        expected = f"{name} must be {kind}, or messages that end with the assistant's"
+        raise ValueError(f"{expected}, got {_shown(row[name])}")
+    responses = tuple(read_response("response", response) for response in given)
+    for text in responses:
+        require_response("response", text)
+    return ResponseRow(0, _prompt(row), responses, listed)
+
+
+def _prompt(row: Row) -> Prompt:
+    if "prompt" not in row:
+        raise ValueError(f"expected the column prompt, got {', '.join(row) or 'none'}")
     if is_empty(row["prompt"]):
         raise ValueError(f"prompt must be non-empty text or a list of {{role, content}}, got {_shown(row['prompt'])}")
     if isinstance(row["prompt"], str):
@@ -165,15 +157,12 @@ def write_with_rewards(source: Path, target: IO[bytes], kind: FileKind, rewards:
         rewards: a number, or a list of numbers, for each row in order.
     """
     if kind is FileKind.parquet:
-        column: Any = pa.list_(pa.float32()) if "responses" in pq.read_schema(source).names else pa.float32()
-        given, writer = iter(rewards), None
-        for batch in pq.ParquetFile(source).iter_batches(batch_size=BATCH_ROWS):
-            values: list[Any] = list(islice(given, batch.num_rows))
-            scored = batch.append_column(pa.field(REWARD, column), pa.array(values, column))
-            writer = writer or pq.ParquetWriter(target, scored.schema)
-            writer.write_batch(scored)
-        if writer is not None:
-            writer.close()
+        table, given = pq.ParquetFile(source), iter(rewards)
+        field = pa.field(REWARD, pa.list_(pa.float32()) if "responses" in table.schema_arrow.names else pa.float32())
+        with pq.ParquetWriter(target, table.schema_arrow.append(field)) as writer:
+            for batch in table.iter_batches(batch_size=BATCH_ROWS):
+                values = pa.array(list(islice(given, batch.num_rows)), field.type)
+                writer.write_batch(batch.append_column(field, values))
         return
     rows = ({**row, REWARD: reward} for (_, row), reward in zip(stored_rows(source), rewards, strict=True))
     text = io.TextIOWrapper(target, encoding="utf-8", newline="")
