@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9372,
+    "core": 9357,
     "serving": 4125,
     "landscape": 3826,
-    "training": 2792,
+    "training": 2793,
     "rl_coupling": 2579,
-    "reporting": 2567,
-    "interfaces": 2120,
+    "reporting": 2557,
+    "interfaces": 2122,
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1098,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 59,
-    "import lines": 5802,
-    "import lines inside functions": 331,
-    "lines of code": 36392,
-    "private functions with one caller": 393,
+    "import lines": 5803,
+    "import lines inside functions": 332,
+    "lines of code": 36370,
+    "private functions with one caller": 394,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

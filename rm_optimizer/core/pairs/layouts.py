@@ -100,16 +100,14 @@ class Layout:
         """
         if option is None or isinstance(option, Layout):
             return option or cls()
-        if isinstance(option, Mapping):
-            return _checked("", option)
         text = str(option)
-        if text in LAYOUTS:
-            return _checked("", LAYOUTS[text])
+        if isinstance(option, Mapping) or text in LAYOUTS:
+            return _checked("", option if isinstance(option, Mapping) else LAYOUTS[text])
         if Path(text).suffix in (".yaml", ".yml"):
             return _stored(Path(text).expanduser())
-        if text not in published():
+        if (found := published().get(text)) is None:
             raise ConfigError(did_you_mean("layout", text, [*published(), *LAYOUTS]) + "; or name a .yaml file of one")
-        return published()[text]
+        return found
 
     @cached_property
     def named_format(self) -> RowFormat | None:
@@ -139,12 +137,9 @@ class Layout:
     @cached_property
     def required(self) -> frozenset[str]:
         """Columns that a table must have; a path may also be the name of a column."""
-        mapped = (path for ours in self.columns if self.is_read(ours) for path in self.paths[ours])
+        read = (ours for ours, theirs in self.columns.items() if theirs is not None and ours not in self.optional)
+        mapped = (path for ours in read for path in self.paths[ours])
         return frozenset({*mapped, *self.where, *self.group, *self.tree.values(), *self.has})
-
-    def is_read(self, ours: str) -> bool:
-        """True for a column of ours that a table must have."""
-        return self.columns[ours] is not None and ours not in self.optional
 
     def fits(self, row: Row) -> bool:
         """True if the row has all columns that are required, and the parts of columns."""
@@ -160,11 +155,11 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """Its keys that are set, as its file has them."""
-        keys = ((each.name, getattr(self, each.name), each) for each in fields(self) if each.name != "name")
+        values = {key: getattr(self, key) for key in _DEFAULTS}
         return {
             key: list(value) if isinstance(value, tuple) else value
-            for key, value, each in keys
-            if value and value != each.default
+            for key, value in values.items()
+            if value and value != _DEFAULTS[key]
         }
 
     @cached_property
@@ -239,32 +234,30 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _checked(name: str, options: Mapping[Any, Any]) -> Layout:
-    known = [each.name for each in fields(Layout) if each.name != "name"]
     shown = f"layout {name}" if name else "a layout"
     for key, value in options.items():
-        if key not in known:
-            raise ConfigError(did_you_mean(f"option of {shown}", str(key), known))
-        kind = _kind(getattr(Layout(), key))
-        if _kind(value) != kind and key != "winner":
+        if key not in _DEFAULTS:
+            raise ConfigError(did_you_mean(f"option of {shown}", str(key), _DEFAULTS))
+        if key != "winner" and _kind(value) != (kind := _kind(_DEFAULTS[key])):
             raise ConfigError(f"{shown}: {key} must be {kind}, got {value!r}")
-    tree = options.get("tree")
-    if tree is not None and {*tree} not in ({"root"}, {"id", "parent"}):
-        raise ConfigError(f"{shown}: tree must name root, or id and parent, got {tree!r}")
+        if "TODO" in str(value):
+            raise ConfigError(f"{shown}: put what the rows mean in place of TODO in {key}")
+        if key == "tree" and {*value} not in ({"root"}, {"id", "parent"}):
+            raise ConfigError(f"{shown}: tree must name root, or id and parent, got {value!r}")
     try:
         codecs.lookup(str(options.get("encoding", "utf-8")))
     except LookupError as error:
         raise ConfigError(f"{shown}: encoding must be one that Python knows, such as latin1, got {error}") from error
-    if todo := [key for key, value in options.items() if "TODO" in str(value)]:
-        raise ConfigError(f"{shown}: put what the rows mean in place of TODO in {todo[0]}")
-    values: dict[str, Any] = {
-        str(key): tuple(value) if isinstance(value, list) and key != "winner" else value
-        for key, value in options.items()
-    }
-    return Layout(name=name, **values)
+    lists = {key: tuple(value) for key, value in options.items() if isinstance(value, list) and key != "winner"}
+    return Layout(name=name, **{**options, **lists})
 
 
 def _kind(value: object) -> str:
     return "a mapping" if isinstance(value, Mapping) else "a list" if isinstance(value, list | tuple) else "one value"
+
+
+_DEFAULTS = {each.name: getattr(Layout(), each.name) for each in fields(Layout) if each.name != "name"}
+"""Keys of a layout's file, with the values of those that are not set."""
 
 
 def _stored(path: Path) -> Layout:
@@ -302,27 +295,17 @@ def require_columns(path: str, layout: Layout, rows: Sequence[Row]) -> None:
         DataError: naming what is lacking and the columns or parts that are there.
     """
     known = columns_of(rows)
-    mapped = [
-        (ours, theirs, name)
-        for ours, theirs in layout.columns.items()
-        if ours not in layout.optional
-        for name in paths_of(theirs or ours)
-    ]
+    mapped = [(ours, path) for ours, paths in layout.paths.items() if ours not in layout.optional for path in paths]
     lost = sorted(name for name in layout.required if not columns_at(name, known))
-    if lost and (layout.name or not {*lost} <= {name for _, _, name in mapped}):
-        shown = layout.shown if layout.name else "the layout"
-        raise DataError(
-            f"{path}: {shown} needs the columns {', '.join(lost)}, which the rows lack; got columns "
-            f"{', '.join(sorted(known))}"
-        )
-    for ours, theirs, name in mapped:
-        is_there = (root_of(name) if theirs is None else name) in known
-        if is_there or not all(is_missing(cell(row, name)) for row in rows):
+    if lost and (layout.name or not {*lost} <= {path for _, path in mapped}):
+        shown, got = layout.shown if layout.name else "the layout", ", ".join(sorted(known))
+        raise DataError(f"{path}: {shown} needs the columns {', '.join(lost)}, which the rows lack; got columns {got}")
+    for ours, name in mapped:
+        root, theirs = root_of(name), layout.columns[ours]
+        if (root if theirs is None else name) in known or not all(is_missing(cell(row, name)) for row in rows):
             continue
-        cells = (row.get(root_of(name)) for row in rows)
-        items = (item for value in cells for item in (value if isinstance(value, list) else [value]))
+        items = (item for row in rows for item in _listed(row.get(root)))
         parts = dict.fromkeys(str(part) for item in items if isinstance(item, Mapping) for part in item)
-        told = f"the column {root_of(name)} holds no such part; it has {', '.join(parts) or 'no parts'}"
-        reason = told if root_of(name) in known else did_you_mean("column", name, known)
+        told = f"the column {root} holds no such part; it has {', '.join(parts) or 'no parts'}"
         option = Spelling.current().columns({ours: "null" if theirs is None else name})
-        raise DataError(f"{path}: {option}: {reason}")
+        raise DataError(f"{path}: {option}: {told if root in known else did_you_mean('column', name, known)}")

@@ -77,30 +77,31 @@ class PreferencePair:
         if not isinstance(self.prompt, str) and self.prompt != ():
             object.__setattr__(self, "prompt", read_messages("prompt", self.prompt))
         object.__setattr__(self, "metadata", MappingProxyType(dict(self.metadata)))
+        texts = [self.prompt] if isinstance(self.prompt, str) else [message.content for message in self.prompt]
         if not self.prompt or (isinstance(self.prompt, str) and not self.prompt.strip()):
             raise ValueError("prompt must not be empty")
-        sides = {name: read_response(name, getattr(self, name)) for name in ("chosen", "rejected")}
-        for name, text in sides.items():
-            require_response(name, text)
-            object.__setattr__(self, name, text)
-        for text in [self.prompt] if isinstance(self.prompt, str) else [message.content for message in self.prompt]:
-            require_characters("prompt", text)
         last = None if isinstance(self.prompt, str) else self.prompt[-1]
-        for name, text in sides.items():
-            if last is not None and last == Message("assistant", last.content) and last.content.strip() == text.strip():
+        for name in ("chosen", "rejected"):
+            response = read_response(name, getattr(self, name))
+            require_response(name, response)
+            object.__setattr__(self, name, response)
+            is_last = last is not None and last.role == "assistant" and not last.fields
+            if is_last and texts[-1].strip() == response.strip():
                 raise ValueError(f"the prompt ends with the {name} response; give the messages before it as the prompt")
+        for text in texts:
+            require_characters("prompt", text)
         if self.chosen == self.rejected:
             raise ValueError("chosen and rejected must differ")
         margin = 0.0 if self.margin is None else self.margin
-        for name, value in (("margin", margin), ("label", self.label), ("weight", self.weight)):
+        for name, value, is_valid, expected in (
+            ("margin", margin, math.isfinite, "be finite"),
+            ("label", self.label, lambda label: 0.0 <= label <= 1.0, "lie in [0, 1]"),
+            ("weight", self.weight, lambda weight: 0.0 < weight < math.inf, "be positive and finite"),
+        ):
             if not isinstance(value, Real):
                 raise ValueError(f"{name} must be a number, got {value!r}")
-        if not abs(margin) < float("inf"):
-            raise ValueError(f"margin must be finite, got {margin}")
-        if not 0.0 <= self.label <= 1.0:
-            raise ValueError(f"label must lie in [0, 1], got {self.label}")
-        if not 0.0 < self.weight < float("inf"):
-            raise ValueError(f"weight must be positive and finite, got {self.weight}")
+            if not is_valid(value):
+                raise ValueError(f"{name} must {expected}, got {value}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle by value: a read-only mapping view cannot be pickled itself."""
@@ -135,9 +136,7 @@ class PreferencePair:
         return {
             "prompt": self.prompt if isinstance(self.prompt, str) else [message.to_dict() for message in messages],
             **sides,
-            "margin": self.margin,
-            "label": self.label,
-            "weight": self.weight,
+            **{name: getattr(self, name) for name in ("margin", "label", "weight")},
             "metadata": dict(self.metadata),
             **context,
         }

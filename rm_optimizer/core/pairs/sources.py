@@ -50,14 +50,14 @@ class DataSource:
     rows: Sequence[Row] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        options = LAYOUTS.get(self.format)
-        if options is None:
+        if self.format not in LAYOUTS:
             raise ConfigError(did_you_mean("data.format", self.format, LAYOUTS))
-        layout, named = Layout.of(self.layout), Layout.of(options).to_dict()
-        named |= {} if self.winner is None else {"winner": self.winner}
-        named |= {} if self.label == 1.0 else {"label": self.label}
+        layout, named = Layout.of(self.layout), Layout.of(LAYOUTS[self.format]).to_dict()
+        own = {
+            name: value for name, value in (("winner", self.winner), ("label", self.label)) if value not in (None, 1.0)
+        }
         columns = {**layout.columns, **named.pop("columns", {}), **self.columns}
-        layout = replace(layout, columns=columns, **named)
+        layout = replace(layout, columns=columns, **named | own)
         if not 0 < self.weight < float("inf"):
             raise ConfigError(f"the weight of source {self.path} must be positive, got {self.weight}")
         if not 0 <= layout.label <= 1:
@@ -80,9 +80,9 @@ class DataSource:
 
     def stored(self, report: Report) -> Iterator[tuple[int, Row]]:
         """Numbered rows as they are stored, or those in memory; `report` is called for rows that cannot be read."""
-        return (
-            read_rows(self.path, report, self.layout.encoding) if self.rows is None else iter(enumerate(self.rows, 1))
-        )
+        if self.rows is not None:
+            return iter(enumerate(self.rows, 1))
+        return read_rows(self.path, report, self.layout.encoding)
 
 
 SOURCE_OPTIONS = ("path", "weight", "format", "columns", "winner", "label", "layout", "name")
@@ -117,11 +117,10 @@ def parse_sources(source: object, options: DataConfig) -> tuple[DataSource, ...]
         path = own.get("path")
         if not isinstance(path, str | os.PathLike) or not str(path):
             raise ConfigError(f"a data source must be a path, a data-set name or {{path: …}}, got {item!r}")
+        values = {**defaults, **own, "path": os.fspath(path), "is_named": bool(own.get("name"))}
         try:
-            numbers = {name: read_number(name, own[name]) for name in ("weight", "label") if name in own}
+            values |= {name: read_number(name, own[name]) for name in ("weight", "label") if name in own}
         except ValueError as error:
             raise ConfigError(f"data source {path}: {error}") from error
-        values = {**defaults, **own, **numbers, "path": os.fspath(path)}
-        inherited = frozenset(defaults.keys() - own.keys())
-        found.append(DataSource(**values, inherited=inherited, is_named=bool(own.get("name"))))
+        found.append(DataSource(**values, inherited=frozenset(defaults.keys() - own.keys())))
     return tuple(found)

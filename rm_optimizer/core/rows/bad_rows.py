@@ -52,11 +52,9 @@ def require_few_bad(path: str, causes: Mapping[str, int], num_rows: int, max_sha
     Raises:
         DataError: if more are bad.
     """
-    num_bad = sum(causes.values())
-    if num_bad <= max(1, max_share * num_rows):
+    if (num_bad := sum(causes.values())) <= max(1, max_share * num_rows):
         return
-    most = sorted(causes.items(), key=lambda item: -item[1])[:_SHOWN_REASONS]
-    reasons = "; ".join(f"{count}: {cause}" for cause, count in most)
+    reasons = "; ".join(f"{count}: {cause}" for cause, count in Counter(causes).most_common(_SHOWN_REASONS))
     option = Spelling.current().option("max_bad_share", f"{math.ceil(num_bad / max(1, num_rows) * 100) / 100:g}")
     raise DataError(
         f"{path}: {num_bad} of {num_rows} rows are bad, more than the {max_share:.0%} that may be dropped ({reasons}); "
@@ -112,11 +110,10 @@ class RowTally:
         """Count a bad row and return it, or stop."""
         self._bad.setdefault(number, reason)
         row = SkippedRow(self.path, number, reason)
-        if self.stops:
-            verb = "use" if self.entrance == Spelling.flags else "set"
-            option = self.entrance.option("on_bad_row", OnBadRow.drop.value)
-            raise DataError(f"{row}; correct it, or {verb} {option} to leave bad rows out")
-        return row
+        if not self.stops:
+            return row
+        verb, option = "use" if self.entrance == Spelling.flags else "set", self.entrance.option("on_bad_row", "drop")
+        raise DataError(f"{row}; correct it, or {verb} {option} to leave bad rows out")
 
     def skip(self, number: int, reason: str) -> None:
         """Take note of a row that gives no pair."""
@@ -163,11 +160,10 @@ def refuse_rows(rows: Sequence[PairRow], reasons: Iterable[tuple[int, str]]) -> 
     Raises:
         DataError: if bad rows stop the reading of their source, or too many of its rows are bad.
     """
-    refused: dict[PairRow, SkippedRow] = {}
+    first: dict[PairRow, str] = {}
     for position, reason in reasons:
-        row = rows[position]
-        if row not in refused:
-            refused[row] = row.tally.refuse(row.number, reason)
+        first.setdefault(rows[position], reason)
+    refused = {row: row.tally.refuse(row.number, reason) for row, reason in first.items()}
     for tally in dict.fromkeys(row.tally for row in refused):
         tally.require_few_bad([row.number for row in rows if row.tally is tally])
         tally.require_few_bad()

@@ -104,15 +104,11 @@ def flat_groups(prompts: Prompts, responses_of_each: Iterable[Texts]) -> tuple[l
     Raises:
         ValueError: if there are not as many groups of responses as prompts.
     """
-    each = prompts_of("prompts", prompts)
-    groups = [
-        listed(f"responses_of_each[{place}]", group)
-        for place, group in enumerate(listed("responses_of_each", responses_of_each))
-    ]
+    each, given = prompts_of("prompts", prompts), listed("responses_of_each", responses_of_each)
+    groups = [listed(f"responses_of_each[{place}]", group) for place, group in enumerate(given)]
     if len(each) != len(groups):
-        raise ValueError(
-            f"expected a group of responses for each prompt, got {len(each)} prompts and {len(groups)} groups"
-        )
+        found = f"{len(each)} prompts and {len(groups)} groups"
+        raise ValueError(f"expected a group of responses for each prompt, got {found}")
     rows = [(prompt, text) for prompt, group in zip(each, groups, strict=True) for text in group]
     return *paired([prompt for prompt, _ in rows], [text for _, text in rows]), list(map(len, groups))
 
@@ -136,13 +132,12 @@ def table_rows(name: str, data: Any) -> list[Any]:
         {'prompt': '3 + 3?', 'chosen': '6'}
     """
     if hasattr(data, "column_names") and hasattr(data, "to_list"):
-        rows: list[Any] = data.to_list()
-        return rows
+        return [*data.to_list()]
     is_table = hasattr(data, "columns")
-    if isinstance(data, Mapping) and data and all(hasattr(split, "column_names") for split in data.values()):
-        splits = ", ".join(map(str, data))
-        raise DataError(f"{name} holds the splits {splits}; give one of them, such as {name}['{next(iter(data))}']")
     if isinstance(data, Mapping):
+        if data and all(hasattr(split, "column_names") for split in data.values()):
+            splits = ", ".join(map(str, data))
+            raise DataError(f"{name} holds the splits {splits}; give one of them, such as {name}['{next(iter(data))}']")
         is_table = all(isinstance(column, Iterable) and not isinstance(column, str) for column in data.values())
     if not is_table:
         return listed(name, data)
