@@ -15,7 +15,7 @@ from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
 
 ROOT = Path(config_root())
 FILES = [file.relative_to(ROOT) for file in ROOT.glob("*/**/*.yaml")]
-NOT_OF_RUNS = ("landscape", "layout", "rlhf", "suite")
+NOT_OF_RUNS = ("landscape", "layout", "rlhf", "suite", "world")
 PRESETS = sorted((file.parent.as_posix(), file.stem) for file in FILES if file.parts[0] not in NOT_OF_RUNS)
 
 NEED_A_PATH = ("custom", "qlora")

@@ -14,7 +14,7 @@ from os.path import commonprefix
 from statistics import median
 from typing import Any, TypeGuard
 
-from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat, described, detect_format
+from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat, detect_format
 from rm_optimizer.core.pairs.layouts import Layout
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
@@ -32,9 +32,10 @@ from rm_optimizer.core.rows.columns import (
 from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, are_texts, is_assistant, is_empty, is_message
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError
+from rm_optimizer.schema.compose import described
 from rm_optimizer.schema.data import Spelling
 
-_HINTS: Mapping[str, Mapping[str, Any]] = described("general/hints.yaml")
+_HINTS: Mapping[str, Mapping[str, Any]] = described("layout/general/hints.yaml")
 _NAMES = {name: re.compile(pattern, re.IGNORECASE).search for name, pattern in _HINTS["patterns"].items()}
 """Searches for names of columns by what such columns hold."""
 _MARK = re.compile(r"(?<!\d)(\d+|[A-Za-z])(?![^\W_])", re.ASCII)

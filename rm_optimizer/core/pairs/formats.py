@@ -11,10 +11,7 @@ import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from typing import Any
-
-import yaml  # type: ignore[import-untyped]
 
 from rm_optimizer.core.pairs.winner import Verdict
 from rm_optimizer.core.rows.columns import read_number
@@ -35,7 +32,7 @@ from rm_optimizer.core.rows.messages import (
 from rm_optimizer.core.rows.prompts import LAST_TURN, as_messages, begins_with_turn, parse_transcript, read_prompt
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import ConfigError, did_you_mean
-from rm_optimizer.schema.compose import config_root
+from rm_optimizer.schema.compose import described
 from rm_optimizer.schema.data import KwiseRule
 
 VOTES = ("votes_chosen", "votes_rejected")
@@ -375,15 +372,8 @@ def _ranks_by_name(ranking: Any, names: Iterable[str]) -> list[Any]:
     return [ranks.get(name) for name in names]
 
 
-def described(file: str) -> Any:
-    """Content of a file of `configs/layout`."""
-    # OmegaConf takes 15 times as long, a quarter of a second for all of them.
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load((Path(config_root()) / "layout" / file).read_text(encoding="utf-8"), Loader=loader)
-
-
 FORMATS: Mapping[str, RowFormat] = {
-    name: RowFormat(name, **options) for name, options in described("general/formats.yaml").items()
+    name: RowFormat(name, **options) for name, options in described("layout/general/formats.yaml").items()
 }
 """The row formats by name, in the order in which they are tried."""
 READ_COLUMNS = frozenset[str]().union(*(form.columns for form in FORMATS.values()))

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat, described, row_format
+from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat, row_format
 from rm_optimizer.core.pairs.winner import Winner
 from rm_optimizer.core.rows.columns import (
     CONTEXT_COLUMNS,
@@ -37,7 +37,7 @@ from rm_optimizer.core.rows.columns import (
 from rm_optimizer.core.rows.messages import is_empty
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
-from rm_optimizer.schema.compose import config_root
+from rm_optimizer.schema.compose import config_root, described
 from rm_optimizer.schema.data import Spelling
 from rm_optimizer.schema.registry import Registry
 
@@ -274,7 +274,7 @@ def _stored(path: Path) -> Layout:
 def published() -> Mapping[str, Layout]:
     """The layouts of published data sets by name, which `configs/layout` holds."""
     files = sorted((Path(config_root()) / "layout").glob("*.yaml"))
-    return {path.stem: _checked(path.stem, described(path.name)) for path in files}
+    return {path.stem: _checked(path.stem, described(f"layout/{path.name}")) for path in files}
 
 
 LAYOUTS: Registry[Mapping[str, Any]] = Registry("layout", {name: {"format": name} for name in ("auto", *FORMATS)})

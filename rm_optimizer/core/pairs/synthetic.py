@@ -8,74 +8,27 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
 import numpy as np
 
 from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.schema.compose import described
 from rm_optimizer.schema.data import SyntheticConfig
 
-TOPICS = {
-    "astronomy": ("eyepieces", "moonlight", "nebulae", "telescopes"),
-    "baking": ("gluten", "kneading", "sourdough", "yeast"),
-    "chess": ("castling", "endgames", "gambits", "pawns"),
-    "cycling": ("brakes", "helmets", "pedals", "tyres"),
-    "gardening": ("compost", "mulch", "pruning", "seedlings"),
-    "guitar": ("chords", "metronomes", "scales", "strumming"),
-}
+_WORLD = described("world/synthetic.yaml")
+TOPICS: Mapping[str, Sequence[str]] = {topic: tuple(facts) for topic, facts in _WORLD["topics"].items()}
 """Each topic's facts; no fact belongs to two topics."""
-
-TASKS = {
-    "advise": "Give advice on {topic}",
-    "discuss": "Discuss {topic}",
-    "explain": "Explain {topic}",
-    "plan": "Plan my {topic}",
-    "teach": "Teach me {topic}",
-}
-CONTEXTS = (
-    *("after a long break", "after work", "at home", "before summer", "during winter", "for a friend"),
-    *("for fun", "for my children", "for our club", "in a big city", "in a small flat"),
-    *("on a small budget", "on weekends", "with a group", "with my family", "without a teacher"),
-)
-CONSTRAINTS = {
-    "none": "",
-    "brief": "Keep it brief.",
-    "example": "Give an example.",
-    "thanks": "Say thanks.",
-    "steps": "List the steps.",
-}
+TASKS: Mapping[str, str] = _WORLD["tasks"]
+CONTEXTS: Sequence[str] = tuple(_WORLD["contexts"])
+CONSTRAINTS: Mapping[str, str] = _WORLD["constraints"]
 PROMPTS_IN_ALL = len(TOPICS) * len(TASKS) * len(CONTEXTS) * len(CONSTRAINTS)
-
-FACT_SENTENCES = (
-    "Start with {fact}.",
-    "In {topic}, start with {fact}.",
-    "Good {topic} needs {fact}.",
-    "For {topic}, do not forget {fact}.",
-)
-NEUTRAL = ("Here is what I would do.", "This is a common question.", "Good tools help.")
-COURTEOUS = ("Many thanks for asking.", "My warm thanks for this.", "Accept my thanks and good luck.")
-EXAMPLES = ("For example, my neighbour did so.", "One club is a good example.")
-STEPS = ("The steps are to look and then to practise.", "There are two steps, to ask and to begin.")
-RUDE = ("What a silly question.", "Anyone should know this.", "Do your own homework.", "Stop wasting my time.")
-HEDGING = ("I might be wrong.", "It is hard to say.", "Perhaps, or perhaps not.")
-RAMBLING = (
-    "As I was saying, there is a lot one could say.",
-    "That reminds me of something else, which I forget.",
-    "At the end of the day, it is what it is.",
-    "Life is full of such things, and so on.",
-)
-
-SENTENCE_COUNTS = (
-    (NEUTRAL, (0.8, 0.2)),
-    (COURTEOUS, (0.75, 0.25)),
-    (EXAMPLES, (0.75, 0.25)),
-    (STEPS, (0.8, 0.2)),
-    (RUDE, (0.85, 0.15)),
-    (HEDGING, (0.8, 0.15, 0.05)),
-    (RAMBLING, (0.7, 0.25, 0.05)),
-)
+FACT_SENTENCES: tuple[str, ...] = tuple(_WORLD["fact_sentences"])
+SENTENCES: Mapping[str, Sequence[str]] = {kind: tuple(texts) for kind, texts in _WORLD["sentences"].items()}
+NEUTRAL, COURTEOUS, EXAMPLES, STEPS, RUDE, HEDGING, RAMBLING = SENTENCES.values()
+SENTENCE_COUNTS = tuple((SENTENCES[kind], tuple(shares)) for kind, shares in _WORLD["counts"].items())
 """Probabilities that a response has 0, 1, 2 sentences of each kind, beside its facts."""
 
 BRIEF_WORDS, MOST_WORDS = 20, 60
@@ -131,8 +84,8 @@ class Gold:
         typical = cls(length_cost=0.5 * concave)
         first, *draws = np.random.default_rng([seed, 3]).random(len(fields(cls))).tolist()
         names = [field.name for field in fields(cls) if field.name != "fact_decay"]
-        factors = {name: 2 ** (2 * draw - 1) for name, draw in zip(names, draws, strict=True)}
-        drawn = {name: round(getattr(typical, name) * factor, 3) for name, factor in factors.items()}
+        halved = {name: getattr(typical, name) * 2 ** (2 * x - 1) for name, x in zip(names, draws, strict=True)}
+        drawn = {name: round(value, 3) for name, value in halved.items()}
         return cls(**drawn, fact_decay=round(0.4 + 0.4 * first, 3))
 
     def __call__(self, prompt: str, response: str) -> float:
@@ -251,10 +204,10 @@ def synthetic_world(config: SyntheticConfig) -> WorldPairs:
 
 
 def _topic(prompt: str) -> str:
-    topic = next((topic for topic in TOPICS if topic in prompt), None)
-    if topic is None:
-        raise ValueError(f"the prompt must name one of the synthetic world's topics, got {prompt!r}")
-    return topic
+    for topic in TOPICS:
+        if topic in prompt:
+            return topic
+    raise ValueError(f"the prompt must name one of the synthetic world's topics, got {prompt!r}")
 
 
 @cache
