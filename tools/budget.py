@@ -14,16 +14,16 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9357,
+    "core": 9315,
     "serving": 4125,
     "landscape": 3826,
     "training": 2793,
     "rl_coupling": 2579,
     "reporting": 2557,
-    "interfaces": 2122,
+    "interfaces": 2135,
     "experiments": 1681,
     "data_efficiency": 1341,
-    "schema": 1098,
+    "schema": 1101,
     "doctor": 951,
     "explanation": 896,
     "records": 765,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 59,
-    "import lines": 5803,
-    "import lines inside functions": 332,
-    "lines of code": 36370,
+    "import lines": 5804,
+    "import lines inside functions": 331,
+    "lines of code": 36344,
     "private functions with one caller": 394,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

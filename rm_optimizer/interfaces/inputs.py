@@ -7,8 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
+import yaml  # type: ignore[import-untyped]
 from typer import Argument, Option
 
 from rm_optimizer.errors import ConfigError
@@ -66,19 +67,20 @@ class PairOptions:
         from rm_optimizer.core.rows.readers import require_files, source_files
 
         given = {name: value for name, value in vars(self).items() if name in ReadOptions.__annotations__}
-        given["columns"] = self.column_mapping()
+        given |= {"columns": self.column_mapping(), "layout": _spelled(self.layout)}
         options = read_config("rm-opt", cast(ReadOptions, given), Spelling.flags)
-        sources = [source] if isinstance(source, str) else source
-        for name in sources:
+        sources = [_source(each) for each in ([source] if isinstance(source, str) else source)]
+        paths = [str(each["path"]) for each in sources]
+        for name in paths:
             require_files(name)
-        named = Counter(file for name in sources for part in source_files(name) for file in part.files)
+        named = Counter(file for name in paths for part in source_files(name) for file in part.files)
         if twice := [file for file, count in named.items() if count > 1]:
             raise ConfigError(f"--data must name each file once, got '{twice[0]}' twice")
         from rm_optimizer.core.tokens.audit import layout_examples  # takes a second
         from rm_optimizer.core.tokens.dataset import load_pairs
 
         with Spelling.flags.used():
-            data = load_pairs([{"path": name, "label": self.label} for name in sources], options)
+            data = load_pairs([{"label": self.label, **each} for each in sources], options)
         for note in (*data.notes, *(layout_examples(data) if shows_layouts else ())):
             _log.warning(note)
         return data
@@ -102,7 +104,7 @@ class PairOptions:
         """
         if len(set(sources)) < len(sources):
             raise ConfigError(f"{named} must name each source once, got {', '.join(sources)}")
-        names = [Path(source).name or source for source in sources]
+        names = [Path(_source(source)["path"]).name or source for source in sources]
         keys = names if len(set(names)) == len(names) else sources
         return {key: self.load(each, shows_layouts=shows_layouts) for key, each in zip(keys, sources, strict=True)}
 
@@ -119,6 +121,28 @@ class PairOptions:
             if not (ours and equals and theirs):
                 raise ConfigError(f"--columns takes OURS=THEIRS, such as prompt=question, got '{ours}{equals}{theirs}'")
         return {ours: _theirs(text) for ours, _, text in items} or None
+
+
+def _spelled(option: str | None) -> Any:
+    """The mapping that a text in braces spells; any other text itself.
+
+    Raises:
+        ConfigError: if the text in braces is no mapping.
+    """
+    try:
+        return yaml.safe_load(option) if option is not None and option.startswith("{") else option
+    except yaml.YAMLError as error:
+        raise ConfigError(f"expected a mapping such as {{path: a.csv, weight: 2}}, got '{option}'") from error
+
+
+def _source(text: str) -> dict[str, Any]:
+    """Options of one source: its path alone, or a mapping as in `data.train`, such as `{path: a.csv, weight: 2}`."""
+    found = _spelled(text)
+    if isinstance(found, str):
+        return {"path": found}
+    if not isinstance(found.get("path"), str):
+        raise ConfigError(f"a source in braces must name its path, as {{path: a.csv, weight: 2}}, got '{text}'")
+    return dict(found)
 
 
 def _theirs(text: str) -> str | list[str] | None:

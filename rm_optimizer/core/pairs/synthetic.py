@@ -22,7 +22,7 @@ _WORLD = described("world/synthetic.yaml")
 TOPICS: Mapping[str, Sequence[str]] = {topic: tuple(facts) for topic, facts in _WORLD["topics"].items()}
 """Each topic's facts; no fact belongs to two topics."""
 TASKS: Mapping[str, str] = _WORLD["tasks"]
-CONTEXTS: Sequence[str] = tuple(_WORLD["contexts"])
+CONTEXTS: tuple[str, ...] = tuple(_WORLD["contexts"])
 CONSTRAINTS: Mapping[str, str] = _WORLD["constraints"]
 PROMPTS_IN_ALL = len(TOPICS) * len(TASKS) * len(CONTEXTS) * len(CONSTRAINTS)
 FACT_SENTENCES: tuple[str, ...] = tuple(_WORLD["fact_sentences"])

@@ -225,7 +225,8 @@ def parse_lines(
         except json.JSONDecodeError as error:
             report(number, f"not a valid JSON object on one line ({error.msg} at column {error.colno})")
         except UnicodeDecodeError as error:
-            report(number, f"not UTF-8 text ({error.reason} at byte {error.start})")
+            told = "name another encoding by a layout such as {encoding: latin1}"
+            report(number, f"not UTF-8 text ({error.reason} at byte {error.start}); {told}")
         except (RecursionError, ValueError) as error:
             report(number, f"not a JSON object that can be read ({_unreadable(error)})")
         else:
@@ -245,7 +246,7 @@ def _if_object(number: int, row: object, report: Report) -> Iterator[tuple[int, 
 
 
 def _json(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[int, Row]]:
-    """An array of objects, alone or as `{"data": […]}`; one object, or one a line, is read as well."""
+    """An array of objects, alone or as `{"data": […]}`; one object, one a line, or lists of cells by column too."""
     with _open(path, encoding) as file:
         content = file.read()
     is_object = content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{")
@@ -262,7 +263,12 @@ def _json(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[in
     except (RecursionError, ValueError) as error:
         raise DataError(f"{path}: the file cannot be read: {_unreadable(error)}") from error
     if isinstance(rows, dict):
-        rows = rows["data"] if isinstance(rows.get("data"), list) else [rows]
+        lists = [cells for cells in rows.values() if isinstance(cells, list)]
+        is_flat = not any(isinstance(cell, dict | list) for cells in lists for cell in cells)
+        if is_flat and len(lists) == len(rows) and len({*map(len, lists)}) == 1:
+            rows = [dict(zip(rows, cells, strict=True)) for cells in zip(*lists, strict=True)]
+        else:
+            rows = rows["data"] if isinstance(rows.get("data"), list) else [rows]
     if not isinstance(rows, list):
         raise DataError(f"{path}: expected a JSON array of objects, got {type(rows).__name__}")
     for number, row in enumerate(rows, 1):

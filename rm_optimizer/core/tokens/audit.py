@@ -51,7 +51,7 @@ def example_lines(pair: PreferencePair, most: int = SHOWN_CHARACTERS) -> list[tu
 
 def layout_examples(data: SourcePairs) -> Iterator[str]:
     """The first pair of each layout that the rows have, a line for each text, cut to the width of the terminal."""
-    first = {row.tally.layout: pair for row, pair in zip(reversed(data.rows), reversed(data.pairs), strict=True)}
+    first = {row.tally.layout: pair for row, pair in zip(reversed(data.rows), reversed(data.pairs), strict=False)}
     for name, pair in first.items():
         lines = example_lines(pair, max(40, shutil.get_terminal_size((SHOWN_CHARACTERS, 24)).columns - 30))
         told = "".join(f"\n  {title}: {text}" for title, text in lines)
