@@ -1,4 +1,4 @@
-"""Child processes: their end with the parent, and a limit on their restarts."""
+"""Child processes: their end with the parent, their restarts, and a limit on these."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections import deque
+from types import FrameType
 
 from rm_optimizer.errors import RMOptimizerError
 
@@ -55,3 +56,45 @@ class RestartLimit:
         if len(self._times) == MOST_RESTARTS and now - self._times[0] < WINDOW_SECONDS:
             raise RMOptimizerError(f"{self._what} ended {MOST_RESTARTS + 1} times within {now - self._times[0]:.0f} s")
         self._times.append(now)
+
+
+def keep_running(what: str) -> None:
+    """Continue in a child process, which the calling process replaces whenever a signal kills it.
+
+    This function returns in each child. The calling process passes SIGTERM and SIGINT on to the child and ends with it.
+
+    Args:
+        what: name of the child, for messages.
+
+    Raises:
+        SystemExit: in the calling process, with the exit code of a child that ended by itself.
+        RMOptimizerError: in the calling process, if a child is killed too often.
+    """
+    passed_on, restarts = {signal.SIGTERM, signal.SIGINT}, RestartLimit(what)
+    child, is_stopping = 0, False
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        nonlocal is_stopping
+        is_stopping = True
+        os.kill(child, number)
+
+    earlier = {number: signal.getsignal(number) for number in passed_on}
+    signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
+    while True:
+        sys.stdout.flush()
+        child = os.fork()
+        for number in passed_on:
+            signal.signal(number, earlier[number] if child == 0 else stop)
+        if child == 0:
+            os.setsid()  # Ctrl-C reaches the parent alone
+            end_with_parent()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, passed_on)
+        if child == 0:
+            return
+        os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)  # the child's number stays valid for `stop`
+        signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code >= 0 or is_stopping:
+            raise SystemExit(code if code >= 0 else 128 - code)
+        restarts.note()
+        print(f"rm-opt serve: {what} was killed by signal {-code}; starting another", file=sys.stderr, flush=True)

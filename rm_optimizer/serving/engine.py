@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import time
+import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,9 +52,18 @@ class ScoredBatch:
 def new_revision(after: int = 0) -> int:
     """Serial number of weights that are about to serve: milliseconds since 1970, and above `after`.
 
-    A second run may use the same name; a revision is never repeated, not even after a restart of the server.
+    A second run may use the same name; other weights never get the same revision, not even after a restart.
     """
     return max(after + 1, time.time_ns() // 1_000_000)
+
+
+def checkpoint_revision(version: str) -> int:
+    """Serial number of a checkpoint's own weights, the same on every server and below every `new_revision`.
+
+    Args:
+        version: fingerprint of the weights.
+    """
+    return zlib.crc32(version.encode())
 
 
 @dataclass(frozen=True)
@@ -69,6 +79,7 @@ class EngineDescription:
         max_length: most tokens of a sequence.
         vocab_size: exclusive upper bound of the token ids.
         token_budget: tokens of one pass at which the engine is fastest.
+        replicas: copies of the model that compute at the same time.
         shares_prompts: True if a common start of sequences is computed once.
         packed_linears: True if linear layers use weights in oneDNN's own layout.
         pad_token_id: the id that fills masked positions; it never ends a sequence.
@@ -88,6 +99,7 @@ class EngineDescription:
     token_budget: int
     shares_prompts: bool
     packed_linears: bool
+    replicas: int = 1
     pad_token_id: int = 0
     tensors: Mapping[RewardModelTrainingMode, tuple[TensorSpec, ...]] = field(default_factory=dict)
     tokenizer_folder: str = ""
@@ -181,7 +193,8 @@ class WeightHistory:
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / LIST_FILE
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
-        self.committed: tuple[StagedWeights, ...] = tuple(map(STAGED.validate_python, values))
+        found = map(STAGED.validate_python, values)
+        self.committed = tuple(replace(weights, file=folder / weights.file.name) for weights in found)
         self._remove_others()
 
     @property
@@ -204,20 +217,25 @@ class WeightHistory:
         return replace(weights, file=target)
 
     def remember(self, weights: StagedWeights) -> None:
-        """Record a kept update as served, and remove earlier ones that it replaces entirely."""
+        """Record a kept update as served, and remove earlier ones that it replaces entirely.
+
+        Raises:
+            WeightsRefused: if the record cannot be written; the earlier one remains then.
+        """
         names = {spec.name for spec in weights.tensors}
         earlier = [kept for kept in self.committed if not names.issuperset(spec.name for spec in kept.tensors)]
-        self.committed = (*earlier, replace(weights, probe=None))
-        self._record()
+        try:
+            self._record((*earlier, replace(weights, probe=None)))
+        except OSError as error:
+            raise WeightsRefused(f"the update cannot be recorded: {error.strerror}") from error
 
     def clear(self) -> None:
         """Remove all updates, so that only the checkpoint remains."""
-        self.committed = ()
-        self._record()
+        self._record(())
 
-    def _record(self) -> None:
-        values = [STAGED.dump_python(kept, mode="json") for kept in self.committed]
-        write_text(self.folder / LIST_FILE, json.dumps(values))
+    def _record(self, committed: tuple[StagedWeights, ...]) -> None:
+        write_text(self.folder / LIST_FILE, json.dumps([STAGED.dump_python(kept, mode="json") for kept in committed]))
+        self.committed = committed
         self._remove_others()
 
     def _remove_others(self) -> None:
@@ -241,7 +259,7 @@ class Engine(ABC):
     """
 
     def __init__(self, history: WeightHistory) -> None:
-        self.version, self.revision = "", new_revision()
+        self.version, self.revision = "", 0
         self.failure: str | None = None
         self.num_restarts = 0
         self._description: EngineDescription | None = None
@@ -272,6 +290,16 @@ class Engine(ABC):
         Raises:
             RMOptimizerError: if it cannot be loaded.
         """
+
+    async def restore(self) -> None:
+        """Apply the updates of an earlier process to the checkpoint, which has passed its parity check.
+
+        Raises:
+            RMOptimizerError: if they cannot be loaded, or belong to another checkpoint.
+        """
+        if self.committed:
+            await self._restore()
+            self.version, self.revision = self.committed[-1].version, self.committed[-1].revision
 
     @abstractmethod
     async def stop(self) -> None:
@@ -331,6 +359,15 @@ class Engine(ABC):
         async with self._updating:
             self._drop_staged()
             await self._discard()
+
+    def _serve_checkpoint(self) -> None:
+        """Name the checkpoint's own weights as the served ones."""
+        self.version = self.description.version
+        self.revision = checkpoint_revision(self.version)
+
+    @abstractmethod
+    async def _restore(self) -> None:
+        """Load the updates of the history."""
 
     @abstractmethod
     async def _read(self, weights: StagedWeights) -> None:

@@ -64,6 +64,12 @@ class ServeOptions:
     ] = None
     served_model_name: Annotated[str | None, Option("--served-model-name", help="Model name in requests.")] = None
     threads: Annotated[int | None, Option("--threads", min=1, help="CPU threads of the model.")] = None
+    replicas: Annotated[
+        int, Option("--replicas", min=1, help="Processes with a copy of the model, behind one port.")
+    ] = 1
+    state: Annotated[
+        Path | None, Option("--state", help="Folder that keeps published weights and their names over restarts.")
+    ] = None
     check: Annotated[
         str | None,
         Option("--check", metavar="MODEL", help="Model or file of scores whose rewards the server must give."),
@@ -82,6 +88,8 @@ class ServeOptions:
                 require_key(option, key)
         if self.weights_root is not None and not self.weights_root.is_dir():
             raise ConfigError(f"--weights-root must be a folder that exists, got {self.weights_root}")
+        if self.engine == "vllm" and (self.replicas > 1 or self.state is not None):
+            raise ConfigError("--replicas and --state need --engine transformers; give each vLLM server its own port")
         if self.update_key is not None and not self.takes_updates:
             raise ConfigError("--update-key and --no-updates exclude each other; leave one of them out")
         for word in self.transport_names:
@@ -139,7 +147,7 @@ class WorkerOptions:
         threads: CPU threads; None leaves PyTorch's own number.
         device: `auto`, `cpu` or `cuda`.
         packed_linears: least speed-up for which oneDNN's layout is used; None never uses it.
-        revision: serial number of the checkpoint's own weights.
+        replica: number of the replica, which chooses its GPU where there are several.
         tokenizer_folder: folder for the model's tokenizer, which the server reads; empty writes none.
     """
 
@@ -149,7 +157,7 @@ class WorkerOptions:
     threads: int | None = None
     device: str = "auto"
     packed_linears: float | None = LEAST_GAIN
-    revision: int = 0
+    replica: int = 0
     tokenizer_folder: str = ""
 
 

@@ -61,6 +61,8 @@ class Begin(RequestModel):
         version: name of the weights once they are served.
         base_version: version that must be served before the update; another one is a conflict. None accepts any.
         base_revision: revision that must be served before the update, likewise.
+        revision: serial number of the weights once they are served, if it is above the served one; None leaves it to
+            the receiver. One number for several servers.
         tensors: manifest of the tensors, in the order of their transfer.
         transport: channel of the transfer.
         path: safetensors file below the server's weights root, for the transport `path`.
@@ -74,6 +76,7 @@ class Begin(RequestModel):
     version: VersionName
     base_version: VersionName | None = None
     base_revision: StrictInt | None = None
+    revision: StrictInt | None = Field(default=None, gt=0, lt=2**53)
     tensors: Annotated[list[TensorSpec], Field(fail_fast=True, min_length=1, max_length=MAX_TENSORS)]
     transport: Transport
     path: StrictStr | None = Field(default=None, max_length=4096)

@@ -43,6 +43,8 @@ class FakeEngine:
 
     async def start(self) -> None: ...
 
+    async def restore(self) -> None: ...
+
     async def stop(self) -> None: ...
 
     async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
@@ -81,6 +83,8 @@ class InProcessEngine:
 
     async def start(self) -> None: ...
 
+    async def restore(self) -> None: ...
+
     async def stop(self) -> None: ...
 
     async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
@@ -91,6 +95,7 @@ class InProcessEngine:
     async def stage(self, weights: StagedWeights) -> None:
         self.worker.expect(weights.revision)
         self.worker.stage(weights)
+        self.worker.rehearse(weights.revision)
         self.staged = weights
 
     async def commit(self, revision: int) -> None:

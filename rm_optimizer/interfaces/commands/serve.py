@@ -7,14 +7,21 @@ import gc
 import importlib.util
 import logging
 import multiprocessing
+import os
+import shutil
 import signal
 import socket
 import sys
-from contextlib import nullcontext
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rm_optimizer.errors import HandshakeFailed, Interrupted, MissingExtra, RMOptimizerError
+from rm_optimizer.records.files import held
+from rm_optimizer.serving.child_process import keep_running
 from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 
 if TYPE_CHECKING:
@@ -38,14 +45,14 @@ def serve(options: ServeOptions) -> None:
             raise MissingExtra(package.replace("_", "-"), "serve")
     if options.engine == "vllm" and importlib.util.find_spec("vllm") is None:
         raise MissingExtra("vLLM", "vllm")
-    with bound_socket(options.host, options.port) as listening:
+    with bound_socket(options.host, options.port) as listening, kept_state(options) as options:
         if options.warning is not None:
             print(f"rm-opt serve: warning: {options.warning}", file=sys.stderr, flush=True)
         refuse_by_files(options.checkpoint)
         if options.check is not None and not Path(options.check).is_file():
             refuse_by_files(options.check)
         takes_vllm = options.engine == "vllm"
-        if options.engine == "auto" and importlib.util.find_spec("vllm") is not None:
+        if options.engine == "auto" and options.state is None and importlib.util.find_spec("vllm") is not None:
             from rm_optimizer.serving.vllm.folder import suits_vllm
 
             takes_vllm = suits_vllm(options.checkpoint)
@@ -55,6 +62,28 @@ def serve(options: ServeOptions) -> None:
     from rm_optimizer.serving.vllm.supervisor import serve_with_vllm
 
     serve_with_vllm(options, None if options.check is None else lambda: check_rewards(options))  # it binds itself
+
+
+@contextmanager
+def kept_state(options: ServeOptions) -> Iterator[ServeOptions]:
+    """Hold the folder of published weights; several replicas get a temporary one, and a process that restarts theirs.
+
+    Raises:
+        ConfigError: if another server holds the folder.
+    """
+    if options.replicas == 1 and options.state is None:
+        yield options
+        return
+    folder = Path(tempfile.mkdtemp(prefix="rm-state-")) if options.state is None else options.state.resolve()
+    starter = os.getpid()
+    try:
+        with held(folder, "update"):
+            if options.replicas > 1:
+                keep_running("the server")
+            yield replace(options, state=folder)
+    finally:
+        if options.state is None and os.getpid() == starter:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_rewards(options: ServeOptions) -> None:
@@ -106,10 +135,14 @@ def _serve(options: ServeOptions, listening: socket.socket) -> None:
     from rm_optimizer.serving.weights.weight_routes import create_server
 
     async def main() -> None:
+        threads = options.threads
+        if threads is None and options.replicas > 1:
+            threads = max(1, (os.cpu_count() or 1) // options.replicas)
         worker = WorkerOptions(
-            options.checkpoint, dtype=options.dtype, token_budget=options.token_budget, threads=options.threads
+            options.checkpoint, dtype=options.dtype, token_budget=options.token_budget, threads=threads
         )
-        app, receiver = create_server(TransformersEngine(worker), options)
+        engine = TransformersEngine(worker, replicas=options.replicas, folder=options.state)
+        app, receiver = create_server(engine, options)
         config = uvicorn.Config(
             app,
             host=options.host,

@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
+from rm_optimizer.records.files import write_text
 from rm_optimizer.serving.child_process import RestartLimit
 from rm_optimizer.serving.engine import (
     Engine,
@@ -29,7 +30,6 @@ from rm_optimizer.serving.engine import (
     ScoredBatch,
     StagedWeights,
     WeightHistory,
-    new_revision,
 )
 from rm_optimizer.serving.options import WorkerOptions
 
@@ -170,12 +170,13 @@ class WorkerLink:
             seen, oldest = self._num_messages, first
             limits, is_up = self._limits, self._up.done()
             if silent > (limits.silence if is_up else limits.loading if self._num_messages else limits.start):
-                self._kill(f"it gave no sign of life for {silent:.0f} s")
+                self.kill(f"it gave no sign of life for {silent:.0f} s")
             elif oldest >= 0 and busy > self._waiting[oldest].seconds:
                 self.is_hung = True
-                self._kill(f"it computed one batch for {busy:.0f} s")
+                self.kill(f"it computed one batch for {busy:.0f} s")
 
-    def _kill(self, reason: str) -> None:
+    def kill(self, reason: str) -> None:
+        """Kill the process, which then ends for this reason."""
         self._kill_reason = reason
         self.process.kill()
 
@@ -235,6 +236,8 @@ def _run(connection: Connection, options: WorkerOptions, committed: Sequence[Sta
 
 ATTEMPTS = 3
 """Most workers that die on one batch before the batch is abandoned as the possible cause."""
+OWNER_FILE = "checkpoint"
+"""File with the fingerprint of the checkpoint whose updates a folder keeps."""
 SWAP_SECONDS = 60.0
 """Seconds allowed for a swap of weights, its probe excluded."""
 _log = logging.getLogger("rm_optimizer")
@@ -265,139 +268,279 @@ class BatchTime:
         self._seconds_a_token *= 2
 
 
-class TransformersEngine(Engine):
-    """Engine that scores in a worker process and restarts it after a failure.
+@dataclass(eq=False)
+class _Replica:
+    """Copy of the model in a worker process, which another process replaces after its death.
 
     Args:
-        options: options of the worker.
-        limits: times after which a silent worker is replaced.
+        number: number of the replica.
+        restarts: counter of the restarts.
+        link: link to the process; None before its first start.
+        is_up: True while the process serves the current weights.
+        tokens: tokens of its unanswered batches.
     """
 
-    def __init__(self, options: WorkerOptions, limits: WorkerLimits = DEFAULT_LIMITS) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="rm-serve-"))
+    number: int
+    restarts: RestartLimit
+    link: WorkerLink | None = None
+    is_up: bool = False
+    tokens: int = 0
+
+
+class TransformersEngine(Engine):
+    """Engine that scores in one or more worker processes and restarts them after a failure.
+
+    An update is prepared by every worker: read, checked, and its probe scored. Then it is recorded, which decides it,
+    and every worker swaps it in. Rewards of any other revision than the recorded one are discarded and computed again.
+    A worker that starts later serves once it has the recorded revision.
+
+    Args:
+        options: options of the workers.
+        limits: times after which a silent worker is replaced.
+        replicas: number of workers.
+        folder: existing folder that keeps the updates for a later engine; None keeps them in a temporary one.
+    """
+
+    def __init__(
+        self,
+        options: WorkerOptions,
+        limits: WorkerLimits = DEFAULT_LIMITS,
+        *,
+        replicas: int = 1,
+        folder: Path | None = None,
+    ) -> None:
+        self._folder = folder or Path(tempfile.mkdtemp(prefix="rm-serve-"))
+        self._is_temporary = folder is None
         super().__init__(WeightHistory(self._folder / "history"))
-        self.options = replace(options, tokenizer_folder=str(self._folder / "tokenizer"), revision=self.revision)
+        self.options = replace(options, tokenizer_folder=str(self._folder / "tokenizer"))
         self.limits = limits
-        self._link: WorkerLink | None = None
-        self._up = asyncio.Event()
-        self._is_stopped = False
-        self._watcher: asyncio.Task[None] | None = None
-        self._restarts = RestartLimit("the worker process")
+        names = ["the worker process"] if replicas == 1 else [f"worker process {n}" for n in range(replicas)]
+        self._replicas = [_Replica(number, RestartLimit(name)) for number, name in enumerate(names)]
+        self._changed = asyncio.Condition()
+        self._is_stopped = self._is_restored = False
+        self._watchers: list[asyncio.Task[None]] = []
         self._time = BatchTime()
 
     @property
     def is_up(self) -> bool:
-        """True while the model is loaded and its process runs."""
-        return self._up.is_set() and self.failure is None and not self._is_stopped
+        """True while a replica serves."""
+        return bool(self._live) and self.failure is None and not self._is_stopped
+
+    @property
+    def _updates(self) -> Sequence[StagedWeights]:
+        """Updates that serve; those of an earlier engine wait for `restore`."""
+        return self.committed if self._is_restored else ()
+
+    @property
+    def _live(self) -> list[_Replica]:
+        return [one for one in self._replicas if one.is_up and one.link is not None and not one.link.ended.is_set()]
 
     async def start(self) -> None:
-        """Load the model; see `Engine.start`."""
-        await self._launch()
-        self.version = self.description.version
-        self._watcher = asyncio.create_task(self._watch(), name="rm-engine-watch")
+        """Load the model in the first replica, without earlier updates; see `Engine.start`."""
+        first = self._replicas[0]
+        while not first.is_up:
+            try:
+                await self._launch(first)
+            except WorkerDied:
+                if self._is_temporary:
+                    raise
+                first.restarts.note()
+        self._serve_checkpoint()
+        self._watch(first)
+
+    async def restore(self) -> None:
+        """Apply the updates of an earlier engine, then start the other replicas; see `Engine.restore`."""
+        async with self._updating:
+            await super().restore()
+            self._is_restored = True
+        write_text(self._folder / OWNER_FILE, self.description.version)
+        for replica in self._replicas[1:]:
+            self._watch(replica)
+
+    def _watch(self, replica: _Replica) -> None:
+        self._watchers.append(asyncio.create_task(self._keep_up(replica), name=f"rm-replica-{replica.number}"))
 
     async def stop(self) -> None:
-        """End the worker after its accepted batches; a second call does nothing."""
+        """End the workers after their accepted batches; a second call does nothing."""
         self._is_stopped = True
-        self._up.set()  # wakes the callers that wait for a worker
-        if self._watcher is not None:
-            self._watcher.cancel()
-            await asyncio.gather(self._watcher, return_exceptions=True)
-        if self._link is not None:
-            await self._link.close()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        await self._note_change()
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+        await asyncio.gather(*(replica.link.close() for replica in self._replicas if replica.link is not None))
+        if self._is_temporary:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
         """Rewards of the sequences; a batch whose worker dies goes to the next worker. See `Engine.score`."""
-        tokens = sum(map(len, sequences))
-        for _ in range(ATTEMPTS):
-            link = await self._running()
+        tokens, num_deaths = sum(map(len, sequences)), 0
+        while num_deaths < ATTEMPTS:
+            replica, link = await self._least_busy()
             started = time.monotonic()
+            replica.tokens += tokens
             try:
                 scored: ScoredBatch = await link.ask("score", sequences, group_sizes, seconds=self._time.limit(tokens))
             except WorkerDied:
+                num_deaths += 1
                 continue
+            finally:
+                replica.tokens -= tokens
             self._time.note(tokens, time.monotonic() - started)
-            return scored
+            if scored.revision == self.revision:
+                return scored
         raise EngineUnavailable(f"{ATTEMPTS} worker processes died on this batch")
 
     async def _read(self, weights: StagedWeights) -> None:
-        await self._live_link().ask("stage", weights)
+        await self._on_all(lambda link: self._prepare(link, weights))
+
+    async def _prepare(self, link: WorkerLink, weights: StagedWeights) -> None:
+        num_tokens = sum(map(len, weights.probe.input_ids)) if weights.probe else 0
+        await link.ask("stage", weights)
+        await link.ask("rehearse", weights.revision, seconds=SWAP_SECONDS + self._time.limit(num_tokens))
 
     async def _swap_in(self, weights: StagedWeights) -> None:
-        num_tokens = sum(map(len, weights.probe.input_ids)) if weights.probe else 0
-        seconds = SWAP_SECONDS + self._time.limit(num_tokens)
-        await self._live_link().ask("commit", weights.revision, seconds=seconds)
+        self._require_live()
+        self._history.remember(weights)  # a worker that does not swap it in any more restarts with it
         self.version, self.revision = weights.version, weights.revision
-        self._history.remember(weights)
+
+        async def swap_in(link: WorkerLink) -> None:
+            try:
+                await link.ask("commit", weights.revision, seconds=SWAP_SECONDS)
+            except WeightsRefused as error:
+                link.kill(str(error))
+
+        with suppress(WorkerDied):
+            await self._on_all(swap_in)
 
     async def _discard(self) -> None:
         if self.is_up:
-            await self._live_link().ask("expect", None, seconds=SWAP_SECONDS)
+            await self._on_all(lambda link: link.ask("expect", None, seconds=SWAP_SECONDS))
 
-    async def _launch(self) -> None:
-        self._link = WorkerLink(self.options, self._history.committed, self.limits)
-        try:
-            description = await self._link.up()
-            if self._description is not None:
-                self._description.require_same(description, self.options.checkpoint)
-        except (RMOptimizerError, asyncio.CancelledError):
-            await self._link.close()
-            raise
-        if self._description is None:
-            self._description = description
-            self.options = replace(self.options, token_budget=description.token_budget)  # a restart need not measure
-        self._up.set()
+    async def _on_all(self, ask: Callable[[WorkerLink], Coroutine[Any, Any, object]]) -> None:
+        """Ask every live worker, of which those that die do not count while one remains.
 
-    async def _watch(self) -> None:
-        """Start a new worker after each death, up to the restart limit.
-
-        It serves the last weights, or the checkpoint's if those cannot be loaded again.
+        Raises:
+            WeightsRefused: if one refuses.
+            WorkerDied: if all die.
         """
-        while self._link is not None:
-            await self._link.ended.wait()
-            self._up.clear()
-            self._drop_staged()
-            if self._link.is_hung:
-                self._time.double()
-            _log.error("the worker process ended (%s); starting another", self._link.end_reason)
-            while not self._up.is_set():
+        links = [replica.link for replica in self._require_live() if replica.link is not None]
+        answers = await asyncio.gather(*map(ask, links), return_exceptions=True)
+        errors = [answer for answer in answers if isinstance(answer, BaseException)]
+        fatal = [error for error in errors if not isinstance(error, WorkerDied)]
+        if fatal or len(errors) == len(links):
+            raise (fatal or errors)[0]
+
+    async def _restore(self) -> None:
+        owner = self._folder / OWNER_FILE
+        if not owner.is_file() or owner.read_text(encoding="utf-8") != self.description.version:
+            raise CheckpointError(
+                f"expected the updates in {self._folder} to be of weights {self.description.version}, got updates of "
+                "others; serve their checkpoint, or choose another folder with --state"
+            )
+        self._is_restored = True  # a worker that starts from now on loads them
+        with suppress(WorkerDied):
+            await self._on_all(lambda link: self._catch_up(link, ()))
+
+    async def _catch_up(self, link: WorkerLink, applied: Sequence[StagedWeights]) -> None:
+        """Bring a worker with the given updates to the current revision, and let it prepare what the others have."""
+        known = {weights.revision for weights in applied}
+        for weights in self._updates:
+            if weights.revision not in known:
+                await self._prepare(link, weights)
+                await link.ask("commit", weights.revision, seconds=SWAP_SECONDS)
+        if self._staged is not None:
+            await self._prepare(link, self._staged)
+
+    async def _launch(self, replica: _Replica) -> None:
+        applied = self._updates
+        link = replica.link = WorkerLink(replace(self.options, replica=replica.number), applied, self.limits)
+        try:
+            loaded = await link.up()
+            if self._description is None:
+                self._description = replace(loaded, replicas=len(self._replicas))
+                # later workers need not measure
+                self.options = replace(self.options, token_budget=loaded.token_budget, tokenizer_folder="")
+            self._description.require_same(loaded, self.options.checkpoint)
+            async with self._updating:  # no update is staged or committed meanwhile
+                await self._catch_up(link, applied)
+                replica.is_up = True
+        except (RMOptimizerError, asyncio.CancelledError):
+            await link.close()
+            raise
+        await self._note_change()
+
+    async def _keep_up(self, replica: _Replica) -> None:
+        """Start a worker whenever the replica has none, up to the restart limit.
+
+        It serves the current weights. If it is the only one and cannot load them, the checkpoint's serve instead.
+        """
+        while True:
+            if replica.link is not None:
+                await self._note_end(replica, replica.link)
+            while not replica.is_up:
+                applied = self._updates
                 try:
-                    self._restarts.note()
-                    self.num_restarts += 1
-                    await self._launch()
+                    if replica.link is not None:
+                        replica.restarts.note()
+                        self.num_restarts += 1
+                    await self._launch(replica)
                 except WorkerDied:
                     continue
                 except WeightsRefused as error:
+                    if self._live or applied is not self._updates:
+                        continue
                     refused = "weights %s cannot be loaded again: %s; the checkpoint's serve instead"
                     _log.error(refused, self.version, error)
                     self._history.clear()
-                    self.version, self.revision = self.description.version, new_revision(self.revision)
-                    self.options = replace(self.options, revision=self.revision)
+                    self._serve_checkpoint()
                 except RMOptimizerError as error:
-                    self.failure = str(error)
-                    self._up.set()  # wakes the callers that wait for a worker
+                    await self._give_up(replica, str(error))
                     return
-            _log.warning("another worker process answers, with weights %s, revision %d", self.version, self.revision)
+            started = "a worker process answers, with weights %s, revision %d (replica %d)"
+            _log.warning(started, self.version, self.revision, replica.number)
 
-    async def _running(self) -> WorkerLink:
-        """Return the worker once it is up.
+    async def _note_end(self, replica: _Replica, link: WorkerLink) -> None:
+        """Wait for the end of a worker."""
+        await link.ended.wait()
+        replica.is_up = False
+        if not self._live:
+            self._drop_staged()
+        if link.is_hung:
+            self._time.double()
+        _log.error("a worker process ended (%s); starting another", link.end_reason)
+
+    async def _give_up(self, replica: _Replica, reason: str) -> None:
+        """Leave out a replica that cannot start any more; without another one the engine has failed."""
+        self._replicas.remove(replica)
+        if self._replicas:
+            _log.error("replica %d does not serve any more: %s", replica.number, reason)
+        else:
+            self.failure = reason
+        await self._note_change()
+
+    async def _note_change(self) -> None:
+        """Wake the callers that wait for a replica."""
+        async with self._changed:
+            self._changed.notify_all()
+
+    async def _least_busy(self) -> tuple[_Replica, WorkerLink]:
+        """Return the live replica with the fewest tokens, once there is one.
 
         Raises:
             EngineUnavailable: if there will be none.
         """
-        while True:
-            await self._up.wait()
-            link = self._live_link()
-            if not link.ended.is_set():
-                return link
-            await asyncio.sleep(0)  # it died, and the watcher has not run yet
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._live or self._is_stopped or self.failure is not None)
+        replica = min(self._require_live(), key=lambda replica: replica.tokens)
+        assert replica.link is not None, "a live replica has a process"
+        return replica, replica.link
 
-    def _live_link(self) -> WorkerLink:
+    def _require_live(self) -> list[_Replica]:
         if self._is_stopped:
             raise EngineUnavailable("the engine has stopped")
         if self.failure is not None:
             raise EngineFailed(f"the engine cannot answer any more: {self.failure}")
-        if self._link is None or not self._up.is_set():
+        live = self._live
+        if not live:
             raise EngineUnavailable("the worker process is starting; try again")
-        return self._link
+        return live

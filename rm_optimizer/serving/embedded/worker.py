@@ -23,7 +23,14 @@ from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights, check_rewards, probe_sequences
+from rm_optimizer.serving.engine import (
+    EngineDescription,
+    ScoredBatch,
+    StagedWeights,
+    check_rewards,
+    checkpoint_revision,
+    probe_sequences,
+)
 from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.weights.live_weights import (
     Update,
@@ -95,13 +102,13 @@ class Worker:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         self.model = BradleyTerryRM.from_pretrained(options.checkpoint, dtype=parse_dtype(options.dtype))
-        fastest = "cuda" if torch.cuda.is_available() else "cpu"
+        fastest = f"cuda:{options.replica % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
         self.model.requires_grad_(False).to(fastest if options.device == "auto" else options.device)
         source = resolve_source(options.checkpoint)
         record = read_record(Path(source.location))
         folder = Path(source.location) if source.kind is SourceKind.FOLDER else None
         self.version = checkpoint_version(self.model.model, folder, {} if folder is None else record)
-        self.revision = options.revision
+        self.revision = checkpoint_revision(self.version)
         packed = options.packed_linears is not None and install_packed_linears(
             self.model.model, least_gain=options.packed_linears
         )
@@ -131,6 +138,7 @@ class Worker:
         for weights in committed:
             self.expect(weights.revision)
             self.stage(weights)
+            self.rehearse(weights.revision)
             self.commit(weights.revision)
 
     def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
@@ -155,23 +163,36 @@ class Worker:
         if self.expected == weights.revision:
             self.staged = (weights, update)
 
-    def commit(self, revision: int) -> None:
-        """Swap in the staged weights, unless their probe fails.
+    def rehearse(self, revision: int) -> None:
+        """Swap in the staged weights, check their probe, and swap back.
 
         Raises:
-            WeightsRefused: if nothing of this revision is staged, or the probe fails.
+            WeightsRefused: if nothing of this revision is staged, or the probe fails; nothing is staged then.
         """
-        if self.staged is None or self.staged[0].revision != revision:
-            raise WeightsRefused("the new weights are not staged any more; begin the update again")
-        (weights, update), self.staged = self.staged, None
+        weights, update = self._staged(revision)
+        self.staged = None
         replaced = swap(self.model.model, update)
         try:
             rewards = self.scorer.rewards(probe_sequences(weights.probe, self.model.max_length)).tolist()
             check_rewards(rewards, weights.probe, self.description.dtype)
-        except WeightsRefused:
+        finally:
             swap(self.model.model, replaced)
-            raise
-        self.version, self.revision = weights.version, revision
+        self.staged = weights, update
+
+    def commit(self, revision: int) -> None:
+        """Swap in the staged weights, which moves pointers only.
+
+        Raises:
+            WeightsRefused: if nothing of this revision is staged.
+        """
+        weights, update = self._staged(revision)
+        swap(self.model.model, update)
+        self.staged, self.version, self.revision = None, weights.version, revision
+
+    def _staged(self, revision: int) -> tuple[StagedWeights, Update]:
+        if self.staged is None or self.staged[0].revision != revision:
+            raise WeightsRefused("the new weights are not staged any more; begin the update again")
+        return self.staged
 
 
 def run_worker(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:
@@ -205,8 +226,8 @@ def run_worker(connection: Connection, options: WorkerOptions, committed: Sequen
     except RMOptimizerError as error:
         send("failed", type(error).__name__, str(error))
         return
-    send("up", worker.description)
-    with suppress(EOFError, OSError):
+    with suppress(EOFError, OSError):  # the server has ended
+        send("up", worker.description)
         while (question := connection.recv()) is not None:
             number, name, *arguments = question
             if name == "stage":  # beside the batches

@@ -78,7 +78,7 @@ class FairShare:
 LEAST_BATCH_TOKENS = 1024
 """Least number of tokens of a full batch; the engine divides it into passes."""
 IN_FLIGHT = 2
-"""Batches in the engine at a time, so that the next one waits in its pipe while it computes."""
+"""Batches in the engine at a time for each replica, so that the next one waits in its pipe while it computes."""
 MOST_ROUNDS = 10
 """Most times that a request is scored again because of weight updates."""
 
@@ -137,7 +137,8 @@ class Batcher:
         description = self.engine.description
         self._shares_prompts = description.shares_prompts
         self._batch_tokens = max(LEAST_BATCH_TOKENS, description.token_budget)
-        self._runners = [asyncio.create_task(self._run(), name=f"rm-batcher-{i}") for i in range(IN_FLIGHT)]
+        count = IN_FLIGHT * description.replicas
+        self._runners = [asyncio.create_task(self._run(), name=f"rm-batcher-{i}") for i in range(count)]
 
     async def stop(self) -> None:
         """Stop, and fail the requests that still wait."""

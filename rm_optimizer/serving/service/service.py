@@ -146,6 +146,7 @@ class RewardService:
             InputReader.of, description, self.batcher.max_queued_tokens, partial(self.count, "control_tokens")
         )
         self.parity = await check_parity(self.engine, reader, description.export)
+        await self.engine.restore()
         self.batcher.start()
         self._reader = reader
 

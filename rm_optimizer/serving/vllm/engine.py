@@ -98,7 +98,7 @@ class VllmEngine(Engine):
         super().__init__(WeightHistory(settings.history_folder))
         budget = client.vllm_config.scheduler_config.max_num_batched_tokens
         self._description = replace(settings.model.description, token_budget=budget)
-        self.version = self._description.version
+        self._serve_checkpoint()
         self.num_restarts = settings.num_restarts
         self.client = client
         self._adapter: LoRARequest | None = None
@@ -120,16 +120,6 @@ class VllmEngine(Engine):
         """
         self._watcher = asyncio.create_task(self.watch(), name="rm-vllm-watch")
 
-    async def restore(self) -> None:
-        """Apply the updates of an earlier process of this server to the checkpoint.
-
-        Raises:
-            WeightsRefused: if vLLM cannot load them.
-        """
-        if self.committed:
-            await self._restore()
-            self.version, self.revision = self.committed[-1].version, self.committed[-1].revision
-
     async def stop(self) -> None:
         """Accept no more batches; vLLM's server ends the engine."""
         self._is_ended = True
@@ -142,10 +132,6 @@ class VllmEngine(Engine):
         async with self._lock.reading():
             version, revision = self.version, self.revision
             return ScoredBatch(await self.rewards(sequences, self._adapter), version, revision)
-
-    async def _restore(self) -> None:
-        """Load the updates of the history."""
-        raise NotImplementedError
 
     def give_up(self) -> None:
         """End the server, whose weights are in an unknown state; its supervisor starts another."""

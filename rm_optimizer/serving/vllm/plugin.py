@@ -68,7 +68,6 @@ class RewardEndpoint:
         service = receiver.service
         try:
             await service.start()
-            await engine.restore()
         except CheckpointError:
             settings.started_file.unlink(missing_ok=True)  # no further server can answer, so the supervisor ends too
             raise

@@ -34,6 +34,7 @@ from rm_optimizer.serving.client.connection import (
     bearer,
     retry_after,
 )
+from rm_optimizer.serving.engine import new_revision
 from rm_optimizer.serving.options import is_loopback
 from rm_optimizer.serving.protocol import WireModel
 from rm_optimizer.serving.update_protocol import Abort, Begin, Commit, Outcome, OutcomeStatus, WeightProbe, WeightStatus
@@ -136,12 +137,13 @@ class RMPublisherAdapter(PickledByArguments):
             require_bradley_terry(weights)
             payload = Payload(sent_tensors(weights, RewardModelTrainingMode(self.mode)))
             probe = weight_probe(weights)
-        batch_id, deadline = uuid.uuid4().hex, Deadline(self.url, self.timeout_seconds)
+        batch_id, revision = uuid.uuid4().hex, new_revision(0 if self._published is None else self._published[1])
+        deadline = Deadline(self.url, self.timeout_seconds)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self._attempt(payload, probe, version, batch_id, deadline)
+                return self._attempt(payload, probe, version, revision, batch_id, deadline)
             except (TransferFailed, RewardServerRefused, RewardServerUnavailable) as error:
-                ended = self._given_up(batch_id, version, error)
+                ended = self._given_up(batch_id, version, revision, error)
                 if isinstance(ended, Outcome):
                     return ended
                 has_died = isinstance(error, RewardServerRefused) and error.status in RETRIED_STATUSES
@@ -178,9 +180,18 @@ class RMPublisherAdapter(PickledByArguments):
         self.close()
 
     def _attempt(
-        self, payload: Payload, probe: WeightProbe | None, version: str, batch_id: str, deadline: Deadline
+        self,
+        payload: Payload,
+        probe: WeightProbe | None,
+        version: str,
+        revision: int,
+        batch_id: str,
+        deadline: Deadline,
     ) -> Outcome:
         status = self.status(deadline.left)
+        if (status.version, status.revision) == (version, revision):  # an earlier attempt, whose server ended then
+            self._published = version, revision
+            return Outcome(batch_id=batch_id, status=OutcomeStatus.committed, version=version, revision=revision)
         if self._published is not None and self._published != (status.version, status.revision):
             _log.warning(
                 "%s serves weights %s where %s were published: it was started again, or another trainer publishes to "
@@ -196,11 +207,13 @@ class RMPublisherAdapter(PickledByArguments):
                     mode=RewardModelTrainingMode(self.mode),
                     version=version,
                     base_revision=status.revision,
+                    revision=revision,
                     tensors=payload.specs,
                     transport=transport,
                     timeout_seconds=deadline.left,
                     probe=probe,
-                    **address,
+                    path=address.get("path"),
+                    rendezvous=address.get("rendezvous"),
                 )
             except ValidationError as error:
                 first = error.errors()[0]
@@ -249,7 +262,7 @@ class RMPublisherAdapter(PickledByArguments):
                 return judged
             time.sleep(judged)
 
-    def _given_up(self, batch_id: str, version: str, error: RMOptimizerError) -> Outcome | PublishFailed:
+    def _given_up(self, batch_id: str, version: str, revision: int, error: RMOptimizerError) -> Outcome | PublishFailed:
         """Abort the update on the server, and return its outcome with the best known reason."""
         abort = Abort(batch_id=batch_id, reason=str(error)[:500])
         try:

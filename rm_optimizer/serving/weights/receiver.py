@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rm_optimizer.errors import EngineUnavailable, RMOptimizerError, WeightsRefused
+from rm_optimizer.records.files import write_text
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
 from rm_optimizer.serving.engine import Engine, StagedWeights, new_revision
 from rm_optimizer.serving.protocol import ErrorDetail
@@ -79,11 +80,17 @@ class UnknownUpdate(ApiError):
 
 
 class ServedNames:
-    """Digests of the served weights by version name."""
+    """Digests of the served weights by version name.
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine = engine
-        self._contents: OrderedDict[str, str | None] = OrderedDict()
+    Args:
+        engine: engine that serves the weights.
+        file: file that keeps the names for a later server; None keeps none.
+    """
+
+    def __init__(self, engine: Engine, file: Path | None = None) -> None:
+        self._engine, self._file = engine, file
+        kept = file.read_text(encoding="utf-8") if file is not None and file.is_file() else "{}"
+        self._contents: OrderedDict[str, str | None] = OrderedDict(json.loads(kept))
 
     def may_be(self, update: Begin | StagedWeights) -> bool:
         """True if the update's name is new, or was used for the same resulting weights."""
@@ -95,8 +102,11 @@ class ServedNames:
 
     def note(self) -> None:
         """Record the names of the served weights and of the checkpoint's own."""
+        known = len(self._contents)
         self._contents.setdefault(self._engine.description.version, self._engine.description.version)
         self._contents.setdefault(self._engine.version, _content(self._engine))
+        if self._file is not None and len(self._contents) > known:
+            write_text(self._file, json.dumps(self._contents))
         while len(self._contents) > KEPT_NAMES:
             self._contents.popitem(last=False)
 
@@ -133,24 +143,32 @@ class WeightReceiver:
         service: service whose weights the updates replace.
         root: existing folder for the files of the transport `path`; None disables this transport.
         transports: accepted transports.
+        state: existing folder that keeps the names of versions for a later receiver; None keeps none.
 
     Raises:
         RMOptimizerError: if the root is not a folder.
     """
 
     def __init__(
-        self, service: RewardService, *, root: Path | None = None, transports: frozenset[Transport] = DEFAULT_TRANSPORTS
+        self,
+        service: RewardService,
+        *,
+        root: Path | None = None,
+        transports: frozenset[Transport] = DEFAULT_TRANSPORTS,
+        state: Path | None = None,
     ) -> None:
         if root is not None and not root.is_dir():
             raise RMOptimizerError(f"the weights root must be an existing folder, got {root}")
         self.service, self.engine = service, service.engine
         self.root = None if root is None else root.resolve()
         self.transports = transports - ({Transport.path} if root is None else set())
-        self._spool = Path(tempfile.mkdtemp(prefix="rm-incoming-"))
+        for left in [] if state is None else state.glob("rm-incoming-*"):  # by a server that was killed
+            shutil.rmtree(left, ignore_errors=True)
+        self._spool = Path(tempfile.mkdtemp(prefix="rm-incoming-", dir=state))
         self._remove_spool = weakref.finalize(self, shutil.rmtree, self._spool, ignore_errors=True)
         self._active: _Update | None = None
         self._outcomes: OrderedDict[str, Outcome] = OrderedDict()
-        self._names = ServedNames(service.engine)
+        self._names = ServedNames(service.engine, None if state is None else state / "names.json")
 
     async def close(self) -> None:
         """Abort the update in progress and remove its files."""
@@ -239,7 +257,11 @@ class WeightReceiver:
 
         Args:
             batch_id: update whose outcome is requested; None is the last one that ended.
+
+        Raises:
+            NotReady: if the model is loading.
         """
+        self.service.require_loaded()
         last = next(reversed(self._outcomes.values()), None)
         return WeightStatus(
             version=self.engine.version,
@@ -313,6 +335,8 @@ class WeightReceiver:
 
     async def _commit(self, update: _Update) -> Outcome:
         begin, revision = update.begin, new_revision(self.engine.revision)
+        if begin.revision is not None and begin.revision > self.engine.revision:
+            revision = begin.revision
         try:
             async with asyncio.timeout_at(update.deadline):
                 file = await update.incoming.file()

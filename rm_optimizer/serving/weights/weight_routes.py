@@ -44,7 +44,7 @@ def create_server(engine: Engine, options: ServeOptions) -> tuple[FastAPI, Weigh
     """
     service = RewardService(engine, model_name=options.model_name, max_queued_tokens=options.max_queued_tokens)
     transports = frozenset(map(Transport, options.transport_names))
-    receiver = WeightReceiver(service, root=options.weights_root, transports=transports)
+    receiver = WeightReceiver(service, root=options.weights_root, transports=transports, state=options.state)
     app = create_app(
         service,
         api_key=options.api_key,

@@ -67,6 +67,9 @@ def test_full_weights_score_as_their_sender(worker, tmp_path):
     ids = [torch.from_numpy(row.astype(np.int64))[None] for row in ROWS]
     expected = [model(row, torch.ones_like(row)).item() for row in ids]
     stage(worker, staged(tmp_path, state, probe=WeightProbe(input_ids=[r.tolist() for r in ROWS], rewards=expected)))
+    before = rewards(worker)
+    worker.rehearse(1)
+    np.testing.assert_array_equal(rewards(worker), before)
     worker.commit(1)
     assert worker.version == "v1"
     np.testing.assert_allclose(rewards(worker), expected, atol=1e-5)
@@ -130,6 +133,8 @@ def test_a_failed_probe_takes_the_weights_back(worker, tmp_path):
     probe = WeightProbe(input_ids=[[1, 2, 3]], rewards=[123.0])
     stage(worker, staged(tmp_path, other_state()[1], probe=probe))
     with pytest.raises(WeightsRefused, match=r"probe\[0\]: the new weights give .* where their sender has 123"):
+        worker.rehearse(1)
+    with pytest.raises(WeightsRefused, match="not staged any more"):
         worker.commit(1)
     np.testing.assert_array_equal(rewards(worker), before)
     assert worker.version == version
@@ -139,7 +144,7 @@ def test_finite_weights_with_rewards_that_are_not_finite_are_taken_back(worker, 
     before = rewards(worker)
     stage(worker, staged(tmp_path, changed(other_state()[1], "score.weight", torch.full((1, 32), 3e38))))
     with pytest.raises(WeightsRefused, match="not finite"):
-        worker.commit(1)
+        worker.rehearse(1)
     np.testing.assert_array_equal(rewards(worker), before)
 
 
