@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9315,
-    "serving": 4125,
+    "serving": 4625,
     "landscape": 3826,
     "training": 2793,
     "rl_coupling": 2579,
     "reporting": 2557,
-    "interfaces": 2135,
+    "interfaces": 2159,
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1101,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 59,
-    "import lines": 5804,
-    "import lines inside functions": 331,
-    "lines of code": 36344,
-    "private functions with one caller": 394,
+    "import lines": 5851,
+    "import lines inside functions": 338,
+    "lines of code": 36868,
+    "private functions with one caller": 407,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

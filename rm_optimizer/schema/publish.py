@@ -37,7 +37,7 @@ class PublishConfig(Options, group="publish"):
     """Publishing of weights to a running reward server while training, without an effect on the run."""
 
     url: str | None = None
-    """Reward server, as http://127.0.0.1:8000; null sends nothing."""
+    """Reward server, as http://127.0.0.1:8000, or several with commas between them; null sends nothing."""
     every_n_steps: int = within("[1, inf)", 100, needs="url")
     """Optimizer steps between two versions; the last step is always sent."""
     mode: RewardModelTrainingMode = needing("url", RewardModelTrainingMode.full)
@@ -55,5 +55,5 @@ class PublishConfig(Options, group="publish"):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        is_http = self.url is None or self.url.startswith(("http://", "https://"))
+        is_http = all(url.strip().startswith(("http://", "https://")) for url in (self.url or "http://").split(","))
         require(is_http, "publish.url", "start with http:// or https://", self.url)

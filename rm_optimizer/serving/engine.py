@@ -191,11 +191,16 @@ class WeightHistory:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+        self.committed = self.read(folder)
+        self._remove_others()
+
+    @staticmethod
+    def read(folder: Path) -> tuple[StagedWeights, ...]:
+        """Updates that are recorded in a folder, oldest first."""
         file = folder / LIST_FILE
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
         found = map(STAGED.validate_python, values)
-        self.committed = tuple(replace(weights, file=folder / weights.file.name) for weights in found)
-        self._remove_others()
+        return tuple(replace(weights, file=folder / weights.file.name) for weights in found)
 
     @property
     def files(self) -> list[str]:

@@ -67,6 +67,9 @@ class ServeOptions:
     replicas: Annotated[
         int, Option("--replicas", min=1, help="Processes with a copy of the model, behind one port.")
     ] = 1
+    ray: Annotated[
+        bool, Option("--ray", help="Run the replicas on Ray Serve, on the cluster of RAY_ADDRESS or on this machine.")
+    ] = False
     state: Annotated[
         Path | None, Option("--state", help="Folder that keeps published weights and their names over restarts.")
     ] = None
@@ -88,8 +91,8 @@ class ServeOptions:
                 require_key(option, key)
         if self.weights_root is not None and not self.weights_root.is_dir():
             raise ConfigError(f"--weights-root must be a folder that exists, got {self.weights_root}")
-        if self.engine == "vllm" and (self.replicas > 1 or self.state is not None):
-            raise ConfigError("--replicas and --state need --engine transformers; give each vLLM server its own port")
+        if self.engine == "vllm" and self.has_state:
+            raise ConfigError("--replicas, --ray and --state need --engine transformers; see docs/fleet.md for vLLM")
         if self.update_key is not None and not self.takes_updates:
             raise ConfigError("--update-key and --no-updates exclude each other; leave one of them out")
         for word in self.transport_names:
@@ -100,6 +103,11 @@ class ServeOptions:
             raise ConfigError(
                 f"--served-model-name must be 1 to {MAX_NAME} printable characters without outer blanks, got {name!r}"
             )
+
+    @property
+    def has_state(self) -> bool:
+        """True if published weights outlive the process that listens."""
+        return self.replicas > 1 or self.ray or self.state is not None
 
     @property
     def transport_names(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from collections import Counter
 from enum import StrEnum
 from typing import Annotated, TypeAlias
 
-from pydantic import Field, StrictInt, StrictStr, StringConstraints, model_validator
+from pydantic import Field, StrictBool, StrictInt, StrictStr, StringConstraints, model_validator
 
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
 from rm_optimizer.serving.protocol import ErrorDetail, Items, RequestModel, ServedWeights, TokenIds, WireModel
@@ -102,6 +102,7 @@ class Commit(RequestModel):
     """Request to validate and swap in the transferred weights; the answer is an `Outcome`."""
 
     batch_id: BatchId
+    only_prepares: StrictBool = Field(default=False, description="Validate alone; another commit swaps the weights in.")
 
 
 class Abort(RequestModel):
@@ -118,8 +119,9 @@ class Abort(RequestModel):
 
 
 class OutcomeStatus(StrEnum):
-    """Kind of an update's end."""
+    """Kind of an update's end, or `prepared` before it."""
 
+    prepared = "prepared"
     committed = "committed"
     refused = "refused"
     aborted = "aborted"

@@ -27,6 +27,7 @@ from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 if TYPE_CHECKING:
     import uvicorn
 
+    from rm_optimizer.serving.engine import Engine
     from rm_optimizer.serving.service.service import RewardService
 
 GRACEFUL_SECONDS = 30
@@ -52,7 +53,7 @@ def serve(options: ServeOptions) -> None:
         if options.check is not None and not Path(options.check).is_file():
             refuse_by_files(options.check)
         takes_vllm = options.engine == "vllm"
-        if options.engine == "auto" and options.state is None and importlib.util.find_spec("vllm") is not None:
+        if options.engine == "auto" and not options.has_state and importlib.util.find_spec("vllm") is not None:
             from rm_optimizer.serving.vllm.folder import suits_vllm
 
             takes_vllm = suits_vllm(options.checkpoint)
@@ -71,14 +72,14 @@ def kept_state(options: ServeOptions) -> Iterator[ServeOptions]:
     Raises:
         ConfigError: if another server holds the folder.
     """
-    if options.replicas == 1 and options.state is None:
+    if not options.has_state:
         yield options
         return
     folder = Path(tempfile.mkdtemp(prefix="rm-state-")) if options.state is None else options.state.resolve()
     starter = os.getpid()
     try:
         with held(folder, "update"):
-            if options.replicas > 1:
+            if options.replicas > 1 or options.ray:
                 keep_running("the server")
             yield replace(options, state=folder)
     finally:
@@ -141,7 +142,14 @@ def _serve(options: ServeOptions, listening: socket.socket) -> None:
         worker = WorkerOptions(
             options.checkpoint, dtype=options.dtype, token_budget=options.token_budget, threads=threads
         )
-        engine = TransformersEngine(worker, replicas=options.replicas, folder=options.state)
+        engine: Engine
+        if options.ray:
+            from rm_optimizer.serving.embedded.ray_replicas import RayEngine
+
+            assert options.state is not None, "a folder is made where none is given"
+            engine = RayEngine(worker, replicas=options.replicas, folder=options.state)
+        else:
+            engine = TransformersEngine(worker, replicas=options.replicas, folder=options.state)
         app, receiver = create_server(engine, options)
         config = uvicorn.Config(
             app,

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
+import random
 import threading
-from collections.abc import Callable, Coroutine, Iterable
-from dataclasses import KW_ONLY, InitVar, dataclass
-from typing import Any, TypeVar
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, replace
+from functools import cached_property
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -30,15 +34,41 @@ from rm_optimizer.serving.client.connection import (
 from rm_optimizer.serving.client.handshake import ServerIdentity, shake_hands
 from rm_optimizer.serving.engine import ScoredBatch
 
+AVOIDED_SECONDS = 10.0
+"""Seconds in which a server that failed or was slow is asked after the others."""
+LEAST_PART = 16
+"""Fewest sequences of a request to one of several servers, if the call has as many."""
+PARTS_A_SERVER = 4
+"""Requests to each of several servers that a call is divided into, so that none waits for the slowest for long."""
+T = TypeVar("T")
+_Work: TypeAlias = Callable[["AsyncRewardClient", Deadline], Coroutine[Any, Any, T]]
+
 
 class AsyncRewardClient(Connection):
-    """Asynchronous scorer behind a server: `rm-opt serve` with any engine, or a plain vLLM.
+    """Asynchronous scorer behind servers: `rm-opt serve` with any engine, or a plain vLLM.
 
     With a renderer the client renders and tokenizes conversations, otherwise the server does. Every reward is raw.
     Connecting verifies the server's sigmoid and rendering; see `handshake`. For the arguments see `ClientArguments`.
+
+    Of several servers a request goes to the one with the fewest open requests. After a failure or `hedge_seconds`
+    another one is asked too, and the first answer counts. All rewards of a call come from the newest weights among
+    its answers.
     """
 
     _identity: ServerIdentity | None = None
+    _is_one_of_several = False
+    _num_open = 0
+    _failed_at = -math.inf
+    _revision: int | None = None
+
+    @cached_property
+    def _members(self) -> list[AsyncRewardClient]:
+        """Clients of the single servers, if there are several."""
+        several = self.urls if len(self.urls) > 1 else []
+        members = [AsyncRewardClient(**{**self.__getstate__(), "url": url}) for url in several]
+        for member in members:
+            member._is_one_of_several = True
+        return members
 
     @property
     def _form(self) -> Form:
@@ -54,15 +84,71 @@ class AsyncRewardClient(Connection):
     async def connect(self) -> ServerIdentity:
         """Verify the server once; every other call does so first.
 
+        Of several servers one must answer; another is verified before its first request.
+
         Raises:
             HandshakeFailed: if its rewards are not raw, or it renders conversations differently.
             RewardServerUnavailable: if it does not answer in time.
         """
+        if self._members:
+            return await self._first(lambda member, deadline: member.connect(), self._deadline())
         async with self._session().connecting:
             if self._identity is None:
-                deadline = Deadline(self.url, self.timeout_seconds)
-                self._identity = await shake_hands(self, deadline)
+                self._identity = await shake_hands(self, self._deadline())
             return self._identity
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self.url, self.timeout_seconds, may_repeat=not self._is_one_of_several)
+
+    async def close(self) -> None:
+        """Close the sessions; a later call opens others."""
+        await asyncio.gather(super().close(), *(member.close() for member in self._members))
+
+    async def _first(
+        self, work: Callable[[AsyncRewardClient, Deadline], Coroutine[Any, Any, T]], deadline: Deadline
+    ) -> T:
+        """First result of a server, which comes from the only one or from any of several.
+
+        Raises:
+            RewardServerUnavailable: if none answers in time.
+        """
+        if not self._members:
+            return await work(self, deadline)
+        while True:
+            left = sorted(self._members, key=AsyncRewardClient._load)
+            asked, failure = set[asyncio.Task[T]](), RewardServerUnavailable("no server was asked")
+            try:
+                while left or asked:
+                    if left:
+                        asked.add(asyncio.ensure_future(left.pop(0)._counted(work)))
+                    seconds = self.hedge_seconds if left else deadline.left
+                    done, asked = await asyncio.wait(asked, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+                    for task in done:
+                        try:
+                            return task.result()
+                        except RewardServerUnavailable as error:
+                            failure = error
+                    if not left and not done:
+                        break
+            finally:
+                for task in asked:
+                    task.cancel()
+            await asyncio.sleep(deadline.pause(str(failure)))
+
+    async def _counted(self, work: _Work[T]) -> T:
+        """Result of this server, of several, by one attempt."""
+        self._num_open += 1
+        try:
+            return await work(self, self._deadline())
+        except (RewardServerUnavailable, asyncio.CancelledError):  # it failed, or another was faster
+            self._failed_at = time.monotonic()
+            raise
+        finally:
+            self._num_open -= 1
+
+    def _load(self) -> tuple[bool, int, float]:
+        """Key of the order in which several servers are asked."""
+        return time.monotonic() - self._failed_at < AVOIDED_SECONDS, self._num_open, random.random()
 
     async def score(self, prompts: Prompts, responses: Texts) -> Float[Tensor, "*sequences"]:
         """Rewards of the responses in the order given, float32 on the CPU, from one version of the weights.
@@ -114,40 +200,69 @@ class AsyncRewardClient(Connection):
         """
         given, texts = paired(prompts, responses)
         each = [prompt if isinstance(prompt, str) else read_messages("prompts", prompt) for prompt in given]
-        identity = await self.connect()
+        limits = (await self.connect()).limits
         deadline = Deadline(self.url, self.timeout_seconds)
         rows: list[Any] = list(zip(each, texts, strict=True))
         if self.renderer is not None:
             rows = [encoding.ids for encoding in self.renderer.encode_batch(each, texts)]
-        parts = list(pieces(rows, self._form.size, identity.limits))
+        if self._members:  # enough parts for all servers
+            share = max(LEAST_PART, math.ceil(len(rows) / (PARTS_A_SERVER * len(self._members))))
+            limits = replace(limits, items=min(limits.items, share))
+        parts = list(pieces(rows, self._form.size, limits))
+        only = self.revision if expect_revision is None else expect_revision
         answers: dict[int, ScoredBatch] = {}
         while outdated := [i for i in range(len(parts)) if i not in answers]:
             asked = ([rows[k] for k in parts[i]] for i in outdated)
-            tasks = [asyncio.ensure_future(self.ask(self._form, part, identity.model, deadline)) for part in asked]
+            tasks = [asyncio.ensure_future(self._ask(part, only, deadline)) for part in asked]
             try:
                 answers |= dict(zip(outdated, await asyncio.gather(*tasks), strict=True))
             finally:
                 for task in tasks:  # the first failure cancels the others
                     task.cancel()
-            newest = answers[outdated[-1]].weights
-            answers = {i: answer for i, answer in answers.items() if answer.weights == newest}
+            newest = answers[outdated[-1]]
+            if self._members:
+                newest = max(answers.values(), key=lambda answer: answer.revision or 0)
+            answers = {i: answer for i, answer in answers.items() if answer.weights == newest.weights}
+            for member in self._members:
+                if member._revision not in (None, newest.revision):
+                    member._failed_at = time.monotonic()
         rewards = tuple(reward for i in range(len(parts)) for reward in answers[i].rewards)
-        weights = answers[0].weights if answers else (await self.version(), None)
-        scored = ScoredBatch(rewards, *weights)
+        scored = ScoredBatch(rewards, *(answers[0].weights if answers else (await self.version(), only)))
         for name, expected, got in (
             ("weights", expect_version, scored.version),
-            ("revision", expect_revision, scored.revision),
+            ("revision", only, scored.revision),
         ):
             if expected not in (None, got):
                 raise WrongVersion(f"expected rewards of {name} {expected} from {self.url}, got {got}")
         return scored
 
+    async def _ask(self, rows: Sequence[Any], only: int | None, deadline: Deadline) -> ScoredBatch:
+        """Rewards of one request, which any of several servers answers that has the only accepted revision."""
+
+        async def ask(member: AsyncRewardClient, deadline: Deadline) -> ScoredBatch:
+            identity = await member.connect()
+            self._identity = self._identity or identity
+            if identity.template_hash != self._identity.template_hash:
+                raise HandshakeFailed(f"{member.url} renders conversations unlike the others of {self.url}")
+            scored = await member.ask(self._form, rows, identity.model, deadline)
+            member._revision = scored.revision
+            if self._members and only not in (None, scored.revision):
+                raise RewardServerUnavailable(f"expected revision {only} from {member.url}, got {scored.revision}")
+            return scored
+
+        if not self._members:
+            return await ask(self, deadline)
+        async with self._session().slots:
+            return await self._first(ask, deadline)
+
     async def version(self) -> str:
         """Version of the weights that answer now; for a plain vLLM its model's name."""
+        if self._members:
+            return await self._first(lambda member, deadline: member.version(), self._deadline())
         identity = await self.connect()
         if not identity.is_rm_opt:
             return identity.model
-        answer = await self.request("GET", "/rm/version", Deadline(self.url, self.timeout_seconds))
+        answer = await self.request("GET", "/rm/version", self._deadline())
         return str(answer.json()["version"])
 
 
@@ -155,7 +270,6 @@ SLACK_SECONDS = 10.0
 """Seconds to wait for a call beyond its own timeout."""
 CALLS = 2
 """Most calls with a timeout of their own in one call: the handshake and the request."""
-T = TypeVar("T")
 
 
 @dataclass(eq=False, repr=False)

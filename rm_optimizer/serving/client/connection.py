@@ -206,11 +206,13 @@ class Deadline:
     Args:
         url: address of the server, for the message.
         seconds: seconds for the whole call.
+        may_repeat: True if a request is repeated after a failure that may pass.
     """
 
-    def __init__(self, url: str, seconds: float) -> None:
+    def __init__(self, url: str, seconds: float, *, may_repeat: bool = True) -> None:
         self.url = url
         self.seconds = seconds
+        self._may_repeat = may_repeat
         self._end = time.monotonic() + seconds
         self._delay = FIRST_DELAY_SECONDS
         self._random = random.Random()  # a separate generator leaves a training run's unchanged
@@ -261,8 +263,10 @@ class Deadline:
             least: seconds that the server asked for.
 
         Raises:
-            RewardServerUnavailable: if that is later than the deadline.
+            RewardServerUnavailable: if that is later than the deadline, or there is only one attempt.
         """
+        if not self._may_repeat:
+            raise RewardServerUnavailable(f"{self.url}: {reason}")
         pause = max(self._delay * self._random.uniform(0.5, 1.0), least or 0.0)
         self._delay = min(2 * self._delay, MOST_DELAY_SECONDS)
         if time.monotonic() + pause >= self._end:
@@ -306,26 +310,34 @@ class _Session:
 
 @dataclass(eq=False, repr=False)
 class PickledByArguments:
-    """Client of a server that is pickled by its arguments alone; the copy opens its own connections.
+    """Client of servers that is pickled by its arguments alone; the copy opens its own connections.
 
     Args:
-        url: address of the server, `http://host:port`.
+        url: address of the server, `http://host:port`; those of several are separated by commas.
 
     Raises:
-        ConfigError: if the address is not of this form.
+        ConfigError: if an address is not of this form.
     """
 
     url: str
 
     def __post_init__(self) -> None:
-        try:
-            is_http = httpx.URL(self.url).scheme in ("http", "https")
-        except (httpx.InvalidURL, TypeError):
-            is_http = False
-        if not is_http:
-            raise ConfigError(f"url must be like http://127.0.0.1:8000, got {self.url!r}")
-        self.url = self.url.rstrip("/")
+        for url in self.urls:
+            try:
+                is_http = httpx.URL(url).scheme in ("http", "https")
+            except httpx.InvalidURL:
+                is_http = False
+            if not is_http:
+                raise ConfigError(f"url must be like http://127.0.0.1:8000, got {url!r}")
+        self.url = ",".join(self.urls)
         self._prepare()
+
+    @property
+    def urls(self) -> list[str]:
+        """The addresses, one by one."""
+        if not isinstance(self.url, str):
+            raise ConfigError(f"url must be like http://127.0.0.1:8000, got {self.url!r}; separate several by commas")
+        return [url.strip().rstrip("/") for url in self.url.split(",")]
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.url!r})"
@@ -346,11 +358,13 @@ class ClientArguments(PickledByArguments):
     """Arguments of a client.
 
     Args:
-        url: address of the server, `http://host:port`.
+        url: address of the server, `http://host:port`; those of several are separated by commas.
         renderer: renderer of the served model; None lets the server render. Required for a plain vLLM.
         api_key: bearer token; None sends none.
         timeout_seconds: seconds for a whole call, retries included.
         concurrency: largest number of requests open at once.
+        revision: serial number of the only accepted weights, `ScoredBatch.revision`; None accepts any.
+        hedge_seconds: seconds without an answer after which another of several servers is asked too.
         transport: replacement of the network for tests; None uses the network.
     """
 
@@ -359,6 +373,8 @@ class ClientArguments(PickledByArguments):
     api_key: str | None = None
     timeout_seconds: float = 60.0
     concurrency: int = 8
+    revision: int | None = None
+    hedge_seconds: float = 5.0
     transport: httpx.AsyncBaseTransport | None = None
 
 
@@ -377,7 +393,7 @@ class Connection(ClientArguments):
                 headers=bearer(self.api_key),
                 limits=httpx.Limits(max_connections=self.concurrency, max_keepalive_connections=self.concurrency),
                 transport=self.transport,
-                trust_env=not is_loopback(httpx.URL(self.url).host),  # this machine is reached without a proxy
+                trust_env=not is_loopback(httpx.URL(self.urls[0]).host),  # this machine is reached without a proxy
             )
             one = _Session(http, asyncio.Semaphore(self.concurrency), asyncio.Lock())
             self._sessions = open_ones | {here: one}

@@ -287,6 +287,26 @@ class _Replica:
     tokens: int = 0
 
 
+def require_owner(folder: Path, version: str, *, has_updates: bool) -> None:
+    """Write the checkpoint's fingerprint into the folder of its updates.
+
+    Args:
+        folder: folder of the updates.
+        version: fingerprint of the checkpoint.
+        has_updates: True if the folder holds some already.
+
+    Raises:
+        CheckpointError: if these are of another checkpoint.
+    """
+    file = folder / OWNER_FILE
+    if has_updates and (not file.is_file() or file.read_text(encoding="utf-8") != version):
+        raise CheckpointError(
+            f"expected the updates in {folder} to be of weights {version}, got updates of others; serve their "
+            "checkpoint, or choose another folder with --state"
+        )
+    write_text(file, version)
+
+
 class TransformersEngine(Engine):
     """Engine that scores in one or more worker processes and restarts them after a failure.
 
@@ -350,10 +370,10 @@ class TransformersEngine(Engine):
 
     async def restore(self) -> None:
         """Apply the updates of an earlier engine, then start the other replicas; see `Engine.restore`."""
+        require_owner(self._folder, self.description.version, has_updates=bool(self.committed))
         async with self._updating:
             await super().restore()
             self._is_restored = True
-        write_text(self._folder / OWNER_FILE, self.description.version)
         for replica in self._replicas[1:]:
             self._watch(replica)
 
@@ -431,12 +451,6 @@ class TransformersEngine(Engine):
             raise (fatal or errors)[0]
 
     async def _restore(self) -> None:
-        owner = self._folder / OWNER_FILE
-        if not owner.is_file() or owner.read_text(encoding="utf-8") != self.description.version:
-            raise CheckpointError(
-                f"expected the updates in {self._folder} to be of weights {self.description.version}, got updates of "
-                "others; serve their checkpoint, or choose another folder with --state"
-            )
         self._is_restored = True  # a worker that starts from now on loads them
         with suppress(WorkerDied):
             await self._on_all(lambda link: self._catch_up(link, ()))

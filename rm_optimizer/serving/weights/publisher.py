@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
@@ -46,9 +49,49 @@ CONFLICT = 409
 """Status of an update that another one blocks; with `Retry-After` if waiting helps."""
 FORGOTTEN = frozenset({"UnknownUpdate", "UpdateConflict"})
 """Kinds of refusals after which the update may start again: the server lost it, or another update came first."""
+OTHER_FAILED = "another server did not prepare them"
+"""Reason of a server that refused nothing, of several."""
 GIVING_UP_SECONDS = 5.0
 """Seconds for the server to report the outcome of an update that failed here."""
 _log = logging.getLogger("rm_optimizer")
+
+
+class _Decision:
+    """Meeting of the publishers to several servers, which swap once all have prepared a version.
+
+    Args:
+        number: number of the servers.
+    """
+
+    def __init__(self, number: int) -> None:
+        self._is_made = threading.Event()
+        self._barrier = threading.Barrier(number, action=self._is_made.set)
+
+    @property
+    def is_known(self) -> bool:
+        """True once all servers may swap."""
+        return self._is_made.is_set()
+
+    def is_made(self, seconds: float) -> bool:
+        """True once all have prepared the version; False if one fails or the time is over."""
+        with suppress(threading.BrokenBarrierError):
+            self._barrier.wait(seconds)
+        return self.is_known
+
+    def leave(self) -> None:
+        """Release those that wait; without an effect once the decision is made."""
+        self._barrier.abort()
+
+
+@dataclass(frozen=True)
+class _Version:
+    """Weights to publish, with their name and number."""
+
+    payload: Payload
+    probe: WeightProbe | None
+    name: str
+    revision: int
+    decision: _Decision | None = None
 
 
 class CommitUnanswered(RewardServerUnavailable):
@@ -71,14 +114,15 @@ def _may_be_repeated(answer: httpx.Response, deadline: Deadline) -> bool:
 
 @dataclass(eq=False, repr=False)
 class RMPublisherAdapter(PickledByArguments):
-    """Publisher of a model's weights to a running reward server.
+    """Publisher of a model's weights to a running reward server, or to several at once.
 
     An update is announced with its manifest, transferred once the server is ready, checked and swapped in whole. Every
     wait has a limit and every message may be repeated. The server checks the new weights by rewards of this model
-    before they answer any request.
+    before they answer any request. Several servers swap once all of them have checked the weights, and give them the
+    same revision.
 
     Args:
-        url: address of the server, `http://host:port`.
+        url: address of the server, `http://host:port`; those of several are separated by commas.
         mode: set of tensors to send: `full`, `head_only` or `lora`.
         transport: `inline`, one HTTP body; `path`, a file below the server's weights root on one machine; `gloo` or
             `nccl`, a process group.
@@ -106,9 +150,11 @@ class RMPublisherAdapter(PickledByArguments):
                 raise ConfigError(did_you_mean(name, word, list(words)))
         self._session_options: dict[str, Any] = {
             "headers": bearer(self.api_key),
-            "trust_env": not is_loopback(httpx.URL(self.url).host),
+            "trust_env": not is_loopback(httpx.URL(self.urls[0]).host),
         }
         self._sessions: dict[int, httpx.Client] = {}
+        several = self.urls if len(self.urls) > 1 else []
+        self.members = [RMPublisherAdapter(**{**self.__getstate__(), "url": url}) for url in several]
         self._published: tuple[str, int] | None = None
 
     @property
@@ -137,13 +183,33 @@ class RMPublisherAdapter(PickledByArguments):
             require_bradley_terry(weights)
             payload = Payload(sent_tensors(weights, RewardModelTrainingMode(self.mode)))
             probe = weight_probe(weights)
-        batch_id, revision = uuid.uuid4().hex, new_revision(0 if self._published is None else self._published[1])
-        deadline = Deadline(self.url, self.timeout_seconds)
+        if not self.members:
+            revision = new_revision(0 if self._published is None else self._published[1])
+            return self._send(_Version(payload, probe, version, revision))
+        revision = new_revision(max(member.status().revision for member in self.members))
+        new = _Version(payload, probe, version, revision, _Decision(len(self.members)))
+        with ThreadPoolExecutor(len(self.members)) as pool:
+            tasks = [pool.submit(member._send, new) for member in self.members]
+        failures = [error for task in tasks if (error := task.exception()) is not None]
+        if failures:
+            raise next((error for error in failures if not str(error).endswith(OTHER_FAILED)), failures[0])
+        return tasks[0].result()
+
+    def _send(self, new: _Version) -> Outcome:
+        """Publish a version to one server, with further attempts after failures that may pass."""
+        try:
+            return self._sent(new)
+        finally:
+            if new.decision is not None:
+                new.decision.leave()
+
+    def _sent(self, new: _Version) -> Outcome:
+        batch_id, deadline = uuid.uuid4().hex, Deadline(self.url, self.timeout_seconds)
         for attempt in range(1, ATTEMPTS + 1):
             try:
-                return self._attempt(payload, probe, version, revision, batch_id, deadline)
+                return self._attempt(new, batch_id, deadline)
             except (TransferFailed, RewardServerRefused, RewardServerUnavailable) as error:
-                ended = self._given_up(batch_id, version, revision, error)
+                ended = self._given_up(batch_id, new, error)
                 if isinstance(ended, Outcome):
                     return ended
                 has_died = isinstance(error, RewardServerRefused) and error.status in RETRIED_STATUSES
@@ -170,6 +236,8 @@ class RMPublisherAdapter(PickledByArguments):
 
     def close(self) -> None:
         """Close the session; a second call does nothing, and a later message opens another."""
+        for member in self.members:
+            member.close()
         if os.getpid() in self._sessions:
             self._session.close()
 
@@ -179,39 +247,31 @@ class RMPublisherAdapter(PickledByArguments):
     def __exit__(self, *failure: object) -> None:
         self.close()
 
-    def _attempt(
-        self,
-        payload: Payload,
-        probe: WeightProbe | None,
-        version: str,
-        revision: int,
-        batch_id: str,
-        deadline: Deadline,
-    ) -> Outcome:
+    def _attempt(self, new: _Version, batch_id: str, deadline: Deadline) -> Outcome:
         status = self.status(deadline.left)
-        if (status.version, status.revision) == (version, revision):  # an earlier attempt, whose server ended then
-            self._published = version, revision
-            return Outcome(batch_id=batch_id, status=OutcomeStatus.committed, version=version, revision=revision)
+        if (status.version, status.revision) == (new.name, new.revision):  # an earlier attempt, whose server ended then
+            self._published = new.name, new.revision
+            return Outcome(batch_id=batch_id, status=OutcomeStatus.committed, version=new.name, revision=new.revision)
         if self._published is not None and self._published != (status.version, status.revision):
             _log.warning(
                 "%s serves weights %s where %s were published: it was started again, or another trainer publishes to "
                 "it; rewards were not those of this run meanwhile. %s are published now",
-                *(self.url, status.version, self._published[0], version),
+                *(self.url, status.version, self._published[0], new.name),
             )
             self._published = None
         transport = Transport(self.transport)
-        with outgoing(transport, payload, status, host=self.host, timeout_seconds=deadline.left) as (address, send):
+        with outgoing(transport, new.payload, status, host=self.host, timeout_seconds=deadline.left) as (address, send):
             try:
                 begin = Begin(
                     batch_id=batch_id,
                     mode=RewardModelTrainingMode(self.mode),
-                    version=version,
+                    version=new.name,
                     base_revision=status.revision,
-                    revision=revision,
-                    tensors=payload.specs,
+                    revision=new.revision,
+                    tensors=new.payload.specs,
                     transport=transport,
                     timeout_seconds=deadline.left,
-                    probe=probe,
+                    probe=new.probe,
                     path=address.get("path"),
                     rendezvous=address.get("rendezvous"),
                 )
@@ -225,6 +285,7 @@ class RMPublisherAdapter(PickledByArguments):
                 self._request("PUT", f"upload/{batch_id}", deadline, content=body, headers=headers)
 
             send(upload)
+            self._meet(new, batch_id, deadline)
             try:
                 outcome = Outcome.model_validate(self._post("commit", Commit(batch_id=batch_id), deadline).json())
             except (RewardServerUnavailable, RewardServerRefused) as error:
@@ -233,9 +294,26 @@ class RMPublisherAdapter(PickledByArguments):
                     raise
                 raise CommitUnanswered(str(error)) from error
         if outcome.status is not OutcomeStatus.committed:
-            raise self._do_not_serve(version, _reason(outcome))
+            raise self._do_not_serve(new.name, _reason(outcome))
         self._published = outcome.version, outcome.revision
         return outcome
+
+    def _meet(self, new: _Version, batch_id: str, deadline: Deadline) -> None:
+        """Prepare the version, and wait until the other servers have.
+
+        Raises:
+            PublishFailed: if this or another server has not.
+        """
+        if new.decision is None or new.decision.is_known:
+            return
+        message = Commit(batch_id=batch_id, only_prepares=True)
+        outcome = Outcome.model_validate(self._post("commit", message, deadline).json())
+        if outcome.status is not OutcomeStatus.prepared:
+            raise self._do_not_serve(new.name, _reason(outcome))
+        if not new.decision.is_made(deadline.left):
+            failure = self._do_not_serve(new.name, OTHER_FAILED)
+            self._given_up(batch_id, new, failure)
+            raise failure
 
     def _post(self, route: str, message: WireModel, deadline: Deadline) -> httpx.Response:
         return self._request("POST", route, deadline, json=message.model_dump(mode="json"))
@@ -262,7 +340,7 @@ class RMPublisherAdapter(PickledByArguments):
                 return judged
             time.sleep(judged)
 
-    def _given_up(self, batch_id: str, version: str, revision: int, error: RMOptimizerError) -> Outcome | PublishFailed:
+    def _given_up(self, batch_id: str, new: _Version, error: RMOptimizerError) -> Outcome | PublishFailed:
         """Abort the update on the server, and return its outcome with the best known reason."""
         abort = Abort(batch_id=batch_id, reason=str(error)[:500])
         try:
@@ -271,16 +349,16 @@ class RMPublisherAdapter(PickledByArguments):
             is_told = isinstance(silence, RewardServerRefused) and silence.status < 500  # it has no such update
             if isinstance(error, CommitUnanswered) and not is_told:
                 return PublishFailed(
-                    f"all of weights {version} were sent, but {self.url} did not answer whether it serves them; "
+                    f"all of weights {new.name} were sent, but {self.url} did not answer whether it serves them; "
                     f"ask GET {self.url}/rm/weights/status, or publish again: {error}"
                 )
-            return self._do_not_serve(version, str(error))
+            return self._do_not_serve(new.name, str(error))
         outcome = Outcome.model_validate(answer.json())
         if outcome.status is OutcomeStatus.committed:  # its answer was lost
             self._published = outcome.version, outcome.revision
             return outcome
         is_refused = outcome.status is OutcomeStatus.refused
-        return self._do_not_serve(version, _reason(outcome) if is_refused else str(error))
+        return self._do_not_serve(new.name, _reason(outcome) if is_refused else str(error))
 
     def _do_not_serve(self, version: str, reason: str) -> PublishFailed:
         return PublishFailed(f"weights {version} do not serve at {self.url}: {reason}")
@@ -334,9 +412,10 @@ def open_publisher(config: PublishConfig) -> RMPublisherAdapter:
     except ConfigError as error:
         raise ConfigError(f"publish.{error}") from error
     try:
-        taken = publisher.status(min(STARTING_SECONDS, publisher.timeout_seconds)).transports
-        if publisher.transport not in taken:
-            raise ConfigError(f"publish.transport must be one of {', '.join(taken)}, which the server accepts")
+        for one in publisher.members or [publisher]:
+            taken = one.status(min(STARTING_SECONDS, publisher.timeout_seconds)).transports
+            if publisher.transport not in taken:
+                raise ConfigError(f"publish.transport must be one of {', '.join(taken)}, which {one.url} accepts")
     except RewardServerUnavailable as error:
         publisher.close()
         raise PublishFailed(

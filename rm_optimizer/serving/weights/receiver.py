@@ -133,6 +133,7 @@ class _Update:
     standing: asyncio.Task[None]
     lease: float
     watchdog: asyncio.TimerHandle | None = None
+    preparing: asyncio.Task[int] | None = None
     committing: asyncio.Task[Outcome] | None = None
 
 
@@ -224,6 +225,8 @@ class WeightReceiver:
     async def commit(self, commit: Commit) -> Outcome:
         """Check the tensors, swap, and return the outcome; a repeated request gets the same answer.
 
+        With `only_prepares` the swap waits for another commit, so that several servers can swap once all may.
+
         Raises:
             UnknownUpdate: if no such update was begun here.
             NotReady: if the swap exceeds the time limit; it continues, and the request may be repeated.
@@ -231,10 +234,20 @@ class WeightReceiver:
         if (ended := self._outcomes.get(commit.batch_id)) is not None:
             return ended
         update = self._under_way(commit.batch_id)
-        if update.committing is None:
-            update.committing = asyncio.ensure_future(self._commit(update))
+        update.lease = self._now() + LEASE_SECONDS
+        if update.preparing is None:
+            update.preparing = asyncio.ensure_future(self._prepare(update))
         try:
             async with asyncio.timeout_at(max(update.deadline, self._now()) + SWAP_GRACE_SECONDS):
+                if commit.only_prepares and update.committing is None:
+                    await asyncio.wait({update.preparing})
+                    if update.preparing.cancelled() and update.committing is None:
+                        raise UnknownUpdate(f"update {commit.batch_id} was aborted; begin it again", "batch_id")
+                    if not update.preparing.cancelled() and update.preparing.exception() is None:
+                        update.lease = self._now() + LEASE_SECONDS
+                        return self._outcome(update, OutcomeStatus.prepared)
+                if update.committing is None:
+                    update.committing = asyncio.ensure_future(self._commit(update))
                 return await asyncio.shield(update.committing)
         except TimeoutError:
             raise NotReady(f"update {commit.batch_id} is still being swapped in; ask again", 1) from None
@@ -333,18 +346,24 @@ class WeightReceiver:
             raise UnknownUpdate(f"no update {batch_id} is in progress; begin it again", "batch_id")
         return self._active
 
-    async def _commit(self, update: _Update) -> Outcome:
+    async def _prepare(self, update: _Update) -> int:
+        """Stage the update, and return its revision."""
         begin, revision = update.begin, new_revision(self.engine.revision)
         if begin.revision is not None and begin.revision > self.engine.revision:
             revision = begin.revision
+        async with asyncio.timeout_at(update.deadline):
+            file = await update.incoming.file()
+            await asyncio.to_thread(check_weight_file, file, begin.tensors)
+            await self.engine.stage(
+                StagedWeights(begin.version, revision, begin.mode, file, tuple(begin.tensors), begin.probe)
+            )
+        return revision
+
+    async def _commit(self, update: _Update) -> Outcome:
+        begin = update.begin
+        assert update.preparing is not None, "a commit begins with the preparation"
         try:
-            async with asyncio.timeout_at(update.deadline):
-                file = await update.incoming.file()
-                await asyncio.to_thread(check_weight_file, file, begin.tensors)
-                await self.engine.stage(
-                    StagedWeights(begin.version, revision, begin.mode, file, tuple(begin.tensors), begin.probe)
-                )
-            await self.engine.commit(revision)
+            await self.engine.commit(await update.preparing)
         except (RMOptimizerError, TimeoutError) as error:
             seconds = f"{begin.timeout_seconds:.3g} s"
             reason = (
@@ -380,13 +399,15 @@ class WeightReceiver:
 
     def _release(self, update: _Update) -> None:
         update.incoming.drop()
+        if update.preparing is not None:
+            update.preparing.cancel()
         if update.watchdog is not None:
             update.watchdog.cancel()
         if self._active is update:
             self._active = None
 
-    def _ended(self, update: _Update, status: OutcomeStatus, error: ErrorDetail | None) -> Outcome:
-        outcome = Outcome(
+    def _outcome(self, update: _Update, status: OutcomeStatus, error: ErrorDetail | None = None) -> Outcome:
+        return Outcome(
             batch_id=update.begin.batch_id,
             status=status,
             version=self.engine.version,
@@ -394,6 +415,9 @@ class WeightReceiver:
             error=error,
             seconds=time.monotonic() - update.started,
         )
+
+    def _ended(self, update: _Update, status: OutcomeStatus, error: ErrorDetail | None) -> Outcome:
+        outcome = self._outcome(update, status, error)
         self.service.metrics.updates.labels(status.value).inc()
         self.service.metrics.update_seconds.observe(outcome.seconds)
         if error is not None:

@@ -80,7 +80,7 @@ def weight_router(receiver: WeightReceiver) -> APIRouter:
         outcome = await receiver.commit(body)
         response.headers[VERSION_HEADER] = outcome.version
         response.headers[REVISION_HEADER] = str(outcome.revision)
-        if outcome.status is not OutcomeStatus.committed:
+        if outcome.status not in (OutcomeStatus.prepared, OutcomeStatus.committed):
             response.status_code = 409 if outcome.error is None else outcome.error.code
         return outcome
 

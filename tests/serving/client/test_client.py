@@ -603,3 +603,82 @@ def test_a_difference_from_a_model_is_explained(tmp_path):
         for renderer in (None, other.renderer):
             with pytest.raises(HandshakeFailed, match=message):
                 RewardClient(server.url, check=other, renderer=renderer)
+
+
+class StubFleet:
+    """Several stubs, each under a host of its own."""
+
+    def __init__(self, renderer: ConversationRenderer, number: int) -> None:
+        self.stubs = {f"stub{place}": StubServer(renderer) for place in range(number)}
+        self.url = ",".join(f"http://{host}" for host in self.stubs)
+        self.down: set[str] = set()
+        self.hung: set[str] = set()
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if request.url.host in self.down:
+            raise httpx.ConnectError("refused")
+        if request.url.host in self.hung:
+            await asyncio.sleep(60)
+        return await self.stubs[request.url.host](request)
+
+    def asked(self) -> list[int]:
+        return [sum(path in ("/classify", "/rm/score") for path, _ in stub.requests) for stub in self.stubs.values()]
+
+    def client(self, **options: object) -> RewardClient:
+        return RewardClient(self.url, transport=httpx.MockTransport(self), **options)  # type: ignore[arg-type]
+
+
+def test_a_call_is_divided_over_several_servers_and_goes_on_without_one(renderer, expected):
+    fleet = StubFleet(renderer, 4)
+    prompts, responses = PROMPTS * 20, RESPONSES * 20
+    with fleet.client(renderer=renderer) as client:
+        before = fleet.asked()
+        assert torch.equal(client.score(prompts, responses), expected.repeat(20))
+        assert all(now > then for now, then in zip(fleet.asked(), before, strict=True))
+        fleet.down = {"stub0", "stub2"}
+        assert torch.equal(client.score(prompts, responses), expected.repeat(20))
+        fleet.down = set(fleet.stubs)
+    with pytest.raises(RewardServerUnavailable, match=r"no answer within 0.3 s"):
+        fleet.client(renderer=renderer, timeout_seconds=0.3)
+
+
+def test_a_server_that_hangs_costs_the_time_until_another_is_asked(renderer, expected):
+    fleet = StubFleet(renderer, 2)
+    fleet.hung = {"stub1"}
+    with fleet.client(renderer=renderer, hedge_seconds=0.05, timeout_seconds=10.0) as client:
+        started = time.perf_counter()
+        for _ in range(5):
+            assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
+        assert time.perf_counter() - started < 5.0
+
+
+def test_several_servers_of_two_revisions_answer_with_the_newer_or_the_pinned_one(renderer, expected):
+    fleet = StubFleet(renderer, 2)
+    fleet.stubs["stub1"].version, fleet.stubs["stub1"].revision = lambda: "v2", lambda: 8
+    prompts, responses = PROMPTS * 10, RESPONSES * 10
+    with fleet.client(renderer=renderer) as client:
+        assert client.score_versioned(prompts, responses).weights == ("v2", 8)
+    for revision, version in ((7, "v1"), (8, "v2")):
+        with fleet.client(renderer=renderer, revision=revision) as client:
+            for _ in range(4):
+                assert client.score_versioned(prompts, responses).weights == (version, revision)
+    with (
+        fleet.client(renderer=renderer, revision=9, timeout_seconds=0.3) as client,
+        pytest.raises(RewardServerUnavailable, match="expected revision 9 from http://stub"),
+    ):
+        client.score(PROMPTS, RESPONSES)
+
+
+def test_a_pinned_client_of_one_server_refuses_other_weights(stub, renderer):
+    with connected(stub, renderer=renderer, revision=7) as client:
+        client.score(PROMPTS, RESPONSES)
+        stub.revision = lambda: 8
+        with pytest.raises(WrongVersion, match="expected rewards of revision 7 from http://stub, got 8"):
+            client.score(PROMPTS, RESPONSES)
+
+
+def test_several_servers_with_other_templates_are_refused(renderer):
+    fleet = StubFleet(renderer, 2)
+    fleet.stubs["stub1"].template_hash = "0" * 16
+    with fleet.client() as client, pytest.raises(HandshakeFailed, match="renders conversations unlike the others"):
+        client.score(PROMPTS * 10, RESPONSES * 10)

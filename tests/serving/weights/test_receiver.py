@@ -475,3 +475,27 @@ def test_files_of_ours_are_read_by_safetensors(tmp_path, dtype):
     assert loaded.keys() == tensors.keys()
     assert all(torch.equal(loaded[name], tensor) and loaded[name].dtype == tensor.dtype
                for name, tensor in tensors.items())  # fmt: skip
+
+
+def test_an_update_that_cannot_be_prepared_or_is_aborted_then_leaves_the_old_weights(server):
+    tensors, before = tensors_of(server), status(server)["version"]
+    broken = {name: torch.full_like(tensor, torch.nan) for name, tensor in tensors.items()}
+    begin = announcement(broken, path=str(written(server, broken)), version="broken")
+    assert send(server, "begin", begin).status_code == 200
+    answer = send(server, "commit", {"batch_id": begin["batch_id"], "only_prepares": True})
+    assert (answer.status_code, answer.json()["status"]) == (400, "refused")
+    begin = announcement(tensors, path=str(written(server, tensors)), version="aborted")
+    assert send(server, "begin", begin).status_code == 200
+    for _ in range(2):  # a message may be repeated
+        prepared = send(server, "commit", {"batch_id": begin["batch_id"], "only_prepares": True})
+        assert (prepared.status_code, prepared.json()["status"]) == (200, "prepared")
+        assert prepared.json()["version"] == before
+    assert send(server, "abort", {"batch_id": begin["batch_id"]}).json()["status"] == "aborted"
+    assert send(server, "commit", {"batch_id": begin["batch_id"]}).json()["status"] == "aborted"
+    assert status(server)["version"] == before
+
+
+def written(server, tensors):
+    file = server.root / f"{uuid.uuid4().hex}.safetensors"
+    write_weight_file(file, manifest(tensors), [(name, tensor.numpy().tobytes()) for name, tensor in tensors.items()])
+    return file

@@ -1,0 +1,197 @@
+"""Replicas behind one port: their speed, and every answer while weights are updated and processes are killed.
+
+    python benchmarks/fleet.py --updates 20
+    python benchmarks/fleet.py --updates 20 --ray
+
+The rewards a second of one and of two replicas are taken in turn, by the same clients, with one thread a replica. Then
+two sets of weights are published in turn while clients score, and before each update one process is killed (`-9`) or
+stopped at a random moment: a replica, or the process that listens. An answer is mixed if it is neither set's, a request
+lost if it raises, a version wrong if the answer names one set and holds the other's rewards. `recovery_seconds_max` is
+the longest time from a fault until the fleet answers with the last committed version.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import httpx
+import psutil
+import torch
+from serving_consistency import Tally, ask, build_checkpoint, conversations, two_models, wait_ready
+
+from rm_optimizer.errors import RMOptimizerError
+from rm_optimizer.serving.client.client import RewardClient
+from rm_optimizer.serving.weights.publisher import create_rm_publisher
+
+FAULT_SECONDS = 1.0
+"""Longest time from the begin of an update to its fault."""
+
+
+@contextmanager
+def fleet(checkpoint: Path, replicas: int, *options: str) -> Iterator[tuple[str, psutil.Process]]:
+    """URL of `rm-opt serve --replicas` once it is ready with all of them, and its process."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-c", "from rm_optimizer.interfaces.cli import app; app()", "serve", str(checkpoint)]
+    command += ["--port", str(port), "--replicas", str(replicas), "--threads", "1", "--token-budget", "2048", *options]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with open(os.devnull, "w") as null:
+        process = subprocess.Popen(command, stdout=null, stderr=null, env=environment)
+    try:
+        wait_ready(f"http://127.0.0.1:{port}", process)
+        wait_until(lambda: len(replicas_of(psutil.Process(process.pid))) == replicas)
+        yield f"http://127.0.0.1:{port}", psutil.Process(process.pid)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def replicas_of(server: psutil.Process) -> list[psutil.Process]:
+    """Processes that hold a model."""
+    found = []
+    for child in server.children(recursive=True):
+        with suppress(psutil.Error):
+            if "spawn_main" in " ".join(child.cmdline()) and "resource_tracker" not in " ".join(child.cmdline()):
+                found.append(child)
+    return found
+
+
+def wait_until(holds, seconds: float = 120.0) -> float:
+    started = time.monotonic()
+    while not holds():
+        if time.monotonic() - started > seconds:
+            raise SystemExit("the fleet did not come back")
+        time.sleep(0.02)
+    return time.monotonic() - started
+
+
+def speed(url: str, seconds: float, clients: int) -> tuple[float, float]:
+    """Rewards a second, and the 99th percentile of a request's seconds."""
+    prompts, responses = conversations(64)
+    times: list[float] = []
+    until = time.monotonic() + seconds
+
+    def score(client: RewardClient) -> None:
+        while time.monotonic() < until:
+            started = time.perf_counter()
+            client.score(prompts, responses)
+            times.append(time.perf_counter() - started)
+
+    with RewardClient(url, concurrency=clients, timeout_seconds=120) as client:
+        threads = [threading.Thread(target=score, args=(client,)) for _ in range(clients)]
+        started = time.perf_counter()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        rate = len(times) * len(prompts) / (time.perf_counter() - started)
+    return rate, sorted(times)[int(0.99 * (len(times) - 1))]
+
+
+def measure_speed(args: argparse.Namespace, checkpoint: Path) -> None:
+    rates: dict[int, list[float]] = {1: [], 2: []}
+    tails: dict[int, list[float]] = {1: [], 2: []}
+    for _ in range(args.rounds):
+        for replicas in rates:
+            with fleet(checkpoint, replicas, *args.options) as (url, _):
+                speed(url, 2.0, args.clients)
+                rate, tail = speed(url, args.seconds, args.clients)
+                rates[replicas].append(rate)
+                tails[replicas].append(tail)
+    for replicas in rates:
+        print(f"rewards_per_second_{replicas}: {statistics.median(rates[replicas]):.1f}")
+        print(f"p99_seconds_{replicas}: {statistics.median(tails[replicas]):.3f}")
+    print(f"speedup: {statistics.median(rates[2]) / statistics.median(rates[1]):.2f}")
+
+
+def serves(url: str, version: str) -> bool:
+    with suppress(httpx.HTTPError):
+        answer = httpx.get(f"{url}/ready", timeout=2, trust_env=False)
+        return answer.status_code == 200 and answer.json()["version"] == version
+    return False
+
+
+def break_one(server: psutil.Process, draw: random.Random) -> None:
+    """Kill or stop a replica, or kill the process that listens."""
+    victims = [*replicas_of(server), *server.children()]
+    with suppress(psutil.Error, IndexError):
+        victim = draw.choice(victims)
+        is_front = victim in server.children()
+        victim.send_signal(signal.SIGKILL if is_front else draw.choice([signal.SIGKILL, signal.SIGSTOP]))
+
+
+def measure_faults(args: argparse.Namespace, checkpoint: Path) -> None:
+    models, texts, tally, draw = two_models(checkpoint, "full"), conversations(32), Tally(), random.Random(args.seed)
+    expected = [model.score(*texts) for model in models]
+    done, recoveries, refused = threading.Event(), [], 0
+    with fleet(checkpoint, 2, *args.options) as (url, server), create_rm_publisher(url) as publisher:
+        publisher.publish(models[0], "flip-0")
+        client = RewardClient(url, renderer=models[0].renderer, concurrency=args.clients, timeout_seconds=120)
+        wanted = (expected, 3e-4, tally, done, texts)
+        threads = [threading.Thread(target=ask, args=(client, seed, *wanted)) for seed in range(args.clients)]
+        for thread in threads:
+            thread.start()
+        try:
+            for number in range(1, args.updates + 1):
+                threading.Timer(draw.uniform(0.0, FAULT_SECONDS), break_one, (server, draw)).start()
+                time.sleep(draw.uniform(0.0, FAULT_SECONDS))
+                try:
+                    publisher.publish(models[number % 2], f"flip-{number}")
+                    served = f"flip-{number}"
+                except RMOptimizerError:
+                    refused += 1
+                    served = publisher.status().version
+                time.sleep(FAULT_SECONDS)
+                recoveries.append(wait_until(lambda served=served: serves(url, served)))
+                wait_until(lambda: len(replicas_of(server)) >= 2)
+                print(f"  update {number}: {served} after {recoveries[-1] + FAULT_SECONDS:.1f} s", flush=True)
+        finally:
+            done.set()
+            for thread in threads:
+                thread.join()
+            client.close()
+    for error in sorted(set(tally.errors))[:5]:
+        print(f"lost: {error}")
+    print(f"updates: {args.updates - refused} of {args.updates}")
+    print(f"answers: {tally.answers}")
+    print(f"recovery_seconds_max: {max(recoveries) + FAULT_SECONDS:.1f}")
+    print(f"mixed_answers: {tally.mixed}")
+    print(f"lost_requests: {tally.lost}")
+    print(f"wrong_versions: {tally.wrong}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--updates", type=int, default=20, help="updates, each with a fault")
+    parser.add_argument("--clients", type=int, default=4, help="threads that score the whole time")
+    parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement of speed")
+    parser.add_argument("--rounds", type=int, default=3, help="measurements of speed; 0 measures none")
+    parser.add_argument("--seed", type=int, default=0, help="of the faults")
+    parser.add_argument("--ray", action="store_const", const=["--ray"], default=[], dest="options", help="on Ray Serve")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        checkpoint = Path(scratch) / "checkpoint"
+        build_checkpoint(checkpoint)
+        if args.rounds:
+            measure_speed(args, checkpoint)
+        if args.updates:
+            measure_faults(args, checkpoint)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,265 @@
+"""Replicas of a model as a Ray Serve deployment, and the engine that scores with them.
+
+Ray Serve starts, routes to, checks, scales and drains the replicas. The engine, in the process that speaks HTTP,
+accepts rewards of its own revision alone. A replica that lacks it reads the recorded updates before it scores.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rm_optimizer.core.storage.certificate import ParityCertificate
+from rm_optimizer.core.streaming.workers import load_ray
+from rm_optimizer.errors import EngineUnavailable, WeightsRefused
+from rm_optimizer.records.codec import from_values
+from rm_optimizer.serving.embedded.engine import ATTEMPTS, BatchTime, require_owner
+from rm_optimizer.serving.embedded.worker import Worker
+from rm_optimizer.serving.engine import Engine, EngineDescription, ScoredBatch, StagedWeights, WeightHistory
+from rm_optimizer.serving.options import WorkerOptions
+
+APPLICATION, DEPLOYMENT = "rm-opt", "Replica"
+HEALTH_SECONDS = 2.0
+"""Seconds between two checks of a replica's health; Ray Serve replaces one that fails three."""
+DRAIN_SECONDS = 30.0
+START_SECONDS = 600.0
+"""Longest time until the first replica has loaded its model, in seconds."""
+OPEN_REQUESTS = 2
+"""Batches of one replica at a time, so that the next one is there when the first is computed."""
+_log = logging.getLogger("rm_optimizer")
+
+
+class Replica:
+    """Copy of a model in a Ray actor.
+
+    Args:
+        options: options of the worker.
+        folder: folder of the updates, which every machine of the cluster reads.
+
+    Raises:
+        RMOptimizerError: if the model cannot be loaded.
+    """
+
+    def __init__(self, options: WorkerOptions, folder: str) -> None:
+        self._history = Path(folder) / "history"
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        tokenizer = tempfile.mkdtemp(prefix="tokenizer-", dir=folder)
+        self._worker = Worker(replace(options, tokenizer_folder=tokenizer), ())
+        self._applied = {self._worker.revision}
+        self._computing = asyncio.Lock()
+        record = self._worker.description.export
+        scores = from_values(ParityCertificate, record["certificate"]).scores if "certificate" in record else ()
+        rows = [score.input_ids for score in scores if len(score.input_ids) <= self._worker.model.max_length]
+        self._certified = dict(zip(map(tuple, rows), self._worker.score(rows).rewards, strict=True))
+
+    async def describe(self) -> EngineDescription:
+        """Description of the model."""
+        return self._worker.description
+
+    async def check_health(self) -> None:
+        """Return at once; a stopped process does not."""
+
+    async def certified(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
+        """Rewards that the checkpoint's own weights gave the conversations of its certificate."""
+        description, rewards = self._worker.description, tuple(self._certified[tuple(row)] for row in sequences)
+        return ScoredBatch(rewards, description.version, 0)
+
+    async def score(
+        self, revision: int, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None
+    ) -> ScoredBatch:
+        """Rewards of the sequences, by weights of this revision or of a later one."""
+
+        def scored() -> ScoredBatch:
+            if self._worker.revision != revision:
+                self._follow()
+            return self._worker.score(sequences, group_sizes)
+
+        async with self._computing:
+            return await asyncio.to_thread(scored)
+
+    async def prepare(self, weights: StagedWeights) -> None:
+        """Read and check an update, and score its probe; the served weights stay.
+
+        Raises:
+            WeightsRefused: if a check fails.
+        """
+        self._worker.expect(weights.revision)
+        await asyncio.to_thread(self._worker.stage, weights)
+        async with self._computing:
+            await asyncio.to_thread(self._worker.rehearse, weights.revision)
+
+    async def discard(self) -> None:
+        """Discard the prepared update."""
+        self._worker.expect(None)
+
+    def _follow(self) -> None:
+        """Apply the recorded updates that this replica does not have."""
+        for weights in WeightHistory.read(self._history):
+            if weights.revision in self._applied:
+                continue
+            try:
+                self._worker.commit(weights.revision)  # it was prepared
+            except WeightsRefused:
+                self._worker.expect(weights.revision)
+                self._worker.stage(weights)
+                self._worker.rehearse(weights.revision)
+                self._worker.commit(weights.revision)
+            self._applied.add(weights.revision)
+
+
+def application(arguments: dict[str, Any]) -> Any:
+    """Ray Serve application of the replicas, as `serve deploy` builds it.
+
+    Args:
+        arguments: `checkpoint` and `folder`, and other fields of `WorkerOptions`.
+    """
+    from ray import serve
+
+    folder = arguments.pop("folder")
+    deployment = serve.deployment(
+        name=DEPLOYMENT,
+        num_replicas=arguments.pop("replicas", 1),
+        max_ongoing_requests=OPEN_REQUESTS,
+        health_check_period_s=HEALTH_SECONDS,
+        health_check_timeout_s=HEALTH_SECONDS,
+        graceful_shutdown_timeout_s=DRAIN_SECONDS,
+        ray_actor_options=arguments.pop("resources", {}),
+    )(Replica)
+    return deployment.bind(WorkerOptions(**arguments), folder)
+
+
+class RayEngine(Engine):
+    """Engine that scores with the replicas of a Ray Serve application, which it deploys unless it runs.
+
+    Args:
+        options: options of the replicas.
+        replicas: number of replicas, if the application is deployed here.
+        folder: existing folder of the updates, which every machine of the cluster reads.
+    """
+
+    def __init__(self, options: WorkerOptions, *, replicas: int, folder: Path) -> None:
+        super().__init__(WeightHistory(folder / "history"))
+        self._options, self._num_replicas, self._folder = options, replicas, folder
+        self._time, self._num_running = BatchTime(), 0
+        self._is_restored = self._is_stopped = False
+        self._handle: Any = None
+        self._watcher: asyncio.Task[None] | None = None
+
+    @property
+    def is_up(self) -> bool:
+        """True while a replica runs."""
+        return self._num_running > 0 and not self._is_stopped
+
+    async def start(self) -> None:
+        """Deploy the replicas, or find them; see `Engine.start`."""
+        await asyncio.to_thread(self._deploy)
+        try:
+            async with asyncio.timeout(START_SECONDS):
+                description = await self._handle.describe.remote()
+        except TimeoutError as error:
+            raise EngineUnavailable(f"no replica loaded the model within {START_SECONDS:.0f} s") from error
+        self._description = replace(description, replicas=self._num_replicas)
+        self._num_running = 1
+        self._serve_checkpoint()
+        self._watcher = asyncio.create_task(self._watch(), name="rm-ray-watch")
+
+    def _deploy(self) -> None:
+        ray = load_ray()
+        from ray import serve
+
+        if not ray.is_initialized():
+            ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+        serve.start(proxy_location="Disabled")
+        if APPLICATION in serve.status().applications:
+            self._handle = serve.get_app_handle(APPLICATION)
+            return
+        resources = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": self._options.threads or 1}
+        arguments = {**vars(self._options), "folder": str(self._folder), "replicas": self._num_replicas}
+        built = application({**arguments, "resources": resources})
+        (self._folder / "deployed").touch()
+        self._handle = serve.run(built, name=APPLICATION, route_prefix=None)
+
+    async def _watch(self) -> None:
+        """Count the running replicas."""
+        from ray import serve
+
+        while True:
+            await asyncio.sleep(HEALTH_SECONDS)
+            with suppress(Exception):  # the controller restarts
+                found = (await asyncio.to_thread(serve.status)).applications[APPLICATION].deployments[DEPLOYMENT]
+                states: Any = found.replica_states
+                self._num_running = states.get("RUNNING", 0)
+
+    async def stop(self) -> None:
+        """End the application that this server deployed; a second call does nothing."""
+        if self._is_stopped:
+            return
+        self._is_stopped = True
+        if self._watcher is not None:
+            self._watcher.cancel()
+        if (self._folder / "deployed").is_file():
+            from ray import serve
+
+            await asyncio.to_thread(serve.delete, APPLICATION)
+            (self._folder / "deployed").unlink()
+
+    async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
+        """Rewards of the sequences; a batch whose replica dies goes to another. See `Engine.score`."""
+        failures: tuple[type[BaseException], ...] = (*_failures(), WeightsRefused)
+        tokens, failure = sum(map(len, sequences)), ""
+        for _ in range(ATTEMPTS):
+            while not self._is_stopped:
+                started = time.monotonic()
+                try:
+                    async with asyncio.timeout(self._time.limit(tokens)):
+                        if not self._is_restored:
+                            found: ScoredBatch = await self._handle.certified.remote(sequences)
+                            return replace(found, revision=self.revision)
+                        scored: ScoredBatch = await self._handle.score.remote(self.revision, sequences, group_sizes)
+                except failures as error:
+                    failure = f"{type(error).__name__}: {error}".splitlines()[0]
+                    self.num_restarts += 1
+                    break
+                self._time.note(tokens, time.monotonic() - started)
+                if scored.revision == self.revision:
+                    return scored
+        raise EngineUnavailable(f"{ATTEMPTS} replicas failed on this batch: {failure or 'the engine has stopped'}")
+
+    async def _read(self, weights: StagedWeights) -> None:
+        answers = await self._handle.broadcast("prepare", weights).results_async(return_exceptions=True)
+        refusals = [answer for answer in answers if isinstance(answer, WeightsRefused)]
+        if refusals:
+            raise WeightsRefused(str(getattr(refusals[0], "cause", refusals[0])))
+        if not any(answer is None for answer in answers):
+            raise EngineUnavailable("no replica has prepared the weights; try again")
+
+    async def _swap_in(self, weights: StagedWeights) -> None:
+        self._history.remember(weights)  # replicas swap it in before they score their next batch
+        self.version, self.revision = weights.version, weights.revision
+
+    async def _discard(self) -> None:
+        await self._handle.broadcast("discard").results_async(return_exceptions=True)
+
+    async def _restore(self) -> None:
+        """Serve the recorded updates, which replicas read before they score."""
+
+    async def restore(self) -> None:
+        """Serve the recorded updates; see `Engine.restore`."""
+        require_owner(self._folder, self.description.version, has_updates=bool(self.committed))
+        await super().restore()
+        self._is_restored = True
+
+
+def _failures() -> tuple[type[BaseException], ...]:
+    """Errors of a replica that died, hung or is not there."""
+    from ray.exceptions import RayError
+    from ray.serve.exceptions import RayServeException
+
+    return RayError, RayServeException, TimeoutError
