@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from rm_optimizer.core.classifier.adapters import add_adapter
+from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import adapter_tensor_names
 from rm_optimizer.core.storage.loading import PAYLOAD_KEY, checkpoint_payload, read_checkpoint
@@ -30,9 +31,9 @@ FEW = (
 TEXTS = (["Why?", "Say more."], ["Because it is so.", "No."])
 
 
-def base_folder(folder: Path, family: str = "llama", seed: int = 0) -> Path:
+def base_folder(folder: Path, family: str = "llama", seed: int = 0, **fields: int) -> Path:
     tokenizer = tiny_tokenizer(family)
-    tiny_model(family, tokenizer, seed=seed).base_model.save_pretrained(folder)
+    tiny_model(family, tokenizer, seed=seed, **fields).base_model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -82,6 +83,15 @@ def test_a_checkpoint_that_holds_the_base_is_read_without_it(tmp_path):
     torch.save({"state_dict": state, PAYLOAD_KEY: checkpoint_payload(model)}, tmp_path / "whole.ckpt")
     base_folder(tmp_path / "base", seed=1)
     assert torch.equal(BradleyTerryRM.from_pretrained(tmp_path / "whole.ckpt").score(*TEXTS), model.score(*TEXTS))
+
+
+def test_a_base_in_four_bits_trains_on_a_processor_and_its_export_scores_as_training_did(config, tmp_path):
+    base = base_folder(tmp_path / "base", hidden_size=64)
+    result = run_training(config(tmp_path / "run", base, "adapter=qlora"))
+    trained = BradleyTerryRM.from_pretrained(RunFolder(tmp_path / "run").best_checkpoint)
+    assert is_quantized(trained.model)
+    rewards = trained.score(*TEXTS)
+    assert torch.allclose(BradleyTerryRM.from_pretrained(result.export).score(*TEXTS), rewards, atol=1e-4)
 
 
 @pytest.mark.parametrize(("family", "how"), [("llama", "adapter=lora"), ("roberta", "model.freeze=backbone")])

@@ -81,7 +81,7 @@ class BradleyTerryRM(ClassifierRewardModel):
         dtype: type of the backbone's weights; None is float32.
         gradient_checkpointing: recompute activations in the backward pass.
         pooling_head: name of a registered pooling head of a decoder; None takes the stored one, else the last token.
-        quantize: store the backbone's matrices in four bits, to train a QLoRA adapter with them; needs CUDA.
+        quantize: store the backbone's matrices in four bits, to train a QLoRA adapter with them.
         input_form: input of a reward model of other software without a chat template: `plain`, or `pair` for its
             tokenizer's encoding of (prompt, response); None takes `plain`, with a warning.
 

@@ -25,7 +25,7 @@ from rm_optimizer.core.classifier.adapters import has_adapter, import_peft
 from rm_optimizer.core.classifier.attention import soft_cap
 from rm_optimizer.core.classifier.heads import OWN_TYPE
 from rm_optimizer.core.classifier.pooling import plain_logits, pooling_head_of
-from rm_optimizer.core.classifier.quantization import computing_dtype, reading_arguments
+from rm_optimizer.core.classifier.quantization import computing_dtype, keep_packing, reading_arguments
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
 from rm_optimizer.core.storage.adapter_files import BaseModel, base_of, merged_model, write_adapter
@@ -192,7 +192,7 @@ def _reloaded(model: PreTrainedModel, folder: Path, base: BaseModel | None) -> P
         **reading_arguments(model),
         **attention,
     )
-    plain.config.pooling_head = pooling_head_of(model)
+    keep_packing(plain).config.pooling_head = pooling_head_of(model)
     plain.config.get_text_config().pad_token_id = model.config.get_text_config().pad_token_id
     adapted: PreTrainedModel = import_peft().PeftModel.from_pretrained(plain, str(folder)).get_base_model()
     return adapted

@@ -41,7 +41,7 @@ from rm_optimizer.core.classifier.building import (
 )
 from rm_optimizer.core.classifier.head import head_name, require_trained_head
 from rm_optimizer.core.classifier.heads import token_types, with_token_types
-from rm_optimizer.core.classifier.quantization import is_quantized, quantization_arguments
+from rm_optimizer.core.classifier.quantization import is_quantized, keep_packing, quantization_arguments
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.rows.hub import restored_hub
 from rm_optimizer.core.storage.adapter_files import (
@@ -307,7 +307,8 @@ def _from_folder_or_hub(source: Source, options: LoadOptions) -> LoadedModel:
     if missing and options.new_head:
         _log.info("%s lacks %s: drawn from seed %d", source.location, ", ".join(sorted(missing)), options.seed)
     require_exported_weights(folder, record)
-    return LoadedModel(finished(model, options), tokenizer, is_fresh, record, frozenset(missing), frozenset(unread))
+    model = keep_packing(finished(model, options))
+    return LoadedModel(model, tokenizer, is_fresh, record, frozenset(missing), frozenset(unread))
 
 
 @contextmanager

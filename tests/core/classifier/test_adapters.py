@@ -561,19 +561,13 @@ def test_options_out_of_range_are_refused(fields: dict[str, object], message: st
         AdapterConfig(**fields)
 
 
-def test_four_bits_without_their_library_or_cuda_give_one_sentence(monkeypatch: pytest.MonkeyPatch):
+def test_four_bits_without_their_library_give_one_sentence(monkeypatch: pytest.MonkeyPatch):
     config = in_memory("llama").model.config
     monkeypatch.setattr("rm_optimizer.core.classifier.quantization.find_spec", lambda name: None)
     with pytest.raises(MissingExtra, match=r"bitsandbytes is not installed; pip install 'rm-optimizer\[qlora\]'"):
         quantization_arguments(config)
-    monkeypatch.setattr("rm_optimizer.core.classifier.quantization.find_spec", lambda name: name)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match="needs a CUDA device"):
-        quantization_arguments(config)
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_a_base_in_four_bits_trains_saves_merges_and_reloads(family: str, tmp_path: Path):
     pytest.importorskip("bitsandbytes")
@@ -595,7 +589,8 @@ def test_a_base_in_four_bits_trains_saves_merges_and_reloads(family: str, tmp_pa
     assert torch.equal(again.score(PROMPTS, RESPONSES), rewards)
     from_checkpoint = BradleyTerryRM.from_pretrained(lightning_checkpoint(model, tmp_path / "last.ckpt"))
     assert torch.equal(from_checkpoint.score(PROMPTS, RESPONSES), rewards)
-    assert model.save_pretrained(tmp_path / "merged").tolerance == 2.0**-2
+    merges_exactly = not torch.cuda.is_available()  # a processor computes in float32
+    assert model.save_pretrained(tmp_path / "merged").tolerance == (1e-4 if merges_exactly else 2.0**-2)
     assert not is_quantized(BradleyTerryRM.from_pretrained(tmp_path / "merged").model)
 
 
