@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9315,
+    "core": 9323,
     "serving": 4625,
     "landscape": 3826,
     "training": 2793,
     "rl_coupling": 2579,
     "reporting": 2557,
-    "interfaces": 2159,
+    "interfaces": 2160,
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1101,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 59,
     "import lines": 5851,
     "import lines inside functions": 338,
-    "lines of code": 36868,
+    "lines of code": 36877,
     "private functions with one caller": 407,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

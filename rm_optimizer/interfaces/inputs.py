@@ -174,8 +174,9 @@ class SavedModel:
     ] = None
 
     def __post_init__(self) -> None:
-        """Refuse a path without a model before torch is imported, which takes seconds."""
-        resolve_source(self.checkpoint)
+        """Refuse a path that does not exist before torch is imported, which takes seconds."""
+        if not Path(self.checkpoint).expanduser().is_dir():
+            resolve_source(self.checkpoint)
 
     def load(self, seed: int = 0, device: str | None = None) -> BradleyTerryRM:
         """Load the model on a device; None takes this machine's accelerator.
