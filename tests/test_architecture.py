@@ -69,6 +69,7 @@ ADDRESSES = {
     ("records.codec", "reporting.results"),
     ("landscape", "compare"),
     ("serving.client.client", "explanation.explain"),
+    ("serving.vllm.plugin", "explanation.explain"),
     ("landscape.optimizer_comparison", "compare"),
     *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("layers", "results", "runs")),
     *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("spectrum", "surfaces")),

@@ -16,13 +16,22 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.rows.messages import Prompt
 from rm_optimizer.core.rows.natural import listed
 from rm_optimizer.doctor.probe_conversations import alone_rewards, padded_rewards, running
-from rm_optimizer.errors import ConfigError, ConversationRefused, DataError, RewardServerRefused
+from rm_optimizer.errors import ConfigError, ConversationRefused, DataError, HandshakeFailed, RewardServerRefused
 from rm_optimizer.explanation.changes import Scores
 from rm_optimizer.explanation.findings import Cause, Explanation
 from rm_optimizer.explanation.local_copy import LocalCopy
 from rm_optimizer.explanation.probes import Conversation, conversation, group_of, probes
 from rm_optimizer.explanation.search import Found, Search
-from rm_optimizer.explanation.sides import MOST_ROWS, Side, model_side, other_side, read_conversations
+from rm_optimizer.explanation.sides import (
+    MOST_ROWS,
+    Side,
+    is_scores,
+    loaded_model,
+    model_side,
+    other_side,
+    read_conversations,
+)
+from rm_optimizer.serving.options import ServeOptions
 
 TOLERANCE, NOISES = 1e-5, 8
 """Least difference that counts, and the same in units of the measured noise; each times max(1, |reward|)."""
@@ -77,6 +86,25 @@ def explain_difference(
     return Explanation(
         first.name, second.name, "B" if is_local_b else "A", **found, wall_seconds=time.perf_counter() - began
     )
+
+
+def require_rewards(options: ServeOptions, served: Callable[..., Sequence[float]]) -> None:
+    """Compare the rewards that a server gives with those of its option `check`.
+
+    Args:
+        options: options of the server.
+        served: rewards of prompts and responses by the server.
+
+    Raises:
+        HandshakeFailed: if they differ; the text names the cause, the evidence and the remedy.
+    """
+    assert options.check is not None
+    print(f"rm-opt serve: comparing with the rewards of {options.check}", flush=True)
+    scores = options.check if is_scores(options.check) else None
+    model, _ = loaded_model(options.checkpoint if scores else options.check, None, options.dtype)
+    for side, texts in ((scores, None), (served, scores)):
+        if side is not None and not (found := explain_difference(model, side, texts=texts)).agrees:
+            raise HandshakeFailed(str(found))
 
 
 def _given(texts: str | os.PathLike[str] | Iterable[tuple[Prompt, str]]) -> list[Conversation]:

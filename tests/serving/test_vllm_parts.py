@@ -44,6 +44,7 @@ from rm_optimizer.serving.vllm.engine import ReadWriteLock, ReloadEngine
 from rm_optimizer.serving.vllm.folder import prepare_model, require_unchanged, suits_vllm
 from rm_optimizer.serving.vllm.plugin import RewardApplication, RewardEndpoint
 from rm_optimizer.serving.vllm.supervisor import (
+    FAILED_FILE,
     RESTARTS_VARIABLE,
     SETTINGS_VARIABLE,
     Supervisor,
@@ -263,14 +264,10 @@ def test_a_server_that_dies_is_started_again_but_not_for_ever(tmp_path):
 
 
 def test_a_check_that_fails_ends_the_server(tmp_path):
-    def fail() -> None:
-        raise HandshakeFailed("other rewards")
-
-    program = "import os, pathlib, time; pathlib.Path(os.environ['STARTED']).touch(); time.sleep(60)"
-    supervisor = supervised(tmp_path, program)
-    supervisor._check = fail
+    write = f"Path(os.environ['STARTED']).with_name({FAILED_FILE!r}).write_text('other rewards')"
+    program = f"import os; from pathlib import Path; {write}"
     with pytest.raises(HandshakeFailed, match="other rewards"):
-        supervisor.run()
+        supervised(tmp_path, program).run()
 
 
 def test_a_server_that_never_was_up_is_not_started_again(tmp_path):

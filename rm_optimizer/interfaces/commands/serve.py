@@ -16,10 +16,11 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rm_optimizer.errors import HandshakeFailed, Interrupted, MissingExtra, RMOptimizerError
+from rm_optimizer.errors import Interrupted, MissingExtra, RMOptimizerError
 from rm_optimizer.records.files import held
 from rm_optimizer.serving.child_process import keep_running
 from rm_optimizer.serving.options import ServeOptions, WorkerOptions
@@ -62,7 +63,7 @@ def serve(options: ServeOptions) -> None:
             return
     from rm_optimizer.serving.vllm.supervisor import serve_with_vllm
 
-    serve_with_vllm(options, None if options.check is None else lambda: check_rewards(options))  # it binds itself
+    serve_with_vllm(options)  # it binds itself
 
 
 @contextmanager
@@ -85,27 +86,6 @@ def kept_state(options: ServeOptions) -> Iterator[ServeOptions]:
     finally:
         if options.state is None and os.getpid() == starter:
             shutil.rmtree(folder, ignore_errors=True)
-
-
-def check_rewards(options: ServeOptions) -> None:
-    """Compare the rewards that the server gives with those of `--check`.
-
-    Raises:
-        HandshakeFailed: if they differ; the text names the cause, the evidence and the remedy.
-    """
-    from rm_optimizer.explanation.explain import explain_difference
-    from rm_optimizer.explanation.sides import is_scores, loaded_model
-    from rm_optimizer.serving.client.client import RewardClient
-
-    assert options.check is not None
-    scores = options.check if is_scores(options.check) else None
-    source = options.check if scores is None else options.checkpoint
-    print(f"rm-opt serve: comparing with the rewards of {options.check}", flush=True)
-    model, _ = loaded_model(source, None, options.dtype)
-    if scores is not None and not (found := explain_difference(model, scores)).agrees:
-        raise HandshakeFailed(str(found))
-    with RewardClient(options.url, api_key=options.api_key) as client:
-        client.require_rewards_of(model, texts=scores)
 
 
 def bound_socket(host: str, port: int) -> socket.socket:
@@ -230,7 +210,12 @@ async def _answer(service: RewardService, options: ServeOptions) -> None:
 async def _load(service: RewardService, options: ServeOptions) -> None:
     url = options.url
     print(f"rm-opt serve: loading {options.checkpoint}; {url}/health answers meanwhile", flush=True)
-    await service.start()
+    check = None
+    if options.check is not None:
+        from rm_optimizer.explanation.explain import require_rewards
+
+        check = partial(require_rewards, options)
+    await service.start(check)
     gc.collect()
     gc.freeze()  # loaded objects stay, so collections during requests need not visit them
     description, parity = service.engine.description, service.parity
@@ -239,8 +224,6 @@ async def _load(service: RewardService, options: ServeOptions) -> None:
         shown = f"parity {parity.max_difference:.2g}, {parity.flipped_pairs} of {parity.num_pairs} orders flipped"
     if service.obstacle is not None:
         raise RMOptimizerError(f"{options.checkpoint} cannot be served: {service.obstacle}")
-    if options.check is not None:
-        await asyncio.to_thread(check_rewards, options)
     print(
         f"rm-opt serve: ready: {url} serves '{service.model_name}' ({description.architecture}, {description.dtype}, "
         f"{description.device}, passes of {description.token_budget} tokens; {shown}); API at {url}/docs",

@@ -6,15 +6,17 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
+from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.storage.certificate import ParityCertificate
+from rm_optimizer.core.tokens.chat import renderer_of
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.serving.engine import Engine, ScoredBatch, probe_sequences
 from rm_optimizer.serving.options import DEFAULT_QUEUED_TOKENS
@@ -106,6 +108,7 @@ WARNINGS = {
 }
 """Sentences about texts that are counted, by the names of their counters."""
 _log = logging.getLogger("rm_optimizer")
+RewardsOf: TypeAlias = Callable[[Sequence[Prompt], Sequence[str]], Sequence[float]]
 T = TypeVar("T")
 Value = TypeVar("Value", bound=Text)
 
@@ -134,8 +137,12 @@ class RewardService:
         self._sound_revision: int | None = None
         self._counted_restarts = 0
 
-    async def start(self) -> None:
-        """Load the model and compare it with its certificate.
+    async def start(self, check: Callable[[RewardsOf], None] | None = None) -> None:
+        """Load the model and compare it with its certificate; no request is answered before.
+
+        Args:
+            check: further comparison, in a thread, of the rewards of prompts and responses by the checkpoint's own
+                weights; its error ends the start.
 
         Raises:
             RMOptimizerError: if the model cannot be loaded, or renders conversations in another way.
@@ -146,6 +153,14 @@ class RewardService:
             InputReader.of, description, self.batcher.max_queued_tokens, partial(self.count, "control_tokens")
         )
         self.parity = await check_parity(self.engine, reader, description.export)
+        if check is not None and (self.parity is None or self.parity.is_passed):
+            loop, renderer = asyncio.get_running_loop(), renderer_of(reader.renderer, reader.max_length)
+
+            def server(prompts: Sequence[Prompt], responses: Sequence[str]) -> Sequence[float]:
+                rows = [encoding.ids for encoding in renderer.encode_batch(prompts, responses)]
+                return asyncio.run_coroutine_threadsafe(self.engine.score(rows), loop).result().rewards
+
+            await asyncio.to_thread(check, server)
         await self.engine.restore()
         self.batcher.start()
         self._reader = reader

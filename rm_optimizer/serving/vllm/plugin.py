@@ -11,19 +11,20 @@ import os
 import signal
 import time
 from argparse import Namespace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from starlette.datastructures import State
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from rm_optimizer.errors import CheckpointError, RMOptimizerError
+from rm_optimizer.errors import CheckpointError, HandshakeFailed, RMOptimizerError
 from rm_optimizer.serving.child_process import end_with_parent
 from rm_optimizer.serving.http.app import show_server_log
 from rm_optimizer.serving.http.gate import most_connections
 from rm_optimizer.serving.service.api_errors import NotReady, error_answer
 from rm_optimizer.serving.vllm.engine import vllm_engine
-from rm_optimizer.serving.vllm.supervisor import SETTINGS_VARIABLE, VllmSettings
+from rm_optimizer.serving.vllm.supervisor import FAILED_FILE, SETTINGS_VARIABLE, VllmSettings
 from rm_optimizer.serving.weights.weight_routes import create_server
 
 if TYPE_CHECKING:
@@ -66,8 +67,16 @@ class RewardEndpoint:
         show_server_log()
         state.reward_app, receiver = create_server(engine, settings.options)
         service = receiver.service
+        options, check = settings.options, None
+        if options.check is not None and not settings.num_restarts:
+            from rm_optimizer.explanation.explain import require_rewards
+
+            check = partial(require_rewards, options)
         try:
-            await service.start()
+            await service.start(check)
+        except HandshakeFailed as error:
+            settings.started_file.with_name(FAILED_FILE).write_text(str(error), encoding="utf-8")
+            raise
         except CheckpointError:
             settings.started_file.unlink(missing_ok=True)  # no further server can answer, so the supervisor ends too
             raise

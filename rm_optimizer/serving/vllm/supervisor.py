@@ -9,14 +9,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 
 from pydantic import TypeAdapter
 
-from rm_optimizer.errors import ConfigError, RMOptimizerError
+from rm_optimizer.errors import ConfigError, HandshakeFailed, RMOptimizerError
 from rm_optimizer.serving.child_process import RestartLimit, end_with_parent
 from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.vllm.folder import VllmModel, prepare_model
@@ -25,6 +24,8 @@ SETTINGS_VARIABLE = "RM_OPTIMIZER_VLLM_SETTINGS"
 """Environment variable with the file's path; without it the plugin leaves vLLM unchanged."""
 RESTARTS_VARIABLE = "RM_OPTIMIZER_VLLM_RESTARTS"
 """Environment variable with the number of restarts by the supervisor."""
+FAILED_FILE = "failed"
+"""File in the working folder with the text of a failed `--check`."""
 _FILE = "settings.json"
 
 
@@ -91,13 +92,12 @@ LORA_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that `--max-lora-rank` accepts."""
 TRACKER_SECONDS = 1.0
 """Seconds for Python's resource tracker to remove the shared memory of a server that has ended."""
-POLL_SECONDS = 0.1
 KILL_SECONDS = 40.0
 """Seconds after SIGTERM before a server is killed."""
 
 
-def serve_with_vllm(options: ServeOptions, check: Callable[[], None] | None = None) -> None:
-    """Serve until SIGTERM or Ctrl-C; `check` is called once when the server is up, and its error ends the server.
+def serve_with_vllm(options: ServeOptions) -> None:
+    """Serve until SIGTERM or Ctrl-C.
 
     Raises:
         RMOptimizerError: if the model cannot be prepared, or the server does not start or fails the check.
@@ -107,8 +107,7 @@ def serve_with_vllm(options: ServeOptions, check: Callable[[], None] | None = No
         model = prepare_model(options.checkpoint, Path(work), options.dtype)
         options = replace(options, served_model_name=options.model_name)  # also if the checkpoint is removed
         settings = VllmSettings(work=Path(work), model=model, options=options)
-        started = settings.started_file
-        Supervisor(command(options, model), environment(options, settings.write()), started, check).run()
+        Supervisor(command(options, model), environment(options, settings.write()), settings.started_file).run()
     print("rm-opt serve: stopped", flush=True)
 
 
@@ -161,18 +160,10 @@ class Supervisor:
         command: command line of the server.
         environment: environment variables of the server.
         started_file: file that the server creates once it is ready.
-        check: called once when the server is ready; its error ends the server.
     """
 
-    def __init__(
-        self,
-        command: list[str],
-        environment: dict[str, str],
-        started_file: Path,
-        check: Callable[[], None] | None = None,
-    ) -> None:
+    def __init__(self, command: list[str], environment: dict[str, str], started_file: Path) -> None:
         self._command, self._environment, self._started_file = command, environment, started_file
-        self._check = check
         self._server: subprocess.Popen[bytes] | None = None
         self._is_stopping = False
         self._restarts = RestartLimit("vLLM's server")
@@ -191,6 +182,8 @@ class Supervisor:
                 if self._is_stopping:
                     return
                 end = f"vLLM's server ended with code {code}"
+                if (failed := self._started_file.with_name(FAILED_FILE)).exists():
+                    raise HandshakeFailed(failed.read_text(encoding="utf-8"))
                 if not self._started_file.exists():
                     raise RMOptimizerError(f"{end} before it was up; its log above says why")
                 self._restarts.note()
@@ -207,11 +200,6 @@ class Supervisor:
             self._command, env=environment, start_new_session=True, preexec_fn=end_with_parent
         )
         try:
-            while self._check is not None and self._server.poll() is None:
-                if self._started_file.exists():
-                    check, self._check = self._check, None
-                    check()
-                time.sleep(POLL_SECONDS)
             return self._server.wait()
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)

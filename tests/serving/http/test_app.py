@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable
 
 import httpx
@@ -9,10 +10,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from rm_optimizer.errors import HandshakeFailed
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import StagedWeights
+from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.http.gate import OPEN_PATHS
 from rm_optimizer.serving.protocol import VERSION_HEADER, ErrorBody, sigmoid
+from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.live_weights import tensor_specs
 from tests.builders import FAMILIES
 from tests.serving.engines import InProcessEngine, client_of, exported, options_of, served
@@ -281,6 +285,31 @@ def test_a_model_that_does_not_score_as_certified_is_not_ready(engine):
     ready, scored, health = talk(engine, conversation)
     assert (ready.status_code, scored.status_code, health.status_code) == (503, 503, 200)
     assert "differ from the checkpoint's certificate" in ready.json()["error"]["message"]
+
+
+def test_a_server_answers_only_once_its_comparison_has_ended(engine, stores):
+    seen = []
+
+    def refuse(served):
+        seen.extend(served([PROMPTS[3]], [RESPONSES[3]]))
+        raise HandshakeFailed("other rewards")
+
+    async def main():
+        service, may_end = RewardService(engine, model_name="rm"), threading.Event()
+        async with client_of(create_app(service)) as client:
+            with pytest.raises(HandshakeFailed, match="other rewards"):
+                await service.start(refuse)
+            started = asyncio.create_task(service.start(lambda served: may_end.wait(60) and seen.append(0.0)))
+            await asyncio.sleep(0.1)
+            assert (await client.get("/ready")).status_code == 503
+            assert (await client.post("/classify", json={"input": "Hi"})).status_code == 503
+            may_end.set()
+            await started
+            assert (await client.get("/ready")).status_code == 200
+
+    asyncio.run(main())
+    expected = stores["llama"][1].score([PROMPTS[3]], [RESPONSES[3]]).tolist()
+    assert seen == pytest.approx([*expected, 0.0], abs=1e-5)
 
 
 def test_a_reward_that_is_not_finite_names_the_version_and_ends_readiness(engine):
