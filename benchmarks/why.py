@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import LoraConfig, TaskType, get_peft_model
-from tokenizers import Tokenizer, decoders, models, processors, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, processors, trainers
 from tokenizers.pre_tokenizers import ByteLevel
 from torch import nn
 from transformers import (
@@ -352,6 +352,16 @@ def other_tokens(model: Any, tokenizer: Any) -> None:
     tokenizer.add_tokens([" keeper", "Hi", "ello"])
 
 
+def other_normalizer(model: Any, tokenizer: Any) -> None:
+    tokenizer.backend_tokenizer.normalizer = normalizers.Lowercase()
+
+
+def other_merges(model: Any, tokenizer: Any) -> None:
+    stored = json.loads(tokenizer.backend_tokenizer.to_str())
+    stored["model"]["merges"] = stored["model"]["merges"][:-60]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(stored))
+
+
 @dataclass(frozen=True)
 class Case:
     """One comparison: name, words of the expected causes' kinds, the local model, and the other side."""
@@ -396,6 +406,8 @@ def cases(zoo: Zoo) -> tuple[list[Case], list[Case], list[Case]]:
         Case("bert/swapped", ("label_order",), bert, lambda: Caller(bert, after=lambda s: -s)),
         Case("bert/head_bias", ("head_bias",), bert, lambda: Caller(bert, after=lambda s: s - 0.37)),
         Case("bert/tokens", ("tokenizer",), bert, lambda: zoo.changed("bert", "bert_tokens", other_tokens)),
+        Case("bert/normalizer", ("tokenizer",), bert, lambda: zoo.changed("bert", "bert_lower", other_normalizer)),
+        Case("llama/merges", ("tokenizer",), llama, lambda: zoo.changed("llama", "llama_merges", other_merges)),
         Case("bert/head", ("head_weights",), bert, lambda: zoo.changed("bert", "bert_head", other_head)),
     ]
     pairs = [

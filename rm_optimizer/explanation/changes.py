@@ -199,10 +199,13 @@ def _of_files(local: LocalCopy, other: ConversationRenderer) -> Iterator[Change]
         yield Change(Cause("template", "chat template of the other folder"), {"template": template})
     odd = sorted(tokenizer.get_vocab().items() ^ other.tokenizer.get_vocab().items(), key=lambda item: item[1])
     tokens = ", ".join(dict.fromkeys(repr(token) for token, _ in odd[:6]))
-    cause = Cause("tokenizer", f"other tokenizer (tokens {tokens})" if odd else "other tokenizer or template")
+    told = f" (tokens {tokens})" if odd else ""
     table = {local.embedding: differ[local.embedding]} if local.embedding in differ and odd else {}
     grown = _transplant(local, "tokenizer", "other embeddings", table).fields if table else {}
-    yield Change(cause, {"tokenizer": "other", **grown})
+    for part in local.rendering.parts:
+        yield Change(Cause("tokenizer", f"other {part} of the tokenizer{told}"), {"tokenizer": part, **grown})
+    if len(local.rendering.parts) != 1 or template != tokenizer.chat_template:
+        yield Change(Cause("tokenizer", f"other tokenizer{told or ' or template'}"), {"tokenizer": "other", **grown})
 
 
 def _differing(local: LocalCopy) -> dict[str, Tensor]:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 
 from jinja2.exceptions import TemplateError
-from transformers import PreTrainedTokenizerFast
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.rows.prompts import split_context
@@ -41,8 +43,8 @@ class Recipe:
         generation: True to append the generation prompt.
         bos: number of BOS (or CLS) at the start.
         eos: `none`, `once`, `twice`, or `unblanked` for an EOS without the blanks after it.
-        tokenizer: `own`, `other` for that of the other side's folder, or `file` for `tokenizer.json` as it is, where
-            transformers' class reads it otherwise.
+        tokenizer: `own`, `other` for that of the other side's folder, a part's name for that part alone, or `file`
+            for `tokenizer.json` as it is, where transformers' class reads it otherwise.
         cut: `prompt` (this package's rule), `left`, `left_all` (BOS too), `right` or `right_end` (EOS is kept).
         pair: True to read prompt and response as the tokenizer's pair of texts.
         types: token types of the other kind: `pair`, by the place of SEP, or `single`, all 0; empty for the model's.
@@ -83,6 +85,7 @@ class RecipeRenderer:
 
     Attributes:
         renderers: renderings by the tokenizers that recipes name.
+        parts: names of the parts in which the other side's tokenizer differs.
         base: the default recipe.
         lead: id of BOS or CLS; None without one.
         end: id of EOS or SEP; None without one.
@@ -93,11 +96,14 @@ class RecipeRenderer:
         self.renderer = renderer
         self.other = other
         self.renderers = {"own": renderer} | ({} if other is None else {"other": other})
+        mixed = {} if other is None else dict(_mixed(renderer.tokenizer, other.tokenizer))
+        self.parts = tuple(mixed)
         file = Path(str(renderer.tokenizer.name_or_path), TOKENIZER_FILE)
         if file.is_file() and read_otherwise(renderer.tokenizer, file) is not None:
-            plain = PreTrainedTokenizerFast.from_pretrained(file.parent)
-            plain.chat_template = renderer.tokenizer.chat_template
-            self.renderers["file"] = ConversationRenderer(plain, renderer.max_length, renderer.render_fn)
+            mixed["file"] = PreTrainedTokenizerFast.from_pretrained(file.parent)
+        for name, tokenizer in mixed.items():
+            tokenizer.chat_template = renderer.tokenizer.chat_template
+            self.renderers[name] = ConversationRenderer(tokenizer, renderer.max_length, renderer.render_fn)
         self.base = Recipe(renderer.max_length)
         tokenizer, (start, end) = renderer.tokenizer, renderer.frame
         self.lead = start[0] if start else tokenizer.bos_token_id
@@ -211,6 +217,21 @@ class RecipeRenderer:
         gone, at = min(over, max(0, start - lead)), self.after_end(row)
         kept, tail = row[:lead] + row[lead + gone :], row[at - 1 :] if at else []
         return kept[: most - len(tail)] + tail
+
+
+def _mixed(
+    own: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase
+) -> Iterator[tuple[str, PreTrainedTokenizerBase]]:
+    """Names of the parts of `tokenizer.json` that differ, and the own tokenizer with this part of the other's."""
+    if not (isinstance(own, PreTrainedTokenizerFast) and isinstance(other, PreTrainedTokenizerFast)):
+        return
+    mine, theirs = (json.loads(each.backend_tokenizer.to_str()) for each in (own, other))
+    for part in ("added_tokens", "normalizer", "pre_tokenizer", "model"):
+        if mine[part] != theirs[part]:
+            is_same = part == "model" and mine[part].get("vocab") == theirs[part].get("vocab")
+            name = {"model": "merges" if is_same else "vocabulary"}.get(part, part.replace("_", " "))
+            backend = Tokenizer.from_str(json.dumps(mine | {part: theirs[part]}))
+            yield name, PreTrainedTokenizerFast(tokenizer_object=backend, **own.special_tokens_map)
 
 
 def _changed(talk: Conversation, recipe: Recipe) -> Conversation:

@@ -13,8 +13,20 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
-from benchmarks.why import LIMIT, Caller, Zoo, cases, other_head, pipeline_of, scores_file
+from benchmarks.why import (
+    LIMIT,
+    Caller,
+    Zoo,
+    cases,
+    other_head,
+    other_merges,
+    other_normalizer,
+    other_tokens,
+    pipeline_of,
+    scores_file,
+)
 from rm_optimizer import BradleyTerryRM, ConfigError, Explanation, explain_difference
+from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.explanation.findings import REMEDIES
 from rm_optimizer.explanation.probes import probes
 from rm_optimizer.explanation.recipe import RecipeRenderer
@@ -94,6 +106,26 @@ def test_the_default_recipe_gives_the_ids_of_the_package(models, family):
     undated = replace(rendering.base, eos="unblanked" if family == "bert" else "", strip="none")
     for talk in probes(renderer):
         assert rendering.ids(talk, undated) == rendering.ids(talk, rendering.base) == renderer.encode(*talk).ids
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "part"),
+    [
+        ("bert", other_normalizer, "normalizer"),
+        ("llama", other_merges, "merges"),
+        ("bert", other_tokens, "added tokens"),
+    ],
+)
+def test_the_part_of_a_tokenizer_that_differs_is_exchanged_alone(zoo, models, family, change, part):
+    tokenizer = AutoTokenizer.from_pretrained(zoo.of[family])
+    change(None, tokenizer)
+    tokenizer.chat_template = models[family].tokenizer.chat_template
+    other = ConversationRenderer(tokenizer, LIMIT)
+    rendering = RecipeRenderer(models[family].renderer, other)
+    assert rendering.parts == (part,)
+    rows = [rendering.ids(talk, replace(rendering.base, tokenizer=part)) for talk in probes(other)[:6]]
+    assert rows == [other.encode(*talk).ids for talk in probes(other)[:6]]
+    assert rows != [models[family].renderer.encode(*talk).ids for talk in probes(other)[:6]]
 
 
 def test_a_cause_outside_the_list_is_unknown_and_the_excluded_ones_are_listed(models):
