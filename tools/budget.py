@@ -14,18 +14,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9323,
-    "serving": 4625,
+    "core": 9308,
+    "serving": 4627,
     "landscape": 3826,
     "training": 2793,
     "rl_coupling": 2579,
     "reporting": 2557,
-    "interfaces": 2160,
+    "interfaces": 2114,
     "experiments": 1681,
     "data_efficiency": 1341,
     "schema": 1101,
     "doctor": 951,
-    "explanation": 896,
+    "explanation": 922,
     "records": 765,
     "optim": 754,
     "evaluation": 1044,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 59,
-    "import lines": 5851,
-    "import lines inside functions": 338,
-    "lines of code": 36877,
-    "private functions with one caller": 407,
+    "import lines": 5864,
+    "import lines inside functions": 337,
+    "lines of code": 36844,
+    "private functions with one caller": 408,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -247,27 +247,20 @@ def normalization(config: Mapping[str, Any], rest: Mapping[str, StoredTensor]) -
     for name in ("mean", "std", "var"):
         own = config.get(name)
         own = own[0] if isinstance(own, list) and own else own
-        if isinstance(own, int | float) and "score_dim" not in config:
-            if abs(values.setdefault(name, float(own)) - own) > 1e-6 * abs(own):
-                raise CheckpointError(f"the stored {name} {values[name]} is not that of config.json, {own}")
-        elif isinstance(own, int | float):
-            values.setdefault(name, float(own))
+        differs = isinstance(own, int | float) and abs(values.setdefault(name, float(own)) - own) > 1e-6 * abs(own)
+        if differs and "score_dim" not in config:  # Beaver's buffers go on from its configuration
+            raise CheckpointError(f"the stored {name} {values[name]} is not that of config.json, {own}")
+    mean, project = values.get("mean", 0.0), "OpenRLHF"
     if "var" in values:
-        if not config.get("do_normalize", False):
-            return 1.0, 0.0, None
-        deviation, kind = values["var"] ** 0.5 + 1e-8, config.get("score_type", "reward")
-        mean = values.get("mean", 0.0) if kind == "reward" else 0.0
-        if kind == "critic":
-            return 1.0, 0.0, None
-        return 1 / deviation, -mean / deviation, f"Beaver's normalization by mean {mean:g} and deviation {deviation:g}"
-    if "std" not in values:
-        return 1.0, 0.0, None
-    if "normalize_reward" not in config:
+        project, deviation, kind = "Beaver", values["var"] ** 0.5 + 1e-8, config.get("score_type", "reward")
+        mean, is_applied = mean if kind == "reward" else 0.0, kind != "critic" and config.get("do_normalize")
+    elif "std" in values and "normalize_reward" not in config:
         raise ConfigError(
-            f"the model stores a mean of {values.get('mean', 0.0):g} and a deviation of {values['std']:g}, and "
-            "config.json does not tell whether they are applied; set normalize_reward in it to true or false"
+            f"the model stores a mean of {mean:g} and a deviation of {values['std']:g}, and config.json does not tell "
+            "whether they are applied; set normalize_reward in it to true or false"
         )
-    if not config["normalize_reward"]:
+    else:
+        deviation, is_applied = values.get("std", 0.0), "std" in values and config["normalize_reward"]
+    if not is_applied:
         return 1.0, 0.0, None
-    mean, deviation = values.get("mean", 0.0), values["std"]
-    return 1 / deviation, -mean / deviation, f"OpenRLHF's normalization by mean {mean:g} and deviation {deviation:g}"
+    return 1 / deviation, -mean / deviation, f"{project}'s normalization by mean {mean:g} and deviation {deviation:g}"

@@ -167,18 +167,10 @@ def import_reward_model(
         CheckpointError: if the source cannot be read, or a stored tensor has no place in the imported model.
         ConfigError: if the files leave something open that no option tells.
     """
+    given = [option for option, value in locals().items() if value not in (None, False)]
     target, name = Path(folder).expanduser(), str(source)
     if (path := Path(name).expanduser() / ADAPTER_FILE).is_file() and not [*path.parent.glob("value_head.*")]:
-        given: dict[str, object] = {
-            "base": base,
-            "head": head,
-            "logit": logit,
-            "activation": activation,
-            "marker": marker,
-        }
-        given |= {"template": template, "append": append, "drop_constant": drop_constant or None}
-        given["trust_remote_code"] = trust_remote_code or None
-        if unread := [option for option, value in given.items() if value is not None]:
+        if unread := [option for option in given if option not in ("source", "folder", "loading")]:
             raise ConfigError(f"an adapter of peft with its head is read as it is; leave out {', '.join(unread)}")
         record = ImportedModel(folder=str(target), source=name, form="an adapter of peft with its head")
         return _saved(BradleyTerryRM.from_pretrained(name, **loading), record)

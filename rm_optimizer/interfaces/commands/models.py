@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
 from rm_optimizer.interfaces.inputs import PairOptions
 from rm_optimizer.interfaces.outputs import printed_beside, write_json
 
+DTYPE = "Type of the weights: float32, bfloat16 or float16."
+
 
 def import_model(
     source: Annotated[str, Argument(help="Folder or hub id of the model, in the form of another project.")],
     out: Annotated[Path, Argument(help="Folder to write.")],
-    base: Annotated[str | None, Option("--base", help="Folder or hub id of configuration and tokenizer.")] = None,
-    head: Annotated[
-        str | None, Option("--head", metavar="NAME", help="Head to read, where several are stored.")
-    ] = None,
-    logit: Annotated[
-        str | None, Option("--logit", help="Reward of two labels: difference (second less first), 0 or 1.")
-    ] = None,
-    activation: Annotated[
-        str | None, Option("--activation", help="Function between the layers of a head: relu, gelu, silu or tanh.")
-    ] = None,
-    marker: Annotated[
-        str | None, Option("--marker", metavar="TEXT", help="Text that opens the answer, for a gated head.")
-    ] = None,
+    base: Annotated[str | None, Option(help="Folder or hub id of configuration and tokenizer.")] = None,
+    head: Annotated[str | None, Option(metavar="NAME", help="Head to read, where several are stored.")] = None,
+    logit: Annotated[str | None, Option(help="Reward of two labels: difference (second less first), 0 or 1.")] = None,
+    activation: Annotated[str | None, Option(help="Function between a head's layers: relu, gelu, silu, tanh.")] = None,
+    marker: Annotated[str | None, Option(metavar="TEXT", help="Text that opens the answer, for a gated head.")] = None,
     drop_constant: Annotated[
         bool, Option("--drop-constant", help="Leave the head's constant out, so that vLLM can serve the folder.")
     ] = False,
     template: Annotated[
-        str | None, Option("--template", metavar="FILE", help="Chat template that the model was trained with.")
+        Path | None, Option(metavar="FILE", help="Chat template that the model was trained with.")
     ] = None,
     append: Annotated[
-        str | None, Option("--append", metavar="TEXT", help="Text after each conversation; default: the form's own.")
+        str | None, Option(metavar="TEXT", help="Text after each conversation; default: the form's own.")
     ] = None,
     input_form: Annotated[
-        str | None, Option("--input-form", help="Input form of a model without a chat template: plain or pair.")
+        str | None, Option(help="Input form of a model without a chat template: plain or pair.")
     ] = None,
-    max_length: Annotated[
-        int | None, Option("--max-length", min=8, help="Longest sequence in tokens; the rest is cut.")
-    ] = None,
-    dtype: Annotated[str | None, Option("--dtype", help="Type of the weights: float32, bfloat16 or float16.")] = None,
-    revision: Annotated[str | None, Option("--revision", help="Hub revision of the source.")] = None,
+    max_length: Annotated[int | None, Option(min=8, help="Longest sequence in tokens; the rest is cut.")] = None,
+    dtype: Annotated[str | None, Option(help=DTYPE)] = None,
+    revision: Annotated[str | None, Option(help="Hub revision of the source.")] = None,
     trust_remote_code: Annotated[
         bool, Option("--trust-remote-code", help="Run the code of the source's tokenizer, once.")
     ] = False,
@@ -54,25 +46,10 @@ def import_model(
     DeepSpeed-Chat, Starling, UltraRM, Beaver, InternLM2, heads of several layers and ArmoRM are recognized by
     their tensors.
     """
+    options: dict[str, Any] = dict(locals())  # each parameter is an option of the function of the same name
     from rm_optimizer.core.importing.importing import import_reward_model
 
-    imported = import_reward_model(
-        source,
-        out,
-        base=base,
-        head=head,
-        logit=logit,
-        activation=activation,
-        marker=marker,
-        drop_constant=drop_constant,
-        template=None if template is None else Path(template),
-        append=append,
-        input_form=input_form,
-        max_length=max_length,
-        dtype=dtype,
-        revision=revision,
-        trust_remote_code=trust_remote_code,
-    )
+    imported = import_reward_model(options.pop("source"), options.pop("out"), **options)
     print("\n".join(imported.sentences()))
 
 
@@ -83,17 +60,11 @@ def export_model(
     sources: Annotated[
         list[str], Option("--data", "-d", help="Pairs to compare on, and to normalize on; may be repeated.")
     ] = [],  # noqa: B006
-    dtype: Annotated[str | None, Option("--dtype", help="Type of the weights: float32, bfloat16 or float16.")] = None,
+    dtype: Annotated[str | None, Option(help=DTYPE)] = None,
     adapter: Annotated[bool, Option("--adapter", help="Write the LoRA factors and the head alone.")] = False,
-    normalize: Annotated[
-        bool, Option("--normalize", help="Give the rewards of --data mean 0 and deviation 1.")
-    ] = False,
-    project: Annotated[
-        str | None, Option("--for", help="Project to write for: trl, openrlhf, llama-factory, vllm or tei.")
-    ] = None,
-    push: Annotated[
-        str | None, Option("--push", metavar="REPO", help="Also upload it to this hub repository, private if new.")
-    ] = None,
+    normalize: Annotated[bool, Option("--normalize", help="Give the rewards of --data mean 0, deviation 1.")] = False,
+    project: Annotated[str | None, Option("--for", help="Project: trl, openrlhf, llama-factory, vllm or tei.")] = None,
+    push: Annotated[str | None, Option(metavar="REPO", help="Also upload it to this hub repository.")] = None,
     json_file: Annotated[Path | None, Option("--json", help="Also write the result to this JSON file.")] = None,
 ) -> None:
     """Export a reward model in another type or scale.
@@ -103,17 +74,10 @@ def export_model(
     from rm_optimizer.core.importing.exporting import export_reward_model
 
     pairs = [*pair_options.load(sources)] if sources else []
-    made = export_reward_model(
-        checkpoint,
-        out,
-        dtype=dtype,
-        adapter_only=adapter,
-        pairs=pairs,
-        normalize=normalize,
-        project=project,
-        push=push,
-    )
-    print(f"exported: {made.folder}", *(f"{name}: {value}" for name, value in made.facts()), sep="\n")
+    options: dict[str, Any] = {"dtype": dtype, "normalize": normalize, "project": project, "push": push}
+    made = export_reward_model(checkpoint, out, adapter_only=adapter, pairs=pairs, **options)
+    with printed_beside(json_file):
+        print(f"exported: {made.folder}", *(f"{name}: {value}" for name, value in made.facts()), sep="\n")
     write_json(json_file, made.to_json())
 
 
