@@ -22,7 +22,7 @@ ROOMS: Mapping[str, int] = {
     "reporting": 2557,
     "interfaces": 2114,
     "experiments": 1681,
-    "data_efficiency": 1341,
+    "data_efficiency": 1332,
     "schema": 1101,
     "doctor": 951,
     "explanation": 922,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 59,
-    "import lines": 5864,
+    "import lines": 5867,
     "import lines inside functions": 337,
-    "lines of code": 36844,
+    "lines of code": 36835,
     "private functions with one caller": 408,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -22,12 +22,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, prompt_json
+from rm_optimizer.core.pairs.winner import cells_in
+from rm_optimizer.core.rows.columns import cell
 from rm_optimizer.core.rows.messages import read_messages, response_json, response_of
 from rm_optimizer.core.rows.prompts import as_messages, read_prompt
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import unquoted_formula, write_csv, write_json_lines, write_text
 from rm_optimizer.records.ledger import read_ledger
+from rm_optimizer.schema.compose import described
 
 _log = logging.getLogger("rm_optimizer")
 
@@ -35,9 +38,8 @@ SUFFIXES = (".csv", ".jsonl", ".json")
 """Suffixes of files of questions: CSV, JSON Lines, and tasks of Label Studio."""
 _WORDS = {"a": 1.0, "b": 0.0, "tie": 0.5, "left": 1.0, "right": 0.0, "skip": None, "": None}
 _ANSWER = "label"
-_ARGILLA = ("label.responses", "preference.responses")
-_JSON_MIN = ("annotation_id", "annotator")
-"""Columns of Label Studio's JSON-MIN; its column of answers has a name that only the project determines."""
+_EXPORTS: Mapping[str, Mapping[str, Any]] = described("layout/general/exports.yaml")
+"""Exports of labeling tools, in the order in which they are tried."""
 ANSWER_LOG_SUFFIX = ".labels.jsonl"
 """Suffix of the file of answers that the labeling page keeps next to a file of questions."""
 
@@ -320,27 +322,19 @@ def exported_answers(row: Mapping[str, Any], where: str) -> list[Any] | None:
     Raises:
         DataError: if the format of the export cannot be read.
     """
-    if isinstance(row.get("data"), Mapping):  # a Label Studio task
-        found: list[Any] = []
-        for annotation in row.get("annotations") or []:
-            if annotation.get("was_cancelled"):
-                found.append("skip")
-                continue
-            for result in annotation.get("result") or []:
-                value = result.get("value") or {}
-                # A choice `A`, `B` or `tie`, or the side that a pairwise control selected.
-                found += value.get("choices") or [value.get("selected", "")]
-        return found
-    if any(row.get(name) is not None for name in _JSON_MIN):
-        raise DataError(f"{where}: this is Label Studio's JSON-MIN; export the project as JSON")
-    column = next((name for name in _ARGILLA if row.get(name) is not None), None)
-    if column is None:
+    found = (each for each in _EXPORTS.values() if any(row.get(name) is not None for name in each["has"]))
+    if (export := next(found, None)) is None:
         return None
-    answers, states = row[column], row.get(f"{column}.status")
-    answers = answers if isinstance(answers, list) else [answers]
-    states = [None] * len(answers) if states is None else states if isinstance(states, list) else [states]
+    if "refused" in export:
+        raise DataError(f"{where}: {export['refused']}")
+    answers = [*zip(*(_listed(cell({**row}, path)) for path in export["answers"]), strict=True)]
+    states = _listed(cell({**row}, export["states"])) or [None] * len(answers)
     if len(states) != len(answers):
+        column = export["answers"][0]
         raise DataError(f"{where}: {column} has {len(answers)} answers and {len(states)} states; export it again")
-    # A draft of an Argilla record is no answer, and a discarded answer is a skip.
-    given = [(answer, state) for answer, state in zip(answers, states, strict=True) if state != "draft"]
-    return ["skip" if state == "discarded" else answer for answer, state in given]
+    given = [each for each in zip(answers, states, strict=True) if each[1] not in export.get("drafts", [])]
+    return [one for cells, state in given for one in (["skip"] if state in export["skipped"] else cells_in(cells))]
+
+
+def _listed(value: Any) -> list[Any]:
+    return [] if value is None else value if isinstance(value, list) else [value]

@@ -104,7 +104,7 @@ class Winner:
                 return Verdict((second - number) / (second - first))
             label = _better(abs(number - second), abs(number - first))
             return Verdict(label, abs(number - (first + second) / 2))
-        told = [self._label(each) for each in _cells(value) if not is_empty(each)] or [self._label(value)]
+        told = [self._label(each) for each in cells_in(value) if not is_empty(each)] or [self._label(value)]
         mean = sum(told) / len(told)
         votes = (float(told.count(1.0)), float(told.count(0.0))) if len(told) > 1 else None
         return Verdict(_better(mean, 0.5) if self.kind == "majority" else mean, None, votes)
@@ -156,9 +156,9 @@ def _value_key(value: object) -> str:
         return text
 
 
-def _cells(value: Any) -> list[Any]:
+def cells_in(value: Any) -> list[Any]:
     """The cells in lists of any depth."""
-    return [*chain.from_iterable(map(_cells, value))] if isinstance(value, list) else [value]
+    return [*chain.from_iterable(map(cells_in, value))] if isinstance(value, list | tuple) else [value]
 
 
 def few_values(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:

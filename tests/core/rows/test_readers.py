@@ -130,7 +130,8 @@ def test_bad_json_lines_are_reported_and_the_others_read(tmp_path: Path):
     assert [number for number, _ in bad] == [3, 4, 5]
     assert "not a valid JSON object" in bad[0][1]
     assert bad[1][1] == "expected a JSON object, got list"
-    assert "not UTF-8" in bad[2][1]
+    assert bad[2][1].startswith("not UTF-8 text")
+    assert "layout such as {encoding: latin1}" in bad[2][1]
 
 
 def test_a_json_syntax_error_names_the_line(tmp_path: Path):
@@ -401,6 +402,30 @@ def test_an_encoding_that_is_named_is_read_and_utf_16_is_known_by_its_mark(tmp_p
     assert (pair.prompt, pair.chosen, pair.rejected) == ("ä", "ö", "ü")
     with pytest.raises(ConfigError, match=r"encoding must be one that Python knows, .*latin11"):
         PreferenceDataset(tmp_path / "a.csv", layout={"encoding": "latin11"})
+
+
+def test_a_command_takes_options_of_one_file_in_braces(tmp_path: Path):
+    rows = "q,chosen,rejected\nä,ö,ü\n"
+    (tmp_path / "a.csv").write_bytes(rows.encode("latin1"))
+    write_lines(tmp_path / "b.jsonl", ROWS)
+    one = f"{{path: {tmp_path}/a.csv, columns: {{prompt: q}}, layout: {{encoding: latin1}}}}"
+    both = PairOptions().load([one, str(tmp_path / "b.jsonl")])
+    assert [pair.prompt for pair in both] == ["ä", "Hi", "Bye"]
+    assert [*PairOptions().load_splits([one], "PATHS")] == ["a.csv"]
+    whole = PairOptions(layout="{encoding: latin1}", columns=["prompt=q"])
+    assert whole.load(str(tmp_path / "a.csv"))[0].chosen == "ö"
+    for wrong in ("{path: [", "{pat: a.csv}"):
+        with pytest.raises(ConfigError, match=r"\{path: a\.csv, weight: 2\}, got '\{pat"):
+            PairOptions().load(wrong)
+
+
+def test_a_json_object_of_lists_of_cells_is_a_table_by_column(tmp_path: Path):
+    columns = {name: [row[name] for row in ROWS] for name in ROWS[0]}
+    (tmp_path / "a.json").write_text(json.dumps(columns))
+    assert [row for _, row in rows_of(tmp_path / "a.json")] == ROWS
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Ho"}]
+    (tmp_path / "a.json").write_text(json.dumps({"chosen": turns, "rejected": turns}))
+    assert rows_of(tmp_path / "a.json") == [(1, {"chosen": turns, "rejected": turns})]
 
 
 def test_tabs_ndjson_and_zstd_are_read(tmp_path: Path):
