@@ -177,16 +177,15 @@ def _matrix(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
     (`GROUP/normal`) or less (`GROUP/easy`), as in RM-Bench (Liu et al., 2024, arXiv:2410.16184).
     """
     for item, rewards in rows:
-        num = len(item.better)
+        num, num_worse = len(item.better), len(item.worse)
         cells: dict[str, list[float]] = defaultdict(list)
         for better, worse in item.edges:
             column = worse - num
             level = "hard" if better < column else "normal" if better == column else "easy"
             cells[level].append(_credit(item, rewards[better], rewards[worse]))
-        if len(item.worse) != num or num < 2:
-            raise DataError(
-                f"{item.row}: expected as many chosen as rejected responses, got {num} and {len(item.worse)}"
-            )
+        if num_worse != num or num < 2:
+            counts = f"got {num} and {num_worse}"
+            raise DataError(f"{item.row}: expected two chosen responses or more and as many rejected ones, {counts}")
         for level, credits in cells.items():
             yield Credit(f"{item.group}/{level}", item.prompt_id, sum(credits) / len(credits))
 

@@ -71,7 +71,7 @@ class SuiteSet:
         if [] in values:
             raise ValueError(f"the column {self.group[values.index([])]}, which holds the group, is missing")
         group = "/".join(str(found[0]) for found in values) or name
-        return next((ours for ours, pattern in self.groups.items() if fnmatchcase(group, pattern)), group)
+        return next((ours for ours, pattern in self.groups.items() if fnmatchcase(group, str(pattern))), group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,10 +98,22 @@ class Suite:
     per: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, average in self.average.items():
+        own, before = self.average, set[str]()
+        for name, average in own.items():
             if [*average] not in (["mean"], ["pool"], ["sum"]) or not self.parts_of(name):
-                raise ConfigError(f"average {name} must be one of mean, pool and sum with parts, got {average}")
-        own = self.average
+                raise ConfigError(
+                    f"suite {self.name}: average {name} must be one of mean, pool and sum with parts, got {average}"
+                )
+            for part, weight in self.parts_of(name).items():
+                if type(weight) not in (int, float) or not 0 < weight < float("inf"):
+                    raise ConfigError(
+                        f"suite {self.name}: the weight of {part} must be a positive number, got {weight!r}"
+                    )
+                if part in own.keys() - before:
+                    raise ConfigError(
+                        f"suite {self.name}: average {name} must come after {part}, which it is computed from"
+                    )
+            before.add(name)
         if self.per and self.score in own:
             found: dict[str, Any] = {
                 f"{value}/{name}": {kind: {f"{value}/{part}": weight for part, weight in self.parts_of(name).items()}}
@@ -133,19 +145,22 @@ class Suite:
         """The suite that a mapping describes.
 
         Raises:
-            ConfigError: if an option is unknown.
-            TypeError: if an option is missing or has another type.
+            ConfigError: if an option is unknown or has another type.
+            TypeError: if an option is missing.
         """
-        for kind, given in ((cls, values), *((SuiteSet, each) for each in values["sets"].values())):
-            known = list(kind.__annotations__)
-            if unknown := [name for name in given if name not in known]:
-                raise ConfigError(did_you_mean("option of a suite", str(unknown[0]), known))
+        _check(cls, shown := f"suite {values.get('name')}", values)
+        for name, each in values.get("sets", {}).items():
+            _check(SuiteSet, f"{shown}: set {name}", each)
         return from_values(cls, values)
 
     def parts_of(self, average: str) -> dict[str, float]:
         """Parts of an average with their weights."""
         (parts,) = self.average[average].values()
-        return {**parts} if isinstance(parts, Mapping) else dict.fromkeys(parts or (), 1.0)
+        return (
+            {**parts}
+            if isinstance(parts, Mapping)
+            else dict.fromkeys([parts] if isinstance(parts, str) else parts, 1.0)
+        )
 
     def leaves_of(self, name: str) -> list[str]:
         """Names of the groups that an average rests on; a group rests on itself."""
@@ -174,6 +189,29 @@ class Suite:
                     total = (scores * weight).sum(axis=-1)
                     found[name] = np.asarray(total if "sum" in average else total / weight.sum(axis=-1))
         return found
+
+
+_FORMS: Mapping[str, tuple[str, Any]] = {
+    "str": ("text", str),
+    "str | tuple": ("text or a list", str | list),
+    "int": ("a number", int),
+    "bool": ("true or false", bool),
+    "tuple": ("a list", list),
+    "Mapping": ("a mapping", Mapping),
+}
+"""Words for the value of an option in YAML, and its type, by the beginning of the option's annotation."""
+
+
+def _check(kind: type[Suite | SuiteSet], shown: str, given: object) -> None:
+    """Refuse options that a dataclass does not have, or that are no text, number, list or mapping as it has them."""
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{shown} must be a mapping, got {given!r}")
+    for name, value in given.items():
+        if name not in kind.__annotations__:
+            raise ConfigError(did_you_mean(f"option of {shown}", str(name), [*kind.__annotations__]))
+        words, form = _FORMS.get(kind.__annotations__[name].partition("[")[0], ("", object))
+        if not isinstance(value, form):
+            raise ConfigError(f"{shown}: {name} must be {words}, got {value!r}")
 
 
 def published_suites() -> dict[str, Path]:
@@ -283,7 +321,15 @@ def read_suite(suite: Suite, sources: Sequence[str], options: DataConfig) -> Sui
         ),
     }
     notes += [f"{num:,} {what}" for what, num in counted.items() if num]
-    return SuiteItems(suite, decided, tuple(notes))
+    read = SuiteItems(suite, decided, ())
+    groups = dict.fromkeys(credit.group for credit in read.credits(lambda key: 0.0))  # refuses rows unfit for a rule
+    leaves = suite.leaves_of(suite.score)
+    if groups.keys().isdisjoint(leaves):
+        both = (", ".join([*names][:5]) for names in (leaves, groups))
+        raise DataError("suite {}: {} needs rows of {}; there are rows of {}".format(suite.name, suite.score, *both))
+    if missing := [leaf for leaf in leaves if leaf not in groups]:
+        notes.append(f"incomplete: the score lacks {', '.join(missing[:5])}{', …' * (len(missing) > 5)}")
+    return replace(read, notes=tuple(notes))
 
 
 def _items(each: SuiteSet, name: str, path: str, options: DataConfig, notes: list[str]) -> Iterator[SuiteItem | None]:

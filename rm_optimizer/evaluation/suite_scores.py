@@ -371,14 +371,8 @@ def suite_result(
     table = credits_on(items, credits)
     table = replace(table, values={**table.values, RANDOM: np.mean(of_draws, axis=0)})
     models = [*(facts for facts, _ in found), *(SuiteScores(name, is_model=False) for name in (LONGER, RANDOM))]
-    missing = [leaf for leaf in suite.leaves_of(suite.score) if leaf not in table.groups]
-    shown = ", ".join(missing[:5]) + (", …" if len(missing) > 5 else "")
-    notes = [
-        *items.notes,
-        *([f"incomplete: the score lacks {shown}"] if missing else []),
-        f"rule: {suite.source}",
-        *([f"the published numbers are at {suite.protocol}"] if suite.protocol else []),
-    ]
+    protocol = [f"the published numbers are at {suite.protocol}"] if suite.protocol else []
+    notes = [*items.notes, f"rule: {suite.source}", *protocol]
     sizes = len(items.items), len(items.responses)
     about = SuiteResult(json_values(suite), items.fingerprint, *sizes, tuple(models), notes=tuple(notes))
     return about.scored(table, num_bootstrap=num_bootstrap, seed=seed)

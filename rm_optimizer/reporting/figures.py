@@ -173,7 +173,8 @@ def new_figure(
     panels: list[Panel] = list(grid[:, 0])
     panels[0].set_title("\n".join([title, *("" for _ in lines)]), loc="left", fontsize=12, fontweight="bold", color=INK)
     style: dict[str, Any] = {"fontsize": 9, "color": GRAY, "va": "bottom", "in_layout": False}
-    panels[0].text(0.0, 1.025, "\n".join(lines), transform=panels[0].transAxes, **style)
+    place: dict[str, Any] = {"xycoords": "axes fraction", "xytext": (0, 6), "textcoords": "offset points"}
+    panels[0].annotate("\n".join(lines), (0.0, 1.0), **place, **style)
     for panel in panels:
         panel.spines[["top", "right"]].set_visible(False)
         panel.spines[["left", "bottom"]].set_color(GRAY)

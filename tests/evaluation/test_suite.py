@@ -39,7 +39,7 @@ ROWS = [
     {"prompt": f"Say {i}", "chosen": f"{i} it is", "rejected": f"no {i} at all", "subset": GROUPS[i % 3]}
     for i in range(12)
 ]
-MINE = {
+MINE: dict[str, Any] = {
     "source": "here",
     "sets": {"main": {"path": "pairs.jsonl", "layout": {"format": "explicit"}, "group": ["subset"], "rows": 12}},
     "score": "mean",
@@ -213,7 +213,16 @@ def test_a_mistake_is_one_sentence(folder: Path, arguments: list[str], reason: s
         ({"average": {"mean": {"mean": []}}}, "with parts"),
         ({"sets": {"main": {"path": "pairs.jsonl", "rule": "pair"}}}, "did you mean 'pairs'"),
         ({"sets": {"main": {"pth": "pairs.jsonl"}}}, "did you mean 'path'"),
-        ({"sets": ["pairs.jsonl"]}, "cannot be read"),
+        ({"sets": ["pairs.jsonl"]}, "sets must be a mapping"),
+        ({"sets": {"main": "pairs.jsonl"}}, "set main must be a mapping, got 'pairs.jsonl'"),
+        ({"sets": {"main": {"group": "subset"}}}, "set main: group must be a list, got 'subset'"),
+        ({"sets": {"main": {"path": 3}}}, "set main: path must be text or a list, got 3"),
+        ({"sets": {"main": {"rows": "12"}}}, "set main: rows must be a number"),
+        ({"sets": {"main": {"tie": "maybe"}}}, "'maybe' is not a valid Tie"),
+        ({"sets": None}, "cannot be read"),
+        ({"average": {"mean": {"mean": {"a": 0}}}}, "the weight of a must be a positive number, got 0"),
+        ({"average": {"mean": {"mean": ["mean"]}}}, "average mean must come after mean"),
+        ({"average": {"b": {"mean": ["mean"]}, "mean": {"mean": ["a"]}}}, "average b must come after mean"),
         ({"score": None}, "cannot be read"),
     ],
 )
@@ -222,6 +231,23 @@ def test_a_suite_that_is_written_wrongly_is_refused(folder: Path, change: dict[s
     Path("bad.yaml").write_text(yaml.safe_dump(values))
     with pytest.raises(ConfigError, match=reason):
         Suite.of("bad.yaml")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"score": "best"}, "suite x: best needs rows of best; there are rows of a, b, c"),
+        ({"average": {"mean": {"mean": ["d"]}}}, "mean needs rows of d"),
+        (
+            {"sets": {"main": MINE["sets"]["main"] | {"rule": "matrix"}}},
+            "line 1: expected two chosen responses or more",
+        ),
+        ({"sets": {"main": MINE["sets"]["main"] | {"rule": "ties"}}}, "line 1: expected an id ref:N"),
+    ],
+)
+def test_rows_that_give_no_score_are_refused_before_a_model_is_loaded(folder: Path, change: Any, reason: str):
+    with pytest.raises(DataError, match=reason):
+        read_suite(Suite.from_values(MINE | change | {"name": "x"}), [], DataConfig())
 
 
 def test_bad_rows_stop_or_are_counted(folder: Path):
