@@ -133,7 +133,7 @@ class Suite:
         path, known = Path(name).expanduser(), published_suites()
         if path.suffix not in (".yaml", ".yml"):
             if name not in known:
-                raise ConfigError(f"{did_you_mean('--suite', name, sorted(known))}; or name a .yaml file of one")
+                raise ConfigError(f"{did_you_mean('suite', name, sorted(known))}; or name a .yaml file of one")
             path = known[name]
         try:
             return cls.from_values({"name": path.stem, **yaml.safe_load(path.read_text(encoding="utf-8"))})
@@ -225,7 +225,8 @@ def sources_by_suite(option: Any) -> dict[str, list[str]]:
     Raises:
         ConfigError: if it is no name, list of names or mapping to files.
     """
-    names = option if isinstance(option, Mapping) else dict.fromkeys([option] if isinstance(option, str) else option)
+    listed = option if isinstance(option, Mapping | list) else [option]
+    names = listed if isinstance(listed, Mapping) else dict.fromkeys(map(str, listed))
     found: dict[str, list[str]] = {}
     for name, files in names.items():
         given = {} if files is None else files if isinstance(files, Mapping) else {"": files}

@@ -28,7 +28,7 @@ from rm_optimizer.records.run_folder import METRICS_FILE, PAIR_REWARDS_FILE, Run
 from rm_optimizer.schema import HardwareConfig
 from rm_optimizer.schema.data import Streaming
 from rm_optimizer.training.callbacks.checkpoints import Checkpoints, extension_at
-from rm_optimizer.training.callbacks.evaluation import SCORE_METRICS, SuiteCallback
+from rm_optimizer.training.callbacks.evaluation import SCORE_METRICS
 from rm_optimizer.training.callbacks.evaluation_plan import PER_EPOCH
 from rm_optimizer.training.callbacks.memory_profile import PROFILE_COLUMNS, PROFILE_ROWS, MemoryProfile
 from rm_optimizer.training.callbacks.run_callback import columns_of
@@ -59,7 +59,6 @@ def fit(
         TrainingDiverged: if a number stops being finite.
     """
     config, evaluation = run.config, run.evaluation
-    suites = None if config.training.suites is None else SuiteCallback(config)
     evaluation.stop = stop
     resume_step = checkpoint_step(checkpoint) if checkpoint else None
     every = config.training.checkpoint_every or max(
@@ -69,7 +68,7 @@ def fit(
     callbacks: list[Callback] = [
         *([MemoryProfile(run.run_dir)] if config.profile_memory else []),
         evaluation,
-        *([] if suites is None else [suites]),
+        *([] if run.suites is None else [run.suites]),
         *given,
         Checkpoints(
             run.run_dir,
@@ -89,7 +88,7 @@ def fit(
     own = {f"val/{name}": f"eval_{name}" for name in names}
     if config.model.router_aux_loss_coef is not None:
         own["train/router_loss"] = "train_router_loss"
-    own |= {} if suites is None else suites.columns
+    own |= {} if run.suites is None else run.suites.columns
     loggers: list[Logger] = [MetricsCSV(run.run_dir, resume_step, COLUMNS | columns_of(given) | own)]
     if config.profile_memory:
         loggers.append(MetricsCSV(run.run_dir, resume_step, PROFILE_COLUMNS, PROFILE_ROWS))
@@ -107,7 +106,7 @@ def fit(
         raise _interrupted(run, trainer.global_step, " in its evaluation" if evaluation.missed else "")
     steps, planned = trainer.global_step, run.module.num_steps
     assert steps == planned or trainer.should_stop, f"training ended after step {steps} of {planned}"
-    return _finished(run, trainer, seconds, suites)
+    return _finished(run, trainer, seconds)
 
 
 def build_trainer(
@@ -148,7 +147,7 @@ def _interrupted(run: Run, steps: int, where: str) -> Interrupted:
     return Interrupted(told)
 
 
-def _finished(run: Run, trainer: pl.Trainer, seconds: float, suites: SuiteCallback | None) -> RunResult:
+def _finished(run: Run, trainer: pl.Trainer, seconds: float) -> RunResult:
     """Evaluate the best weights on every rank; the first rank writes them and the result."""
     config, model, val, evaluation = run.config, run.module.model, run.datamodule.data.val, run.evaluation
     best = RunFolder(run.run_dir).best_checkpoint
@@ -181,8 +180,8 @@ def _finished(run: Run, trainer: pl.Trainer, seconds: float, suites: SuiteCallba
         spread = {"mean": float(both.mean()), "std": float(both.std()), "num": len(both), "beta": config.loss.beta}
         model.save_pretrained(result.export, statistics=spread, beside=[run.run_dir / TRAINED_PAIRS_FILE])
         write_card(run.run_dir, result)
-        if suites is not None:
-            suites.score(model.to(trainer.strategy.root_device), run.run_dir)
+        if run.suites is not None:
+            run.suites.score(model.to(trainer.strategy.root_device), run.run_dir)
         result.save()
     return result
 

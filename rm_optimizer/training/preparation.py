@@ -32,7 +32,7 @@ from rm_optimizer.schema import ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.config import FREEZE_BACKBONE
 from rm_optimizer.schema.data import OWN_MARGINS, DataConfig
-from rm_optimizer.training.callbacks.evaluation import SCORE_METRICS, Evaluation
+from rm_optimizer.training.callbacks.evaluation import SCORE_METRICS, Evaluation, SuiteCallback
 from rm_optimizer.training.callbacks.evaluation_plan import PairMetric, require_monitored
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.data.run_data import data_module, load_data, order_of
@@ -164,6 +164,7 @@ class Run:
         evaluation: the evaluations, with the best weights so far.
         record: the run's identity and plan.
         notes: sentences on the pairs.
+        suites: scoring of suites; None without any.
     """
 
     config: TrainConfig
@@ -174,6 +175,7 @@ class Run:
     evaluation: Evaluation
     record: RunRecord
     notes: tuple[str, ...]
+    suites: SuiteCallback | None
 
     def keep_trained_pairs(self) -> None:
         """Write fingerprints of the training pairs, with those of the base model and those before a resume."""
@@ -221,6 +223,7 @@ def prepare(
     require_monitored(config.training.monitor, data.val)
     notes = data.notes(uses_margins=config.loss.margin_scale > 0 or config.data.curriculum == OWN_MARGINS)
     notes += seen_by_base(config.model.path, data.val.pairs)
+    suites = None if config.training.suites is None else SuiteCallback(config)  # reads them before the model
     model = trainable_model(config, data.train)
     notes += content_notes(data.train.pairs, model.renderer)
     for note in (*notes, *layout_examples(data.train)):
@@ -232,7 +235,7 @@ def prepare(
     evaluation = Evaluation(config, datamodule, metrics)
     if config.hardware.compile:
         compile_backbone(model.model)
-    run = Run(config, run_dir, started, module, datamodule, evaluation, record, notes)
+    run = Run(config, run_dir, started, module, datamodule, evaluation, record, notes, suites)
     run.keep_trained_pairs()
     list_skipped([*datamodule.data.train.skipped, *datamodule.data.val.skipped], run_dir)
     return run
