@@ -260,13 +260,13 @@ def best_of_n(
         num_bootstrap: number of resamples of prompts for the interval.
         seed: seed of the resamples.
     """
-    lists, subsets = dict[tuple[str, str], _List](), dict[tuple[str, str], str]()
+    lists, subsets = dict[tuple[str, str], _List](), dict[tuple[str, str], str]()  # by prompt and list
     for pair, *rewards in zip(pairs, chosen.tolist(), rejected.tolist(), strict=True):
         if "group" in pair.metadata and pair.label != 0.5:
             key = (pair.prompt_id, f"{pair.metadata.get('source')} {pair.metadata['group']}")
             subsets[key] = str(pair.metadata.get("subset", ""))
             found = lists.setdefault(key, _List({}, set()))
-            found.rewards |= zip((pair.chosen, pair.rejected), rewards, strict=True)
+            found.rewards.update(zip((pair.chosen, pair.rejected), rewards, strict=True))
             found.edges.add((pair.chosen, pair.rejected) if pair.label > 0.5 else (pair.rejected, pair.chosen))
     long = {key: item for key, item in lists.items() if len(item.rewards) >= FEWEST_RESPONSES}
     if not long:
@@ -285,19 +285,11 @@ def _of_lists(long: Mapping[tuple[str, str], _List], num_bootstrap: int, seed: i
     accuracy, every_best, tau = (
         with_honest_width(each, sums[:, -1], bounds=ends) for each, ends in zip(found, bounds, strict=False)
     )
-    return BestOfN(
-        num_lists=len(long),
-        mean_responses=float(np.mean([len(item.rewards) for item in long.values()])),
-        accuracy=accuracy,
-        random=found[3].value,
-        longest=found[4].value,
-        every_best=every_best,
-        tau=tau,
-    )
+    mean_responses = float(np.mean([len(item.rewards) for item in long.values()]))
+    return BestOfN(len(long), mean_responses, accuracy, found[3].value, found[4].value, every_best, tau)
 
 
-@dataclass
-class _List:
+class _List(NamedTuple):
     """A list's responses with their rewards, and the better and the worse response of its comparisons."""
 
     rewards: dict[str, float]

@@ -100,19 +100,12 @@ class Suite:
     def __post_init__(self) -> None:
         own, before = self.average, set[str]()
         for name, average in own.items():
-            if [*average] not in (["mean"], ["pool"], ["sum"]) or not self.parts_of(name):
-                raise ConfigError(
-                    f"suite {self.name}: average {name} must be one of mean, pool and sum with parts, got {average}"
-                )
-            for part, weight in self.parts_of(name).items():
-                if type(weight) not in (int, float) or not 0 < weight < float("inf"):
-                    raise ConfigError(
-                        f"suite {self.name}: the weight of {part} must be a positive number, got {weight!r}"
-                    )
-                if part in own.keys() - before:
-                    raise ConfigError(
-                        f"suite {self.name}: average {name} must come after {part}, which it is computed from"
-                    )
+            parts = self.parts_of(name)
+            are_weights = all(type(each) in (int, float) and 0 < each < float("inf") for each in parts.values())
+            is_later = bool(parts.keys() & (own.keys() - before))
+            if [*average] not in (["mean"], ["pool"], ["sum"]) or not parts or not are_weights or is_later:
+                told = "one of mean, pool and sum, of groups and of averages above it, with positive weights"
+                raise ConfigError(f"suite {self.name}: average {name} must be {told}; got {average}")
             before.add(name)
         if self.per and self.score in own:
             found: dict[str, Any] = {
@@ -315,13 +308,10 @@ def read_suite(suite: Suite, sources: Sequence[str], options: DataConfig) -> Sui
         items += found
     if not (decided := tuple(item for item in items if item is not None)):
         raise DataError(f"suite {suite.name}: no row of {', '.join(given) or 'its sets'} states a preference")
-    counted = {
-        "rows state no preference and do not count": len(items) - len(decided),
-        "responses are blank and are scored as such": sum(
-            not text.strip() for item in decided for text in item.responses.values()
-        ),
-    }
-    notes += [f"{num:,} {what}" for what, num in counted.items() if num]
+    num_undecided = len(items) - len(decided)
+    num_blank = sum(not text.strip() for item in decided for text in item.responses.values())
+    notes += [f"{num_undecided:,} rows state no preference and do not count"] if num_undecided else []
+    notes += [f"{num_blank:,} responses are blank and are scored as such"] if num_blank else []
     read = SuiteItems(suite, decided, ())
     groups = dict.fromkeys(credit.group for credit in read.credits(lambda key: 0.0))  # refuses rows unfit for a rule
     leaves = suite.leaves_of(suite.score)

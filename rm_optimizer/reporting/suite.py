@@ -29,43 +29,46 @@ def _ordered(result: SuiteResult) -> list[SuiteScores]:
 
 def suite_tables(result: SuiteResult) -> dict[str, TextTable]:
     """Averages of the models, their groups, differences, leads, and facts about the scoring, by name."""
-    ordered, suite = _ordered(result), result.suite
+    ordered, score = _ordered(result), result.score
     names = [*ordered[0].scores]
-    averages = [name for name in names if name == result.score or name in suite["average"]]
-    groups = [name for name in names if name not in averages]
-    title = f"{suite['name']}, {result.num_rows:,} rows, {result.score} is its official number [95 % interval]"
-    together = f"Leads, by intervals that hold together for {len(ordered)} rows and {len(names)} names"
-    trained = ["pairs trained on", "prompts trained on"]
-    facts = ["", "length limit", "prompts cut", "responses cut", "of", "exact ties", *trained]
-    tables: dict[str, tuple[str, list[str], list[list[Cell]]]] = {
-        "averages": (title, ["", *averages], [[each.name, *map(each.scores.get, averages)] for each in ordered]),
-        "groups": (
-            f"Groups of {suite['name']}",
-            ["", *(each.name for each in ordered)],
-            [[name, *(each.scores[name] for each in ordered)] for name in groups],
-        ),
-        "differences": (
-            f"Differences in {result.score}, paired by prompt",
-            ["", "minus", "difference", "p (Holm)"],
-            [[each.first, each.second, each.difference, f"{each.holm_p:.2g}"] for each in result.differences],
-        ),
-        "leads": (
-            together,
-            ["", "model", "leads by at least"],
-            [[each.group, each.model, each.low] for each in result.leads],
-        ),
-        "scoring": ("Scoring", facts, [_facts(each, result.num_responses) for each in ordered if each.is_model]),
-    }
+    averages = [name for name in names if name == score or name in result.suite["average"]]
+    suite = result.suite["name"]
+    title = f"{suite}, {result.num_rows:,} rows, {score} is its official number [95 % interval]"
+    leads = f"Leads, by intervals that hold together for {len(ordered)} rows and {len(names)} names"
     return {
-        name: TextTable(title, tuple(head), tuple(map(tuple, rows))) for name, (title, head, rows) in tables.items()
+        "averages": TextTable.of(
+            title, ({"": each.name} | {name: each.scores[name] for name in averages} for each in ordered)
+        ),
+        "groups": TextTable.of(
+            f"Groups of {suite}",
+            ({"": name} | {each.name: each.scores[name] for each in ordered} for name in names if name not in averages),
+        ),
+        "differences": TextTable.of(
+            f"Differences in {score}, paired by prompt",
+            (
+                {"": each.first, "minus": each.second, "difference": each.difference, "p (Holm)": f"{each.holm_p:.2g}"}
+                for each in result.differences
+            ),
+        ),
+        "leads": TextTable.of(
+            leads, ({"": each.group, "model": each.model, "leads by at least": each.low} for each in result.leads)
+        ),
+        "scoring": TextTable.of("Scoring", (_facts(each, result) for each in ordered if each.is_model)),
     }
 
 
-def _facts(model: SuiteScores, num_responses: int) -> list[Cell]:
+def _facts(model: SuiteScores, result: SuiteResult) -> dict[str, Cell]:
     seen = model.trained_on
-    trained: list[Cell] = [None, None] if seen is None else [seen.num_pairs, seen.num_prompts]
-    cut = [model.num_prompt_cut, model.num_response_cut]
-    return [model.name, model.max_length, *cut, num_responses, model.num_ties, *trained]
+    return {
+        "": model.name,
+        "length limit": model.max_length,
+        "prompts cut": model.num_prompt_cut,
+        "responses cut": model.num_response_cut,
+        "of": result.num_responses,
+        "exact ties": model.num_ties,
+        "pairs trained on": None if seen is None else seen.num_pairs,
+        "prompts trained on": None if seen is None else seen.num_prompts,
+    }
 
 
 def print_suite(result: SuiteResult, console: Console | None = None) -> None:

@@ -210,7 +210,7 @@ def test_a_mistake_is_one_sentence(folder: Path, arguments: list[str], reason: s
     [
         ({"sorce": "x"}, "did you mean 'source'"),
         ({"average": {"mean": {"median": ["a"]}}}, "must be one of mean, pool and sum"),
-        ({"average": {"mean": {"mean": []}}}, "with parts"),
+        ({"average": {"mean": {"mean": []}}}, "must be one of mean, pool and sum"),
         ({"sets": {"main": {"path": "pairs.jsonl", "rule": "pair"}}}, "did you mean 'pairs'"),
         ({"sets": {"main": {"pth": "pairs.jsonl"}}}, "did you mean 'path'"),
         ({"sets": ["pairs.jsonl"]}, "sets must be a mapping"),
@@ -220,15 +220,15 @@ def test_a_mistake_is_one_sentence(folder: Path, arguments: list[str], reason: s
         ({"sets": {"main": {"rows": "12"}}}, "set main: rows must be a number"),
         ({"sets": {"main": {"tie": "maybe"}}}, "'maybe' is not a valid Tie"),
         ({"sets": None}, "cannot be read"),
-        ({"average": {"mean": {"mean": {"a": 0}}}}, "the weight of a must be a positive number, got 0"),
-        ({"average": {"mean": {"mean": ["mean"]}}}, "average mean must come after mean"),
-        ({"average": {"b": {"mean": ["mean"]}, "mean": {"mean": ["a"]}}}, "average b must come after mean"),
+        ({"average": {"mean": {"mean": {"a": 0}}}}, "with positive weights; got {'mean': {'a': 0}}"),
+        ({"average": {"mean": {"mean": ["mean"]}}}, "average mean must be .* of averages above it"),
+        ({"average": {"b": {"mean": ["mean"]}, "mean": {"mean": ["a"]}}}, "average b must be .* averages above it"),
         ({"score": None}, "cannot be read"),
     ],
 )
 def test_a_suite_that_is_written_wrongly_is_refused(folder: Path, change: dict[str, Any], reason: str):
     values = {key: value for key, value in (MINE | change).items() if value is not None}
-    Path("bad.yaml").write_text(yaml.safe_dump(values))
+    Path("bad.yaml").write_text(yaml.safe_dump(values, sort_keys=False))
     with pytest.raises(ConfigError, match=reason):
         Suite.of("bad.yaml")
 
