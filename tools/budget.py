@@ -17,9 +17,9 @@ ROOMS: Mapping[str, int] = {
     "core": 9308,
     "serving": 4627,
     "landscape": 3826,
-    "training": 2793,
+    "training": 2794,
     "rl_coupling": 2579,
-    "reporting": 2557,
+    "reporting": 2561,
     "interfaces": 2114,
     "experiments": 1681,
     "data_efficiency": 1332,
@@ -28,16 +28,16 @@ ROOMS: Mapping[str, int] = {
     "explanation": 922,
     "records": 765,
     "optim": 754,
-    "evaluation": 1044,
+    "evaluation": 1048,
     "modules at the top": 481,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 59,
-    "import lines": 5867,
+    "import lines": 5865,
     "import lines inside functions": 337,
-    "lines of code": 36835,
+    "lines of code": 36844,
     "private functions with one caller": 408,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

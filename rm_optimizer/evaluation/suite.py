@@ -10,9 +10,7 @@ from itertools import chain, product
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import yaml  # type: ignore[import-untyped]
-from jaxtyping import Float
 
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, prompt_id
 from rm_optimizer.core.pairs.source_format import ComparedRow, SourceFormat
@@ -100,7 +98,7 @@ class Suite:
     def __post_init__(self) -> None:
         own, before = self.average, set[str]()
         for name, average in own.items():
-            parts = self.parts_of(name)
+            parts = self.parts_of(name) if len(average) == 1 else {}
             are_weights = all(type(each) in (int, float) and 0 < each < float("inf") for each in parts.values())
             is_later = bool(parts.keys() & (own.keys() - before))
             if [*average] not in (["mean"], ["pool"], ["sum"]) or not parts or not are_weights or is_later:
@@ -149,11 +147,8 @@ class Suite:
     def parts_of(self, average: str) -> dict[str, float]:
         """Parts of an average with their weights."""
         (parts,) = self.average[average].values()
-        return (
-            {**parts}
-            if isinstance(parts, Mapping)
-            else dict.fromkeys([parts] if isinstance(parts, str) else parts, 1.0)
-        )
+        listed = [parts] if isinstance(parts, str) else parts
+        return {**listed} if isinstance(listed, Mapping) else dict.fromkeys(listed, 1.0)
 
     def leaves_of(self, name: str) -> list[str]:
         """Names of the groups that an average rests on; a group rests on itself."""
@@ -161,26 +156,22 @@ class Suite:
             return [name]
         return [*dict.fromkeys(chain.from_iterable(map(self.leaves_of, self.parts_of(name))))]
 
-    def values(self, groups: Sequence[str], totals: Float[np.ndarray, "... terms"]) -> dict[str, np.ndarray]:
-        """Scores of groups and averages, NaN where a group has no credits.
+    def weights(self, name: str, counts: Mapping[str, int]) -> dict[str, float]:
+        """Weight of the mean credit of each group in a score; empty if it has no credits.
 
         Args:
-            groups: names of the groups.
-            totals: sum of credits and number of credits of each group, one after another.
+            name: a group or an average.
+            counts: number of credits of each group that has some.
         """
-        counts = {group: totals[..., 2 * place + 1] for place, group in enumerate(groups)}
-        with np.errstate(invalid="ignore", divide="ignore"):
-            found = {group: np.asarray(totals[..., 2 * place] / counts[group]) for place, group in enumerate(groups)}
-            for name, average in self.average.items():
-                weights = self.parts_of(name)
-                if present := [part for part in weights if part in found]:
-                    scores = np.stack([found[part] for part in present], axis=-1)
-                    weight = np.array([weights[part] for part in present])
-                    if "pool" in average:
-                        weight = np.stack([counts[part] for part in present], axis=-1)
-                        scores = np.where(weight == 0, 0.0, scores)
-                    total = (scores * weight).sum(axis=-1)
-                    found[name] = np.asarray(total if "sum" in average else total / weight.sum(axis=-1))
+        if name not in self.average:
+            return {name: 1.0} if name in counts else {}
+        (kind,), found = self.average[name], dict[str, float]()
+        parts = [(weight, self.weights(part, counts)) for part, weight in self.parts_of(name).items()]
+        if kind == "pool":
+            parts = [(sum(map(counts.__getitem__, inner)), inner) for _, inner in parts]
+        total = 1.0 if kind == "sum" else sum(weight for weight, inner in parts if inner)
+        for weight, inner in parts:
+            found |= {leaf: found.get(leaf, 0.0) + weight / total * share for leaf, share in inner.items()}
         return found
 
 

@@ -195,10 +195,8 @@ class SuiteCredits:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """Names of all scores: the official number, averages, groups."""
-        groups = [*self._positions]
-        found = self.suite.values(groups, np.ones(2 * len(groups)))
-        averages = [name for name in found if name not in groups]
-        return tuple(sorted([*averages, *groups], key=lambda name: name != self.suite.score))
+        averages = [name for name in self.suite.average if self._weights(name)]
+        return tuple(dict.fromkeys(sorted([*averages, *self._positions], key=lambda name: name != self.suite.score)))
 
     @cached_property
     def _clusters(self) -> np.ndarray:
@@ -223,30 +221,26 @@ class SuiteCredits:
             num_bootstrap: number of resamples; 0 gives a standard error only.
             seed: seed of the resamples.
         """
-        leaves = [leaf for leaf in self.suite.leaves_of(name) if leaf in self._positions]
-        places = [self._positions[leaf] for leaf in leaves]
-        counts = np.array([*map(len, places)], dtype=np.float64)
-
-        def score(means: np.ndarray) -> np.ndarray:
-            totals = np.stack([means * counts, np.broadcast_to(counts, means.shape)], axis=-1)
-            return self.suite.values(leaves, totals.reshape(*means.shape[:-1], -1))[name]
-
-        both = np.stack([self.values[each] for each in (first, second or first)])
-        means = np.array([both[:, place].mean(axis=1) for place in places]).T
-        value, bounds = score(means), score(np.array([_bounds(leaf) for leaf in leaves]).T)
-        weights, rows = score(np.eye(len(leaves))), list[np.ndarray]()
+        weights = self._weights(name)
+        places = [self._positions[leaf] for leaf in weights]
+        bounds = np.array([*weights.values()]) @ np.array([*map(_bounds, weights)])
+        credits = self.values[first]
         if second is not None:
-            both, means, bounds = both[:1] - both[1:], means[:1] - means[1:], bounds - bounds[::-1]
-            value = value[:1] - value[1:]
-        for place, weight, mean in zip(places, weights, means[0], strict=True):
+            credits, bounds = credits - self.values[second], bounds - bounds[::-1]
+        means = [credits[place].mean() for place in places]
+        value, rows = float(np.dot([*weights.values()], means)), list[np.ndarray]()
+        for place, weight, mean in zip(places, weights.values(), means, strict=True):
             if (num := len(np.unique(self._clusters[place]))) < 2:
-                return Estimate(float(value[0]), None, num)
-            change = (both[0, place] - mean) * weight / (len(place) * (1 - 1 / num))
+                return Estimate(value, None, num)
+            change = (credits[place] - mean) * weight / (len(place) * (1 - 1 / num))
             rows.append(np.stack([change, np.ones(len(place))], axis=1))
         sums = cluster_totals(np.concatenate(rows), self._clusters[np.concatenate(places)].tolist())
         options: Any = {"num_bootstrap": num_bootstrap, "seed": seed}
-        found = cluster_bootstrap(sums[:, :1], lambda totals: value[0] + totals, **options)[0]
+        found = cluster_bootstrap(sums[:, :1], lambda totals: value + totals, **options)[0]
         return with_honest_width(found, sums[:, 1], bounds=(bounds[0], bounds[1]))
+
+    def _weights(self, name: str) -> dict[str, float]:
+        return self.suite.weights(name, {group: len(place) for group, place in self._positions.items()})
 
     def differences(self, models: Sequence[SuiteScores], *, num_bootstrap: int, seed: int) -> list[SuiteDifference]:
         """Differences in the official number of all pairs of which one at least is a model."""
