@@ -65,6 +65,8 @@ def resolve_source(source: str | Path) -> Source:
         for folder in (path, path / BEST_FOLDER):
             if (folder / "config.json").is_file():
                 return Source(SourceKind.FOLDER, str(folder))
+        if named := sorted(str(file.parent) for file in path.glob(f"*/{ADAPTER_FILE}")):
+            raise CheckpointError(f"{path} holds adapters, each in its folder; give one: {', '.join(named)}")
         raise CheckpointError(
             f"no model in the folder {path}: expected config.json, or {BEST_FOLDER}/config.json in a run folder; "
             "weights alone are read by rm-opt import with --base"

@@ -228,8 +228,8 @@ def saved_modules(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def modules_named(model: PreTrainedModel, wanted: Collection[str]) -> tuple[str, ...]:
-    """Dotted names of the outermost modules whose names end in one of the wanted ones."""
-    names = [name for name, _ in model.named_modules() if _ends(name, wanted)]
+    """Dotted names of the outermost modules whose names end in one of the wanted texts, as peft reads them."""
+    names = [name for name, _ in model.named_modules() if name.endswith(tuple(wanted))]
     return tuple(name for name in names if not any(name.startswith(f"{other}.") for other in names))
 
 

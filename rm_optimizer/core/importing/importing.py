@@ -40,7 +40,7 @@ from rm_optimizer.core.importing.forms import (
     one_reward,
 )
 from rm_optimizer.core.importing.internlm import as_llama
-from rm_optimizer.core.importing.stored import StoredModel, StoredTensor, stored_model, write_weights
+from rm_optimizer.core.importing.stored import StoredModel, StoredTensor, has_other_weights, stored_model, write_weights
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, ParityCertificate
 from rm_optimizer.core.storage.loading import HARMLESS, quiet_transformers
@@ -169,7 +169,7 @@ def import_reward_model(
     """
     given = [option for option, value in locals().items() if value not in (None, False)]
     target, name = Path(folder).expanduser(), str(source)
-    if (path := Path(name).expanduser() / ADAPTER_FILE).is_file() and not [*path.parent.glob("value_head.*")]:
+    if (path := Path(name).expanduser() / ADAPTER_FILE).is_file() and not has_other_weights(path.parent):
         if unread := [option for option in given if option not in ("source", "folder", "loading")]:
             raise ConfigError(f"an adapter of peft with its head is read as it is; leave out {', '.join(unread)}")
         record = ImportedModel(folder=str(target), source=name, form="an adapter of peft with its head")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,16 +21,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from rm_optimizer.core.classifier.adapters import import_peft
+from rm_optimizer.core.storage.loading import HARMLESS
 from rm_optimizer.core.storage.model_files import find_source
-from rm_optimizer.errors import CheckpointError
+from rm_optimizer.errors import CheckpointError, MissingExtra
 from rm_optimizer.records.locations import ADAPTER_FILE
 
-_OTHER_FILES = ("optimizer", "scheduler", "rng_state", "training_args", "random_states")
-"""Starts of the names of a trainer's other files in torch's format."""
+_OTHER_FILES = ("optim", "scheduler", "lr_scheduler", "rng_state", "training_args", "random_states")
+"""Starts of the names of a trainer's other files in torch's format, and of other parts of its checkpoints."""
 _SHARD_BYTES = 4 << 30
 
 
@@ -45,7 +49,7 @@ class StoredModel:
 
     Args:
         folder: folder of the tensors.
-        base: folder of configuration and tokenizer.
+        base: folder of the tokenizer.
         config: content of `config.json`.
         tensors: the tensors by their stored names.
     """
@@ -77,16 +81,21 @@ def stored_model(source: str, base: str | None, revision: str | None) -> Iterato
         try:
             tensors = dict(_from_files(folder, Path(work)))
             if (folder / ADAPTER_FILE).is_file():
-                home, merged = _merged(folder, base)
-                tensors = merged | {name: each for name, each in tensors.items() if not _is_of_adapter(name)}
-            config, _ = PretrainedConfig.get_config_dict(home)
+                home, merged = _merged(folder, base, tensors)
+                tensors = {name: each for name, each in tensors.items() if not _is_of_adapter(name)}
+                tensors |= {name: _in_memory(value) for name, value in merged.state_dict().items()}
+                config = merged.config.to_dict()
+                home = folder if (folder / "tokenizer_config.json").is_file() else home  # plain peft saves none
+            else:
+                config, _ = PretrainedConfig.get_config_dict(home)
         except (OSError, ValueError, RuntimeError, SafetensorError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{source} cannot be read: {(str(error).splitlines() or ['?'])[0]}") from error
         if not tensors:
             raise CheckpointError(f"{source} holds no weights: expected .safetensors, .bin or .pt files")
         if "model_type" not in config:
             raise CheckpointError(f"{source} has no {CONFIG_NAME} with a model_type; name its base with --base")
-        yield StoredModel(folder, home, config, tensors)
+        described = config.pop("quantization_config", None)
+        yield StoredModel(folder, home, config, _unpacked(source, described, tensors))
 
 
 def _local(source: str, revision: str | None) -> Path:
@@ -117,6 +126,12 @@ def _from_files(folder: Path, work: Path) -> Iterator[tuple[str, StoredTensor]]:
             yield from _in_torch_file(file)
 
 
+def has_other_weights(folder: Path) -> bool:
+    """True if an adapter's folder holds weights beside it, such as a value head."""
+    known = ("adapter_model", *_OTHER_FILES)
+    return any(not file.name.startswith(known) for kind in ("*.bin", "*.safetensors") for file in folder.glob(kind))
+
+
 def _read(file: Path, name: str) -> Tensor:
     with safe_open(file, framework="pt") as stored:
         tensor: Tensor = stored.get_tensor(name)
@@ -129,25 +144,78 @@ def _in_memory(tensor: Tensor) -> StoredTensor:
 
 def _in_torch_file(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    while isinstance(stored, Mapping) and len(stored) and not any(map(torch.is_tensor, stored.values())):
-        (stored, *_) = stored.values()  # {"module": weights}, {"model": weights}, …
+    while inner := {  # {"module": weights}, {"model": weights, "optimizer": …}, …
+        name: each
+        for name, each in (stored.items() if isinstance(stored, Mapping) else ())
+        if isinstance(each, Mapping) and not str(name).startswith(_OTHER_FILES)
+    }:
+        if len(inner) > 1:
+            raise CheckpointError(
+                f"{file.name} holds {', '.join(map(str, inner))}; keep the one with the weights there"
+            )
+        (stored,) = inner.values()
     for name, tensor in stored.items() if isinstance(stored, Mapping) else ():
         if torch.is_tensor(tensor):
             yield name, _in_memory(tensor)
+
+
+def _unpacked(
+    source: str, described: Mapping[str, Any] | None, tensors: Mapping[str, StoredTensor]
+) -> Mapping[str, StoredTensor]:
+    """The tensors in floating types: of bitsandbytes in four or eight bits, or in FP8 with a scale for each block.
+
+    Raises:
+        CheckpointError: if they are quantized in another way.
+    """
+    method = (described or {}).get("quant_method", "bitsandbytes")
+    kinds = {"bitsandbytes": r"(.+)\.(quant_state\..+|SCB)", "fp8": r"(.+)_(scale_inv)"}
+    if method not in kinds:
+        raise CheckpointError(f"{source} stores weights quantized by {method}; write it in bfloat16 by its own library")
+    keys = [key for key in map(re.compile(kinds[method]).fullmatch, tensors) if key] if described else []
+    if keys and method == "bitsandbytes" and find_spec(method) is None:
+        raise MissingExtra(method, "qlora")
+    weights = {key[1] if key[2] != "SCB" else f"{key[1]}.weight": key for key in keys}
+    scales = re.compile(rf"({'|'.join(map(re.escape, weights))})[._].+|.+\.(SCB|weight_format)") if weights else None
+    kept = {name: each for name, each in tensors.items() if scales is None or not scales.fullmatch(name)}
+    for name, key in weights.items():
+        parts = {each: tensors[each] for each in tensors if each.startswith(f"{name}.")} | {key[0]: tensors[key[0]]}
+        shape = tensors[name].shape
+        if key[2].startswith("quant_state"):
+            shape = tuple(json.loads(bytes(tensors[key[0]].read().tolist()))["shape"])
+        kept[name] = StoredTensor(shape, partial(_unpack, name, tensors[name], parts))
+    return kept
+
+
+def _unpack(name: str, packed: StoredTensor, parts: Mapping[str, StoredTensor]) -> Tensor:
+    """A weight from its packed values and their scales."""
+    weight, scales = packed.read(), {each.removeprefix(f"{name}."): part.read() for each, part in parts.items()}
+    if len(scales) > 1:  # bitsandbytes in four bits
+        functional = import_module("bitsandbytes.functional")
+        state = functional.QuantState.from_dict(scales, device=torch.device("cpu"))
+        return functional.dequantize_4bit(weight, state).float()  # type: ignore[no-any-return]
+    (scale,) = (part.float() for part in scales.values())
+    if scale.ndim == 1:  # bitsandbytes in eight bits
+        return weight.float() * scale[:, None] / 127
+    for axis in range(scale.ndim):
+        scale = scale.repeat_interleave(-(-weight.shape[axis] // scale.shape[axis]), dim=axis)
+    return weight.float() * scale[: weight.shape[0], : weight.shape[1]]
 
 
 def _is_of_adapter(name: str) -> bool:
     return "lora_" in name or name.startswith("base_model.")
 
 
-def _merged(folder: Path, base: str | None) -> tuple[Path, dict[str, StoredTensor]]:
-    """Folder of an adapter's base, and its weights with the adapter merged in float32."""
+def _merged(folder: Path, base: str | None, tensors: Mapping[str, StoredTensor]) -> tuple[Path, PreTrainedModel]:
+    """Folder of an adapter's base, and the base with the adapter merged in float32, new tokens included."""
     peft = import_peft()
     config = peft.PeftConfig.from_pretrained(str(folder))
     home = _local(base or config.base_model_name_or_path, config.revision if base is None else None)
     model = AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32)
-    merged = peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload(safe_merge=True)
-    return home, {name: _in_memory(value) for name, value in merged.state_dict().items()}
+    table = next(name for name, each in model.named_modules() if each is model.get_input_embeddings())
+    for name, each in tensors.items():
+        if name.startswith(f"base_model.model.{table}.") and name.endswith("weight"):
+            model.resize_token_embeddings(each.shape[0], mean_resizing=False)
+    return home, peft.PeftModel.from_pretrained(model, str(folder)).merge_and_unload(safe_merge=True)
 
 
 def write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -161,6 +229,9 @@ def write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         shard.clear()
 
     for name, tensor in tensors:
+        if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool and not HARMLESS.search(name):
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise CheckpointError(f"{name} is stored in {kind}, and config.json does not tell how it was quantized")
         shard[name] = tensor.contiguous().clone()
         size += tensor.nbytes
         if size > _SHARD_BYTES:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import logging
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Before every name in peft's weight files."""
+_log = logging.getLogger("rm_optimizer")
 _SAMPLE = 16
 """Values of each frozen tensor that identify a base."""
 
@@ -194,6 +196,8 @@ class StoredAdapter:
         if not config.base_model_name_or_path:
             raise CheckpointError(f"the adapter in {folder} does not name its base model in {ADAPTER_FILE}")
         require_exact(config, folder / ADAPTER_FILE)
+        if others := sorted(file.parent.name for file in folder.glob(f"*/{ADAPTER_FILE}")):
+            _log.warning("%s also holds the adapters %s, which are not read", folder, ", ".join(others))
         return cls(folder, config, read_record(folder))
 
     @property

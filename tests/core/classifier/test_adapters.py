@@ -195,6 +195,29 @@ def test_peft_finds_base_and_head_from_the_adapter_folder_alone(tmp_path: Path):
     torch.testing.assert_close(logits, model.score(PROMPTS, RESPONSES), rtol=1e-5, atol=1e-5)
 
 
+def test_modules_to_save_and_several_adapters_are_read_as_peft_reads_them(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    base = AutoModelForSequenceClassification.from_pretrained(base_folder("llama", tmp_path / "base"), num_labels=1)
+    options = LoraConfig(task_type="SEQ_CLS", r=2, target_modules=["q_proj"], modules_to_save=["score", "norm"])
+    adapted = get_peft_model(base, options).eval()
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    adapted.add_adapter("other", options)
+    adapted.save_pretrained(tmp_path / "adapter")
+    model = BradleyTerryRM.from_pretrained(tmp_path / "adapter")
+    assert "also holds the adapters other, which are not read" in caplog.text
+    ids = torch.tensor([model.encode("Hi", "Yes.")[0].ids])
+    with torch.no_grad():
+        assert float(model.score("Hi", "Yes.")) == pytest.approx(float(adapted(ids).logits), abs=1e-5)
+    (tmp_path / "adapter" / "adapter_config.json").unlink()
+    (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="holds adapters, each in its folder; give one: .*other"):
+        BradleyTerryRM.from_pretrained(tmp_path / "adapter")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_training_checkpoint_keeps_the_adapter_trainable(family: str, tmp_path: Path):
     model = adapted(family, tmp_path / "base")

@@ -193,6 +193,24 @@ def llama_factory(folder: Path) -> Reward:
     return moved_head(folder, reward, "value_head.safetensors")
 
 
+def in_fp8(folder: Path) -> Reward:
+    """Matrices of the layers in FP8, each block of 16 x 16 with a factor, as DeepSeek-V3 and Qwen3 publish theirs."""
+    config = config_of("llama")
+    backbone, head = drawn(AutoModel.from_config(config)), drawn(nn.Linear(32, 1, bias=False), seed=7)
+    weights = prefixed("model.", backbone) | prefixed("score.", head)
+    for name, value in backbone.named_parameters():
+        if name.endswith("_proj.weight"):
+            rows, columns = (size // 16 for size in value.shape)
+            scale = value.detach().view(rows, 16, columns, 16).abs().amax((1, 3)) / 400
+            whole = torch.kron(scale, torch.ones(16, 16))
+            packed = (value.detach() / whole).to(torch.float8_e4m3fn)
+            weights |= {f"model.{name}": packed, f"model.{name}_scale_inv": scale}
+            value.data = packed.float() * whole
+    stored(folder, config, weights, quantization_config={"quant_method": "fp8", "weight_block_size": [16, 16]})
+    tokenizer = tokenizer_of("llama")
+    return lambda messages: head(states(backbone, ids_of(tokenizer, messages))[0, -1])[0]
+
+
 def moved_head(folder: Path, reward: Reward, file: str) -> Reward:
     """The model with its head in a file of its own."""
     weights = load_file(folder / "model.safetensors")
@@ -202,14 +220,19 @@ def moved_head(folder: Path, reward: Reward, file: str) -> Reward:
     return reward
 
 
-def llama_factory_lora(folder: Path) -> Reward:
-    """An adapter of a causal model, with `value_head.bin`."""
+def llama_factory_lora(folder: Path, new_tokens: int = 0) -> Reward:
+    """An adapter of a causal model, with `value_head.bin`, and with embeddings and tokenizer if it has new tokens."""
     base = folder.parent / f"{folder.name}-base"
     model = drawn(AutoModelForCausalLM.from_config(config_of("llama")))
     model.save_pretrained(base)
     tokenizer_of("llama").save_pretrained(base)
     options = LoraConfig(r=4, lora_alpha=16, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
-    adapted = get_peft_model(AutoModelForCausalLM.from_pretrained(base), options)
+    grown, tokenizer = AutoModelForCausalLM.from_pretrained(base), tokenizer_of("llama")
+    if new_tokens:
+        tokenizer.add_tokens(["Hello"])
+        grown.resize_token_embeddings(len(tokenizer), mean_resizing=False)
+        tokenizer.save_pretrained(folder)
+    adapted = get_peft_model(grown, options)
     generator = torch.Generator().manual_seed(3)
     for name, value in adapted.named_parameters():
         if "lora_" in name:
@@ -217,7 +240,6 @@ def llama_factory_lora(folder: Path) -> Reward:
     adapted.save_pretrained(folder)
     head = drawn(nn.Linear(32, 1), seed=7)
     torch.save(prefixed("v_head.summary.", head), folder / "value_head.bin")
-    tokenizer = tokenizer_of("llama")
     backbone = adapted.eval().get_base_model().model
     return lambda messages: head(states(backbone, ids_of(tokenizer, messages))[0, -1])[0]
 
@@ -426,6 +448,8 @@ def zoo(work: Path) -> tuple[Published, ...]:
         Published("TRL value head of GPT-2", at_last("gpt2", "transformer.", biased, "v_head.summary"), **code),
         Published("LLaMA-Factory value_head.safetensors", llama_factory, **code),
         Published("LLaMA-Factory adapter with value_head.bin", llama_factory_lora, **code),
+        Published("LLaMA-Factory adapter with new tokens", lambda folder: llama_factory_lora(folder, 1), **code),
+        Published("FP8 with a factor for each block", in_fp8),
         Published(
             "OpenRLHF value_head, normalized", at_last("llama", "model.", linear, "value_head", **normed), **code
         ),

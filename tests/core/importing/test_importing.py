@@ -8,20 +8,32 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForSequenceClassification
+from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
 from typer.testing import CliRunner
 
 from rm_optimizer import BradleyTerryRM, CheckpointError, ConfigError, import_reward_model
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.serving import RewardClient
-from tests.core.importing.published import CONVERSATIONS, MARKER, Published, at_last, biased, layered, linear, zoo
+from tests.builders import decoder_tokenizer, tiny_model
+from tests.core.importing.published import (
+    CONVERSATIONS,
+    MARKER,
+    TEMPLATE,
+    Published,
+    at_last,
+    biased,
+    layered,
+    linear,
+    zoo,
+)
 from tests.core.tokens.test_written_template import plain_rewards
 from tests.serving.running import serve_process
 
 QUICK = (
     *("classifier with a head bias", "LLaMA-Factory adapter with value_head.bin", "Starling", "Beaver reward"),
     *("OpenRLHF value_head, normalized", "InternLM2", "GRM", "QRM", "NeMo RL, distributed checkpoint"),
-    *("sharded .bin in bfloat16", "cross-encoder of two labels", "cross-encoder with token types"),
+    *("LLaMA-Factory adapter with new tokens", "FP8 with a factor for each block", "sharded .bin in bfloat16"),
+    *("cross-encoder of two labels", "cross-encoder with token types"),
 )
 READ_AS_THEY_ARE = (
     *("plain classifier", "sharded .bin in bfloat16", "cross-encoder", "cross-encoder with token types"),
@@ -119,6 +131,46 @@ def test_what_an_option_is_not_for_is_refused(tmp_path: Path):
     import_reward_model(tmp_path / "source", tmp_path / "imported")
     with pytest.raises(CheckpointError, match="was imported before"):
         import_reward_model(tmp_path / "imported", tmp_path / "again")
+
+
+def test_weights_are_found_in_nested_files_and_unknown_types_are_refused(tmp_path: Path):
+    source = tmp_path / "source"
+    at_last("llama", "model.", linear, "score")(source)
+    weights = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    other = {"optimizer": {"state": torch.ones(2)}, "epoch": 3}
+    torch.save(other | {"state_dict": weights}, source / "last.pt")
+    import_reward_model(source, tmp_path / "imported")
+    torch.save(other | {"model": weights, "ema": weights}, source / "last.pt")
+    with pytest.raises(CheckpointError, match=r"last\.pt holds model, ema; keep the one"):
+        import_reward_model(source, tmp_path / "imported")
+    name = "model.layers.0.mlp.up_proj.weight"
+    torch.save(weights | {name: weights[name].to(torch.int8)}, source / "last.pt")
+    with pytest.raises(CheckpointError, match=f"{name} is stored in int8, and config.json does not tell how"):
+        import_reward_model(source, tmp_path / "imported")
+    config = json.loads((source / "config.json").read_text()) | {"quantization_config": {"quant_method": "gptq"}}
+    (source / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="stores weights quantized by gptq"):
+        import_reward_model(source, tmp_path / "imported")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [{"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, {"load_in_8bit": True}])
+def test_weights_of_bitsandbytes_are_unpacked(kind: dict[str, object], tmp_path: Path):
+    functional = pytest.importorskip("bitsandbytes").functional
+    torch.manual_seed(0)
+    tiny_model("llama").save_pretrained(tmp_path / "whole")
+    options = {"quantization_config": BitsAndBytesConfig(**kind), "device_map": {"": "cpu"}}
+    packed = AutoModelForSequenceClassification.from_pretrained(tmp_path / "whole", num_labels=1, **options)
+    packed.save_pretrained(tmp_path / "packed")
+    decoder_tokenizer(chat_template=TEMPLATE).save_pretrained(tmp_path / "packed")
+    import_reward_model(tmp_path / "packed", tmp_path / "imported")
+    found, weight = load_file(tmp_path / "imported" / "model.safetensors"), packed.model.layers[1].mlp.up_proj.weight
+    if "load_in_4bit" in kind:
+        expected = functional.dequantize_4bit(weight.data, weight.quant_state)
+    else:
+        expected = weight.data.float() * weight.SCB[:, None] / 127
+    torch.testing.assert_close(found["model.layers.1.mlp.up_proj.weight"], expected.float(), rtol=1e-5, atol=1e-6)
 
 
 def test_a_gated_head_needs_its_marker(tmp_path: Path):
