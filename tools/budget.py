@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9308,
+    "core": 9365,
     "serving": 4627,
     "landscape": 3826,
     "training": 2794,
@@ -26,7 +26,7 @@ ROOMS: Mapping[str, int] = {
     "schema": 1101,
     "doctor": 951,
     "explanation": 922,
-    "records": 765,
+    "records": 767,
     "optim": 754,
     "evaluation": 1048,
     "modules at the top": 481,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 59,
-    "import lines": 5865,
+    "import lines": 5870,
     "import lines inside functions": 337,
-    "lines of code": 36844,
-    "private functions with one caller": 408,
+    "lines of code": 36903,
+    "private functions with one caller": 410,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -214,7 +214,7 @@ def test_modules_to_save_and_several_adapters_are_read_as_peft_reads_them(
         assert float(model.score("Hi", "Yes.")) == pytest.approx(float(adapted(ids).logits), abs=1e-5)
     (tmp_path / "adapter" / "adapter_config.json").unlink()
     (tmp_path / "adapter" / "adapter_model.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="holds adapters, each in its folder; give one: .*other"):
+    with pytest.raises(CheckpointError, match=r"holds adapters, each in its folder; give one: .*other"):
         BradleyTerryRM.from_pretrained(tmp_path / "adapter")
 
 

@@ -237,7 +237,7 @@ def llama_factory_lora(folder: Path, new_tokens: int = 0) -> Reward:
     for name, value in adapted.named_parameters():
         if "lora_" in name:
             value.data = 0.3 * torch.randn(value.shape, generator=generator)
-    adapted.save_pretrained(folder)
+    adapted.save_pretrained(folder, save_embedding_layers=bool(new_tokens))
     head = drawn(nn.Linear(32, 1), seed=7)
     torch.save(prefixed("v_head.summary.", head), folder / "value_head.bin")
     backbone = adapted.eval().get_base_model().model
