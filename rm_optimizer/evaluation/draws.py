@@ -1,4 +1,7 @@
-"""Fixed sample of pairs for measurements, the same on every machine, and a measurement of the curvature on it."""
+"""Fixed sample of pairs, and a measurement of the curvature on it.
+
+The sample is the same on every machine.
+"""
 
 from __future__ import annotations
 
@@ -64,12 +67,12 @@ def draw_pairs(
     tokenized: PairTokens | None = None,
     cache_dir: Path | None = None,
 ) -> PairSample:
-    """Draw from the pairs that differ after truncation, and put them into padded micro-batches.
+    """Draw pairs that differ after truncation, as padded micro-batches.
 
     Args:
         model: model whose tokenizer is used.
         pairs: the pairs to draw from.
-        num_pairs: number of pairs to draw; None, or a number above theirs, means all.
+        num_pairs: number of pairs to draw; None, or more than there are, means all.
         seed: seed of the draw, not negative.
         token_budget: most tokens of a micro-batch, padding included; it bounds memory and changes no result.
         fewest: least number of pairs left after truncation; 0 for a process whose share may be empty.
@@ -96,7 +99,9 @@ def draw_pairs(
 
 
 def require_enough(num_pairs: int, fewest: int, read: str = "") -> None:
-    """Refuse fewer pairs than a measurement needs; `read` is a remark for the message on the pairs that were read.
+    """Refuse fewer pairs than a measurement needs.
+
+    `read` is a remark for the message on the pairs that were read.
 
     Raises:
         DataError: if there are fewer than `fewest`.
@@ -109,7 +114,7 @@ def require_enough(num_pairs: int, fewest: int, read: str = "") -> None:
 
 @dataclass(frozen=True)
 class CurvatureMeasurement:
-    """Top eigenvalue and trace of the Hessian of the loss on a fixed set of pairs.
+    """Top eigenvalue and trace of the Hessian on fixed pairs.
 
     Args:
         top_eigenvalue: Rayleigh quotient. Up to the error of the products, the largest algebraic eigenvalue is at least

@@ -1,7 +1,7 @@
-"""Rules that score lists of responses: those of suites, as a closed table of functions, and best-of-n selection.
+"""Rules that score lists of responses, and best-of-n selection.
 
-A rule turns the rewards of rows into credits. Every score of a suite is a tree of means over credits, so that intervals
-and differences of all suites come from totals over prompts.
+The rules of suites are a closed table of functions. A rule turns the rewards of rows into credits. Every score of a
+suite is a tree of means over credits, so that intervals and differences of all suites come from totals over prompts.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ def share_of_best(best: Collection[Place], values: Mapping[Place, float]) -> flo
 
 
 def kendall_tau(signs: Sequence[int]) -> float:
-    """Kendall's tau over comparisons with a better response, of which C agree (1), D disagree (-1) and others are tied.
+    """Kendall's tau over comparisons with a better response.
 
-    `(C - D) / max(1, sqrt((C + D) n))` over n comparisons: tau-b with ties in the rewards alone (Kendall, 1945,
-    doi:10.2307/2332303).
+    Of n comparisons, C agree (1), D disagree (-1) and others are tied (0). `(C - D) / max(1, sqrt((C + D) n))` over n
+    comparisons: tau-b with ties in the rewards alone (Kendall, 1945, doi:10.2307/2332303).
 
     Example:
         >>> kendall_tau([1, 1, -1, 0])
@@ -122,14 +122,20 @@ def _credit(item: SuiteItem, better: float, worse: float) -> float:
 
 
 def _pairs(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
-    """One credit a comparison: 1 if the better response has the higher reward."""
+    """One credit a comparison.
+
+    It is 1 if the better response has the higher reward.
+    """
     for item, rewards in rows:
         for better, worse in item.edges:
             yield Credit(item.group, item.prompt_id, _credit(item, rewards[better], rewards[worse]))
 
 
 def _best_of(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
-    """One credit a list: 1 if the highest reward belongs to a best response, one that is never the worse one."""
+    """One credit a list.
+
+    It is 1 if the highest reward belongs to a best response, one that is never the worse one.
+    """
     for item, rewards in rows:
         if not item.edges:
             continue
@@ -139,12 +145,13 @@ def _best_of(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
 
 
 def _ties(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
-    """Parts of RewardBench 2's score of prompts with several right answers (Malik et al., 2025, arXiv:2506.01937).
+    """Parts of RewardBench 2's score of prompts with several right answers.
 
-    Rows `ref:N` have one right answer and rows `tied:N` several. `GROUP/ref` and `GROUP/tied` are 1 if all right
-    answers have higher rewards than all wrong ones. With `s` the spread of the right answers of `tied:N`, and `m` the
-    margin of the worst right over the best wrong one, `GROUP/spread` is 1 if `m_tied > s`, `GROUP/both` is 1 if
-    `min(m_ref, m_tied) > s`, and `GROUP/gain` is `tanh(min(m_ref, m_tied) / s - 1)`, or the sign of the margin at 0.
+    Malik et al., 2025, arXiv:2506.01937. Rows `ref:N` have one right answer and rows `tied:N` several. `GROUP/ref` and
+    `GROUP/tied` are 1 if all right answers have higher rewards than all wrong ones. With `s` the spread of the right
+    answers of `tied:N`, and `m` the margin of the worst right over the best wrong one, `GROUP/spread` is 1 if `m_tied >
+    s`, `GROUP/both` is 1 if `min(m_ref, m_tied) > s`, and `GROUP/gain` is `tanh(min(m_ref, m_tied) / s - 1)`, or the
+    sign of the margin at 0.
     """
     found: dict[tuple[str, str], dict[str, tuple[float, float]]] = defaultdict(dict)
     for item, rewards in rows:
@@ -171,10 +178,11 @@ def _ties(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
 
 
 def _matrix(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
-    """Three credits a row of equally many better and worse responses, from the plainest to the most styled form.
+    """Three credits a row of equally many better and worse responses.
 
-    They are the means over the cells in which the worse response has more style (`GROUP/hard`), as much
-    (`GROUP/normal`) or less (`GROUP/easy`), as in RM-Bench (Liu et al., 2024, arXiv:2410.16184).
+    The responses of both sides go from the plainest to the most styled form. They are the means over the cells in which
+    the worse response has more style (`GROUP/hard`), as much (`GROUP/normal`) or less (`GROUP/easy`), as in RM-Bench
+    (Liu et al., 2024, arXiv:2410.16184).
     """
     for item, rewards in rows:
         num, num_worse = len(item.better), len(item.worse)
@@ -249,9 +257,10 @@ def best_of_n(
     num_bootstrap: int,
     seed: int,
 ) -> BestOfN | None:
-    """Best-of-n selection on the pairs that come from lists of responses, or None if there are no such lists.
+    """Best-of-n selection on the pairs that come from lists of responses.
 
-    The best responses of a list are those that are not the worse one in any of its pairs.
+    None if there are no such lists. The best responses of a list are those that are not the worse one in any of its
+    pairs.
 
     Args:
         pairs: the pairs; pairs of one list have the same `metadata["group"]`.
@@ -290,13 +299,19 @@ def _of_lists(long: Mapping[tuple[str, str], _List], num_bootstrap: int, seed: i
 
 
 class _List(NamedTuple):
-    """A list's responses with their rewards, and the better and the worse response of its comparisons."""
+    """Rewards and comparisons of a list's responses.
+
+    A comparison is the better and the worse response.
+    """
 
     rewards: dict[str, float]
     edges: set[tuple[str, str]]
 
     def scores(self) -> list[float]:
-        """Best-of-n accuracy, whether all best responses lead, Kendall's tau, and the accuracies of other choices."""
+        """Best-of-n accuracy, whether the best lead, tau, and other choices.
+
+        The other choices are a random response and the longest one.
+        """
         worse = {worse for _, worse in self.edges}
         best = self.rewards.keys() - worse
         signs = [(self.rewards[a] > self.rewards[b]) - (self.rewards[a] < self.rewards[b]) for a, b in self.edges]

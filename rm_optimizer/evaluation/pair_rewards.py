@@ -1,4 +1,7 @@
-"""Rewards of every pair of a data set, and their metrics, with the same code for training, `evaluate` and tests."""
+"""Rewards of every pair of a data set, and their metrics.
+
+Training, `evaluate` and tests use the same code.
+"""
 
 from __future__ import annotations
 
@@ -83,9 +86,10 @@ def score_pairs(
     should_stop: Callable[[], bool] | None = None,
     positions: NDArray[np.int64] | None = None,
 ) -> PairRewards:
-    """Rewards of all pairs, computed once over all ranks and equal on each of them.
+    """Rewards of all pairs, equal on each rank.
 
-    Pairs that are equal after truncation are not in `tokenized`. They are ties: both sides get the same reward.
+    They are computed once over all ranks. Pairs that are equal after truncation are not in `tokenized`. They are ties:
+    both sides get the same reward.
 
     Args:
         model: the reward model, on its device; its training mode is restored.
@@ -156,7 +160,10 @@ def _evaluating(model: BradleyTerryRM) -> Iterator[None]:
 def _tied_rewards(
     model: BradleyTerryRM, tokenized: TokenizedPairs, dataset: PreferenceDataset, token_budget: int, share: float
 ) -> tuple[NDArray[np.int64], np.ndarray]:
-    """Indices of a share of the pairs that are equal after truncation, and the reward of both sides of each."""
+    """Pairs of a share that are equal after truncation, with one reward.
+
+    Returns their indices, and the reward of both sides of each.
+    """
     assert len(tokenized) + tokenized.num_identical_dropped == len(dataset), "the tokens are of all pairs"
     index = np.setdiff1d(np.arange(len(dataset)), tokenized.pair_index)
     index = index[np.linspace(0, len(index), round(share * len(index)), endpoint=False, dtype=np.int64)]
@@ -196,7 +203,7 @@ def metrics_of(
     kept_group: str | None = None,
     thresholds: Iterable[float] = (),
 ) -> PairwiseMetrics:
-    """Pairwise metrics of rewards on their data set, with intervals from resamples of prompts.
+    """Pairwise metrics of rewards, with intervals over resampled prompts.
 
     Args:
         rewards: rewards of the pairs.
@@ -230,7 +237,10 @@ def metrics_of(
 
 
 def _groups(metadata: Sequence[Mapping[str, Any]], by: Sequence[str]) -> dict[str, list[str]]:
-    """Groups by source, subset and the requested columns; with several sources, other groups are within one source."""
+    """Groups by source, subset and the requested columns.
+
+    With several sources, other groups are within one source.
+    """
     sources = [str(row.get("source", "")) for row in metadata]
     groups = {"source": sources} if len(set(sources)) > 1 else {}
     for column in dict.fromkeys(("subset", *by)):
@@ -272,10 +282,10 @@ def write_evaluation(
 
 
 def write_pair_rewards(path: Path, rewards: PairRewards, dataset: PreferenceDataset, by: Sequence[str] = ()) -> None:
-    """Write one JSON line for each pair: ids (the row's own as `id`), groups, label, weight and both rewards.
+    """Write one JSON line for each pair.
 
-    Pairs of a list of responses have its name as `group`, and the positions of both responses in it. Votes and the
-    annotator stay with their pairs.
+    A line has ids (the row's own as `id`), groups, label, weight and both rewards. Pairs of a list of responses have
+    its name as `group`, and the positions of both responses in it. Votes and the annotator stay with their pairs.
     """
     kept = ("group", "chosen_index", "rejected_index", "annotator", *VOTES)
     found = {name for pair in dataset.pairs for name in kept if name in pair.metadata}

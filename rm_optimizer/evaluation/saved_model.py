@@ -1,4 +1,7 @@
-"""Evaluation of a saved model on pairs: rewards of different responses, metrics, and facts to interpret them."""
+"""Evaluation of a saved model on pairs.
+
+It gives rewards of different responses, metrics, and facts to interpret them.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +51,7 @@ def score_responses(
     partial_dir: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[PairRewards, TruncationReport]:
-    """Rewards of all pairs, and a report of the truncation to the model's length.
+    """Rewards of all pairs, and a report of their truncation.
 
     A response that is in many pairs of a prompt is scored once. Responses that are equal after truncation get one
     reward, so that their pair is a tie. Rewards are appended to a file in `partial_dir` whose name depends on the model
@@ -114,9 +117,9 @@ def score_distinct(
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     keeps: bool = False,
 ) -> list[ScoredResponse]:
-    """Rewards of different responses, in chunks that a repeated call after a kill does not score again.
+    """Rewards of different responses, in chunks.
 
-    Responses with the same token ids get one reward.
+    A repeated call after a kill does not score finished chunks again. Responses with the same token ids get one reward.
 
     Args:
         model: the reward model, on its device.
@@ -182,7 +185,7 @@ class Evaluation(JsonRecord):
     checkpoint: str
 
     def entries(self) -> dict[str, Any]:
-        """The entries of the metrics, and one more entry for each other field."""
+        """Entries of the metrics, and one for each other field."""
         others = super().entries()
         return {**others.pop("metrics"), **others}
 

@@ -1,7 +1,7 @@
-"""Scoring of a file of responses, which adds a `reward` column, in chunks, and continues after a kill.
+"""Scoring of a file of responses, which adds a `reward` column.
 
-Rewards are appended to `OUT.partial` beside the output as they are computed. Once every row has one, the input is read
-again, and the output is written under a temporary name and renamed.
+It works in chunks and continues after a kill. Rewards are appended to `OUT.partial` next to the output as they are
+computed. Once every row has one, the input is read again, and the output is written under a temporary name and renamed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Reward: TypeAlias = float | list[float]
 
 @dataclass(frozen=True)
 class CountedRewards:
-    """Rewards of responses, and counts of the responses that were cut to the model's length.
+    """Rewards of responses, and counts of those that were cut.
 
     Args:
         rewards: one reward for each response, in order.
@@ -45,14 +45,16 @@ class CountedRewards:
 
 
 def cut_counts(encodings: Sequence[Encoding]) -> tuple[int, int]:
-    """Numbers of the responses whose prompt lost tokens and of those that lost tokens themselves."""
+    """Numbers of responses whose prompt and which themselves lost tokens."""
     return sum(one.prompt_cut > 0 for one in encodings), sum(one.response_cut > 0 for one in encodings)
 
 
 def score_counted(
     model: BradleyTerryRM, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int = 16384
 ) -> CountedRewards:
-    """Rewards of a model in the given order, and counts of cut responses; each response is encoded once.
+    """Rewards in the given order, and counts of cut responses.
+
+    Each response is encoded once.
 
     Args:
         model: the model, on its device.
@@ -105,7 +107,7 @@ def score_file(
 ) -> ScoredFile:
     """Score every row of a file.
 
-    A repeated call after a kill continues after the last whole chunk. Its output equals that of an uninterrupted call
+    A repeated call after a kill continues after the last whole chunk. Its output equals that without a kill
     bit for bit.
 
     Args:
@@ -149,7 +151,7 @@ def score_file(
 
 
 def require_new(target: Path) -> None:
-    """Refuse an output file that exists already, or whose folder does not exist.
+    """Refuse an output file that exists, or whose folder is missing.
 
     Raises:
         DataError: if either is so.
@@ -167,7 +169,10 @@ def _content_digest(source: Path) -> str:
 
 
 def _scored(scorer: Scorer | CountingScorer, chunk: Sequence[ResponseRow], source: Path) -> dict[str, object]:
-    """The entry of a chunk in the log: each row's reward, and the counts of cut responses if they are known."""
+    """Entry of a chunk in the log.
+
+    It has each row's reward, and the counts of cut responses if they are known.
+    """
     prompts = [row.prompt for row in chunk for _ in row.responses]
     responses = [response for row in chunk for response in row.responses]
     if isinstance(scorer, CountingScorer):
@@ -189,7 +194,10 @@ def _of_rows(rewards: Sequence[float], chunk: Sequence[ResponseRow], source: Pat
 
 
 def summed_counts(pieces: Iterable[Mapping[str, int | None]]) -> ScoredFile:
-    """Sums of the counts of a file's pieces, by the fields of `ScoredFile`; a count that a piece lacks is None."""
+    """Sums of the counts of a file's pieces.
+
+    They are by the fields of `ScoredFile`; a count that a piece lacks is None.
+    """
     each = [*pieces]
     columns = {field.name: [piece.get(field.name) for piece in each] for field in fields(ScoredFile)}
     sums: dict[str, Any] = {name: None if None in counts else sum(counts) for name, counts in columns.items()}

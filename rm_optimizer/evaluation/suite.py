@@ -1,4 +1,7 @@
-"""Suites of evaluation: sets of rows, rules of their scores, and trees of averages, which a YAML file describes."""
+"""Suites of evaluation, which YAML files describe.
+
+A suite has sets of rows, rules of their scores, and trees of averages.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,7 @@ class SuiteSet:
         path: file, folder or hub name, or several; a web address or nothing for a set that only `--data` gives.
         rows: number of rows of the published set; 0 if it is unknown.
         layout: how rows are read, as the option `layout` has it.
-        local: layout of a local copy, if another one than that of the public set.
+        local: layout of a local copy, if it differs from the public set's.
         rule: rule of the score, a name of `RULES`.
         rules: other rules by group.
         tie: credit for equal rewards.
@@ -69,7 +72,7 @@ class SuiteSet:
         if [] in values:
             raise ValueError(f"the column {self.group[values.index([])]}, which holds the group, is missing")
         group = "/".join(str(found[0]) for found in values) or name
-        return next((ours for ours, pattern in self.groups.items() if fnmatchcase(group, str(pattern))), group)
+        return next((joined for joined, pattern in self.groups.items() if fnmatchcase(group, str(pattern))), group)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +87,7 @@ class Suite:
         score: the average that is its official number.
         average: averages by name, in the order of their computation: `mean` of parts alike or with fixed weights,
             `pool` of groups by their credits, or `sum` with weights. Parts without rows are left out.
-        per: values of the first column of `group` that have averages of their own; the score is the mean over them.
+        per: values of the first column of `group` with separate averages; the score is the mean over them.
     """
 
     name: str
@@ -119,7 +122,7 @@ class Suite:
         """The suite of that name, or of a YAML file.
 
         Raises:
-            ConfigError: if there is none, or the file is no suite.
+            ConfigError: if there is no such suite, or the file is no suite.
         """
         path, known = Path(name).expanduser(), published_suites()
         if path.suffix not in (".yaml", ".yml"):
@@ -151,13 +154,15 @@ class Suite:
         return {**listed} if isinstance(listed, Mapping) else dict.fromkeys(listed, 1.0)
 
     def leaves_of(self, name: str) -> list[str]:
-        """Names of the groups that an average rests on; a group rests on itself."""
+        """Names of the groups below an average, or a group itself."""
         if name not in self.average:
             return [name]
         return [*dict.fromkeys(chain.from_iterable(map(self.leaves_of, self.parts_of(name))))]
 
     def weights(self, name: str, counts: Mapping[str, int]) -> dict[str, float]:
-        """Weight of the mean credit of each group in a score; empty if it has no credits.
+        """Weight of the mean credit of each group in a score.
+
+        Empty if the score has no credits.
 
         Args:
             name: a group or an average.
@@ -187,7 +192,10 @@ _FORMS: Mapping[str, tuple[str, Any]] = {
 
 
 def _check(kind: type[Suite | SuiteSet], shown: str, given: object) -> None:
-    """Refuse options that a dataclass does not have, or that are no text, number, list or mapping as it has them."""
+    """Refuse unknown options of a dataclass, and values of another kind.
+
+    The kinds are text, number, list and mapping.
+    """
     if not isinstance(given, Mapping):
         raise ConfigError(f"{shown} must be a mapping, got {given!r}")
     for name, value in given.items():
@@ -204,7 +212,9 @@ def published_suites() -> dict[str, Path]:
 
 
 def sources_by_suite(option: Any) -> dict[str, list[str]]:
-    """Local copies by suite, as `read_suite` takes them, of an option as `{rmbench: a.json, hhh: {honest: b.json}}`.
+    """Local copies by suite, as `read_suite` takes them.
+
+    The option is as `{rmbench: a.json, hhh: {honest: b.json}}`.
 
     Raises:
         ConfigError: if it is no name, list of names or mapping to files.
@@ -236,7 +246,7 @@ class SuiteItems:
 
     @cached_property
     def responses(self) -> dict[tuple[str, str], Prompt]:
-        """Prompt of each different response, by the identity of the prompt and the text."""
+        """Prompt of each different response, by prompt identity and text."""
         return {(item.prompt_id, text): item.prompt for item in self.items for text in item.responses.values()}
 
     @cached_property
@@ -245,7 +255,7 @@ class SuiteItems:
         return digest([[item.group, item.prompt_id, [*item.responses.items()], item.edges] for item in self.items])
 
     def credits(self, reward_of: Callable[[tuple[str, str]], float]) -> list[Credit]:
-        """Credits of the rows, in an order that depends on the rows alone.
+        """Credits of the rows, in an order that rewards do not change.
 
         Args:
             reward_of: function from a key of `responses` to its reward.
@@ -315,7 +325,7 @@ def read_suite(suite: Suite, sources: Sequence[str], options: DataConfig) -> Sui
 
 
 def _items(each: SuiteSet, name: str, path: str, options: DataConfig, notes: list[str]) -> Iterator[SuiteItem | None]:
-    """The rows of a file or set; None for one that states no preference."""
+    """Rows of a file or set; None without a stated preference."""
     for file in chain.from_iterable(part.files for part in source_files(path)):
         source, tally = DataSource(file, layout=each.layout), RowTally(file, options)
         form, rows = SourceFormat.opened(source, tally)

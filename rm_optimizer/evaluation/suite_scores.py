@@ -1,4 +1,7 @@
-"""Scores of models on a suite: intervals over prompts, differences, leads, and a leaderboard of stored results."""
+"""Scores of models on a suite.
+
+They have intervals over prompts, differences and leads.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +73,7 @@ class SuiteDifference:
     Args:
         first: name of the model with the higher score.
         second: name of the other.
-        difference: score of the first minus that of the second.
+        difference: score of the first less the score of the second.
         p_value: two-sided p-value against no difference.
         holm_p: `p_value` after Holm's correction over all pairs with a model.
     """
@@ -84,7 +87,9 @@ class SuiteDifference:
 
 @dataclass(frozen=True)
 class SuiteLead:
-    """Claim that a model leads in a group or average; all claims of a result hold together in 95 % of suites.
+    """Claim that a model leads in a group or average.
+
+    All claims of a result hold together in 95 % of suites.
 
     Args:
         group: name of the group or average.
@@ -110,7 +115,7 @@ class SuiteResult(JsonRecord, indent=2, rows="rows"):
         differences: differences of models in the official number.
         leads: claims that a model leads somewhere, over all rows of the table.
         notes: what to know when reading the numbers.
-        credits: credits of the models, in a file beside the JSON.
+        credits: credits of the models, in a file next to the JSON.
     """
 
     suite: dict[str, Any]
@@ -134,7 +139,7 @@ class SuiteResult(JsonRecord, indent=2, rows="rows"):
         return [{"model": model, "name": name, **json_values(score)} for model, name, score in found]
 
     def scored(self, credits: SuiteCredits, *, num_bootstrap: int = 1000, seed: int = 0) -> SuiteResult:
-        """The result with the scores, differences and leads that follow from credits of its models.
+        """Result with scores, differences and leads from credits of its models.
 
         Args:
             credits: credits of the models.
@@ -187,7 +192,7 @@ class SuiteCredits:
         return cls(suite, tuple(groups), tuple(clusters), dict(zip(names, map(np.array, values), strict=True)))
 
     def write(self, path: Path) -> None:
-        """Write a row for each credit: its group, its cluster, and the credits of the models by their names."""
+        """Write a row for each credit: group, cluster and each model's credit."""
         columns = {"group": self.groups, "cluster": self.clusters, **self.values}
         with replacing(path) as temporary:
             pq.write_table(pa.table({name: pa.array(values) for name, values in columns.items()}), temporary)
@@ -208,11 +213,12 @@ class SuiteCredits:
         return {group: np.flatnonzero(groups == group) for group in dict.fromkeys(self.groups)}
 
     def estimate(self, name: str, first: str, second: str | None = None, *, num_bootstrap: int, seed: int) -> Estimate:
-        """Score of a model, or difference of two, with an interval over clusters if every group has two.
+        """Score of a model, or difference of two, with an interval.
 
-        A score is a sum over groups of a weight times a mean of credits. Without one of the `n` clusters of a group, it
-        changes by the weight times `(cluster's credits - its count * mean) / (count * (1 - 1 / n))`. The changes are
-        resampled, so that the cost does not grow with the number of groups.
+        There is one over clusters if every group has two. A score is a sum over groups of a weight times a mean of
+        credits. Without one of the `n` clusters of a group, it changes by the weight times `(cluster's credits - its
+        count * mean) / (count * (1 - 1 / n))`. The changes are resampled, so that the cost does not grow with the
+        number of groups.
 
         Args:
             name: one of `names`.
@@ -243,7 +249,7 @@ class SuiteCredits:
         return self.suite.weights(name, {group: len(place) for group, place in self._positions.items()})
 
     def differences(self, models: Sequence[SuiteScores], *, num_bootstrap: int, seed: int) -> list[SuiteDifference]:
-        """Differences in the official number of all pairs of which one at least is a model."""
+        """Differences in the official number of all pairs with a model."""
         score = self.names[0]
         ordered = sorted(models, key=lambda model: -model.scores[score].value)
         pairs = [(a.name, b.name) for a, b in combinations(ordered, 2) if a.is_model or b.is_model]
@@ -260,10 +266,11 @@ class SuiteCredits:
         return StudentMean(found.value, error, max(1, found.num_samples - 1), found.num_samples)
 
     def leads(self, models: Sequence[SuiteScores]) -> list[SuiteLead]:
-        """Models that lead over all others in a group or average, by intervals that hold simultaneously.
+        """Models that lead over all others in a group or average.
 
-        Each difference has Student's interval at `0.05 / (names * models * (models - 1))` on one side (Bonferroni), so
-        that the probability of any false claim is at most 0.05, whichever model and group it is about.
+        The claims follow from intervals that hold simultaneously. Each difference has Student's interval at `0.05 /
+        (names * models * (models - 1))` on one side (Bonferroni), so that the probability of any false claim is at most
+        0.05, whichever model and group it is about.
         """
         found, num_tests = [], len(self.names) * len(models) * (len(models) - 1)
         for name in self.names:
@@ -290,9 +297,10 @@ def score_on_suite(
     folder: Path,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[SuiteScores, list[Credit]]:
-    """Facts about a model on a suite, and its credits; each different response is scored once.
+    """Facts about a model on a suite, and its credits.
 
-    The rewards stay in the folder, so that a repeated call scores nothing again.
+    Each different response is scored once. The rewards stay in the folder, so that a repeated call scores nothing
+    again.
 
     Args:
         model: the model, on its device.
@@ -331,14 +339,19 @@ def score_on_suite(
 
 
 def credits_on(items: SuiteItems, found: Mapping[str, Sequence[Credit]]) -> SuiteCredits:
-    """Credits of at least one model by name, which `items.credits` gave, as a table."""
+    """Table of the credits that `items.credits` gave, by model.
+
+    There must be one model at least.
+    """
     groups, clusters, _ = zip(*next(iter(found.values())), strict=True)
     values = {name: np.array([each.value for each in of]) for name, of in found.items()}
     return SuiteCredits(items.suite, groups, clusters, values)
 
 
 def official_number(items: SuiteItems, rewards: Sequence[float]) -> float:
-    """A model's official number on a suite, from its rewards of the different responses, in their order.
+    """A model's official number on a suite, from its rewards.
+
+    The rewards are of the different responses, in their order.
 
     Raises:
         DataError: if a row lacks what its rule needs.
@@ -350,7 +363,7 @@ def official_number(items: SuiteItems, rewards: Sequence[float]) -> float:
 def suite_result(
     items: SuiteItems, found: Sequence[tuple[SuiteScores, Sequence[Credit]]], *, num_bootstrap: int, seed: int
 ) -> SuiteResult:
-    """Result of models on a suite, with the rows `longer wins` and `random`.
+    """Result of models on a suite, with `longer wins` and `random`.
 
     Args:
         items: rows of the suite.

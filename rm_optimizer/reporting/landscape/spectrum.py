@@ -322,7 +322,7 @@ def spectrum_table(result: HessianSpectrum) -> dict[str, Cell]:
         elif index == _SHOWN:
             rows["…"] = f"{len(eigenvalues) - 2 * _SHOWN:,} more in the JSON"
     if result.num_overlooked is not None:
-        rows["copies and close pairs"] = f"{result.num_overlooked or 'none'} found beside the iteration"
+        rows["copies and close pairs"] = f"{result.num_overlooked or 'none'} found in addition to the iteration"
     if result.not_cross_fitted:
         rows["not cross-fitted"] = result.not_cross_fitted
     crossed = result.cross_fit
