@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import ModelCardData
+from huggingface_hub import HfApi, ModelCardData
+from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx's, and httpx2's from 2.0 on
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalTokenNotFoundError,
+)
+from huggingface_hub.utils._validators import validate_repo_id
 
-from rm_optimizer.core.rows.hub import uploading
+from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import CODE_FILE, EXPORT_FILE, SourceKind, resolve_source
 from rm_optimizer.records.quoting import markdown_table
@@ -17,6 +25,36 @@ CARD_FILE = "README.md"
 _EXPORT, _USE = "\n\n## This export\n\n", "\n\n## How to use\n\n"
 _REPLACED = ("*.safetensors", "*.safetensors.index.json", "*.bin", "adapter_config.json", CODE_FILE)
 """Files of an earlier model in a repository, which an upload removes if it does not replace them."""
+
+
+@contextmanager
+def uploading(name: str) -> Iterator[HfApi]:
+    """Interface of the hub for an upload; its errors in the block become one sentence.
+
+    Args:
+        name: hub id of the repository, which is written with the token that the hub's library reads.
+
+    Raises:
+        ConfigError: if the name is no hub id, there is no token, or the hub refuses or cannot be reached.
+    """
+    api = HfApi()
+    try:
+        validate_repo_id(name)
+        yield api
+    except HFValidationError as error:
+        raise ConfigError(f"--push expects a hub id such as owner/name, got {name!r}") from error
+    except ValueError as error:
+        raise ConfigError(f"the hub refuses to write {name}: {' '.join(str(error).split())}") from error
+    except LocalTokenNotFoundError as error:
+        raise ConfigError(f"no token to write {name} with; set HF_TOKEN, or run hf auth login") from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        advice = "; set HF_TOKEN to a token that may write there" if status in (401, 403) else ""
+        reason = error.server_message or error.response.reason_phrase
+        raise ConfigError(f"{api.endpoint} refuses to write {name}: {status} {reason}{advice}") from error
+    except (HTTPError, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"the hub at {api.endpoint} cannot be reached to write {name} ({reason})") from error
 
 
 def write_card(folder: Path, source: str, rows: Mapping[str, str], use: str) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, count, islice
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -114,26 +115,19 @@ class CurriculumSampler:
     ) -> None:
         size = np.abs(finite_array(margins, "margins", ["pair"]))
         if not hard_below <= easy_above or (quantiles and not (hard_below >= 0 and easy_above <= 1)):
-            raise ConfigError(
-                f"hard_below must not exceed easy_above{', both in [0, 1]' if quantiles else ''}, got {hard_below} and "
-                f"{easy_above}"
-            )
+            shares = ", both in [0, 1]" if quantiles else ""
+            raise ConfigError(f"hard_below must not exceed easy_above{shares}, got {hard_below} and {easy_above}")
         if not 0 < num_epochs < math.inf or segments < 1 or (num_samples is not None and num_samples < 1):
-            raise ConfigError(
-                f"num_epochs, segments and num_samples must be positive, got {num_epochs}, {segments} and {num_samples}"
-            )
+            got = f"{num_epochs}, {segments} and {num_samples}"
+            raise ConfigError(f"num_epochs, segments and num_samples must be positive, got {got}")
         if covers and num_samples not in (None, len(size)):
             raise ConfigError(f"covers=True takes one position for each of the {len(size)} pairs, got {num_samples}")
         low, high = np.quantile(size, [hard_below, easy_above]) if quantiles else (hard_below, easy_above)
-        is_easy, is_hard = size > high, size < low
-        self.bins: tuple[NDArray[np.int64], ...] = tuple(
-            np.flatnonzero(where) for where in (is_easy, ~is_easy & ~is_hard, is_hard)
-        )
+        bins = (size > high, (size <= high) & (size >= low), size < low)
+        self.bins: tuple[NDArray[np.int64], ...] = tuple(map(np.flatnonzero, bins))
         self._num_samples = len(size) if num_samples is None else num_samples
         self._num_epochs, self._segments, self._covers, self._seed = num_epochs, segments, covers, seed
-        self._epoch = 0
-
-        self.easy_idx, self.medium_idx, self.hard_idx = self.bins
+        self._epoch, (self.easy_idx, self.medium_idx, self.hard_idx) = 0, self.bins
 
     def __len__(self) -> int:
         return self._num_samples
@@ -152,15 +146,15 @@ class CurriculumSampler:
     def positions(self, epoch: int) -> NDArray[np.int64]:
         """Positions of the pairs of an epoch, counted from 0."""
         generator = np.random.default_rng([self._seed, epoch])
-        queues = [_Queue(members, generator) for members in self.bins]
+        bins, left = [_shuffled(members, generator) for members in self.bins], list(map(len, self.bins))
         ends = np.linspace(0, self._num_samples, self._segments + 1).round().astype(int)
         parts = []
         for segment, num in enumerate(np.diff(ends).tolist()):
             progress = (epoch + segment / self._segments) / self._num_epochs
-            room = [queue.left if self._covers else (num if len(queue.members) else 0) for queue in queues]
+            room = left if self._covers else [num * bool(len(members)) for members in self.bins]
             counts = exact_counts(shares_at(progress), num, room)
-            part = np.concatenate([queue.take(count) for queue, count in zip(queues, counts, strict=True)])
-            parts.append(generator.permutation(part))
+            left = [size - count for size, count in zip(left, counts, strict=True)]
+            parts.append(generator.permutation(_taken(bins, counts)))
         return np.concatenate(parts)
 
     def sample(self, n: int, epoch: int | None = None, total_epochs: float | None = None) -> NDArray[np.int64]:
@@ -180,28 +174,20 @@ class CurriculumSampler:
         generator = np.random.default_rng([self._seed, 1, *([] if epoch is None else [epoch])])
         room = [n if len(members) else 0 for members in self.bins]
         counts = exact_counts(shares_at(0.5 if epoch is None else epoch / last), n, room)
-        drawn = [_Queue(members, generator).take(count) for members, count in zip(self.bins, counts, strict=True)]
+        # Each bin is shuffled where it is drawn from, which its place among the draws of the generator depends on.
+        drawn = [_taken([_shuffled(members, generator)], [num]) for members, num in zip(self.bins, counts, strict=True)]
         return np.asarray(generator.permutation(np.concatenate(drawn)))
 
 
-class _Queue:
+def _shuffled(members: NDArray[np.int64], generator: np.random.Generator) -> Iterator[int]:
     """Pairs of a bin in random order, shuffled anew when all were taken."""
+    first = generator.permutation(members).tolist()
+    return chain(first, chain.from_iterable(generator.permutation(members).tolist() for _ in count()))
 
-    def __init__(self, members: NDArray[np.int64], generator: np.random.Generator) -> None:
-        self.members = members
-        self._generator = generator
-        self._waiting = generator.permutation(members)
 
-    @property
-    def left(self) -> int:
-        """Pairs that were not taken since the last shuffle."""
-        return len(self._waiting)
-
-    def take(self, num: int) -> NDArray[np.int64]:
-        while len(self._waiting) < num:
-            self._waiting = np.concatenate([self._waiting, self._generator.permutation(self.members)])
-        taken, self._waiting = self._waiting[:num], self._waiting[num:]
-        return taken
+def _taken(bins: Sequence[Iterator[int]], counts: Sequence[int]) -> NDArray[np.int64]:
+    found = [position for members, num in zip(bins, counts, strict=True) for position in islice(members, num)]
+    return np.array(found, dtype=np.int64)
 
 
 def shares_at(progress: float) -> tuple[float, float, float]:

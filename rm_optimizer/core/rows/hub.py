@@ -1,4 +1,4 @@
-"""Requests to the Hugging Face hub: a quick one before its libraries retry for half a minute, and an upload."""
+"""A quick request to the Hugging Face hub, before its libraries retry for half a minute."""
 
 from __future__ import annotations
 
@@ -16,14 +16,11 @@ from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError 
     HfHubHTTPError,
     HFValidationError,
     HTTPError,
-    LocalTokenNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils._validators import validate_repo_id
-
-from rm_optimizer.errors import ConfigError
 
 Kind = Literal["model", "dataset"]
 _SECONDS = 5.0
@@ -73,36 +70,6 @@ def hub_obstacle(name: str, kind: Kind, revision: str | None = None) -> str | No
 
             datasets.config.HF_HUB_OFFLINE = True
     return None
-
-
-@contextmanager
-def uploading(name: str) -> Iterator[HfApi]:
-    """Interface of the hub for an upload; its errors in the block become one sentence.
-
-    Args:
-        name: hub id of the repository, which is written with the token that the hub's library reads.
-
-    Raises:
-        ConfigError: if the name is no hub id, there is no token, or the hub refuses or cannot be reached.
-    """
-    api = HfApi()
-    try:
-        validate_repo_id(name)
-        yield api
-    except HFValidationError as error:
-        raise ConfigError(f"--push expects a hub id such as owner/name, got {name!r}") from error
-    except ValueError as error:
-        raise ConfigError(f"the hub refuses to write {name}: {' '.join(str(error).split())}") from error
-    except LocalTokenNotFoundError as error:
-        raise ConfigError(f"no token to write {name} with; set HF_TOKEN, or run hf auth login") from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        advice = "; set HF_TOKEN to a token that may write there" if status in (401, 403) else ""
-        reason = error.server_message or error.response.reason_phrase
-        raise ConfigError(f"{api.endpoint} refuses to write {name}: {status} {reason}{advice}") from error
-    except (HTTPError, OSError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ConfigError(f"the hub at {api.endpoint} cannot be reached to write {name} ({reason})") from error
 
 
 @contextmanager
