@@ -148,11 +148,10 @@ def _of_sides(row: Row, *, are_listed: bool) -> list[Comparison]:
         value: Any = row.get(name)
         is_list = are_listed and isinstance(value, list) and value and not any(map(is_message, value))
         sides[name] = [*value] if is_list else [value]
-    prompt, texts = _candidates(row, [(name, each) for name in sides for each in sides[name]])
+    named = [(name, each) for name in sides for each in sides[name]]
     num = len(sides["chosen"])
-    of_each = {"index": [*range(num), *range(len(texts) - num)]} if are_listed else {}
-    places = itertools.product(range(num), range(num, len(texts)))
-    return [_comparison(prompt, texts, each, of_each) for each in places]
+    of_each = {"index": [*range(num), *range(len(named) - num)]} if are_listed else {}
+    return _comparisons(row, named, itertools.product(range(num), range(num, len(named))), of_each)
 
 
 def _of_winner(row: Row) -> list[Comparison]:
@@ -162,12 +161,9 @@ def _of_winner(row: Row) -> list[Comparison]:
     verdict: Verdict = row["winner"] if isinstance(row["winner"], Verdict) else Verdict(float(row["winner"]))
     prompt, texts = _candidates(row, [(name, row.get(name)) for name in ("response_a", "response_b")])
     better = int(verdict.label < 0.5)
-    extra = {
-        name: numbers[place]
-        for names, numbers in ((VOTES, verdict.votes), (SCORES, verdict.scores))
-        if numbers is not None
-        for name, place in zip(names, (better, 1 - better), strict=True)
-    }
+    extra: dict[str, Any] = {}
+    for names, numbers in ((VOTES, verdict.votes), (SCORES, verdict.scores)):
+        extra |= {} if numbers is None else zip(names, numbers[::-1] if better else numbers, strict=True)
     label = max(verdict.label, 1 - verdict.label)
     return [Comparison(prompt, texts[better], texts[1 - better], verdict.margin, extra, label, is_second=better == 1)]
 
@@ -182,43 +178,42 @@ def _of_responses(row: Row, rule: KwiseRule) -> list[Comparison]:
     if len(given) > 1 and given != ["scores", "edges"]:
         raise ValueError(f"a row has both {' and '.join(given)}; leave one out")
     told = given[-1] if given else "scores"
-    responses, values = row.get("responses"), row.get(told)
+    responses: Any = row.get("responses")
+    values: Any = row.get(told)
     if told == "winner" and isinstance(responses, list):
         if type(values) is not int or not 0 <= values < len(responses):
             raise ValueError(f"winner must be a place in {len(responses)} responses, from 0, got {values!r}")
         told, values = "edges", [[values, place] for place in range(len(responses)) if place != values]
     if isinstance(responses, Mapping):
         responses, values = [*responses.values()], _ranks_by_name(values, responses)
-    if (
-        not isinstance(responses, list)
-        or not isinstance(values, list)
-        or (told != "edges" and len(responses) != len(values))
-    ):
-        raise ValueError(f"responses and {told} must be lists{' of the same length' if told != 'edges' else ''}")
+    are_edges = told == "edges"
+    if not (isinstance(responses, list) and isinstance(values, list) and (are_edges or len(responses) == len(values))):
+        raise ValueError(f"responses and {told} must be lists{'' if are_edges else ' of the same length'}")
     of_each: dict[str, Sequence[Any]] = {"index": range(len(responses)), **(row.get(PER_RESPONSE) or {})}
-    sign, are_edges = -1 if told == "ranks" else 1, told == "edges"
+    sign = -1 if told == "ranks" else 1
     scores = [] if are_edges else [read_number(f"each of {told}", value) * sign for value in values]
     places = [_edge(each, len(responses)) for each in values] if are_edges else kwise_pairs(scores, rule)
     if are_edges and "scores" in given:
         places = _by_scores(places, row["scores"], len(responses))
     of_each |= {"score": scores} if told == "scores" else {}
-    prompt, texts = _candidates(row, [("the responses", response) for response in responses])
-    return [_comparison(prompt, texts, each, of_each, scores) for each in places]
+    return _comparisons(row, [("the responses", response) for response in responses], places, of_each, scores)
 
 
-def _comparison(
-    prompt: Prompt,
-    texts: Sequence[str],
-    places: tuple[int, int],
+def _comparisons(
+    row: Row,
+    named: Sequence[tuple[str, Any]],
+    places: Iterable[tuple[int, int]],
     of_each: Mapping[str, Sequence[Any]],
     scores: Sequence[float] = (),
-) -> Comparison:
-    """The comparison of the responses at two places, the better one first, with the values of each response."""
-    better, worse = places
-    sides = (("chosen", better), ("rejected", worse))
-    extra = {f"{side}_{name}": values[place] for name, values in of_each.items() for side, place in sides}
-    margin = scores[better] - scores[worse] if scores else None
-    return Comparison(prompt, texts[better], texts[worse], margin, extra, 0.5 if margin == 0 else None)
+) -> list[Comparison]:
+    """Comparisons of named responses at pairs of places, the better one first, with the values of each response."""
+    (prompt, texts), found = _candidates(row, named), list[Comparison]()
+    for better, worse in places:
+        sides = (("chosen", better), ("rejected", worse))
+        extra = {f"{side}_{name}": values[place] for name, values in of_each.items() for side, place in sides}
+        margin = scores[better] - scores[worse] if scores else None
+        found.append(Comparison(prompt, texts[better], texts[worse], margin, extra, 0.5 if margin == 0 else None))
+    return found
 
 
 def _candidates(row: Row, named: Sequence[tuple[str, Any]]) -> tuple[Prompt, list[str]]:
@@ -270,10 +265,8 @@ def _require_agreement(prompt: Prompt, messages: Sequence[Message]) -> None:
         for turns in (as_messages(prompt), messages)
     )
     if given != own and not (len(given) == 1 and given[0] in own):
-        raise ValueError(
-            "the prompt column says otherwise than the conversations beside it; map the right column, or leave the "
-            "prompt column out by mapping it to null"
-        )
+        told = "map the right column, or leave the prompt column out by mapping it to null"
+        raise ValueError(f"the prompt column says otherwise than the conversations beside it; {told}")
 
 
 def _transcript(name: str, text: str) -> tuple[Message, ...]:

@@ -111,13 +111,12 @@ def parse_transcript(text: str) -> tuple[Message, ...]:
         >>> [message.role for message in parse_transcript("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye")]
         ['user', 'assistant', 'user']
     """
-    turns = list(_TURN.finditer(text))
-    if not turns or turns[0].start() != 0:
+    before, *turns = _TURN.split(text)
+    if before or not turns:
         raise ValueError("a transcript must begin with 'Human:'")
-    ends = [turn.start() for turn in turns[1:]] + [len(text)]
     messages: list[Message] = []
-    for turn, end in zip(turns, ends, strict=True):
-        message = Message(_SPEAKERS[turn[1]], text[turn.end() : end].strip())
+    for speaker, words in zip(turns[::2], turns[1::2], strict=True):
+        message = Message(_SPEAKERS[speaker], words.strip())
         if messages and messages[-1].role == message.role:
             message = Message(message.role, f"{messages.pop().content}\n\n{message.content}")
         messages.append(message)
