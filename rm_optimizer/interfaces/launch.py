@@ -20,13 +20,16 @@ RESERVED = frozenset({"null", "true", "false", "nan", "inf"})
 
 
 def as_overrides(given: Mapping[str, str | None]) -> list[str]:
-    """Overrides for the given options, in Hydra's grammar.
+    """Overrides for the given options, in Hydra's grammar; a mapping in braces stays one.
 
     Example:
         >>> as_overrides({"checkpoint": "runs/a", "landscape": None, "landscape.params": "*.layers.0.*"})
         ['checkpoint=runs/a', "landscape.params='*.layers.0.*'"]
+        >>> as_overrides({"data.train": "{path: a.csv, weight: 2}"})
+        ['data.train={path: a.csv, weight: 2}']
     """
-    return [f"{option}={quoted(value)}" for option, value in given.items() if value is not None]
+    words = {name: value for name, value in given.items() if value is not None}
+    return [f"{name}={value if value.startswith('{') else quoted(value)}" for name, value in words.items()]
 
 
 def names_model(value: str) -> bool:
@@ -40,13 +43,13 @@ def names_model(value: str) -> bool:
 
 
 def names_data(value: str) -> bool:
-    """True if `--data` is a path or hub name, False for a preset.
+    """True if `--data` is a path, a hub name or a mapping of a source, False for a preset.
 
     Example:
         >>> names_data("org/preferences"), names_data("default")
         (True, False)
     """
-    return "/" in value or "." in value or Path(value).exists()
+    return "/" in value or "." in value or value.startswith("{") or Path(value).exists()
 
 
 def quoted(value: str) -> str:
