@@ -159,9 +159,8 @@ def turns_of(response: str) -> tuple[Message, ...]:
 
 def shown_response(response: str) -> str:
     """The response as one text for readers: of several messages each with its role."""
-    if not isinstance(response, Turns):
-        return response
-    return "\n\n".join(f"{message.role}: {message.shown()}" for message in response.messages)
+    shown = "\n\n".join(f"{turn.role}: {turn.shown()}" for turn in turns_of(response))
+    return shown if isinstance(response, Turns) else response
 
 
 def response_json(response: str) -> Any:
@@ -283,10 +282,8 @@ def _read_message(name: str, number: int, item: object) -> Message:
         ours = _FIELDS.get(given)
         is_prose = isinstance(value, str) and len(value.split()) > _PROSE_WORDS
         if ours is None and (given in _UNREAD_FIELDS or is_prose or (isinstance(value, list) and are_objects(value))):
-            raise ValueError(
-                f"{where} has {given}, which is not read and would be lost; write it into the message's content, or "
-                "remove the field"
-            )
+            told = "write it into the message's content, or remove the field"
+            raise ValueError(f"{where} has {given}, which is not read and would be lost; {told}")
         if ours in fields:
             raise ValueError(f"{where} has {given} and another field of the same meaning; leave one out")
         if ours == "tool_calls":
@@ -367,9 +364,8 @@ def require_characters(name: str, text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         shown = text[max(0, error.start - 20) : error.end + 20]
-        raise ValueError(
-            f"{name} holds half of a UTF-16 surrogate pair, which is no character and has no tokens, in {shown!r}"
-        ) from error
+        told = "half of a UTF-16 surrogate pair, which is no character and has no tokens"
+        raise ValueError(f"{name} holds {told}, in {shown!r}") from error
 
 
 def require_text(name: str, value: object) -> str:

@@ -146,10 +146,8 @@ def guarded(path: Path, rows: Iterable[tuple[int, Row]]) -> Iterator[tuple[int, 
     try:
         yield from rows
     except UnicodeDecodeError as error:
-        raise DataError(
-            f"{path}: the file is not UTF-8 text ({error.reason} at byte {error.start}); name its encoding by a "
-            "layout such as {encoding: latin1}, or convert it: iconv -f latin1 -t utf-8 OLD > NEW"
-        ) from error
+        told = "name its encoding by a layout such as {encoding: latin1}, or convert it: iconv -f latin1 -t utf-8 A > B"
+        raise DataError(f"{path}: the file is not UTF-8 text ({error.reason} at byte {error.start}); {told}") from error
     except (pa.ArrowException, OSError, EOFError, zlib.error, ValueError, OverflowError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
         raise DataError(f"{path}: the file cannot be read: {reason}") from error
@@ -191,9 +189,8 @@ def require_distinct_columns(path: Path, names: Sequence[str]) -> None:
     Raises:
         DataError: naming the file and the column.
     """
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise DataError(f"{path}: there are two columns '{twice}'; rename or remove one")
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise DataError(f"{path}: there are two columns '{twice[0]}'; rename or remove one")
 
 
 def _json_lines(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[int, Row]]:
@@ -230,7 +227,7 @@ def parse_lines(
         except (RecursionError, ValueError) as error:
             report(number, f"not a JSON object that can be read ({_unreadable(error)})")
         else:
-            yield from _if_object(number, row, report)
+            yield from each([(number, row)], _object, report)
 
 
 def _unreadable(error: RecursionError | ValueError) -> str:
@@ -238,26 +235,23 @@ def _unreadable(error: RecursionError | ValueError) -> str:
     return "its values are nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
-def _if_object(number: int, row: object, report: Report) -> Iterator[tuple[int, Row]]:
+def _object(row: Any) -> Row:
     if isinstance(row, dict):
-        yield number, row
-    else:
-        report(number, f"expected a JSON object, got {type(row).__name__}")
+        return row
+    raise ValueError(f"expected a JSON object, got {type(row).__name__}")
 
 
 def _json(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[int, Row]]:
     """An array of objects, alone or as `{"data": […]}`; one object, one a line, or lists of cells by column too."""
     with _open(path, encoding) as file:
         content = file.read()
-    is_object = content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{")
     try:
         rows = json.loads(content)
     except json.JSONDecodeError as error:
-        if is_object and error.msg == "Extra data":
+        if error.msg == "Extra data" and content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{"):
             yield from parse_lines(path, io.BytesIO(content), report)
             return
-        message = f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})"
-        raise DataError(message) from error
+        raise DataError(f"{path}, line {error.lineno}: not valid JSON ({error.msg} at column {error.colno})") from error
     except UnicodeDecodeError:
         raise
     except (RecursionError, ValueError) as error:
@@ -271,8 +265,7 @@ def _json(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[in
             rows = rows["data"] if isinstance(rows.get("data"), list) else [rows]
     if not isinstance(rows, list):
         raise DataError(f"{path}: expected a JSON array of objects, got {type(rows).__name__}")
-    for number, row in enumerate(rows, 1):
-        yield from _if_object(number, row, report)
+    yield from each(enumerate(rows, 1), _object, report)
 
 
 def _csv(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[int, Row]]:
@@ -346,10 +339,8 @@ def source_files(source: str) -> list[NamedFiles]:
     path = Path(source).expanduser()
     if path.is_dir() and not any((path / name).exists() for name in ("dataset_dict.json", "state.json")):
         if any((path / name).exists() for name in ("config.json", "adapter_config.json", "run.json")):
-            raise DataError(
-                f"{source}: expected pairs, got the folder of a model or run; name a file of pairs (a command takes "
-                "the model first: rm-opt evaluate MODEL --data PAIRS)"
-            )
+            told = "name a file of pairs (a command takes the model first: rm-opt evaluate MODEL --data PAIRS)"
+            raise DataError(f"{source}: expected pairs, got the folder of a model or run; {told}")
         shown = [file for file in sorted(path.rglob("*")) if not any(map(_HIDDEN, file.relative_to(path).parts))]
         files = list[Path]()
         for reader in dict.fromkeys(_READERS.values()):
@@ -360,12 +351,11 @@ def source_files(source: str) -> list[NamedFiles]:
             raise DataError(f"{source}: the folder holds no Parquet, JSON Lines, JSON or CSV file")
         left_out = [file for file in shown if _suffix(file) in {*_READERS, *_REMEDIES} and file not in files]
         return [NamedFiles(path.resolve().name, source, [*map(str, files)], [*map(str, left_out)])]
-    if not path.exists() and glob.has_magic(source):
-        matches = sorted(glob.glob(str(path), recursive=True))
-        if not matches:
-            raise DataError(f"{source}: no file matches this pattern")
-        return [part for match in matches for part in source_files(match)]
-    return [NamedFiles(source_name(source), source, [source], [])]
+    if path.exists() or not glob.has_magic(source):
+        return [NamedFiles(source_name(source), source, [source], [])]
+    if not (matches := sorted(glob.glob(str(path), recursive=True))):
+        raise DataError(f"{source}: no file matches this pattern")
+    return [part for match in matches for part in source_files(match)]
 
 
 def _saved_folder(path: Path) -> Iterator[tuple[int, Row]]:
