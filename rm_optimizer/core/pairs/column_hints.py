@@ -108,7 +108,7 @@ def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
         columns: its mapping of columns.
     """
     names, ours = columns_of(rows), ("prompt", *_PAIR)
-    if tokens := [name for name in names if name.endswith("input_ids")]:
+    if tokens := [name for name in names if "input_ids" in name]:
         return Suggestion(_said("tokens", names=" and ".join(tokens)))
     if detect_format(rows) is not None:
         theirs, values = columns.get("winner") or "winner", few_values(rows, "winner") or ["many values"]
