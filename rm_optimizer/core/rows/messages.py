@@ -279,9 +279,8 @@ def _read_message(name: str, number: int, item: object) -> Message:
     for given, value in item.items():
         if given in (role_field, content_field) or is_empty(value):
             continue
-        ours = _FIELDS.get(given)
-        is_prose = isinstance(value, str) and len(value.split()) > _PROSE_WORDS
-        if ours is None and (given in _UNREAD_FIELDS or is_prose or (isinstance(value, list) and are_objects(value))):
+        ours, is_prose = _FIELDS.get(given), isinstance(value, str) and len(value.split()) > _PROSE_WORDS
+        if ours is None and (given in _UNREAD_FIELDS or is_prose or are_objects(value)):
             told = "write it into the message's content, or remove the field"
             raise ValueError(f"{where} has {given}, which is not read and would be lost; {told}")
         if ours in fields:
@@ -309,13 +308,10 @@ def _content(where: str, value: Any) -> Any:
     """
     if not isinstance(value, list) or not value or not all(isinstance(part, Mapping | str) for part in value):
         return value
-    texts = list[str]()
     for place, part in enumerate(value, 1):
-        text = part if isinstance(part, str) else part.get("text")
-        if isinstance(part, Mapping) and (part.get("type") != "text" or not isinstance(text, str)):
+        if isinstance(part, Mapping) and (part.get("type") != "text" or not isinstance(part.get("text"), str)):
             raise ValueError(f"{where}: part {place} of content is of type {part.get('type')}; only text is read")
-        texts.append(str(text))
-    return "".join(texts)
+    return "".join(part if isinstance(part, str) else part["text"] for part in value)
 
 
 def _calls(where: str, value: Any) -> Iterator[dict[str, Any]]:
@@ -333,13 +329,13 @@ def _calls(where: str, value: Any) -> Iterator[dict[str, Any]]:
         function = call["function"] if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(f"{where}: tool_calls must hold calls with a function's name, got {call!r:.60}")
-        found, arguments = without_nulls(call), function.get("arguments", {})
-        if isinstance(arguments, str):
-            with suppress(ValueError, RecursionError):  # text that is no JSON stays text
-                read = json.loads(arguments or "{}", object_pairs_hook=_distinct)
-                found["function"]["arguments"] = read if isinstance(read, dict) else arguments
-        else:
-            found["function"]["arguments"] = without_nulls(arguments)
+        found = without_nulls(call)
+        arguments = found["function"].setdefault("arguments", {})
+        with suppress(ValueError, RecursionError):  # text that is no JSON stays text
+            read = (
+                json.loads(arguments or "{}", object_pairs_hook=_distinct) if isinstance(arguments, str) else arguments
+            )
+            found["function"]["arguments"] = read if isinstance(read, dict) else arguments
         yield found | {"type": "function", "function": found.pop("function")}
 
 
