@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9365,
+    "core": 9312,
     "serving": 4627,
     "landscape": 3826,
     "training": 2794,
     "rl_coupling": 2579,
     "reporting": 2561,
-    "interfaces": 2114,
+    "interfaces": 2115,
     "experiments": 1681,
     "data_efficiency": 1332,
     "schema": 1101,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 59,
-    "import lines": 5870,
+    "import lines": 5877,
     "import lines inside functions": 337,
-    "lines of code": 36903,
+    "lines of code": 36851,
     "private functions with one caller": 410,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

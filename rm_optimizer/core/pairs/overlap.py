@@ -178,9 +178,8 @@ class TrainedPairs:
             with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
                 return cls(arrays["pairs"], arrays["prompts"])
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            raise CheckpointError(
-                f"{path} is damaged, so it is unknown what the model was trained on; remove it to evaluate without"
-            ) from error
+            told = "so it is unknown what the model was trained on; remove it to evaluate without"
+            raise CheckpointError(f"{path} is damaged, {told}") from error
 
     @classmethod
     def recorded(cls, source: str | Path) -> TrainedPairs | None:

@@ -154,8 +154,6 @@ def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None
     """
     broken = [index for index, reward in enumerate(rewards) if not math.isfinite(reward)]
     if broken:
-        first = broken[0]
-        raise CheckpointError(
-            f"{len(broken)} of {len(rewards)} rewards are not finite, the first is {rewards[first]} for {name(first)}: "
-            "the model's weights are broken, or overflow in the type it computes in; give another checkpoint"
-        )
+        found = f"{len(broken)} of {len(rewards)} rewards are not finite, the first is {rewards[broken[0]]}"
+        told = "the model's weights are broken, or overflow in the type it computes in; give another checkpoint"
+        raise CheckpointError(f"{found} for {name(broken[0])}: {told}")

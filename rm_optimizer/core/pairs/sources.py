@@ -68,9 +68,8 @@ class DataSource:
         ours = {*READ_COLUMNS, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
         for name, theirs in layout.columns.items():
             if name == "scores" and str(theirs).rpartition(".")[2].lower() in ("rank", "ranks", "ranking"):
-                raise ConfigError(
-                    f"data.columns: ranks count from the best, so {theirs} must be mapped as ranks, not as scores"
-                )
+                told = f"{theirs} must be mapped as ranks, not as scores"
+                raise ConfigError(f"data.columns: ranks count from the best, so {told}")
             if theirs is not None and name not in ours and nearest(name, ours, 0.8):
                 raise ConfigError(f"data.columns: {did_you_mean('column of ours', name, ours)}")
 

@@ -84,9 +84,8 @@ class Winner:
             first, second = (read_number("winner", end) for end in rest.split(","))
             if first != second:
                 return cls(kind, ends=(first, second))
-        raise ConfigError(
-            f"winner must name the numbers of the first and the second response as {kind}:1,2, got {option!r}"
-        )
+        told = f"the numbers of the first and the second response as {kind}:1,2"
+        raise ConfigError(f"winner must name {told}, got {option!r}")
 
     def read(self, value: object) -> Verdict:
         """Return the preference that a cell states.

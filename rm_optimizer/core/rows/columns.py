@@ -297,16 +297,12 @@ def structured_columns(path: str, rows: Sequence[Row], named_format: str) -> tup
     }
     most = {name: max(counts, key=counts.__getitem__, default="") for name, counts in kinds.items()}
     if lost := [name for name in most if most[name] == "unreadable"]:
-        raise DataError(
-            f"{path}: {lost[0]} holds lists of messages as text that cannot be read; write the file as JSON Lines or "
-            "Parquet, where lists stay lists"
-        )
+        told = "write the file as JSON Lines or Parquet, where lists stay lists"
+        raise DataError(f"{path}: {lost[0]} holds lists of messages as text that cannot be read; {told}")
     if most["prompt"] in ("texts", "list"):
         first = Spelling.current().columns({name: f"{name}.0" for name, counts in kinds.items() if counts})
-        raise DataError(
-            f"{path}: prompt holds lists of texts, one for each turn; read the first turn with {first}, or write "
-            "conversations as messages"
-        )
+        told = f"read the first turn with {first}, or write conversations as messages"
+        raise DataError(f"{path}: prompt holds lists of texts, one for each turn; {told}")
     found, notes = set[str](), list[str]()
     if num := kinds["prompt"]["messages"]:
         cells = f"{num} of the first {kinds['prompt'].total()} prompts"

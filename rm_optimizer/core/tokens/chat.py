@@ -161,10 +161,8 @@ class ConversationRenderer:
             before = (*messages, *between)
             if lost := [*context, *(name for message in (*before, last) for name in message.fields)]:
                 reader = "a render_fn" if self.render_fn else "a tokenizer without a chat template"
-                raise ConversationRefused(
-                    f"{reader} reads roles and contents alone, and the row has {lost[0]}; name a model or "
-                    "tokenizer whose chat template reads it"
-                )
+                told = f"the row has {lost[0]}; name a model or tokenizer whose chat template reads it"
+                raise ConversationRefused(f"{reader} reads roles and contents alone, and {told}")
             text = self.render_fn(before, last.content) if self.render_fn else plain_prompt(before) + last.content
             texts.append(text)
         return texts
@@ -348,10 +346,9 @@ class ConversationRenderer:
         for text, row in zip(texts, ids, strict=True) if self.refused_tokens else ():
             refused = next((index for index in row if index in self.refused_tokens), None)
             if refused is not None:
-                raise ConversationRefused(
-                    f"the model's embedding has no row for the token {self.refused_tokens[refused]!r} (id {refused}) "
-                    f"of {text[:60]!r}; resize the embedding, or take the token out of the data"
-                )
+                token = f"{self.refused_tokens[refused]!r} (id {refused}) of {text[:60]!r}"
+                told = "resize the embedding, or take the token out of the data"
+                raise ConversationRefused(f"the model's embedding has no row for the token {token}; {told}")
         return ids
 
     def _framed(self, ids: list[int]) -> list[int]:
@@ -418,10 +415,8 @@ def renderer_of(source: object, max_length: int | None = None) -> ConversationRe
         is_same = max_length in (None, own.max_length)
         return own if is_same else ConversationRenderer(own.tokenizer, int(max_length or 0), own.render_fn)
     if not isinstance(own, PreTrainedTokenizerBase):
-        raise TypeError(
-            f"tokenizer must be a transformers tokenizer or a BradleyTerryRM, got {type(source).__name__}; "
-            "AutoTokenizer.from_pretrained(NAME) loads one"
-        )
+        told = f"got {type(source).__name__}; AutoTokenizer.from_pretrained(NAME) loads one"
+        raise TypeError(f"tokenizer must be a transformers tokenizer or a BradleyTerryRM, {told}")
     return ConversationRenderer(own, max_length or min(own.model_max_length, 1024))
 
 
