@@ -32,6 +32,8 @@ def end_with_parent() -> None:
 
 MOST_RESTARTS = 5
 """Most restarts within `WINDOW_SECONDS`."""
+MOST_FLEET_RESTARTS = 50
+"""Most restarts of a process that others do not wait for, since they serve meanwhile."""
 WINDOW_SECONDS = 900.0
 
 
@@ -40,11 +42,12 @@ class RestartLimit:
 
     Args:
         what: name of the process, for the message.
+        most: most restarts within `WINDOW_SECONDS`.
     """
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._times: deque[float] = deque(maxlen=MOST_RESTARTS)
+    def __init__(self, what: str, most: int = MOST_RESTARTS) -> None:
+        self._what, self._most = what, most
+        self._times: deque[float] = deque(maxlen=most)
 
     def note(self) -> None:
         """Record a restart that is about to happen.
@@ -53,8 +56,8 @@ class RestartLimit:
             RMOptimizerError: if it is one too many.
         """
         now = time.monotonic()
-        if len(self._times) == MOST_RESTARTS and now - self._times[0] < WINDOW_SECONDS:
-            raise RMOptimizerError(f"{self._what} ended {MOST_RESTARTS + 1} times within {now - self._times[0]:.0f} s")
+        if len(self._times) == self._most and now - self._times[0] < WINDOW_SECONDS:
+            raise RMOptimizerError(f"{self._what} ended {self._most + 1} times within {now - self._times[0]:.0f} s")
         self._times.append(now)
 
 
@@ -70,7 +73,7 @@ def keep_running(what: str) -> None:
         SystemExit: in the calling process, with the exit code of a child that ended by itself.
         RMOptimizerError: in the calling process, if a child is killed too often.
     """
-    passed_on, restarts = {signal.SIGTERM, signal.SIGINT}, RestartLimit(what)
+    passed_on, restarts = {signal.SIGTERM, signal.SIGINT}, RestartLimit(what, MOST_FLEET_RESTARTS)
     child, is_stopping = 0, False
 
     def stop(number: int, frame: FrameType | None) -> None:

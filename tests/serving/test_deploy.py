@@ -15,8 +15,9 @@ from typer.main import get_command
 
 from rm_optimizer.interfaces import cli
 from rm_optimizer.interfaces.commands.serve import GRACEFUL_SECONDS, KEEP_ALIVE_SECONDS
+from rm_optimizer.serving.embedded import ray_replicas
 from rm_optimizer.serving.http.gate import BODY_SECONDS, MAX_BODY_BYTES, OPEN_PATHS
-from rm_optimizer.serving.options import ServeOptions
+from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 from rm_optimizer.serving.service.metrics import ServerMetrics
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -53,6 +54,17 @@ def test_files_are_whole():
     services = yaml.safe_load(text_of("compose.yaml"))["services"]
     mounted = [volume for each in services.values() for volume in each.get("volumes", ()) if volume.startswith("./")]
     assert all((DEPLOY / volume.split(":")[0]).is_file() for volume in mounted)
+
+
+def test_the_application_for_a_ray_cluster_has_the_arguments_of_its_builder():
+    [application] = yaml.safe_load(text_of("ray-serve.yaml"))["applications"]
+    module, _, builder = application["import_path"].partition(":")
+    assert (module, builder) == (ray_replicas.__name__, ray_replicas.application.__name__)
+    assert application["name"] == ray_replicas.APPLICATION
+    assert [each["name"] for each in application["deployments"]] == [ray_replicas.DEPLOYMENT]
+    arguments = dict(application["args"])
+    assert arguments.pop("folder")
+    WorkerOptions(**arguments)
 
 
 def test_a_dashboard_asks_for_metrics_that_there_are():

@@ -13,8 +13,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import PublishFailed
 from rm_optimizer.serving.client.client import RewardClient
+from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
 from tests.fork_server import forked_by
 from tests.serving.engines import exported
@@ -66,6 +68,22 @@ def serves(server, version: str) -> bool:
     return answer.status_code == 200 and answer.json()["version"] == version
 
 
+def as_trainers_ask(url: str, model: BradleyTerryRM) -> list[ScoredBatch]:
+    """Answers to the requests of OpenRLHF and verl."""
+    texts = [model.renderer.text(prompt, response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
+    found = []
+    for route, body in (
+        ("get_reward", {"query": texts}),
+        ("classify", {"input": texts, "use_activation": False, "add_special_tokens": False}),
+    ):
+        answer = httpx.post(f"{url}/{route}", json=body, timeout=60).raise_for_status()
+        read = answer.json()
+        rewards = read["rewards"] if route == "get_reward" else [datum["probs"][0] for datum in read["data"]]
+        weights = answer.headers["x-rm-version"], int(answer.headers["x-rm-revision"])
+        found.append(ScoredBatch(tuple(rewards), *weights))
+    return found
+
+
 def test_an_update_reaches_all_replicas_or_none_and_outlives_every_process(tmp_path):
     original, checkpoint = exported("llama", tmp_path / "export"), tmp_path / "export"
     models = models_of(checkpoint, FAULTS + 1)
@@ -94,6 +112,7 @@ def test_an_update_reaches_all_replicas_or_none_and_outlives_every_process(tmp_p
                     answers.append(client.score_versioned(PROMPTS, RESPONSES))
                 assert answers[-1].version == served
                 wait_for(lambda: len(workers_of(server)) == 2)
+            answers.extend(as_trainers_ask(server.url, models[FAULTS]))
     assert_whole(answers, rewards)
     assert len({answer.version for answer in answers}) >= FAULTS // 2
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.records.files import write_text
-from rm_optimizer.serving.child_process import RestartLimit
+from rm_optimizer.serving.child_process import MOST_FLEET_RESTARTS, RestartLimit
 from rm_optimizer.serving.engine import (
     Engine,
     EngineDescription,
@@ -334,8 +334,10 @@ class TransformersEngine(Engine):
         super().__init__(WeightHistory(self._folder / "history"))
         self.options = replace(options, tokenizer_folder=str(self._folder / "tokenizer"))
         self.limits = limits
-        names = ["the worker process"] if replicas == 1 else [f"worker process {n}" for n in range(replicas)]
-        self._replicas = [_Replica(number, RestartLimit(name)) for number, name in enumerate(names)]
+        limits_of_restarts = [RestartLimit("the worker process")]
+        if replicas > 1:
+            limits_of_restarts = [RestartLimit(f"worker process {n}", MOST_FLEET_RESTARTS) for n in range(replicas)]
+        self._replicas = [_Replica(number, limit) for number, limit in enumerate(limits_of_restarts)]
         self._changed = asyncio.Condition()
         self._is_stopped = self._is_restored = False
         self._watchers: list[asyncio.Task[None]] = []

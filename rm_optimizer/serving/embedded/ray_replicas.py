@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import tempfile
 import time
 from collections.abc import Sequence
@@ -171,6 +172,7 @@ class RayEngine(Engine):
         self._watcher = asyncio.create_task(self._watch(), name="rm-ray-watch")
 
     def _deploy(self) -> None:
+        os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # it would abort this process on SIGTERM
         ray = load_ray()
         from ray import serve
 
@@ -209,6 +211,7 @@ class RayEngine(Engine):
 
             await asyncio.to_thread(serve.delete, APPLICATION)
             (self._folder / "deployed").unlink()
+        await asyncio.to_thread(load_ray().shutdown)
 
     async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
         """Rewards of the sequences; a batch whose replica dies goes to another. See `Engine.score`."""

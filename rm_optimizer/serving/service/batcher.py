@@ -197,7 +197,7 @@ class Batcher:
                 "once; split it"
             )
         if ahead := self._share.excess(tokens):
-            wait = math.ceil(ahead / self._tokens_per_second / 2)
+            wait = math.ceil(ahead / self._tokens_per_second / max(IN_FLIGHT, len(self._runners)))
             raise Overloaded(
                 f"{ahead} tokens wait to be computed before this request, and {self.max_queued_tokens} are the most",
                 min(60, max(1, wait)),
