@@ -19,9 +19,9 @@ from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, require_finite
 from rm_optimizer.core.rows.natural import table_rows
+from rm_optimizer.core.streaming.workers import connected_ray
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, DataError
-from rm_optimizer.experiments.trial import connected_ray
 from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 

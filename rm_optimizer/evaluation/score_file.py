@@ -9,11 +9,14 @@ from __future__ import annotations
 import gzip
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
 
 from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -103,12 +106,13 @@ def score_file(
     *,
     scorer_name: str,
     chunk_rows: int = 256,
+    num_workers: int | None = None,
     on_progress: Callable[[int], None] = lambda rows: None,
 ) -> ScoredFile:
     """Score every row of a file.
 
     A repeated call after a kill continues after the last whole chunk. Its output equals that without a kill
-    bit for bit.
+    bit for bit, and with workers for any number of them.
 
     Args:
         scorer: scorer of the responses.
@@ -118,6 +122,7 @@ def score_file(
         scorer_name: identity of this scorer, so that rewards of another scorer are never continued; for a model, the
             digest of its weights and options (`identity.scorer_digest`), not its path.
         chunk_rows: number of rows scored and saved together.
+        num_workers: actors on Ray, with one thread or one GPU each; None scores in this process.
         on_progress: function called with the number of rows done; at the start, the rows of an earlier call count.
 
     Raises:
@@ -138,9 +143,11 @@ def score_file(
         done = sum(len(chunk["rewards"]) for chunk in log.values())
         on_progress(done)
         rows = islice(read_responses(source), done, None)
-        while chunk := list(islice(rows, chunk_rows)):
-            log.append(_scored(scorer, chunk, source))
-            done += len(chunk)
+        chunks = iter(lambda: list(islice(rows, chunk_rows)), [])
+        score = (_scored(scorer, chunk, source) for chunk in chunks)
+        for entry in score if num_workers is None else _scored_on_ray(scorer, chunks, source, num_workers):
+            log.append(entry)
+            done += len(entry["rewards"])
             on_progress(done)
         if _content_digest(source) != content:
             raise DataError(f"{source}: was changed while it was scored; remove {partial} and score it again")
@@ -168,7 +175,47 @@ def _content_digest(source: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _scored(scorer: Scorer | CountingScorer, chunk: Sequence[ResponseRow], source: Path) -> dict[str, object]:
+class _RayScorer:
+    """Actor with a scorer, which each call brings by a reference in a list, since Ray would unpack it anew."""
+
+    _scorer: Any = None
+
+    def scored(self, shared: Sequence[Any], chunk: Sequence[ResponseRow], source: Path) -> dict[str, Any]:
+        import ray
+
+        torch.set_num_threads(1)  # a sum's last bits depend on the number
+        self._scorer = self._scorer or ray.get(shared[0])
+        return _scored(self._scorer, chunk, source)
+
+
+def _scored_on_ray(
+    scorer: Scorer | CountingScorer, chunks: Iterable[Sequence[ResponseRow]], source: Path, num_workers: int
+) -> Iterator[dict[str, Any]]:
+    """Entries of the chunks in their order; a worker has at most two chunks at a time, and Ray replaces a dead one."""
+    from rm_optimizer.core.streaming.workers import connected_ray
+
+    ray = connected_ray()
+    shared = [ray.put(scorer)]
+    cores = int("RAY_ADDRESS" in os.environ)  # a cluster places workers by their cores; on one machine they share them
+    need = {"num_gpus": 1} if torch.cuda.is_available() else {"num_cpus": cores}
+    actor = ray.remote(**need, max_restarts=-1, max_task_retries=-1)(_RayScorer)
+    workers = [actor.remote() for _ in range(num_workers)]
+    waiting = deque[Any]()
+    try:
+        for number, chunk in enumerate(chunks):
+            if len(waiting) == 2 * num_workers:
+                yield ray.get(waiting.popleft())
+            waiting.append(workers[number % num_workers].scored.remote(shared, chunk, source))
+        while waiting:
+            yield ray.get(waiting.popleft())
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    finally:
+        for worker in workers:
+            ray.kill(worker)
+
+
+def _scored(scorer: Scorer | CountingScorer, chunk: Sequence[ResponseRow], source: Path) -> dict[str, Any]:
     """Entry of a chunk in the log.
 
     It has each row's reward, and the counts of cut responses if they are known.

@@ -7,7 +7,6 @@ The operating system releases the claim of a process that ends, even after a kil
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -269,6 +268,8 @@ class RayExecutor:
     """
 
     def __init__(self, threads: int, gpus: float = 0.0, address: str | None = None) -> None:
+        from rm_optimizer.core.streaming.workers import connected_ray  # imports torch, which is not needed for a plan
+
         self._ray = connected_ray(address)
         resources = self._ray.cluster_resources()
         most = resources.get("CPU", 1) // threads
@@ -308,23 +309,6 @@ def _started(folder: Path, threads: int, **variables: str) -> subprocess.Popen[b
             stdout=output,
             stderr=subprocess.STDOUT,
         )
-
-
-def connected_ray(address: str | None = None) -> Any:
-    """The `ray` module, connected to a cluster.
-
-    Args:
-        address: address of the cluster; None uses `RAY_ADDRESS`, or starts Ray on this machine.
-
-    Raises:
-        MissingExtra: if Ray is not installed.
-    """
-    from rm_optimizer.core.streaming.workers import load_ray  # imports torch, which is not needed for a plan
-
-    ray = load_ray()
-    if not ray.is_initialized():
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-    return ray
 
 
 def executor_named(name: str, workers: int | None) -> Executor:

@@ -317,3 +317,30 @@ def test_a_missing_input_is_named(tmp_path):
 def test_only_jsonl_may_be_zipped():
     with pytest.raises(DataError):
         file_kind(Path("a.csv.gz"))
+
+
+@pytest.mark.slow
+def test_any_number_of_workers_on_ray_writes_the_same_bytes_and_continues_a_stopped_call(tmp_path):
+    import ray
+
+    source, outputs = write(tmp_path / "in.parquet", ROWS), []
+    try:
+        for workers in (None, 1, 2):
+            target = tmp_path / f"out-{workers}.parquet"
+            with pytest.raises(RuntimeError, match="killed"):
+                score_file(LengthScorer(4), source, target, scorer_name="length", chunk_rows=2)
+            score_file(LengthScorer(), source, target, scorer_name="length", chunk_rows=2, num_workers=workers)
+            outputs.append(target.read_bytes())
+        bad = write(tmp_path / "bad.jsonl", [*ROWS[:5], {"prompt": "nan", "response": "x"}])
+        with pytest.raises(CheckpointError, match=r"bad.jsonl, line 6"):
+            score_file(NanScorer(), bad, tmp_path / "bad-out.jsonl", scorer_name="nan", chunk_rows=2, num_workers=2)
+    finally:
+        ray.shutdown()
+    assert outputs[0] == outputs[1] == outputs[2]
+
+
+class NanScorer(LengthScorer):
+    """No finite reward for the prompt `nan`."""
+
+    def score(self, prompts, responses):
+        return torch.where(torch.tensor([prompt == "nan" for prompt in prompts]), torch.nan, 1.0)

@@ -69,12 +69,13 @@ def serves(server, version: str) -> bool:
 
 
 def as_trainers_ask(url: str, model: BradleyTerryRM) -> list[ScoredBatch]:
-    """Answers to the requests of OpenRLHF and verl."""
+    """Answers to the requests of OpenRLHF, and of a trainer that sends token ids."""
+    rows = [list(row.ids) for row in model.renderer.encode_batch(PROMPTS, RESPONSES)]
     texts = [model.renderer.text(prompt, response) for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
     found = []
     for route, body in (
         ("get_reward", {"query": texts}),
-        ("classify", {"input": texts, "use_activation": False, "add_special_tokens": False}),
+        ("classify", {"input": rows, "use_activation": False}),
     ):
         answer = httpx.post(f"{url}/{route}", json=body, timeout=60).raise_for_status()
         read = answer.json()

@@ -156,6 +156,21 @@ def load_ray() -> Any:
         raise MissingExtra("ray", "ray") from error
 
 
+def connected_ray(address: str | None = None) -> Any:
+    """The `ray` module, connected to a cluster.
+
+    Args:
+        address: address of the cluster; None uses `RAY_ADDRESS`, or starts Ray on this machine.
+
+    Raises:
+        MissingExtra: if Ray is not installed.
+    """
+    ray = load_ray()
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
+    return ray
+
+
 def _start(ray: Any, num_workers: int, store_mb: int) -> None:
     logging.getLogger("ray").setLevel(logging.ERROR)
     handler = signal.getsignal(signal.SIGTERM)

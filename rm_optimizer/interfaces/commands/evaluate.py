@@ -229,6 +229,10 @@ def score(
     penalty: Annotated[
         float, Option("--penalty", min=0, help="Standard deviations that uwo subtracts from the mean.")
     ] = 1.0,
+    ray: Annotated[
+        int | None,
+        Option("--ray", metavar="N", min=1, help="Score a file by N workers on Ray, with the same rewards for any N."),
+    ] = None,
 ) -> None:
     """Print rewards of responses, or add them to a file.
 
@@ -240,6 +244,8 @@ def score(
         raise ConfigError(USAGE)
     if names_responses and not (prompt or "").strip():
         raise ConfigError("--prompt must not be empty")
+    if names_responses and ray is not None:
+        raise ConfigError("--ray needs an input and an output file")
     if not all(response.strip() for response in responses):
         raise ConfigError("--response must not be empty")
     if ensemble is None and (Path(saved.checkpoint) / "ensemble.json").is_file():
@@ -254,7 +260,7 @@ def score(
         num_cut, stream = _print_scores(scorer, prompt or "", responses), sys.stderr
         num = len(responses)
     else:
-        num, *num_cut = _score_file(scorer, saved.checkpoint, in_file, out_file)
+        num, *num_cut = _score_file(scorer, saved.checkpoint, in_file, out_file, ray)
         stream = sys.stdout
     for note in (*cut_notes(where, num, *num_cut), *([default] if default else [])):
         print(f"warning: {note}", file=stream)
@@ -317,7 +323,7 @@ def _print_scores(scorer: LocalScorer | RewardModelEnsemble, prompt: str, respon
 
 
 def _score_file(
-    scorer: LocalScorer | RewardModelEnsemble, checkpoint: str, source: Path, target: Path
+    scorer: LocalScorer | RewardModelEnsemble, checkpoint: str, source: Path, target: Path, num_workers: int | None
 ) -> tuple[int, ...]:
     """Write `source` with a column `reward` to `target`, continuing an earlier call that was stopped.
 
@@ -337,7 +343,14 @@ def _score_file(
     name = str(about["model_digest"])
     try:
         with progress("scoring", "rows") as show:
-            scored = score_file(scorer, source, target, scorer_name=name, on_progress=lambda rows: show(rows, None))
+            scored = score_file(
+                scorer,
+                source,
+                target,
+                scorer_name=name,
+                num_workers=num_workers,
+                on_progress=lambda rows: show(rows, None),
+            )
     except KeyboardInterrupt:
         raise Interrupted("stopped; the same command goes on from the rows scored so far") from None
     write_text(target.with_name(target.name + REPORT_SUFFIX), json.dumps(about | asdict(scored), indent=2) + "\n")

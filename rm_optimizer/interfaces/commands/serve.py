@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import importlib
 import importlib.util
 import logging
 import multiprocessing
@@ -33,6 +34,13 @@ if TYPE_CHECKING:
 
 GRACEFUL_SECONDS = 30
 """Seconds to answer open requests after SIGTERM."""
+LISTENER_MODULES = (
+    "uvicorn",
+    "transformers.models.auto.tokenization_auto",
+    "rm_optimizer.serving.embedded.engine",
+    "rm_optimizer.serving.weights.weight_routes",
+)
+"""Modules of the process that listens; their import takes seconds."""
 WATCH_SECONDS = 0.5
 KEEP_ALIVE_SECONDS = 75
 """Seconds that an idle connection stays open; longer than the defaults of load balancers and clients."""
@@ -81,6 +89,8 @@ def kept_state(options: ServeOptions) -> Iterator[ServeOptions]:
     try:
         with held(folder, "update"):
             if options.replicas > 1 or options.ray:
+                for module in LISTENER_MODULES:  # a restart forks this process, and so imports nothing
+                    importlib.import_module(module)
                 keep_running("the server")
             yield replace(options, state=folder)
     finally:
