@@ -28,16 +28,16 @@ ROOMS: Mapping[str, int] = {
     "explanation": 922,
     "records": 767,
     "optim": 754,
-    "evaluation": 1079,
+    "evaluation": 1085,
     "modules at the top": 481,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 60,
-    "import lines": 5882,
+    "import lines": 5881,
     "import lines inside functions": 339,
-    "lines of code": 36908,
+    "lines of code": 36914,
     "private functions with one caller": 410,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -314,12 +314,18 @@ def read_suite(suite: Suite, sources: Sequence[str], options: DataConfig) -> Sui
     notes += [f"{num_undecided:,} rows state no preference and do not count"] if num_undecided else []
     notes += [f"{num_blank:,} responses are blank and are scored as such"] if num_blank else []
     read = SuiteItems(suite, decided, ())
-    groups = dict.fromkeys(credit.group for credit in read.credits(lambda key: 0.0))  # refuses rows unfit for a rule
+    groups = {credit.group: 1 for credit in read.credits(lambda key: 0.0)}  # which refuses rows unfit for a rule
     leaves = suite.leaves_of(suite.score)
-    if groups.keys().isdisjoint(leaves):
-        both = (", ".join([*names][:5]) for names in (leaves, groups))
-        raise DataError("suite {}: {} needs rows of {}; there are rows of {}".format(suite.name, suite.score, *both))
-    if missing := [leaf for leaf in leaves if leaf not in groups]:
+    if not suite.weights(suite.score, groups):
+        if not given:
+            both = (", ".join([*names][:5]) for names in (leaves, groups))
+            raise DataError(
+                "suite {}: {} needs rows of {}; there are rows of {}".format(suite.name, suite.score, *both)
+            )
+        score = next(name for name in (*suite.average, *groups) if suite.weights(name, groups))
+        notes.append(f"incomplete: there are no rows of {suite.score}; the tables are by {score}")
+        read = replace(read, suite=replace(suite, score=score))
+    elif missing := [leaf for leaf in leaves if leaf not in groups]:
         notes.append(f"incomplete: the score lacks {', '.join(missing[:5])}{', …' * (len(missing) > 5)}")
     return replace(read, notes=tuple(notes))
 

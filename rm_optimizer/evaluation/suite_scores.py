@@ -178,18 +178,18 @@ class SuiteCredits:
     values: Mapping[str, Float[np.ndarray, " credits"]]
 
     @classmethod
-    def read(cls, path: Path, suite: Suite) -> SuiteCredits:
-        """Credits on a suite that `write` stored.
+    def read(cls, path: Path, result: SuiteResult) -> SuiteCredits:
+        """Credits that `write` stored for the models of a result.
 
         Raises:
-            ConfigError: if the file is missing or damaged.
+            ConfigError: if the file is missing, damaged or of other models.
         """
         try:
-            groups, clusters, *values = (found := pq.read_table(path)).to_pydict().values()
-        except (OSError, pa.ArrowException, ValueError) as error:
+            table = pq.read_table(path).to_pydict()
+            values = {model.name: np.array(table[model.name]) for model in result.models}
+        except (OSError, pa.ArrowException, KeyError) as error:
             raise ConfigError(f"{path} is missing or damaged; evaluate the models of its folder again") from error
-        names = found.column_names[2:]
-        return cls(suite, tuple(groups), tuple(clusters), dict(zip(names, map(np.array, values), strict=True)))
+        return cls(Suite.from_values(result.suite), tuple(table["group"]), tuple(table["cluster"]), values)
 
     def write(self, path: Path) -> None:
         """Write a row for each credit: group, cluster and each model's credit."""

@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from rm_optimizer.errors import DataError
-from rm_optimizer.evaluation.suite import Suite
 from rm_optimizer.evaluation.suite_scores import CREDITS_FILE, SUITE_FILE, SuiteCredits, SuiteResult, SuiteScores
 from rm_optimizer.experiments.trial import stored
 from rm_optimizer.reporting.document import Answer, Document, Drawing, Listing, Part
@@ -140,7 +139,7 @@ def stored_results(folder: Path) -> list[SuiteResult]:
     for path in sorted(folder.rglob(SUITE_FILE), key=lambda path: (path.stat().st_mtime, path)):
         if (result := read_result(path)) is None:
             continue
-        credits = SuiteCredits.read(path.with_name(CREDITS_FILE), Suite.from_values(result.suite))
+        credits = SuiteCredits.read(path.with_name(CREDITS_FILE), result)
         name = credits.suite.name
         if (before := found.get(name)) is not None and before.credits is not None:
             same = (before.suite, before.fingerprint) == (result.suite, result.fingerprint)

@@ -148,6 +148,8 @@ def test_a_leaderboard_compares_stored_results_and_refuses_other_rows(folder: Pa
     assert SuiteResult.from_json(Path("together/suite.json").read_text()) == together
     result_of("long", rows=ROWS[1:], folder="all/2")
     assert "has other rows or rules of mine" in rm_opt("leaderboard", "all", code=2)
+    result_of("short", folder="all/3").credits.write(Path("all/2/suite.parquet"))  # of a stopped, later evaluation
+    assert "all/2/suite.parquet is missing or damaged" in rm_opt("leaderboard", "all/2", code=2)
     Path("all/2/suite.parquet").unlink()
     assert "suite.parquet is missing or damaged" in rm_opt("leaderboard", "all", code=2)
     Path("all/2/suite.json").write_text("{")

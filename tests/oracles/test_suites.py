@@ -251,9 +251,13 @@ def test_ppe_leaves_human_ties_out_and_orders_sampled_pairs_by_correctness():
     pairs = [[0, 1], [2, 0], [3, 2], [4, 5], [1, 3]]
     answers = {"prompt": prompt(), **{f"response_{i + 1}": text(each) for i, each in enumerate(rewards)}}
     known = answers | {"question_id": "1", "scores": right, "sampled_conflict_pairs": pairs, "ground_truth": "x"}
+    known |= {"Question": "x?", "choices": ["x", "y"], "kwargs": [{"language": "en"}]}  # of GPQA and IFEval
     alike = known | {"prompt": prompt(), "scores": [True] * 32, "sampled_conflict_pairs": []}  # no pair can differ
     found = scores("ppe", human=human, math=[known, alike])
     assert found["human"] == pytest.approx(2 / 4, **EXACT)
+    items = read("ppe", human=human)
+    assert (items.suite.score, scores("ppe", human=human)) == ("human", {"human": 2 / 4})
+    assert "incomplete: there are no rows of correctness; the tables are by human" in items.notes
     assert found["math"] == found["correctness"] == pytest.approx(3 / 5, **EXACT)
 
 
