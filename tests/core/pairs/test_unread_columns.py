@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset, RayPreferenceDataset, load_training_data
+from rm_optimizer.core.pairs import column_hints
 from rm_optimizer.interfaces.inputs import PairOptions
 from rm_optimizer.schema import DataConfig
+from rm_optimizer.schema.compose import described
 
 TEXT = "The {} harbor was closed for the winter, and so the ships lay still."
 CONTENT: dict[str, Any] = {
@@ -161,6 +163,13 @@ def test_a_second_account_of_the_preference_is_counted_and_said(name: str, tmp_p
     assert RayPreferenceDataset(str(path), columns=columns).notes == (note,)
     if not columns:
         assert PreferenceDataset(rows).notes == (note.replace(str(path), "pairs", 1),)
+
+
+def test_every_sentence_and_pattern_of_the_hints_has_a_use():
+    hints, code = described("layout/general/hints.yaml"), Path(column_hints.__file__).read_text()
+    names = [*hints["sentences"], *hints["patterns"]]
+    assert [name for name in names if not re.search(f"[\"']{name}[\"']", code)] == ["lost_input", "lost_system"]
+    assert 'f"lost_{ours}"' in code
 
 
 def test_an_account_that_agrees_or_is_left_out_is_not_said(tmp_path: Path):
