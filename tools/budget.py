@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9317,
+    "core": 9316,
     "serving": 4632,
     "landscape": 3826,
     "training": 2794,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 60,
-    "import lines": 5881,
+    "import lines": 5880,
     "import lines inside functions": 339,
-    "lines of code": 36914,
+    "lines of code": 36913,
     "private functions with one caller": 410,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

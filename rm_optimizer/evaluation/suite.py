@@ -19,7 +19,6 @@ from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, prompt_
 from rm_optimizer.core.pairs.source_format import ComparedRow, SourceFormat
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import RowTally
-from rm_optimizer.core.rows.columns import in_context
 from rm_optimizer.core.rows.readers import row_unit, source_files
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.list_rules import RULES, Credit, Rewards, SuiteItem, Tie
@@ -363,7 +362,7 @@ def _item(each: SuiteSet, row: ComparedRow, where: str, group: str, form: Source
     if not edges:
         return None
     first, rule = row.comparisons[0], each.rules.get(group, each.rule)
-    prompt = in_context(row.row, first.prompt, form.source.layout.columns)
+    prompt = first.prompt
     texts = [(responses[better], responses[worse]) for better, worse in edges]
     pairs = tuple(PreferencePair(prompt, a, b) for a, b in texts if a != b and a.strip() and b.strip())
     own = (tuple(edges), pairs, first.is_second, group, rule, each.tie, row.metadata)

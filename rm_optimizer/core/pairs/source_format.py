@@ -150,9 +150,8 @@ class SourceFormat:
                 if self.form.makes_groups and item.chosen == item.rejected:
                     continue
                 try:
-                    prompt = in_context(row.row, item.prompt, self.source.layout.columns)
                     numbers = item.margin, row.metadata | _kept(item.extra.items()), item.label or 0.0, item.weight
-                    pairs.append(PreferencePair(prompt, item.chosen, item.rejected, *numbers))
+                    pairs.append(PreferencePair(item.prompt, item.chosen, item.rejected, *numbers))
                 except ValueError as error:
                     reason = str(error)
             if reason is not None:
@@ -209,11 +208,11 @@ class SourceFormat:
             for name in OPTIONAL_COLUMNS
             if not is_empty(row.get(name)) and str(row[name]).strip().casefold() not in ("nan", "none")
         }
-        comparisons = [
-            replace(item, **({"label": layout.label} if item.label is None else {}) | numbers)
-            for item in self.form.compare(row, kwise_rule)
-        ]
-        return ComparedRow(row, comparisons, metadata)
+        comparisons = self.form.compare(row, kwise_rule)
+        if comparisons:  # of one prompt
+            numbers["prompt"] = in_context(row, comparisons[0].prompt, layout.columns)
+        own = [numbers if item.label is not None else {"label": layout.label, **numbers} for item in comparisons]
+        return ComparedRow(row, [replace(item, **more) for item, more in zip(comparisons, own, strict=True)], metadata)
 
     def is_meant_before(self, other: SourceFormat, present: frozenset[str]) -> bool:
         """True if it asks for more of the columns than the other and passes over none that the other reads."""
