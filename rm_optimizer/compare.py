@@ -13,10 +13,10 @@ from typing import TypedDict, Unpack
 from rm_optimizer.core.rows.natural import Texts, texts
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.experiments.cost import StudyCost, study_cost
-from rm_optimizer.experiments.optimizer_comparison.arm_trial import TUNE, arm_trial
+from rm_optimizer.experiments.optimizer_comparison.arm_trial import arm_trial
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, findings
-from rm_optimizer.experiments.optimizer_comparison.setting import FIRST_TUNING_SEED, ComparisonOptions, Frozen, freeze
-from rm_optimizer.experiments.optimizer_comparison.stages import Stages
+from rm_optimizer.experiments.optimizer_comparison.setting import FIRST_TUNING_SEED, TUNE, ComparisonOptions, Frozen
+from rm_optimizer.experiments.optimizer_comparison.stages import Stages, freeze
 from rm_optimizer.experiments.study import Study, TrialLines
 from rm_optimizer.experiments.training_trials import config_of
 from rm_optimizer.experiments.trial import executor_named

@@ -140,7 +140,6 @@ def check_command(arguments: Sequence[str]) -> TrainConfig | None:
 
 def _checked(line: CommandLine[TrainConfig]) -> Composed[TrainConfig] | None:
     from rm_optimizer.records.run_folder import require_usable
-    from rm_optimizer.records.run_options import RunRequest
     from rm_optimizer.training.folder.lock import require_free
     from rm_optimizer.training.processes import require_launched
 
@@ -164,7 +163,7 @@ def _checked(line: CommandLine[TrainConfig]) -> Composed[TrainConfig] | None:
     if is_sweep:
         return None
     if rank() == 0:  # the other processes find the folder that the first one wrote into
-        require_usable(RunRequest.of(jobs[0].options))
+        require_usable(jobs[0].options)
         require_free(Path(jobs[0].options.output_dir))
     return jobs[0]
 
@@ -172,7 +171,6 @@ def _checked(line: CommandLine[TrainConfig]) -> Composed[TrainConfig] | None:
 def _jobs(line: CommandLine[TrainConfig]) -> list[Composed[TrainConfig]]:
     """The jobs that together hold every value of a sweep, and those whose folder exists, each in its own folder."""
     from rm_optimizer.records.run_folder import require_usable
-    from rm_optimizer.records.run_options import RunRequest
 
     plan = line.sweep
     begun = (number for number in range(len(plan.jobs)) if (plan.folder / str(number)).is_dir())
@@ -186,7 +184,7 @@ def _jobs(line: CommandLine[TrainConfig]) -> list[Composed[TrainConfig]]:
                     "out output_dir, or let hydra.sweep.subdir name the job, such as '${hydra.job.num}'"
                 )
             taken.add(folder)
-            require_usable(RunRequest.of(job.options))
+            require_usable(job.options)
         if (devices := job.options.hardware.devices) > 1:
             raise ConfigError(f"--multirun takes hardware.devices=1, got {devices}; start one command a configuration")
         jobs.append(job)
@@ -209,7 +207,6 @@ def _require_paths(config: TrainConfig) -> None:
 def _ended(config: TrainConfig) -> RunResult | None:
     """Result of a run that has ended and that `resume=auto` finds, with its summary printed again; else None."""
     from rm_optimizer.records.run_folder import RESULT_FILE
-    from rm_optimizer.records.run_options import RunRequest
     from rm_optimizer.schema.config import Resume
 
     if config.resume != Resume.auto or not (Path(config.output_dir) / RESULT_FILE).is_file():
@@ -217,14 +214,15 @@ def _ended(config: TrainConfig) -> RunResult | None:
     from rm_optimizer.reporting.run_report import PICTURES, draw_run, print_run
     from rm_optimizer.training.folder.start import ended_run
 
-    if (ended := ended_run(RunRequest.of(config))) is None:
+    if (ended := ended_run(config)) is None:
         return None
+    result, said = ended
     if rank() == 0:
-        print(ended)
+        print(said)
         if not (Path(config.output_dir) / PICTURES).is_dir():  # the run was killed before it drew them
-            draw_run(ended.result)
-        print_run(ended.result)
-    return ended.result
+            draw_run(result)
+        print_run(result)
+    return result
 
 
 def run(config: DictConfig) -> float:

@@ -27,7 +27,6 @@ from rm_optimizer.core.storage.certificate import ParityCertificate
 from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.records.codec import from_values
-from rm_optimizer.records.run_options import RunRequest
 from rm_optimizer.schema import TrainConfig
 
 if TYPE_CHECKING:
@@ -210,4 +209,4 @@ def prepared_run(config: TrainConfig) -> Run:
     from rm_optimizer.training.folder.start import begin
     from rm_optimizer.training.preparation import prepare
 
-    return prepare(config, begin(RunRequest.of(config), is_first_rank=True))
+    return prepare(config, begin(config, is_first_rank=True))

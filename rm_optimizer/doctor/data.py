@@ -53,12 +53,11 @@ def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
     details: dict[str, MeasuredValue] = {f"{a} / {b}": len(found) for (a, b), found in alike.items()}
     num_exact = len(set().union(*(exact[a] & exact[b] for a, b in alike)))
     num_alike = len(set().union(*alike.values()))
-    if num_alike == 0:
-        return Check("split_leakage", Status.ok, 0, "prompts", expected, "no prompt stands in two data sets", details)
     how = "" if num_exact else " but for case, spacing or a word at one end"
-    explanation = f"{num_alike} prompts stand in two data sets{how}, so validation is too good; split by prompt"
-    status = Status.fail if num_exact else Status.warn
-    return Check("split_leakage", status, num_alike, "prompts", expected, explanation, details)
+    bad = f"{num_alike} prompts stand in two data sets{how}, so validation is too good; split by prompt"
+    verdict = (not num_alike, num_alike, "prompts", expected, "no prompt stands in two data sets", bad)
+    otherwise = Status.fail if num_exact else Status.warn
+    return judged("split_leakage", *verdict, otherwise=otherwise, details=details)
 
 
 def _words(prompt: Prompt) -> tuple[str, ...]:
@@ -90,7 +89,7 @@ def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | 
 
 
 def _worst_share(
-    name: str, audit: DataAudit, *, count: str, most: float, remedy: str, fails_above: float = 1.0
+    count: str, most: float, remedy: str, name: str, audit: DataAudit, *, fails_above: float = 1.0
 ) -> Check:
     """Check that a count of `SplitAudit`, as a share of the pairs, is small in every data set."""
     shares = {where: float(getattr(split, count)) / max(1, split.num_pairs) for where, split in audit.splits.items()}
@@ -105,7 +104,7 @@ def _control_tokens(name: str, audit: DataAudit) -> Check:
     remedy = f"{', '.join(list(tokens)[:5])} {READINGS[audit.special_tokens]}; give rendered prompts as messages"
     if audit.special_tokens == SpecialTokens.keep:
         remedy += ", and clean texts, or train with data.special_tokens=as_text"
-    return _worst_share(name, audit, count="num_control_tokens", most=0.0, remedy=remedy)
+    return _worst_share("num_control_tokens", 0.0, remedy, name, audit)
 
 
 def _rule(name: str, audit: DataAudit, *, rule: str, limit: float, remedy: str) -> Check:
@@ -124,34 +123,17 @@ def _rule(name: str, audit: DataAudit, *, rule: str, limit: float, remedy: str) 
     return judged(name, *verdict, otherwise=Status.warn, details=details)
 
 
-_SHARES = {
-    "repeated_pairs": ("num_duplicates", MOST_REPEATS, "remove the copies"),
-    "contradictions": (
-        "num_contradictions",
-        MOST_CONTRADICTIONS,
-        "keep one order, or give the pair a label between 0 and 1",
-    ),
-    "truncation_rate": ("num_truncated", MOST_TRUNCATED, "raise max_length if it fits"),
-    "response_truncation": (
-        "num_response_cut",
-        MOST_RESPONSES_CUT,
-        "raise max_length, as the end of a response is not read",
-    ),
-    "blank_differences": ("num_blank_only", MOST_REPEATS, "remove these pairs"),
-}
+_ONE_ORDER = "keep one order, or give the pair a label between 0 and 1"
+_UNREAD_END = "raise max_length, as the end of a response is not read"
+_EQUAL = "they are equal after truncation, so training drops them: raise max_length"
 AUDITED: dict[str, Callable[..., Check]] = {
-    **{
-        name: partial(_worst_share, count=count, most=most, remedy=remedy)
-        for name, (count, most, remedy) in _SHARES.items()
-    },
+    "repeated_pairs": partial(_worst_share, "num_duplicates", MOST_REPEATS, "remove the copies"),
+    "contradictions": partial(_worst_share, "num_contradictions", MOST_CONTRADICTIONS, _ONE_ORDER),
+    "truncation_rate": partial(_worst_share, "num_truncated", MOST_TRUNCATED, "raise max_length if it fits"),
+    "response_truncation": partial(_worst_share, "num_response_cut", MOST_RESPONSES_CUT, _UNREAD_END),
+    "blank_differences": partial(_worst_share, "num_blank_only", MOST_REPEATS, "remove these pairs"),
     "control_tokens": _control_tokens,
-    "identical_pairs": partial(
-        _worst_share,
-        count="num_identical",
-        most=0.0,
-        remedy="they are equal after truncation, so training drops them: raise max_length",
-        fails_above=MOST_IDENTICAL,
-    ),
+    "identical_pairs": partial(_worst_share, "num_identical", 0.0, _EQUAL, fails_above=MOST_IDENTICAL),
     "longer_wins": partial(
         _rule,
         rule="longer response",

@@ -58,10 +58,18 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
     mean, error = float(shuffled.mean()), float(shuffled.std(ddof=1) / np.sqrt(len(shuffled)))
     good = f"with random labels the probe is right on {mean:.3f} ± {error:.3f} of new prompts"
     bad = f"{good}, so the same comparisons stand under several prompts; remove such repeats before splitting"
-    details = {"standard_error": error, "num_shuffles": len(shuffled)}
+    details: dict[str, MeasuredValue] = {"standard_error": error, "num_shuffles": len(shuffled)}
     verdict = (not mean - _STANDARD_ERRORS * error > 0.5, mean, "held-out accuracy", expected[1], good, bad)
     control = judged("label_shuffle", *verdict, details=details)
-    return [_signal(decided, predicted[:, 0], mean, is_fresh, seed), control]
+    estimate = decided.accuracy(predicted[:, 0], seed)
+    low, high = interval_of(estimate)
+    good = f"a probe of the frozen model predicts {estimate:.3f} of the labels on new prompts"
+    bad = f"{good}, no better than random ones; check which response is preferred, or give more pairs"
+    num_pairs, num_prompts = len(decided.pairs), estimate.num_samples
+    details = {"low": low, "high": high, "shuffled": mean, "num_pairs": num_pairs, "num_prompts": num_prompts}
+    otherwise = Status.fail if high < NO_SIGNAL and not is_fresh else Status.warn
+    verdict = (low > 0.5, estimate.value, "held-out accuracy", expected[0], good, bad)
+    return [judged("label_signal", *verdict, otherwise=otherwise, details=details), control]
 
 
 def held_out_predictions(
@@ -90,22 +98,3 @@ def held_out_predictions(
         dual = np.linalg.solve(inner + ridge * np.eye(len(inner)), targets[kept])
         predicted[held] = gram[np.ix_(held, kept)] @ dual
     return predicted
-
-
-def _signal(scored: ScoredPairs, predicted: np.ndarray, shuffled: float, is_fresh: bool, seed: int) -> Check:
-    estimate = scored.accuracy(predicted, seed)
-    low, high = interval_of(estimate)
-    status = Status.ok
-    explanation = f"a probe of the frozen model predicts {estimate:.3f} of the labels on new prompts"
-    if not low > 0.5:
-        is_random = high < NO_SIGNAL and not is_fresh
-        status = Status.fail if is_random else Status.warn
-        explanation += ", no better than random ones; check which response is preferred, or give more pairs"
-    details: dict[str, MeasuredValue] = {
-        "low": low,
-        "high": high,
-        "shuffled": shuffled,
-        "num_pairs": len(scored.pairs),
-        "num_prompts": estimate.num_samples,
-    }
-    return Check("label_signal", status, estimate.value, "held-out accuracy", "above 0.5", explanation, details)

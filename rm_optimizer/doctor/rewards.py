@@ -118,16 +118,16 @@ def score_sample(
     samples = {name: dataset.subset(share, seed).pairs for name, dataset in data.items()}
     pairs = [pair for sample in samples.values() for pair in sample]
     ids = _encoded(model, [(pair, text) for pair in pairs for text in (pair.chosen, pair.rejected)])
-    kept = [i for i in range(len(pairs)) if ids[2 * i] != ids[2 * i + 1]]
-    sequences = [ids[2 * i + side] for i in kept for side in (0, 1)]
+    sides = list(zip(ids[::2], ids[1::2], strict=True))
+    sequences = [side for both in sides if both[0] != both[1] for side in both]
     features = np.zeros((len(sequences), model.reward_head.in_features))
     rewards = scored_features(model, sequences, features, token_budget=token_budget)
     return ScoredPairs(
-        tuple(pairs[i] for i in kept),
-        rewards.reshape(len(kept), 2),
-        features.reshape(len(kept), 2, features.shape[1]),
+        tuple(pair for pair, both in zip(pairs, sides, strict=True) if both[0] != both[1]),
+        rewards.reshape(-1, 2),
+        features.reshape(len(sequences) // 2, 2, features.shape[1]),
         {name: len(sample) for name, sample in samples.items()},
-        tuple(pair for i, pair in enumerate(pairs) if ids[2 * i] == ids[2 * i + 1]),
+        tuple(pair for pair, both in zip(pairs, sides, strict=True) if both[0] == both[1]),
         model.beta,
     )
 
@@ -246,16 +246,14 @@ def beats_length(scored: ScoredPairs, seed: int) -> Check:
     compared = (
         f'rewards agree with {metrics.accuracy.value:.3f} of the labels, "{rule}" with {metrics.longer_wins.value:.3f}'
     )
-    status, explanation = Status.ok, compared
-    if not above.low > 0:
-        status = Status.warn
-        verdict = "is worse than" if above.high < 0 else "is no better than"
-        explanation = (
-            f"the model {verdict} counting characters, as far as these pairs can tell: {compared}{_power(above)}; "
-            "compare on pairs of like length, or train on data where length does not decide"
-        )
+    bad = (
+        f"the model is {'worse' if above.high < 0 else 'no better'} than counting characters, as far as these pairs "
+        f"can tell: {compared}{_power(above)}; compare on pairs of like length, or train on data where length does not "
+        "decide"
+    )
     details = {**_details(above), "accuracy": metrics.accuracy.value, "length_rule": metrics.longer_wins.value}
-    return Check("beats_length", status, above.value, "accuracy above length", expected, explanation, details)
+    verdict = (above.low > 0, above.value, "accuracy above length", expected, compared, bad)
+    return judged("beats_length", *verdict, otherwise=Status.warn, details=details)
 
 
 def _power(estimate: Estimate) -> str:

@@ -32,17 +32,15 @@ def pad_token(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
         "is_eos": str(pad == tokenizer.eos_token_id),
         "origin": model.pad_choice.reason,
     }
+    bad = (
+        f"{tokenizer.pad_token!r} also ends sequences, so plain transformers reads the reward one token early; "
+        "load the model with BradleyTerryRM, which chooses another pad token"
+    )
     if not agrees:
-        explanation = f"tokenizer and model name different pad ids ({tokenizer.pad_token_id} and {pad}); set both alike"
-    elif num_ending:
-        explanation = (
-            f"{tokenizer.pad_token!r} also ends sequences, so plain transformers reads the reward one token early; "
-            "load the model with BradleyTerryRM, which chooses another pad token"
-        )
-    else:
-        explanation = f"{tokenizer.pad_token!r} pads and ends no sequence ({model.pad_choice.reason})"
-    status = Status.ok if agrees and not num_ending else Status.fail
-    return Check("pad_token", status, num_ending, f"of {len(probe)} sequences", expected, explanation, details)
+        bad = f"tokenizer and model name different pad ids ({tokenizer.pad_token_id} and {pad}); set both alike"
+    good = f"{tokenizer.pad_token!r} pads and ends no sequence ({model.pad_choice.reason})"
+    verdict = (agrees and not num_ending, num_ending, f"of {len(probe)} sequences", expected, good, bad)
+    return judged("pad_token", *verdict, details=details)
 
 
 def tokenizer_file(model: BradleyTerryRM) -> Check:

@@ -37,17 +37,13 @@ class StepClock(pl.Callback):
         self.evaluating = 0.0
         self._began = self._evaluated = 0.0
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         """Start timing the step."""
         evaluation = evaluation_of(trainer)
         self.steps_per_epoch = evaluation.datamodule.steps_per_epoch
         self._evaluated, self._began = evaluation.seconds, time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         """Record the step."""
         elapsed, self.evaluating = time.perf_counter() - self._began, evaluation_of(trainer).seconds
         self.steps.append(elapsed - (self.evaluating - self._evaluated))

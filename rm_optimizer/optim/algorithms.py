@@ -37,19 +37,15 @@ class Lion(Optimizer):
         """Update every parameter that has a gradient."""
         loss = loss_of(closure)
         for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, p.grad, group)
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                m = state["exp_avg"]
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(m.lerp(p.grad, 1 - group["beta1"]).sign_(), alpha=-group["lr"])
+                m.lerp_(p.grad, 1 - group["beta2"])
         return loss
-
-    def _update(self, p: Tensor, g: Tensor, group: dict[str, Any]) -> None:
-        state = self.state[p]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(p)
-        m = state["exp_avg"]
-        p.mul_(1 - group["lr"] * group["weight_decay"])
-        p.add_(m.lerp(g, 1 - group["beta1"]).sign_(), alpha=-group["lr"])
-        m.lerp_(g, 1 - group["beta2"])
 
 
 class SAM(CompositeOptimizer):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from math import sqrt
+from operator import attrgetter
 from types import MappingProxyType
 from typing import Any
 
@@ -81,6 +82,10 @@ class FirstStep:
         return bool((moved - expected).abs().max() <= TOLERANCE * expected.abs().max() + rounding)
 
 
+Rule = Callable[[list[FirstStep]], str | None]
+"""Function that returns the fault of the first steps of a group's parameters, or None."""
+
+
 def mechanism_state(optimizer: Optimizer) -> StartingPoint:
     """Copy the parameters and learning rates; to be called before the first step."""
     groups = optimizer.param_groups
@@ -121,36 +126,14 @@ def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, p
         raise ConfigError(f"optimizer={name} had no gradient in its first step, so nothing trains; leave this arm out")
 
 
-def _adam(steps: list[FirstStep]) -> str | None:
-    for step in steps:
-        gradient = step.regularized
-        expected = step.rate * gradient / (gradient.abs() + step.group["eps"])
-        if not step.is_close(step.moved, expected):
-            return "the step is not lr g / (|g| + eps)"
-    return None
+def _equal(moved: Callable[[FirstStep], Tensor], expected: Callable[[FirstStep], Tensor], fault: str) -> Rule:
+    """Rule that compares the step, or the step without decoupled weight decay, with a closed form."""
+    return lambda steps: None if all(step.is_close(moved(step), expected(step)) for step in steps) else fault
 
 
-def _adamw(steps: list[FirstStep]) -> str | None:
-    for step in steps:
-        expected = step.rate * step.gradient / (step.gradient.abs() + step.group["eps"])
-        if not step.is_close(step.without_decay, expected):
-            return "the step is not lr g / (|g| + eps)"
-    return None
-
-
-def _sgd(steps: list[FirstStep]) -> str | None:
-    for step in steps:
-        factor = 1 + step.group["momentum"] * step.group["nesterov"]
-        if not step.is_close(step.moved, step.rate * factor * step.regularized):
-            return "the step is not parallel to the gradient"
-    return None
-
-
-def _lion(steps: list[FirstStep]) -> str | None:
-    for step in steps:
-        if not step.is_close(step.without_decay, step.rate * step.gradient.sign()):
-            return "entries do not move by the learning rate along the gradient's sign"
-    return None
+def _signed(gradient: Tensor, step: FirstStep) -> Tensor:
+    """First step of Adam, ``lr g / (|g| + eps)``."""
+    return step.rate * gradient / (gradient.abs() + float(step.group["eps"]))
 
 
 def _muon(steps: list[FirstStep]) -> str | None:
@@ -173,15 +156,24 @@ def _muon(steps: list[FirstStep]) -> str | None:
     return None
 
 
-RULES: Mapping[str, Callable[[list[FirstStep]], str | None]] = MappingProxyType(
+_MOVED, _WITHOUT_DECAY = attrgetter("moved"), attrgetter("without_decay")
+_NOT_ADAM = "the step is not lr g / (|g| + eps)"
+_ADAMW = _equal(_WITHOUT_DECAY, lambda step: _signed(step.gradient, step), _NOT_ADAM)
+RULES: Mapping[str, Rule] = MappingProxyType(
     {
-        "adam": _adam,
-        "adamw": _adamw,
-        "sam": _adamw,
-        "schedulefree": _adamw,
-        "sgd": _sgd,
-        "lion": _lion,
+        "adam": _equal(_MOVED, lambda step: _signed(step.regularized, step), _NOT_ADAM),
+        **dict.fromkeys(("adamw", "sam", "schedulefree"), _ADAMW),
+        "sgd": _equal(
+            _MOVED,
+            lambda step: step.rate * (1 + step.group["momentum"] * step.group["nesterov"]) * step.regularized,
+            "the step is not parallel to the gradient",
+        ),
+        "lion": _equal(
+            _WITHOUT_DECAY,
+            lambda step: step.rate * step.gradient.sign(),
+            "entries do not move by the learning rate along the gradient's sign",
+        ),
         "muon": _muon,
     }
 )
-"""Checks by algorithm. Each returns the fault of the first step, or None. Rules of other packages are not checked."""
+"""Rules by algorithm. Those of other packages are not checked."""

@@ -15,6 +15,7 @@ from hydra.errors import HydraException
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.records.run_folder import RunFolder
+from rm_optimizer.records.run_options import paths_of
 from rm_optimizer.schema.config import LossConfig
 from rm_optimizer.schema.data import DataConfig
 from rm_optimizer.schema.diagnose import explain
@@ -67,15 +68,6 @@ def _sources(run: RunFolder) -> dict[str, Any]:
                 "with --data PAIRS (data.train=PAIRS)"
             )
     return dict(identity.sources)
-
-
-def paths_of(source: Any) -> list[str]:
-    """The paths and hub names in the value of `data.train` or `data.val`."""
-    if isinstance(source, Mapping):
-        return paths_of(source.get("path"))
-    if isinstance(source, str):
-        return [source]
-    return [path for item in source for path in paths_of(item)] if isinstance(source, Sequence) else []
 
 
 def written(value: Any) -> str:

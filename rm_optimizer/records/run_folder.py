@@ -14,8 +14,8 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.ledger import whole_lines
 from rm_optimizer.records.locations import BEST_FOLDER, EXPORT_FILE
-from rm_optimizer.records.run_options import RunRequest, flat, options_of, require_same_options
-from rm_optimizer.schema.config import Resume
+from rm_optimizer.records.run_options import flat, options_of, require_same_options
+from rm_optimizer.schema.config import Resume, TrainConfig
 from rm_optimizer.schema.landscape import AnalyzeConfig
 
 OPTIONS_FILE = "options.json"
@@ -198,16 +198,23 @@ def read_rows(path: Path, last_step: int | None = None) -> list[dict[str, str]]:
     return rows if last_step is None else [row for row in rows if int(row["step"]) <= last_step]
 
 
-def require_usable(request: RunRequest) -> None:
+def require_usable(config: TrainConfig) -> None:
     """Refuse to start a run in a folder that holds another run, or to continue a run with other options.
+
+    Args:
+        config: options of the run that is to start.
 
     Raises:
         ConfigError: if the folder cannot be used, with its contents and the ways out.
     """
-    folder, resume = request.run_dir, request.resume
+    folder, resume = Path(config.output_dir), config.resume
     run = RunFolder(folder)
-    if not (resume == Resume.restart and run.is_used):
-        _require_replaceable(folder / BEST_FOLDER)
+    export, is_replaced = run.export, resume == Resume.restart and run.is_used
+    is_free = is_replaced or not os.path.lexists(export) or (export / EXPORT_FILE).is_file()
+    if not is_free and (not export.is_dir() or any(export.iterdir())):
+        raise ConfigError(
+            f"{_shown(export)} is where a run puts its model, but holds no export of ours; choose another hydra.run.dir"
+        )
     results = run.results
     if not results:
         return
@@ -221,17 +228,7 @@ def require_usable(request: RunRequest) -> None:
         )
     before = run.options or _json(folder / RESULT_FILE).get("config")
     if resume == Resume.auto and before:
-        require_same_options(before, request.options)
-
-
-def _require_replaceable(export: Path) -> None:
-    """Refuse, before training starts, a folder of the export's name that holds something else."""
-    if not os.path.lexists(export) or (export / EXPORT_FILE).is_file():
-        return
-    if not export.is_dir() or any(export.iterdir()):
-        raise ConfigError(
-            f"{_shown(export)} is where a run puts its model, but holds no export of ours; choose another hydra.run.dir"
-        )
+        require_same_options(before, options_of(config))
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -281,9 +278,10 @@ def results_folder(options: AnalyzeConfig) -> Path:
         return folder
     run = RunFolder.of(options.checkpoint)
     if run is None or folder != run.landscape(options.checkpoint, options.landscape.type):
-        raise ConfigError(
-            f"{folder} holds the results of another analysis ({_told(folder)}); choose another output_dir"
-        )
+        found = _recorded(folder)
+        kind = {"type": None, "params": None} | found.get("landscape", {})
+        told = f"checkpoint={found['checkpoint']}, landscape={kind['type']}, params={kind['params']}"
+        raise ConfigError(f"{folder} holds the results of another analysis ({told}); choose another output_dir")
     numbered = (folder.with_name(f"{folder.name}-{number}") for number in itertools.count(2))
     return next(other for other in numbered if _is_for(other, identity))
 
@@ -302,15 +300,6 @@ def _identity(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((folder / ANALYSIS_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    options = content.get("options") if isinstance(content, dict) else None
+    """The options of the analysis in a folder; empty if there is none."""
+    options = _json(folder / ANALYSIS_FILE).get("options")
     return options if isinstance(options, dict) and "checkpoint" in options else {}
-
-
-def _told(folder: Path) -> str:
-    options = _recorded(folder)
-    landscape = options.get("landscape", {})
-    return f"checkpoint={options['checkpoint']}, landscape={landscape.get('type')}, params={landscape.get('params')}"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.checks import Options
-from rm_optimizer.schema.config import Resume, TrainConfig
 
 FREE = (
     *("resume", "output_dir", "plugins", "profile_memory", "publish", "logger"),
@@ -35,26 +33,6 @@ LENGTH = ("training.max_steps", "training.epochs")
 """Options that may only grow, which extends the run."""
 
 
-@dataclass(frozen=True)
-class RunRequest:
-    """Request to start a run in a folder.
-
-    Args:
-        run_dir: the run folder.
-        resume: treatment of a run in the folder.
-        options: options of the run, as JSON values.
-    """
-
-    run_dir: Path
-    resume: Resume
-    options: dict[str, Any]
-
-    @classmethod
-    def of(cls, config: TrainConfig) -> RunRequest:
-        """The request that composed options describe."""
-        return cls(Path(config.output_dir), config.resume, options_of(config))
-
-
 def options_of(config: Options) -> dict[str, Any]:
     """Options as JSON values."""
     options: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
@@ -72,9 +50,8 @@ def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list
 def has_same_length(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
     """True if both sets of options give the same number of steps over the same pairs."""
     old, new = before["training"], after["training"]
-    if old["max_steps"] is not None and new["max_steps"] is not None:
-        return bool(old["max_steps"] == new["max_steps"])
-    return bool(old["max_steps"] == new["max_steps"] and old["epochs"] == new["epochs"])
+    is_by_steps = old["max_steps"] is not None
+    return bool(old["max_steps"] == new["max_steps"] and (is_by_steps or old["epochs"] == new["epochs"]))
 
 
 def require_same_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
@@ -92,20 +69,14 @@ def require_same_options(before: Mapping[str, Any], after: Mapping[str, Any]) ->
             f"resume=auto continues a run under the options it started with, but {told}{more}; "
             "set them back, or choose another hydra.run.dir"
         )
-    _require_no_shrink(old, new)
-
-
-def _require_no_shrink(old: Mapping[str, Any], new: Mapping[str, Any]) -> None:
-    """Refuse a smaller length if the options alone show it; the number of steps is compared after pairs are read."""
     steps, epochs = LENGTH
-    by_steps = old[steps] is not None and new[steps] is not None
-    by_epochs = old[steps] is None and new[steps] is None
-    for name, counts in ((steps, by_steps), (epochs, by_epochs)):
-        if counts and new[name] < old[name]:
-            raise ConfigError(
-                f"resume=auto makes a run longer, not shorter, but {name} was {old[name]}, is {new[name]}; "
-                "set it back, or choose another hydra.run.dir"
-            )
+    name = epochs if old[steps] is new[steps] is None else steps
+    # if only one of them has a number of steps, the lengths are compared after the pairs are read
+    if None not in (old[name], new[name]) and new[name] < old[name]:
+        raise ConfigError(
+            f"resume=auto makes a run longer, not shorter, but {name} was {old[name]}, is {new[name]}; "
+            "set it back, or choose another hydra.run.dir"
+        )
 
 
 def flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -115,6 +86,15 @@ def flat(options: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from flat(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
+
+
+def paths_of(source: Any) -> list[str]:
+    """The paths and hub names in the value of `data.train` or `data.val`."""
+    if isinstance(source, Mapping):
+        return paths_of(source.get("path"))
+    if isinstance(source, str):
+        return [source]
+    return [path for item in source for path in paths_of(item)] if isinstance(source, Sequence) else []
 
 
 def is_among(name: str, options: Collection[str]) -> bool:

@@ -20,8 +20,7 @@ from rm_optimizer.experiments.optimizer_comparison.findings import (
     RatePoint,
     findings,
 )
-from rm_optimizer.experiments.optimizer_comparison.setting import Budget
-from rm_optimizer.experiments.optimizer_comparison.stages import Stages
+from rm_optimizer.experiments.optimizer_comparison.setting import Budget, Frozen
 from rm_optimizer.experiments.study import DAMAGED, Study
 from rm_optimizer.reporting.document import Answer, Document, Drawing, Listing, Part
 from rm_optimizer.reporting.figures import (
@@ -60,7 +59,7 @@ def comparison_document(folder: Path) -> Document:
     try:
         found = findings(folder)
     except NotFinished as error:
-        title = f"Comparison of {', '.join(Stages(folder).frozen.options.optimizers)}"
+        title = f"Comparison of {', '.join(Frozen.of(folder).options.optimizers)}"
         plan, counts = study.plan, Counter(str(row["state"]) for row in rows)
         about = [
             f"{len(rows)} trials: {', '.join(f'{number} {state}' for state, number in sorted(counts.items()))}.",

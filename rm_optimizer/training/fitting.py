@@ -27,7 +27,7 @@ from rm_optimizer.records.provenance import commit, machine, versions
 from rm_optimizer.records.run_folder import METRICS_FILE, PAIR_REWARDS_FILE, RunFolder, checkpoint_step
 from rm_optimizer.schema import HardwareConfig
 from rm_optimizer.schema.data import Streaming
-from rm_optimizer.training.callbacks.checkpoints import Checkpoints, extension_at
+from rm_optimizer.training.callbacks.checkpoints import Checkpoints, Extension
 from rm_optimizer.training.callbacks.evaluation import SCORE_METRICS
 from rm_optimizer.training.callbacks.evaluation_plan import PER_EPOCH
 from rm_optimizer.training.callbacks.memory_profile import PROFILE_COLUMNS, PROFILE_ROWS, MemoryProfile
@@ -36,7 +36,7 @@ from rm_optimizer.training.folder.model_card import write_card
 from rm_optimizer.training.folder.record import RUN_KEY, DataSummary, RunResult, RunStatus
 from rm_optimizer.training.loggers import COLUMNS, MetricsCSV, ProgressLines, StepProgress, shows_bars
 from rm_optimizer.training.preparation import Run, list_skipped
-from rm_optimizer.training.stopping import StopSignal, require_finite, stopped_after
+from rm_optimizer.training.stopping import StopSignal, require_finite
 from rm_optimizer.training.strategy import cluster_plugins, strategy_of
 
 log = logging.getLogger("rm_optimizer")
@@ -78,8 +78,9 @@ def fit(
             before_saving=run.keep_trained_pairs if is_streamed else None,
         ),
     ]
-    if resume_step is not None:
-        callbacks += extension_at(resume_step, run.record.extensions, config.schedule)
+    for each in run.record.extensions[-1:]:
+        if each["after_step"] == resume_step:
+            callbacks.append(Extension(config.schedule, from_steps=each["from_steps"], to_steps=each["to_steps"]))
     if config.training.progress:
         log.info("the metrics of every step are in %s", run.run_dir / METRICS_FILE)
         evaluation.lines = None if shows_bars() else ProgressLines()
@@ -143,8 +144,11 @@ def quiet_libraries() -> None:
 
 
 def _interrupted(run: Run, steps: int, where: str) -> Interrupted:
-    told = stopped_after(steps, run.module.num_steps, where, run.run_dir, run.module.last_checkpoint)
-    return Interrupted(told)
+    """The error for a run that the user stopped; `where` is the activity that was interrupted, after a blank."""
+    best = RunFolder(run.run_dir).best_checkpoint
+    so_far = f", the best so far {best}" if best.exists() else ""
+    saved = f"its checkpoint is {run.module.last_checkpoint}{so_far}; resume=auto continues there"
+    return Interrupted(f"stopped after step {steps} of {run.module.num_steps}{where}; {saved}")
 
 
 def _finished(run: Run, trainer: pl.Trainer, seconds: float) -> RunResult:

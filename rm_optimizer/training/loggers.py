@@ -331,9 +331,7 @@ class ProgressLines(pl.Callback):
         self._started, self._first_step = self.clock(), trainer.global_step
         self._pairs_before = pl_module.pairs_seen
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Log the step if a line is due."""
         assert isinstance(pl_module, RunModule)
         if not (trainer.is_global_zero and self._is_due()):

@@ -36,8 +36,8 @@ from rm_optimizer.training.callbacks.evaluation import SCORE_METRICS, Evaluation
 from rm_optimizer.training.callbacks.evaluation_plan import PairMetric, require_monitored
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.data.run_data import data_module, load_data, order_of
-from rm_optimizer.training.folder.record import TOY_WARNING, RunRecord, Start, is_toy, recorded
-from rm_optimizer.training.folder.start import require_same_order, require_same_pairs
+from rm_optimizer.training.folder.record import TOY_WARNING, RunRecord, is_toy
+from rm_optimizer.training.folder.start import Start, recorded, require_same_order, require_same_pairs
 from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.loggers import COLUMNS
 

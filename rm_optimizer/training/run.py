@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from inspect import signature
+from pathlib import Path
 from types import MappingProxyType
 from typing import Never, TypeAlias
 
@@ -25,7 +26,6 @@ from rm_optimizer.optim import check_compatible
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.recall import written
 from rm_optimizer.records.run_folder import DIVERGED_FILE, require_usable
-from rm_optimizer.records.run_options import RunRequest
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.compose import model_overrides
 from rm_optimizer.schema.diagnose import counterpart
@@ -34,8 +34,15 @@ from rm_optimizer.training.callbacks.run_callback import require_callbacks
 from rm_optimizer.training.data.run_data import pairs_in_memory
 from rm_optimizer.training.fitting import fit
 from rm_optimizer.training.folder.lock import run_lock
-from rm_optimizer.training.folder.record import RunResult, new_folder, write_record
-from rm_optimizer.training.folder.start import begin, ended_run, require_same_order, require_same_pairs
+from rm_optimizer.training.folder.record import RunResult
+from rm_optimizer.training.folder.start import (
+    begin,
+    ended_run,
+    new_folder,
+    require_same_order,
+    require_same_pairs,
+    write_record,
+)
 from rm_optimizer.training.loggers import log_outcome, open_loggers, require_wandb_key
 from rm_optimizer.training.preparation import prepare
 from rm_optimizer.training.processes import require_devices
@@ -184,20 +191,20 @@ def run_training(
     check_compatible(config.optimizer, config.hardware, config.schedule)
     require_devices(config.hardware)
     require_wandb_key(config.logger)
-    request = RunRequest.of(config)
-    run_dir = request.run_dir
+    run_dir = Path(config.output_dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     is_first_rank = getattr(rank_zero_only, "rank", 0) == 0
     with run_lock(run_dir) if is_first_rank else nullcontext():
         if is_first_rank:
-            require_usable(request)
-        if (ended := ended_run(request)) is not None:
-            require_same_pairs(ended.result.data, data)
+            require_usable(config)
+        if (ended := ended_run(config)) is not None:
+            result, said = ended
+            require_same_pairs(result.data, data)
             if config.data.curriculum is None:  # the order follows from the options, which are the same
-                require_same_order(ended.result.data, order)
-            log.info("%s", ended)
-            return ended.result
-        start = begin(request, is_first_rank=is_first_rank)
+                require_same_order(result.data, order)
+            log.info("%s", said)
+            return result
+        start = begin(config, is_first_rank=is_first_rank)
         pl.seed_everything(config.seed, workers=True, verbose=False)
         if config.hardware.num_threads:
             torch.set_num_threads(config.hardware.num_threads)

@@ -10,7 +10,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -55,9 +55,7 @@ class StopSignal:
         for number in self._before:
             signal.signal(number, self._on_signal)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -73,22 +71,6 @@ class StopSignal:
             "stopping after this step or batch of an evaluation, and saving a checkpoint; "
             "press Ctrl-C again to stop at once"
         )
-
-
-def stopped_after(steps: int, num_steps: int, where: str, run_dir: Path, checkpoint: Path | None) -> str:
-    """Message of a run that the user stopped.
-
-    Args:
-        steps: optimizer steps done.
-        num_steps: optimizer steps planned.
-        where: activity that was interrupted, after a blank; empty between two steps.
-        run_dir: the run folder.
-        checkpoint: its last checkpoint.
-    """
-    best = RunFolder(run_dir).best_checkpoint
-    so_far = f", the best so far {best}" if best.exists() else ""
-    saved = f"its checkpoint is {checkpoint}{so_far}; resume=auto continues there"
-    return f"stopped after step {steps} of {num_steps}{where}; {saved}"
 
 
 def stopped_at_once(run_dir: Path) -> str:

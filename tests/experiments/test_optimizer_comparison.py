@@ -21,8 +21,8 @@ from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, TrainingDiverged
 from rm_optimizer.experiments.optimizer_comparison import arm_trial, stages
 from rm_optimizer.experiments.optimizer_comparison.findings import ComparisonFindings, across_datasets, findings
-from rm_optimizer.experiments.optimizer_comparison.setting import Frozen, freeze, pairs_file
-from rm_optimizer.experiments.optimizer_comparison.stages import Stages, chosen_rate, next_rate, rate_grid
+from rm_optimizer.experiments.optimizer_comparison.setting import Frozen, pairs_file
+from rm_optimizer.experiments.optimizer_comparison.stages import Stages, chosen_rate, freeze, next_rate, rate_grid
 from rm_optimizer.experiments.study import Study
 from rm_optimizer.experiments.trial import InlineExecutor
 from rm_optimizer.interfaces.cli import app
@@ -260,14 +260,14 @@ def test_rates_are_half_decades_and_an_edge_is_extended_twice_at_most():
     grid = rate_grid(1e-4, 5)
     assert grid == (1e-5, 3.16e-5, 1e-4, 3.16e-4, 1e-3)
     scores = dict(zip(grid, (0.6, 0.61, 0.62, 0.63, 0.7), strict=True))
-    assert next_rate(scores, grid) == 3.16e-6
-    assert next_rate(scores | {3.16e-6: 0.65}, grid) is None
+    assert next_rate(scores, len(grid)) == 3.16e-6
+    assert next_rate(scores | {3.16e-6: 0.65}, len(grid)) is None
     twice = scores | {3.16e-6: 0.59, 1e-6: 0.58}
-    assert next_rate(twice, grid) is None
-    assert chosen_rate(twice, grid).at_edge
-    assert next_rate(scores | {1e-3: 0.5}, grid) == 3.16e-3
-    assert chosen_rate(dict.fromkeys(grid, math.inf), grid).rate is None
-    assert next_rate(dict.fromkeys(grid, math.inf), grid) is None
+    assert next_rate(twice, len(grid)) is None
+    assert chosen_rate(twice, len(grid)).at_edge
+    assert next_rate(scores | {1e-3: 0.5}, len(grid)) == 3.16e-3
+    assert chosen_rate(dict.fromkeys(grid, math.inf), len(grid)).rate is None
+    assert next_rate(dict.fromkeys(grid, math.inf), len(grid)) is None
 
 
 def test_a_damaged_setting_is_named(tmp_path):

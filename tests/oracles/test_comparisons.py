@@ -21,7 +21,7 @@ from rm_optimizer.errors import TrainingDiverged
 from rm_optimizer.experiments.compared_runs import ComparedRun, FoundRuns
 from rm_optimizer.experiments.optimizer_comparison import stages
 from rm_optimizer.experiments.optimizer_comparison.findings import findings
-from rm_optimizer.experiments.optimizer_comparison.setting import ComparisonOptions, freeze
+from rm_optimizer.experiments.optimizer_comparison.setting import ComparisonOptions
 from rm_optimizer.experiments.run_comparison import compare_runs
 from rm_optimizer.experiments.trial import InlineExecutor
 from rm_optimizer.experiments.verdicts import judge
@@ -291,7 +291,7 @@ def test_a_tuned_study_of_optimizers(tmp_path: Path, monkeypatch: pytest.MonkeyP
         **{"val_pairs": 3, "test_pairs": 9, "pairs_per_prompt": 1},
         overrides=("hardware=cpu", "model=tiny", "batching.batch_size=8", "training.epochs=2"),
     )
-    frozen = freeze(options, tmp_path / "out")
+    frozen = stages.freeze(options, tmp_path / "out")
     files = {
         part: (tmp_path / "out/data" / f"{part}.jsonl").read_text().splitlines() for part in ("train", "val", "test")
     }

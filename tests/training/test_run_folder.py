@@ -15,7 +15,6 @@ import torch
 
 from rm_optimizer.errors import CheckpointError, ConfigError, RMOptimizerError
 from rm_optimizer.records.run_folder import RunFolder, read_rows, require_usable
-from rm_optimizer.records.run_options import RunRequest
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.folder.lock import require_free, run_lock
@@ -59,13 +58,13 @@ def test_a_second_run_in_a_used_folder_is_refused_and_changes_nothing(used: Path
 def test_what_is_left_of_a_run_is_refused_too(used: Path, small_config: Build, left: str):
     keep_only(used, left)
     with pytest.raises(ConfigError, match=left):
-        require_usable(RunRequest.of(small_config(used)))
+        require_usable(small_config(used))
 
 
 def test_a_link_to_a_used_folder_is_refused(used: Path, small_config: Build, tmp_path: Path):
     (tmp_path / "link").symlink_to(used)
     with pytest.raises(ConfigError, match="already holds"):
-        require_usable(RunRequest.of(small_config(tmp_path / "link")))
+        require_usable(small_config(tmp_path / "link"))
 
 
 def test_files_of_other_kinds_are_no_run(small_config: Build, tmp_path: Path):
@@ -73,14 +72,14 @@ def test_files_of_other_kinds_are_no_run(small_config: Build, tmp_path: Path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("{}")
     before = snapshot(tmp_path)
-    require_usable(RunRequest.of(small_config(tmp_path)))
+    require_usable(small_config(tmp_path))
     assert snapshot(tmp_path) == before
 
 
 def test_the_start_of_a_run_that_left_no_result_is_no_run(used: Path, small_config: Build):
     keep_only(used, "options.json", "identity.json", "skipped_rows.txt")
     before = snapshot(used)
-    require_usable(RunRequest.of(small_config(used, "seed=7")))
+    require_usable(small_config(used, "seed=7"))
     assert snapshot(used) == before
 
 
@@ -88,7 +87,7 @@ def test_a_file_that_a_run_would_overwrite_is_not_overwritten(small_config: Buil
     (tmp_path / "metrics.csv").write_text("mine")
     for resume in ("none", "auto", "restart"):
         with pytest.raises(ConfigError, match=r"already holds metrics\.csv, which a run would overwrite"):
-            require_usable(RunRequest.of(small_config(tmp_path, f"resume={resume}")))
+            require_usable(small_config(tmp_path, f"resume={resume}"))
 
 
 @pytest.mark.parametrize("resume", ["none", "auto", "restart"])
@@ -96,10 +95,10 @@ def test_a_folder_that_the_export_could_not_replace_is_refused_at_once(
     resume: str, small_config: Build, tmp_path: Path
 ):
     (tmp_path / "best").mkdir()
-    require_usable(RunRequest.of(small_config(tmp_path, f"resume={resume}")))
+    require_usable(small_config(tmp_path, f"resume={resume}"))
     (tmp_path / "best" / "model.safetensors").write_text("mine")
     with pytest.raises(ConfigError, match="best is where a run puts its model, but holds no export of ours"):
-        require_usable(RunRequest.of(small_config(tmp_path, f"resume={resume}")))
+        require_usable(small_config(tmp_path, f"resume={resume}"))
 
 
 def test_a_finished_run_stays_as_it_is(used: Path, finished_run: RunResult, small_config: Build):
@@ -142,7 +141,7 @@ def test_restart_removes_the_run_and_keeps_the_rest(used: Path, finished_run: Ru
 
 def test_pairs_of_a_start_that_failed_are_not_those_of_the_run(small_config: Build, tmp_path: Path):
     (tmp_path / "trained_pairs.npz").write_text("of a start that failed")
-    begin(RunRequest.of(small_config(tmp_path)), is_first_rank=True)
+    begin(small_config(tmp_path), is_first_rank=True)
     assert not (tmp_path / "trained_pairs.npz").exists()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,12 +21,20 @@ from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import metrics_of, score_pairs
 from rm_optimizer.experiments.cost import StepClock
-from rm_optimizer.experiments.optimizer_comparison.setting import Frozen, pairs_file
+from rm_optimizer.experiments.optimizer_comparison.setting import (
+    CURVE_FILE,
+    FINAL,
+    MARGINS_FILE,
+    TUNE,
+    CurvePoint,
+    Frozen,
+    LearningCurve,
+    pairs_file,
+)
 from rm_optimizer.experiments.study import PlannedTrial, planned_trial
 from rm_optimizer.experiments.training_trials import RUN, config_of, logged_in_study
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.optim.mechanism import StartingPoint, check_mechanism, mechanism_state
-from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import replacing, write_text
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
@@ -39,45 +47,12 @@ from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.run import run_training
 
 TASK = "rm_optimizer.experiments.optimizer_comparison.arm_trial:train_and_judge"
-TUNE, FINAL = "tune", "final"
-MARGINS_FILE, CURVE_FILE = "margins.npz", "curve.json"
-"""Files in a trial's work folder: margins on the validation and test pairs, and the learning curve."""
 CURVATURE = SpectrumOptions(which="largest", tolerance=0.02, max_products=30, num_probes=16)
 """Tolerance of the top eigenvalue, and number of products for the trace."""
 _SCORES = ("accuracy", "nll", "brier", "ece", "mean_margin", "longer_wins", "over_length")
 _SPREADS = ("margin_std", "tie_rate", "reward_mean", "reward_std", "ece_noise_floor")
 WARM_UP = 2
 """Number of first steps that are not timed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class CurvePoint(JsonRecord):
-    """An evaluation during training.
-
-    Args:
-        step: optimizer steps done.
-        tokens: training tokens until then, without padding.
-        seconds: seconds of the steps until then.
-        nll: validation NLL.
-        accuracy: validation accuracy.
-    """
-
-    step: int
-    tokens: int
-    seconds: float
-    nll: float
-    accuracy: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class LearningCurve(JsonRecord):
-    """Evaluations of a run, `curve.json` in a trial's work folder.
-
-    Args:
-        points: evaluations in order.
-    """
-
-    points: tuple[CurvePoint, ...]
 
 
 class ArmRecorder(StepClock):
@@ -122,13 +97,11 @@ class ArmRecorder(StepClock):
         if torch.cuda.is_available():
             torch.cuda.reset_peak_memory_stats()
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *given: Any) -> None:
         """Copy the weights before the first step, and start timing the step."""
         if not self.steps:
             self._before = mechanism_state(trainer.optimizers[0])
-        super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
+        super().on_train_batch_start(trainer, *given)
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -151,11 +124,10 @@ class ArmRecorder(StepClock):
             self._before = None
             tensors = (value for state in trainer.optimizers[0].state.values() for value in state.values())
             self._state_bytes = sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
-        latest = evaluation_of(trainer).latest
-        if latest is not None and latest.step == trainer.global_step:
-            scores = {"nll": latest.metrics.nll.value, "accuracy": latest.metrics.accuracy.value}
-            point = CurvePoint(step=latest.step, tokens=self._tokens, seconds=sum(self.steps), **scores)
-            self.points.append(point)
+        step = trainer.global_step
+        if (metrics := evaluation_of(trainer).metrics_at(step)) is not None:
+            scores = {"nll": metrics.nll.value, "accuracy": metrics.accuracy.value}
+            self.points.append(CurvePoint(step=step, tokens=self._tokens, seconds=sum(self.steps), **scores))
 
 
 def arm_trial(

@@ -23,14 +23,17 @@ from rm_optimizer.core.metrics.effects import SCORES, interquartile_mean, paired
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.optimizer_comparison.arm_trial import (
+from rm_optimizer.experiments.optimizer_comparison.setting import (
     CURVE_FILE,
     MARGINS_FILE,
     TUNE,
+    Budget,
+    ChosenRate,
+    Frozen,
     LearningCurve,
+    chosen_rate,
+    pairs_file,
 )
-from rm_optimizer.experiments.optimizer_comparison.setting import Budget, Frozen, pairs_file
-from rm_optimizer.experiments.optimizer_comparison.stages import ChosenRate, Stages, chosen_rate, rate_grid
 from rm_optimizer.experiments.study import Study
 from rm_optimizer.experiments.trial import RESULT_FILE, WORK, TrialResult
 from rm_optimizer.experiments.verdicts import Verdict, judge
@@ -187,7 +190,7 @@ def findings(folder: Path) -> ComparisonFindings:
         ConfigError: if the folder holds no comparison, or runs of one seed differ in pairs, order or first weights.
         NotFinished: if an optimizer has no finished final run.
     """
-    frozen, study = Stages(folder).frozen, Study(folder)
+    frozen, study = Frozen.of(folder), Study(folder)
     test = PreferenceDataset(str(pairs_file(folder, "test")))
     options = frozen.options
     rates: list[RatePoint] = []
@@ -224,10 +227,9 @@ def findings(folder: Path) -> ComparisonFindings:
     def finding(name: str) -> ArmFinding:
         runs = finals[name]
         margins = _margins(runs)
-        grid = rate_grid(options.config(name).optimizer.lr, options.rates)
         return ArmFinding(
             name=name,
-            chosen=chosen_rate(scores_of[name], grid),
+            chosen=chosen_rate(scores_of[name], options.rates),
             seeds=tuple(run.seed for run in runs),
             diverged=diverged[name],
             scores={score: effect(margins, None, score=score) for score in SCORES},

@@ -1,37 +1,26 @@
-"""Setting of a comparison of optimizers: options that are refused if unfair, and pairs, model and steps of every arm.
+"""Setting and stored records of a comparison of optimizers. Imports no torch.
 
-The setting is written and hashed before the first run.
+Options that would be unfair are refused. The setting is written and hashed before the first run.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import numpy as np
-
-from rm_optimizer.core.model.identity import weights_digest
-from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.core.tokens.dataset import PreferenceDataset, load_pairs, require_disjoint_prompts
-from rm_optimizer.errors import ConfigError, DataError, did_you_mean
-from rm_optimizer.experiments.cost import steps_of
+from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.experiments.study import FROZEN_FILE
 from rm_optimizer.experiments.training_trials import require_shared
 from rm_optimizer.experiments.trial import stored
-from rm_optimizer.optim import check_compatible
-from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.records.codec import JsonRecord
-from rm_optimizer.records.files import write_json_lines, write_text
-from rm_optimizer.records.run_options import flat, is_among, options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import ScheduleName
-from rm_optimizer.training.preparation import build_model
 
 REFERENCE = "adamw"
 """The arm that others are compared with, if it is among the optimizers."""
@@ -64,13 +53,16 @@ LEAST = MappingProxyType(
 """Smallest allowed values of the sizes."""
 SHARED = ("schedule.warmup_ratio", "schedule.min_lr_ratio")
 """Options of these groups that may be set, with the same value for all optimizers."""
-KEPT = ("id", "source", "subset")
-"""Metadata that the written pairs keep."""
+TUNE, FINAL = "tune", "final"
+MARGINS_FILE, CURVE_FILE = "margins.npz", "curve.json"
+"""Files in a trial's work folder: margins on the validation and test pairs, and the learning curve."""
 FIRST_TUNING_SEED = 1000
 """First tuning seed; final seeds start at 0 and end before it, so that no rate is judged on a seed that chose it."""
-HELD_OUT = 0.2
-"""Share of the prompts that is held out if no validation pairs are given; it is divided into validation and test."""
-_OF_AN_ARM = ("optimizer", "schedule", "seed", "output_dir", "data", "model.adamw_lr", "model.lora_lr", "logger")
+
+HALF_DECADE = math.sqrt(10.0)
+"""Factor from one learning rate to the next."""
+MOST_EXTRA = 2
+"""Most rates that are added beyond the edges of the grid."""
 
 
 class Budget(StrEnum):
@@ -144,14 +136,23 @@ class ComparisonOptions(JsonRecord, indent=1):
             given: further fields by name; a value of None means the budget's.
 
         Raises:
-            ConfigError: if an option is unknown or out of its range.
+            ConfigError: if an option is unknown or out of its range, or an optimizer has no learning rate to tune.
         """
+        from rm_optimizer.optim import OPTIMIZERS  # imports torch, which stored options do not need
+
         if budget not in Budget.__members__:
             raise ConfigError(did_you_mean("--budget", budget, Budget.__members__))
         fields: dict[str, Any] = {**BUDGETS[Budget(budget)]}
         fields |= {name: value for name, value in given.items() if value is not None}
         reference = reference or (REFERENCE if REFERENCE in optimizers else next(iter(optimizers), REFERENCE))
-        return cls(budget=Budget(budget), train=train, optimizers=tuple(optimizers), reference=reference, **fields)
+        found = cls(budget=Budget(budget), train=train, optimizers=tuple(optimizers), reference=reference, **fields)
+        for name in found.optimizers:
+            if OPTIMIZERS[name].family == "lr_free":
+                raise ConfigError(
+                    f"{name} estimates its own learning rate, so it cannot be given as many tuned rates as the others; "
+                    "leave it out of --optimizers"
+                )
+        return found
 
     def __post_init__(self) -> None:
         optimizers = self.optimizers
@@ -159,11 +160,6 @@ class ComparisonOptions(JsonRecord, indent=1):
             if optimizers.count(name) > 1:
                 raise ConfigError(
                     f"--optimizers must name each optimizer once, got {name} twice; differing seeds are --seeds"
-                )
-            if OPTIMIZERS[name].family == "lr_free":
-                raise ConfigError(
-                    f"{name} estimates its own learning rate, so it cannot be given as many tuned rates as the others; "
-                    "leave it out of --optimizers"
                 )
         if len(optimizers) < 2:
             raise ConfigError(f"--optimizers must name at least 2 optimizers, got {', '.join(optimizers) or 'none'}")
@@ -200,8 +196,6 @@ class ComparisonOptions(JsonRecord, indent=1):
             ConfigError: if there are such options, with their names.
         """
         configs = {name: self.config(name) for name in self.optimizers}
-        for config in configs.values():
-            check_compatible(config.optimizer, config.hardware, config.schedule)
         if {"adam", "adamw"} <= configs.keys() and configs["adamw"].optimizer.weight_decay == 0:
             raise ConfigError(
                 "adam and adamw are the same optimizer without weight decay, which adapters bring; leave one of them "
@@ -215,6 +209,8 @@ def _composed(optimizer: str, overrides: tuple[str, ...]) -> TrainConfig:
 
     Several devices and constant schedules are refused, since their effects would be compared.
     """
+    from rm_optimizer.optim import OPTIMIZERS, check_compatible
+
     shared = [override for override in overrides if not override.lstrip("+").startswith("data.")]
     config = typed(compose([f"optimizer={optimizer}", *shared, "output_dir=OUTPUT"]), TrainConfig)
     if config.hardware.devices * config.hardware.num_nodes > 1:
@@ -228,6 +224,7 @@ def _composed(optimizer: str, overrides: tuple[str, ...]) -> TrainConfig:
             f"{config.optimizer.name} would be compared without a decay of its learning rate, which "
             "hides its best weights; leave the schedule to the presets"
         )
+    check_compatible(config.optimizer, config.hardware, config.schedule)
     return config
 
 
@@ -266,97 +263,119 @@ class Frozen(JsonRecord, indent=1):
         """
         return stored(cls, folder / FROZEN_FILE, remedy="; start the comparison in another folder")
 
+    @classmethod
+    def of(cls, folder: Path) -> Frozen:
+        """The setting of the comparison in a folder.
+
+        Raises:
+            ConfigError: if the folder holds no comparison, or its setting is damaged.
+        """
+        if (frozen := cls.read(folder)) is None:
+            raise ConfigError(
+                f"{folder} holds no comparison of optimizers ({FROZEN_FILE} is missing); start one with "
+                f"rm-opt compare --optimizers adamw,muon --data PAIRS --output {folder}"
+            )
+        return frozen
+
 
 def pairs_file(folder: Path, split: str) -> Path:
     """File of the pairs of a split, `train`, `val` or `test`, in the folder of a comparison."""
     return folder / "data" / f"{split}.jsonl"
 
 
-def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
-    """Write the pairs and the setting of a comparison, or read the setting if the folder holds the same comparison.
+@dataclass(frozen=True, kw_only=True)
+class CurvePoint(JsonRecord):
+    """An evaluation during training.
 
     Args:
-        options: options of the comparison.
-        folder: folder of the comparison.
-
-    Raises:
-        ConfigError: if options are refused, or the folder holds another comparison.
-        DataError: if pairs cannot be read, or the splits share prompts.
+        step: optimizer steps done.
+        tokens: training tokens until then, without padding.
+        seconds: seconds of the steps until then.
+        nll: validation NLL.
+        accuracy: validation accuracy.
     """
-    options.require_fair()
-    splits = _splits(options)
-    known = Frozen.read(folder)
-    fingerprints = {part: data.fingerprint for part, data in splits.items()}
-    if known is not None:
-        before = replace(known.options, seeds=options.seeds)  # only the number of final seeds may change
-        if before != options or known.fingerprints != fingerprints:
-            names = [name for name in vars(options) if getattr(before, name) != getattr(options, name)]
-            changed = ", ".join(names) or "pairs in the same files"
-            raise ConfigError(f"{folder} holds a comparison with other {changed}; choose another --output")
-        known = replace(known, options=options)
-        write_text(folder / FROZEN_FILE, known.to_json() + "\n")
-        return known
-    for part, data in splits.items():
-        rows = []
-        for pair in data.pairs:
-            row = pair.to_dict()
-            metadata = row.pop("metadata")
-            rows.append(row | {name: metadata[name] for name in KEPT if metadata.get(name) is not None})
-        write_json_lines(pairs_file(folder, part), rows)
-    config = options.config(options.reference)
-    contents = {
-        "model": weights_digest(build_model(config.model, splits["train"], seed=0).model),
-        "fingerprints": fingerprints,
-        "shared": digest([[name, value] for name, value in flat(options_of(config)) if not is_among(name, _OF_AN_ARM)]),
-        "steps": steps_of(config, len(splits["train"])),
-    }
-    frozen = Frozen(
-        digest=digest(contents),
-        options=options,
-        sizes={part: len(data) for part, data in splits.items()},
-        prompts={part: len(set(data.prompt_ids)) for part, data in splits.items()},
-        **contents,  # type: ignore[arg-type]
+
+    step: int
+    tokens: int
+    seconds: float
+    nll: float
+    accuracy: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearningCurve(JsonRecord):
+    """Evaluations of a run, `curve.json` in a trial's work folder.
+
+    Args:
+        points: evaluations in order.
+    """
+
+    points: tuple[CurvePoint, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChosenRate(JsonRecord):
+    """The learning rate that tuning chose.
+
+    Args:
+        rate: learning rate; None if every run of every rate diverged.
+        nll: mean validation NLL of its tuning runs, which is biased low because the rate was chosen by it.
+        at_edge: True if the rate is the smallest or largest one tried, so that a better one may lie beyond.
+        extra: number of rates added beyond the grid.
+    """
+
+    rate: float | None
+    nll: float
+    at_edge: bool
+    extra: int
+
+
+def rate_grid(center: float, count: int) -> tuple[float, ...]:
+    """Learning rates in half decades around a center, to three digits.
+
+    Args:
+        center: rate of the preset.
+        count: number of rates, odd.
+
+    Example:
+        >>> rate_grid(1e-4, 3)
+        (3.16e-05, 0.0001, 0.000316)
+    """
+    return tuple(_rounded(center * HALF_DECADE**power) for power in range(-(count // 2), count // 2 + 1))
+
+
+def next_rate(scores: Mapping[float, float], num_rates: int) -> float | None:
+    """The next rate to try beyond an edge if the best rate is at that edge.
+
+    It is None if no further rate is tried.
+
+    Args:
+        scores: mean validation NLL of each rate that was tried; infinite if a run diverged.
+        num_rates: number of rates of the first grid.
+    """
+    best = chosen_rate(scores, num_rates)
+    if best.rate is None or not best.at_edge or best.extra >= MOST_EXTRA:
+        return None
+    return _rounded(best.rate / HALF_DECADE if best.rate == min(scores) else best.rate * HALF_DECADE)
+
+
+def chosen_rate(scores: Mapping[float, float], num_rates: int) -> ChosenRate:
+    """The rate with the smallest mean validation NLL, or the smaller of two equally good ones.
+
+    Args:
+        scores: mean validation NLL of each rate that was tried; infinite if a run diverged.
+        num_rates: number of rates of the first grid.
+    """
+    tried = sorted(scores)
+    best = min(tried, key=lambda rate: scores[rate])
+    is_known = math.isfinite(scores[best])
+    return ChosenRate(
+        rate=best if is_known else None,
+        nll=scores[best] if is_known else math.nan,
+        at_edge=is_known and best in (tried[0], tried[-1]),
+        extra=len(tried) - num_rates,
     )
-    write_text(folder / FROZEN_FILE, frozen.to_json() + "\n")
-    return frozen
 
 
-def _splits(options: ComparisonOptions) -> dict[str, PreferenceDataset]:
-    named = [override for override in options.overrides if override.lstrip("+").startswith("data.")]
-    data = typed(compose([*named, "model=custom", "model.path=x", "output_dir=."]), TrainConfig).data
-    train = load_pairs(options.train, data)
-    if options.val is None:
-        train, held_out = train.split_by_prompt(HELD_OUT, data.split_seed)
-    else:
-        held_out = load_pairs(options.val, data)
-    if options.test is None:
-        sizes = options.val_pairs, options.test_pairs
-        share = 0.5 if sizes[0] is None or sizes[1] is None else sizes[1] / (sizes[0] + sizes[1])
-        val, test = held_out.split_by_prompt(share, data.split_seed)
-    else:
-        val, test = held_out, load_pairs(options.test, data)
-    # Tuning chooses by the validation pairs, so a shared prompt would make the test scores optimistic.
-    require_disjoint_prompts(train, val)
-    for name, other in (("training", train), ("validation", val)):
-        if not set(other.prompt_ids).isdisjoint(test.prompt_ids):
-            raise DataError(
-                f"test prompts must be untouched, but some are in the {name} pairs; remove them from --test"
-            )
-    return {
-        "train": train if options.pairs is None else train.subset(options.pairs, data.split_seed),
-        "val": _limited(val, options.pairs_per_prompt, options.val_pairs, data.split_seed),
-        "test": _limited(test, options.pairs_per_prompt, options.test_pairs, data.split_seed),
-    }
-
-
-def _limited(data: PreferenceDataset, per_prompt: int | None, most: int | None, seed: int) -> PreferenceDataset:
-    """A random subset of at most `most` pairs, in their order, with at most `per_prompt` pairs of each prompt."""
-    if per_prompt is not None:
-        seen: Counter[str] = Counter()
-        kept = []
-        for position in np.random.default_rng(seed).permutation(len(data)).tolist():
-            seen[data.prompt_ids[position]] += 1
-            if seen[data.prompt_ids[position]] <= per_prompt:
-                kept.append(position)
-        data = PreferenceDataset(data[position] for position in sorted(kept))
-    return data if most is None else data.subset(most, seed)
+def _rounded(rate: float) -> float:
+    return float(f"{rate:.3g}")

@@ -8,15 +8,33 @@ rates. All trials are in one study, so a comparison that was killed continues wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
-from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.optimizer_comparison.arm_trial import FINAL, TASK, TUNE, arm_trial
-from rm_optimizer.experiments.optimizer_comparison.setting import FIRST_TUNING_SEED, Frozen
+import numpy as np
+
+from rm_optimizer.core.model.identity import weights_digest
+from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, load_pairs, require_disjoint_prompts
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.experiments.cost import steps_of
+from rm_optimizer.experiments.optimizer_comparison.arm_trial import TASK, arm_trial
+from rm_optimizer.experiments.optimizer_comparison.setting import (
+    FINAL,
+    FIRST_TUNING_SEED,
+    TUNE,
+    ChosenRate,
+    ComparisonOptions,
+    Frozen,
+    chosen_rate,
+    next_rate,
+    pairs_file,
+    rate_grid,
+)
 from rm_optimizer.experiments.study import (
     FROZEN_FILE,
     PLAN_FILE,
@@ -29,81 +47,107 @@ from rm_optimizer.experiments.study import (
 )
 from rm_optimizer.experiments.trial import Executor, Trial, TrialResult
 from rm_optimizer.optim.registry import OPTIMIZERS
-from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.records.files import write_json_lines, write_text
+from rm_optimizer.records.run_options import flat, is_among, options_of
+from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.training.preparation import build_model
 
 ADAMW = "adamw"
-HALF_DECADE = math.sqrt(10.0)
-"""Factor from one learning rate to the next."""
-MOST_EXTRA = 2
-"""Most rates that are added beyond the edges of the grid."""
+KEPT = ("id", "source", "subset")
+"""Metadata that the written pairs keep."""
+HELD_OUT = 0.2
+"""Share of the prompts that is held out if no validation pairs are given; it is divided into validation and test."""
+_OF_AN_ARM = ("optimizer", "schedule", "seed", "output_dir", "data", "model.adamw_lr", "model.lora_lr", "logger")
 
 
-@dataclass(frozen=True, kw_only=True)
-class ChosenRate(JsonRecord):
-    """The learning rate that tuning chose.
-
-    Args:
-        rate: learning rate; None if every run of every rate diverged.
-        nll: mean validation NLL of its tuning runs, which is biased low because the rate was chosen by it.
-        at_edge: True if the rate is the smallest or largest one tried, so that a better one may lie beyond.
-        extra: number of rates added beyond the grid.
-    """
-
-    rate: float | None
-    nll: float
-    at_edge: bool
-    extra: int
-
-
-def rate_grid(center: float, count: int) -> tuple[float, ...]:
-    """Learning rates in half decades around a center, to three digits.
+def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
+    """Write the pairs and the setting of a comparison, or read the setting if the folder holds the same comparison.
 
     Args:
-        center: rate of the preset.
-        count: number of rates, odd.
+        options: options of the comparison.
+        folder: folder of the comparison.
 
-    Example:
-        >>> rate_grid(1e-4, 3)
-        (3.16e-05, 0.0001, 0.000316)
+    Raises:
+        ConfigError: if options are refused, or the folder holds another comparison.
+        DataError: if pairs cannot be read, or the splits share prompts.
     """
-    return tuple(_rounded(center * HALF_DECADE**power) for power in range(-(count // 2), count // 2 + 1))
-
-
-def next_rate(scores: Mapping[float, float], grid: Sequence[float]) -> float | None:
-    """The next rate to try beyond an edge if the best rate is at that edge.
-
-    It is None if no further rate is tried.
-
-    Args:
-        scores: mean validation NLL of each rate that was tried; infinite if a run diverged.
-        grid: rates of the first grid.
-    """
-    best = chosen_rate(scores, grid)
-    if best.rate is None or not best.at_edge or best.extra >= MOST_EXTRA:
-        return None
-    return _rounded(best.rate / HALF_DECADE if best.rate == min(scores) else best.rate * HALF_DECADE)
-
-
-def chosen_rate(scores: Mapping[float, float], grid: Sequence[float]) -> ChosenRate:
-    """The rate with the smallest mean validation NLL, or the smaller of two equally good ones.
-
-    Args:
-        scores: mean validation NLL of each rate that was tried; infinite if a run diverged.
-        grid: rates of the first grid.
-    """
-    tried = sorted(scores)
-    best = min(tried, key=lambda rate: scores[rate])
-    is_known = math.isfinite(scores[best])
-    return ChosenRate(
-        rate=best if is_known else None,
-        nll=scores[best] if is_known else math.nan,
-        at_edge=is_known and best in (tried[0], tried[-1]),
-        extra=len(tried) - len(grid),
+    options.require_fair()
+    splits = _splits(options)
+    known = Frozen.read(folder)
+    fingerprints = {part: data.fingerprint for part, data in splits.items()}
+    if known is not None:
+        before = replace(known.options, seeds=options.seeds)  # only the number of final seeds may change
+        if before != options or known.fingerprints != fingerprints:
+            names = [name for name in vars(options) if getattr(before, name) != getattr(options, name)]
+            changed = ", ".join(names) or "pairs in the same files"
+            raise ConfigError(f"{folder} holds a comparison with other {changed}; choose another --output")
+        known = replace(known, options=options)
+        write_text(folder / FROZEN_FILE, known.to_json() + "\n")
+        return known
+    for part, data in splits.items():
+        rows = []
+        for pair in data.pairs:
+            row = pair.to_dict()
+            metadata = row.pop("metadata")
+            rows.append(row | {name: metadata[name] for name in KEPT if metadata.get(name) is not None})
+        write_json_lines(pairs_file(folder, part), rows)
+    config = options.config(options.reference)
+    contents = {
+        "model": weights_digest(build_model(config.model, splits["train"], seed=0).model),
+        "fingerprints": fingerprints,
+        "shared": digest([[name, value] for name, value in flat(options_of(config)) if not is_among(name, _OF_AN_ARM)]),
+        "steps": steps_of(config, len(splits["train"])),
+    }
+    frozen = Frozen(
+        digest=digest(contents),
+        options=options,
+        sizes={part: len(data) for part, data in splits.items()},
+        prompts={part: len(set(data.prompt_ids)) for part, data in splits.items()},
+        **contents,  # type: ignore[arg-type]
     )
+    write_text(folder / FROZEN_FILE, frozen.to_json() + "\n")
+    return frozen
 
 
-def _rounded(rate: float) -> float:
-    return float(f"{rate:.3g}")
+def _splits(options: ComparisonOptions) -> dict[str, PreferenceDataset]:
+    named = [override for override in options.overrides if override.lstrip("+").startswith("data.")]
+    data = typed(compose([*named, "model=custom", "model.path=x", "output_dir=."]), TrainConfig).data
+    train = load_pairs(options.train, data)
+    if options.val is None:
+        train, held_out = train.split_by_prompt(HELD_OUT, data.split_seed)
+    else:
+        held_out = load_pairs(options.val, data)
+    if options.test is None:
+        sizes = options.val_pairs, options.test_pairs
+        share = 0.5 if sizes[0] is None or sizes[1] is None else sizes[1] / (sizes[0] + sizes[1])
+        val, test = held_out.split_by_prompt(share, data.split_seed)
+    else:
+        val, test = held_out, load_pairs(options.test, data)
+    # Tuning chooses by the validation pairs, so a shared prompt would make the test scores optimistic.
+    require_disjoint_prompts(train, val)
+    for name, other in (("training", train), ("validation", val)):
+        if not set(other.prompt_ids).isdisjoint(test.prompt_ids):
+            raise DataError(
+                f"test prompts must be untouched, but some are in the {name} pairs; remove them from --test"
+            )
+    return {
+        "train": train if options.pairs is None else train.subset(options.pairs, data.split_seed),
+        "val": _limited(val, options.pairs_per_prompt, options.val_pairs, data.split_seed),
+        "test": _limited(test, options.pairs_per_prompt, options.test_pairs, data.split_seed),
+    }
+
+
+def _limited(data: PreferenceDataset, per_prompt: int | None, most: int | None, seed: int) -> PreferenceDataset:
+    """A random subset of at most `most` pairs, in their order, with at most `per_prompt` pairs of each prompt."""
+    if per_prompt is not None:
+        seen: Counter[str] = Counter()
+        kept = []
+        for position in np.random.default_rng(seed).permutation(len(data)).tolist():
+            seen[data.prompt_ids[position]] += 1
+            if seen[data.prompt_ids[position]] <= per_prompt:
+                kept.append(position)
+        data = PreferenceDataset(data[position] for position in sorted(kept))
+    return data if most is None else data.subset(most, seed)
 
 
 @dataclass(frozen=True)
@@ -139,13 +183,7 @@ class Stages:
         Raises:
             ConfigError: if the folder holds no comparison.
         """
-        frozen = Frozen.read(self.folder)
-        if frozen is None:
-            raise ConfigError(
-                f"{self.folder} holds no comparison of optimizers ({FROZEN_FILE} is missing); start one with "
-                f"rm-opt compare --optimizers adamw,muon --data PAIRS --output {self.folder}"
-            )
-        return frozen
+        return Frozen.of(self.folder)
 
     @property
     def num_planned(self) -> int:
@@ -172,9 +210,9 @@ class Stages:
             if len(results) == len(runs):
                 losses = [result.values.get("val_nll") for result in results]  # None for a diverged run
                 scores[rate] = fmean(loss if isinstance(loss, int | float) else math.inf for loss in losses)
-            if len(scores) == len(rates) and (extra := next_rate(scores, grid)) is not None:
+            if len(scores) == len(rates) and (extra := next_rate(scores, len(grid))) is not None:
                 rates.append(extra)
-        chosen = chosen_rate(scores, grid) if len(scores) == len(rates) else None
+        chosen = chosen_rate(scores, len(grid)) if len(scores) == len(rates) else None
         return TunedArm(trials, chosen, adamw_lr)
 
     def trials(self) -> list[PlannedTrial]:

@@ -114,9 +114,7 @@ class Checkpoints(pl.Callback):
         """Keep the generators' states until training starts."""
         self._random_states = state_dict["random"]
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Save a checkpoint when it is due, and end the run when a stop is requested."""
         assert isinstance(pl_module, RunModule)
         step = trainer.global_step
@@ -158,9 +156,7 @@ class Extension(pl.Callback):
         self.from_steps = from_steps
         self.to_steps = to_steps
 
-    def on_load_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: pl.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         """Clear the mark of the last batch, since Lightning would end a run that was complete at its former length."""
         checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
 
@@ -185,17 +181,3 @@ class Extension(pl.Callback):
         if trainer.is_global_zero:
             told = "the run is extended from %d to %d steps after step %d; %s"
             log.warning(told, self.from_steps, self.to_steps, done, effect)
-
-
-def extension_at(step: int, extensions: tuple[dict[str, Any], ...], schedule: ScheduleConfig) -> list[pl.Callback]:
-    """Callback of a run whose length changes at the step where it continues; none if its length stays.
-
-    Args:
-        step: optimizer steps done when the run continues.
-        extensions: changes of its length.
-        schedule: the schedule.
-    """
-    if not extensions or extensions[-1]["after_step"] != step:
-        return []
-    last = extensions[-1]
-    return [Extension(schedule, from_steps=last["from_steps"], to_steps=last["to_steps"])]

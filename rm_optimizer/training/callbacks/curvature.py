@@ -29,13 +29,11 @@ from rm_optimizer.training.lightning_module import RunModule
 log = logging.getLogger("rm_optimizer")
 
 CURVATURE_COLUMNS = {
-    "curvature/top_eigenvalue": "curvature_top_eigenvalue",
-    "curvature/top_eigenvalue_residual": "curvature_top_eigenvalue_residual",
-    "curvature/trace": "curvature_trace",
-    "curvature/trace_standard_error": "curvature_trace_standard_error",
-    "curvature/preconditioned_sharpness": "curvature_preconditioned_sharpness",
-    "curvature/stability_limit": "curvature_stability_limit",
-    "curvature/num_products": "curvature_num_products",
+    f"curvature/{name}": f"curvature_{name}"
+    for name in (
+        *("top_eigenvalue", "top_eigenvalue_residual", "trace", "trace_standard_error"),
+        *("preconditioned_sharpness", "stability_limit", "num_products"),
+    )
 }
 """Columns of `metrics.csv` by metric name, if curvature is measured; its seconds go to the other loggers only."""
 
@@ -149,9 +147,7 @@ class HessianCallback(RunCallback):
         if step == 0:
             self._measure(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Measure when it is due."""
         step, every = trainer.global_step, self.config.every
         if step == self._plan.due if every is None else step % every == 0:

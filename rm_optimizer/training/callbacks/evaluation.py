@@ -6,7 +6,6 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import MappingProxyType
@@ -47,19 +46,6 @@ MOST_GROUPS = 50
 """Most sources or subsets that an evaluation reports separately."""
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """The last evaluation of the whole validation set.
-
-    Args:
-        step: optimizer steps done.
-        metrics: metrics of the validation pairs, without intervals.
-    """
-
-    step: int
-    metrics: PairwiseMetrics
-
-
 class Evaluation(pl.Callback):
     """Callback that evaluates every `plan.every` steps and after the last one, and keeps the best weights.
 
@@ -82,12 +68,11 @@ class Evaluation(pl.Callback):
         self.config = config.training
         self.plan = plan_of(config, datamodule)
         self.every = self.plan.every
-        self.beta = config.loss.beta
-        self.own, self.score_range = own, config.loss.score_range
+        self.own, self.loss = own, config.loss
         self._sample = self.plan.positions(datamodule.seed)
         assert self.config.mode is not None, "resolved with the options"
         self.best = BestSoFar(self.config.mode, self.config.early_stopping.min_delta)
-        self.latest: Evaluated | None = None
+        self._latest: dict[int, PairwiseMetrics] = {}
         self.stopped_early = False
         self.seconds = 0.0
         self._cut: set[str] = set()
@@ -110,9 +95,7 @@ class Evaluation(pl.Callback):
             trainer.should_stop = True
         self._stop_if_stale(trainer)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Evaluate when it is due."""
         assert isinstance(pl_module, RunModule)
         step = trainer.global_step
@@ -123,8 +106,12 @@ class Evaluation(pl.Callback):
         """Evaluate the last weights of a run that a callback has ended between two evaluations."""
         assert isinstance(pl_module, RunModule)
         is_ended = trainer.global_step == pl_module.num_steps or self.stopped_early or self.stop.requested
-        if not is_ended and (self.latest is None or self.latest.step != trainer.global_step):
+        if not is_ended and self.metrics_at(trainer.global_step) is None:
             self._evaluate(trainer, pl_module)
+
+    def metrics_at(self, step: int) -> PairwiseMetrics | None:
+        """Metrics, without intervals, of the last evaluation; None if it was not after this optimizer step."""
+        return self._latest.get(step)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: RunModule) -> None:
         started = time.perf_counter()
@@ -145,7 +132,7 @@ class Evaluation(pl.Callback):
         metrics = metrics_of(
             rewards,
             self.datamodule.data.val,
-            beta=self.beta,
+            beta=self.loss.beta,
             num_bootstrap=num_bootstrap,
             seed=seed,
             most_groups=MOST_GROUPS,
@@ -161,9 +148,9 @@ class Evaluation(pl.Callback):
     def own_metrics(self, rewards: PairRewards) -> dict[str, float]:
         """The further numbers of an evaluation."""
         found = {name: float(metric(rewards.chosen, rewards.rejected)) for name, metric in self.own.items()}
-        if self.score_range is None:
+        if self.loss.score_range is None:
             return found
-        return found | score_metrics(rewards, self.datamodule.data.val, self.score_range)
+        return found | score_metrics(rewards, self.datamodule.data.val, self.loss.score_range)
 
     def rewards(self, model: BradleyTerryRM, *, sample: NDArray[np.int64] | None = None) -> PairRewards:
         """Rewards of the validation pairs, or a sample of them, with lines of progress if the run has them.
@@ -186,11 +173,11 @@ class Evaluation(pl.Callback):
         metrics = self.metrics(rewards, num_bootstrap=0, seed=0)
         values = {f"val/{name}": value for name, value in metrics.flat().items()}
         values |= {f"val/{name}": value for name, value in self.own_metrics(rewards).items()}
-        values["val/loss"] = _validation_loss(rewards, val, pl_module.loss_config, metrics)
+        values["val/loss"] = _validation_loss(rewards, val, self.loss, metrics)
         for logger in trainer.loggers:
             logger.log_metrics({"epoch": step / self.datamodule.steps_per_epoch, **values}, step=step)
         pl_module.validation_metrics = values
-        self.latest = Evaluated(step, metrics)
+        self._latest = {step: metrics}
         if trainer.is_global_zero:
             folder = self.run_dir / "evaluations" / f"step-{step:08d}"
             with writing(folder):
@@ -307,17 +294,15 @@ class SuiteCallback(pl.Callback):
             self._every = math.ceil(evaluation.plan.count / count) if count else math.inf
         self._score_if_due(trainer, pl_module)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Score after an evaluation, if it is due."""
         self._score_if_due(trainer, pl_module)
 
     def _score_if_due(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert isinstance(pl_module, RunModule)
         evaluation, step = evaluation_of(trainer), trainer.global_step
-        is_evaluated = evaluation.latest is not None and evaluation.latest.step == step
-        if not is_evaluated or math.isinf(self._every) or (step // evaluation.every) % self._every:
+        is_due = not math.isinf(self._every) and (step // evaluation.every) % self._every == 0
+        if not is_due or evaluation.metrics_at(step) is None:
             return
         with evaluation_weights(trainer.optimizers[0]), trainer.precision_plugin.forward_context():
             found = {name: self._number(pl_module.model, name, evaluation.stop) for name in self.items}
@@ -348,11 +333,8 @@ class SuiteCallback(pl.Callback):
 
 
 CALIBRATION_COLUMNS = {
-    "calibration/ece": "calibration_ece",
-    "calibration/ece_mass": "calibration_ece_mass",
-    "calibration/ece_noise_floor": "calibration_ece_noise_floor",
-    "calibration/temperature": "calibration_temperature",
-    "calibration/nll_at_temperature": "calibration_nll_at_temperature",
+    f"calibration/{name}": f"calibration_{name}"
+    for name in ("ece", "ece_mass", "ece_noise_floor", "temperature", "nll_at_temperature")
 }
 """Columns of `metrics.csv` by metric name, if calibration is logged."""
 
@@ -382,25 +364,22 @@ class CalibrationCallback(RunCallback):
         """Log the untrained model's calibration, if it was evaluated."""
         self._log_if_due(trainer, is_last=False)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Log the calibration of this step's evaluation, if there was one and it is selected."""
         assert isinstance(pl_module, RunModule)
         self._log_if_due(trainer, is_last=trainer.should_stop or trainer.global_step == pl_module.num_steps)
 
     def _log_if_due(self, trainer: pl.Trainer, *, is_last: bool) -> None:
-        evaluation = evaluation_of(trainer)
-        latest, step = evaluation.latest, trainer.global_step
-        if latest is None or latest.step != step or not trainer.is_global_zero:
-            return
-        if not is_last and (step // evaluation.every) % self.config.every:
+        evaluation, step = evaluation_of(trainer), trainer.global_step
+        metrics = evaluation.metrics_at(step)
+        is_skipped = not is_last and (step // evaluation.every) % self.config.every
+        if metrics is None or is_skipped or not trainer.is_global_zero:
             return
         for logger in trainer.loggers:
-            logger.log_metrics(calibration_values(latest.metrics), step=step)
+            logger.log_metrics(calibration_values(metrics), step=step)
         path = evaluation.run_dir / FIGURES / f"reliability-step-{step:08d}.png"
         with writing(path):
-            log_figure(trainer.loggers, "calibration/reliability", self.draw(latest.metrics, path), step)
+            log_figure(trainer.loggers, "calibration/reliability", self.draw(metrics, path), step)
 
 
 def calibration_values(metrics: PairwiseMetrics) -> dict[str, float]:

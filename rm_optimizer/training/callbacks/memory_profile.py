@@ -68,9 +68,7 @@ class MemoryProfile(pl.Callback):
             self._peak_flops = peak_bf16_flops(torch.cuda.get_device_name(pl_module.device)) if half else None
             self._flops = ModelFlops.of_model(pl_module.model)
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Reset the peak and start the clock."""
         if pl_module.device.type == "cuda":
             torch.cuda.synchronize(pl_module.device)

@@ -98,9 +98,7 @@ class PublishWeights(RunCallback):
             self._run = run_name(record.run_id, trainer.global_step)
             self._publisher = self.open_publisher(self.config)
 
-    def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Publish when it is due."""
         assert isinstance(pl_module, RunModule)
         step = trainer.global_step

@@ -24,7 +24,7 @@ from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
 from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader, StepLoader
 from rm_optimizer.errors import ConversationRefused, DataError
 from rm_optimizer.evaluation.pair_rewards import PairRewards, score_pairs, shares_prefixes
-from rm_optimizer.schema import BatchingConfig, DataConfig
+from rm_optimizer.schema import TrainConfig
 
 log = logging.getLogger("rm_optimizer")
 
@@ -37,13 +37,8 @@ class PreferenceDataModule(pl.LightningDataModule):
 
     Args:
         data: the pairs of both splits.
-        config: workers, time-outs and the cache folder.
-        batching: pairs a step and tokens a pass.
-        seed: the run's seed; the data order depends on it and on the step alone.
-        epochs: passes over the training pairs.
-        max_steps: optimizer steps, overriding `epochs`.
+        config: options of the run. The data order depends on its seed and on the step alone.
         model: model that renders conversations and determines if prompts can be shared.
-        pin_memory: load batches into page-locked memory and copy them to the device while it computes.
         order: order of the training pairs; None shuffles them by the seed.
 
     Raises:
@@ -59,26 +54,13 @@ class PreferenceDataModule(pl.LightningDataModule):
     """False if `data.train` holds only the first of the training pairs."""
 
     def __init__(
-        self,
-        data: TrainVal,
-        *,
-        config: DataConfig,
-        batching: BatchingConfig,
-        seed: int,
-        epochs: float,
-        max_steps: int | None,
-        model: BradleyTerryRM,
-        pin_memory: bool = False,
-        order: PairOrder | None = None,
+        self, data: TrainVal, config: TrainConfig, model: BradleyTerryRM, order: PairOrder | None = None
     ) -> None:
         super().__init__()
-        renderer = model.renderer
-        self.config = config
-        self.batching = batching
-        self.seed = seed
-        self.pin_memory = pin_memory
-        self.order = order
-        cache = Path(config.cache_dir) if config.cache_dir else None
+        self.config, self.batching, self.seed, self.order = config.data, config.batching, config.seed, order
+        self.pin_memory = config.hardware.pin_memory
+        training, batching, renderer = config.training, config.batching, model.renderer
+        cache = Path(config.data.cache_dir) if config.data.cache_dir else None
         train, self.train_tokens = _tokenized("training", data.train, renderer, cache)
         val, self.val_tokens = _tokenized("validation", data.val, renderer, cache)
         self.data = replace(data, train=train, val=val)
@@ -90,7 +72,7 @@ class PreferenceDataModule(pl.LightningDataModule):
         if order is not None:
             self._require_fitting(len(data.train))
         self.steps_per_epoch = math.ceil(len(self.train_tokens) / batching.batch_size)
-        self.num_steps = max_steps or max(1, math.ceil(epochs * self.steps_per_epoch - 1e-9))
+        self.num_steps = training.max_steps or max(1, math.ceil(training.epochs * self.steps_per_epoch - 1e-9))
 
     def _require_fitting(self, num_given: int) -> None:
         """Refuse an order that does not fit the pairs, before the first step."""

@@ -206,17 +206,7 @@ def data_module(
     if order is not None and isinstance(data, StreamedTrainVal):
         raise ConfigError("an order needs pairs in memory; set data.streaming=off, or leave out order")
     kind = StreamingDataModule if isinstance(data, StreamedTrainVal) else PreferenceDataModule
-    return kind(
-        data,
-        config=config.data,
-        batching=config.batching,
-        seed=config.seed,
-        epochs=config.training.epochs,
-        max_steps=config.training.max_steps,
-        model=model,
-        pin_memory=config.hardware.pin_memory,
-        order=order,
-    )
+    return kind(data, config, model, order)
 
 
 FIRST_PAIRS = 4096
@@ -312,9 +302,10 @@ class StreamingDataModule(PreferenceDataModule):
     """Pairs of a run with streamed training pairs; an epoch ends with the run or with a pass over all rows.
 
     Args:
-        data: the streamed pairs and those of validation.
+        data: the streamed training pairs, and the validation pairs.
+        config: options of the run, with `training.max_steps`.
         model: model that renders conversations.
-        options: the other arguments of `PreferenceDataModule`; the run has `max_steps`.
+        order: None, since streamed pairs have their own order.
 
     Raises:
         DataError: if a split has no pair left after truncation.
@@ -322,9 +313,11 @@ class StreamingDataModule(PreferenceDataModule):
 
     holds_all_pairs = False
 
-    def __init__(self, data: TrainVal, *, model: BradleyTerryRM, **options: Any) -> None:
+    def __init__(
+        self, data: TrainVal, config: TrainConfig, model: BradleyTerryRM, order: PairOrder | None = None
+    ) -> None:
         assert isinstance(data, StreamedTrainVal), "other pairs are in memory"
-        super().__init__(data, model=model, **options)
+        super().__init__(data, config, model, order)
         self._data_stream = data.stream
         self._renderer = model.renderer
         self._open: MacroBatchStream | None = None
@@ -356,15 +349,11 @@ class StreamingDataModule(PreferenceDataModule):
         self._tally = self._open.tally
         return self._open
 
-    def close(self) -> None:
-        """End the workers."""
+    def teardown(self, stage: str) -> None:
+        """End the workers, also after a failure of the run."""
         if self._open is not None:
             self._open.close()
             self._open = None
-
-    def teardown(self, stage: str) -> None:
-        """End the workers, also after a failure of the run."""
-        self.close()
 
     def pair_ids(self, pair_index: np.ndarray) -> list[str]:
         """Files and rows of training pairs."""

@@ -18,8 +18,8 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import EXPORT_FILE
 from rm_optimizer.records.quoting import markdown_line, markdown_table
-from rm_optimizer.records.recall import paths_of
 from rm_optimizer.records.run_folder import DOCTOR_FILE, RunFolder
+from rm_optimizer.records.run_options import paths_of
 from rm_optimizer.training.folder.record import TOY_WARNING, RunResult, is_toy
 
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+")

@@ -1,37 +1,20 @@
-"""Result and record of a run: options, pairs, versions and outcome, in its folder."""
+"""Result and record of a run: options, pairs, versions and outcome, in its folder. Imports no torch."""
 
 from __future__ import annotations
 
-import itertools
-import json
-import logging
 import os
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
-from rm_optimizer.core.pairs.orders import SHUFFLED, PairOrder, identity_of
+from rm_optimizer.core.pairs.orders import SHUFFLED
 from rm_optimizer.core.rows.readers import is_hub_name
-from rm_optimizer.core.storage.loading import read_checkpoint
-from rm_optimizer.core.tokens.dataset import TrainVal
-from rm_optimizer.errors import CheckpointError, ConfigError
-from rm_optimizer.records.codec import JsonRecord, from_values
+from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import write_text
-from rm_optimizer.records.run_folder import (
-    IDENTITY_FILE,
-    METRICS_FILE,
-    OPTIONS_FILE,
-    RESULT_FILE,
-    RunFolder,
-    RunIdentity,
-    checkpoint_step,
-)
-from rm_optimizer.schema import DataConfig
+from rm_optimizer.records.run_folder import RESULT_FILE
 
 
 class RunStatus(StrEnum):
@@ -46,13 +29,6 @@ TOY_WARNING = (
     "language, take a pretrained model (model=qwen, model.path=MODEL)"
 )
 """Sentence about a model from scratch on a user's own pairs, with a place for the preset's name."""
-
-
-def new_folder() -> str:
-    """A run folder that does not exist yet, named after the present time as the command line names them."""
-    base = Path("outputs", "train") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
-    numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
-    return str(next(folder for folder in itertools.chain([base], numbered) if not folder.exists()))
 
 
 def is_toy(model_path: str | None, train: Any) -> bool:
@@ -191,8 +167,6 @@ class RunResult(JsonRecord, indent=2):
         return write_text(Path(self.run_dir) / RESULT_FILE, self.to_json() + "\n")
 
 
-log = logging.getLogger("rm_optimizer")
-
 RUN_KEY = "run"
 """Entry of a checkpoint's payload that identifies its run."""
 
@@ -222,87 +196,6 @@ class RunRecord:
     def payload(self, step: int) -> dict[str, Any]:
         """The record as values that load without code, with the steps done."""
         return {**vars(self), "extensions": list(self.extensions), "step": step}
-
-
-@dataclass(frozen=True)
-class Start:
-    """Start of a run.
-
-    Args:
-        options: the options of the run, as JSON values.
-        checkpoint: the checkpoint to continue from; None starts a new run.
-        before: the record of that checkpoint.
-    """
-
-    options: dict[str, Any]
-    checkpoint: Path | None = None
-    before: RunRecord | None = None
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done already."""
-        return checkpoint_step(self.checkpoint) if self.checkpoint else 0
-
-
-def recorded(start: Start, data: TrainVal, order: PairOrder | None, num_steps: int) -> RunRecord:
-    """Record of the run that starts now, which its checkpoints contain.
-
-    Raises:
-        ConfigError: if a resumed run would be shorter than planned.
-    """
-    before = start.before
-    train, val = data.fingerprints
-    extensions: tuple[dict[str, int], ...] = () if before is None else before.extensions
-    if before is not None and num_steps < before.num_steps:
-        raise ConfigError(
-            f"resume=auto makes a run longer, not shorter, but training.max_steps and training.epochs gave "
-            f"{before.num_steps} steps, give {num_steps}; restore them, or choose another hydra.run.dir"
-        )
-    if before is not None and num_steps > before.num_steps:
-        extensions += ({"after_step": start.step, "from_steps": before.num_steps, "to_steps": num_steps},)
-    return RunRecord(
-        run_id=before.run_id if before else secrets.token_hex(8),
-        train_fingerprint=train,
-        val_fingerprint=val,
-        num_steps=num_steps,
-        options=start.options,
-        extensions=extensions,
-        order=identity_of(order),
-    )
-
-
-def read_record(path: Path, run_dir: Path) -> RunRecord:
-    """The record of a checkpoint, which must belong to the run in the folder.
-
-    Raises:
-        CheckpointError: if it is of another run, or of a version that recorded none.
-    """
-    content = read_checkpoint(path)[0].get(RUN_KEY)
-    again = "set resume=restart, or choose another hydra.run.dir"
-    if content is None:
-        raise CheckpointError(f"{path} does not name its run, since an earlier version saved it; {again}")
-    record = from_values(RunRecord, content)
-    identity = RunFolder(run_dir).identity
-    if identity is not None and identity.run_id != record.run_id:
-        raise CheckpointError(
-            f"{path} belongs to run {record.run_id}, but the folder to run {identity.run_id}; remove it, {again}"
-        )
-    if not (run_dir / METRICS_FILE).is_file():
-        log.warning("%s is missing: its rows up to step %d are lost", run_dir / METRICS_FILE, checkpoint_step(path))
-    return record
-
-
-def write_record(record: RunRecord, data: DataConfig | None, run_dir: Path) -> None:
-    """Write `identity.json` and `options.json` into the run folder; `data` is None if pairs came from memory."""
-    identity = RunIdentity(
-        run_id=record.run_id,
-        directory=os.getcwd(),
-        sources={name: absolute_source(getattr(data, name)) for name in ("train", "val")} if data else {},
-        train_fingerprint=record.train_fingerprint,
-        val_fingerprint=record.val_fingerprint,
-    )
-    write_text(run_dir / IDENTITY_FILE, identity.to_json() + "\n")
-    write_text(run_dir / OPTIONS_FILE, json.dumps(record.options, indent=2) + "\n")
 
 
 def absolute_source(source: Any) -> Any:

@@ -1,18 +1,26 @@
-"""Start of a run in its folder: a new run, one after a checkpoint, or none since the run has ended."""
+"""Start of a run in its folder: a new run, one after a checkpoint, or none since the run has ended; and its record."""
 
 from __future__ import annotations
 
+import itertools
+import json
 import logging
+import os
+import secrets
 import shutil
 import zipfile
-from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 from rm_optimizer.core.pairs.orders import PairOrder, identity_of
 from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE
+from rm_optimizer.core.storage.loading import read_checkpoint
 from rm_optimizer.core.tokens.dataset import TrainVal
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.records.codec import from_values
+from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_folder import (
     DIVERGED_FILE,
@@ -24,10 +32,20 @@ from rm_optimizer.records.run_folder import (
     PAIR_REWARDS_FILE,
     RESULT_FILE,
     RunFolder,
+    RunIdentity,
+    checkpoint_step,
 )
-from rm_optimizer.records.run_options import RunRequest, changed_options, has_same_length, require_same_options
-from rm_optimizer.schema.config import Resume
-from rm_optimizer.training.folder.record import DataSummary, RunRecord, RunResult, RunStatus, Start, read_record
+from rm_optimizer.records.run_options import changed_options, has_same_length, options_of, require_same_options
+from rm_optimizer.schema import DataConfig
+from rm_optimizer.schema.config import Resume, TrainConfig
+from rm_optimizer.training.folder.record import (
+    RUN_KEY,
+    DataSummary,
+    RunRecord,
+    RunResult,
+    RunStatus,
+    absolute_source,
+)
 
 log = logging.getLogger("rm_optimizer")
 
@@ -41,32 +59,104 @@ LEFT = (
 
 
 @dataclass(frozen=True)
-class EndedRun:
-    """A run that has ended already, so that `resume=auto` does not change it.
+class Start:
+    """Start of a run.
 
     Args:
-        result: its result.
-        ignored: options of this call, which therefore have no effect.
+        options: the options of the run, as JSON values.
+        checkpoint: the checkpoint to continue from; None starts a new run.
+        before: the record of that checkpoint.
     """
 
-    result: RunResult
-    ignored: Sequence[str]
+    options: dict[str, Any]
+    checkpoint: Path | None = None
+    before: RunRecord | None = None
 
-    def __str__(self) -> str:
-        """Sentence on its end and on the options without effect."""
-        ended = "finished" if self.result.status == RunStatus.finished else "was stopped early"
-        rest = f"; {', '.join(self.ignored)} as given now: without effect" if self.ignored else ""
-        return f"the run in {self.result.run_dir} {ended} after step {self.result.steps}; nothing is changed{rest}"
+    @property
+    def step(self) -> int:
+        """Optimizer steps done already."""
+        return checkpoint_step(self.checkpoint) if self.checkpoint else 0
 
 
-def ended_run(request: RunRequest) -> EndedRun | None:
-    """The run that has ended already in the folder of a request; None if there is something left to do.
+def recorded(start: Start, data: TrainVal, order: PairOrder | None, num_steps: int) -> RunRecord:
+    """Record of the run that starts now, which its checkpoints contain.
+
+    Raises:
+        ConfigError: if a resumed run would be shorter than planned.
+    """
+    before = start.before
+    train, val = data.fingerprints
+    extensions: tuple[dict[str, int], ...] = () if before is None else before.extensions
+    if before is not None and num_steps < before.num_steps:
+        raise ConfigError(
+            f"resume=auto makes a run longer, not shorter, but training.max_steps and training.epochs gave "
+            f"{before.num_steps} steps, give {num_steps}; restore them, or choose another hydra.run.dir"
+        )
+    if before is not None and num_steps > before.num_steps:
+        extensions += ({"after_step": start.step, "from_steps": before.num_steps, "to_steps": num_steps},)
+    return RunRecord(
+        run_id=before.run_id if before else secrets.token_hex(8),
+        train_fingerprint=train,
+        val_fingerprint=val,
+        num_steps=num_steps,
+        options=start.options,
+        extensions=extensions,
+        order=identity_of(order),
+    )
+
+
+def read_record(path: Path, run_dir: Path) -> RunRecord:
+    """The record of a checkpoint, which must belong to the run in the folder.
+
+    Raises:
+        CheckpointError: if it is of another run, or of a version that recorded none.
+    """
+    content = read_checkpoint(path)[0].get(RUN_KEY)
+    again = "set resume=restart, or choose another hydra.run.dir"
+    if content is None:
+        raise CheckpointError(f"{path} does not name its run, since an earlier version saved it; {again}")
+    record = from_values(RunRecord, content)
+    identity = RunFolder(run_dir).identity
+    if identity is not None and identity.run_id != record.run_id:
+        raise CheckpointError(
+            f"{path} belongs to run {record.run_id}, but the folder to run {identity.run_id}; remove it, {again}"
+        )
+    if not (run_dir / METRICS_FILE).is_file():
+        log.warning("%s is missing: its rows up to step %d are lost", run_dir / METRICS_FILE, checkpoint_step(path))
+    return record
+
+
+def write_record(record: RunRecord, data: DataConfig | None, run_dir: Path) -> None:
+    """Write `identity.json` and `options.json` into the run folder; `data` is None if pairs came from memory."""
+    identity = RunIdentity(
+        run_id=record.run_id,
+        directory=os.getcwd(),
+        sources={name: absolute_source(getattr(data, name)) for name in ("train", "val")} if data else {},
+        train_fingerprint=record.train_fingerprint,
+        val_fingerprint=record.val_fingerprint,
+    )
+    write_text(run_dir / IDENTITY_FILE, identity.to_json() + "\n")
+    write_text(run_dir / OPTIONS_FILE, json.dumps(record.options, indent=2) + "\n")
+
+
+def new_folder() -> str:
+    """A run folder that does not exist yet, named after the present time as the command line names them."""
+    base = Path("outputs", "train") / datetime.now().strftime("%Y-%m-%d/%H-%M-%S")
+    numbered = (base.with_name(f"{base.name}-{number}") for number in itertools.count(2))
+    return str(next(folder for folder in itertools.chain([base], numbered) if not folder.exists()))
+
+
+def ended_run(config: TrainConfig) -> tuple[RunResult, str] | None:
+    """The run in a folder that has ended already; None if there is something left to do.
 
     Args:
-        request: the run that is to start; `require_usable` has passed it.
+        config: options of the run that is to start; `require_usable` has passed them.
+
+    Returns:
+        The result, and a sentence on its end and on the changed options, which have no effect.
     """
-    run_dir, options = request.run_dir, request.options
-    if request.resume != Resume.auto or not (run_dir / EXPORT).is_file() or (result := RunResult.read(run_dir)) is None:
+    run_dir, options = Path(config.output_dir), options_of(config)
+    if config.resume != Resume.auto or not (run_dir / EXPORT).is_file() or (result := RunResult.read(run_dir)) is None:
         return None
     identity = RunFolder(run_dir).identity
     if result.run_id is None or (identity is not None and identity.run_id != result.run_id):
@@ -74,40 +164,44 @@ def ended_run(request: RunRequest) -> EndedRun | None:
     require_same_options(result.config, options)
     if result.status == RunStatus.finished and not has_same_length(result.config, options):
         return None
-    return EndedRun(result, changed_options(result.config, options))
+    ended = "finished" if result.status == RunStatus.finished else "was stopped early"
+    ignored = changed_options(result.config, options)
+    rest = f"; {', '.join(ignored)} as given now: without effect" if ignored else ""
+    return result, f"the run in {result.run_dir} {ended} after step {result.steps}; nothing is changed{rest}"
 
 
-def begin(request: RunRequest, *, is_first_rank: bool) -> Start:
+def begin(config: TrainConfig, *, is_first_rank: bool) -> Start:
     """Find the checkpoint to continue from, or clear the folder for a new run.
 
     Args:
-        request: the run that is to start; `require_usable` has passed it.
+        config: options of the run that is to start; `require_usable` has passed them.
         is_first_rank: True if this process may remove files.
 
     Raises:
         CheckpointError: if the checkpoint is of another run, or of a version that recorded none.
         ConfigError: if the options differ from the checkpoint's, or a finished run has no checkpoint to extend it from.
     """
-    run_dir, run = request.run_dir, RunFolder(request.run_dir)
+    run_dir, options = Path(config.output_dir), options_of(config)
+    run = RunFolder(run_dir)
     if is_first_rank:
         (run_dir / DIVERGED_FILE).unlink(missing_ok=True)
-    checkpoint = _newest_checkpoint(run_dir) if request.resume == Resume.auto else None
+    checkpoint = _newest_checkpoint(run_dir) if config.resume == Resume.auto else None
     if checkpoint is not None:
         before = read_record(checkpoint, run_dir)
-        require_same_options(before.options, request.options)
-        return Start(request.options, checkpoint, before)
+        require_same_options(before.options, options)
+        return Start(options, checkpoint, before)
     results = run.results
-    if request.resume == Resume.auto and RESULT_FILE in results:
+    if config.resume == Resume.auto and RESULT_FILE in results:
         raise ConfigError(
             f"resume=auto needs a checkpoint to extend the finished run in {run_dir}, but checkpoints/ holds no whole "
             "one; set the options back, set resume=restart, or choose another hydra.run.dir"
         )
-    if is_first_rank and (results or (request.resume == Resume.restart and run.is_used)):
+    if is_first_rank and (results or (config.resume == Resume.restart and run.is_used)):
         log.info("starting a new run in %s; the files of the run before are removed", run_dir)
         clear(run_dir)
     if is_first_rank:
         (run_dir / TRAINED_PAIRS_FILE).unlink(missing_ok=True)  # left by a start that failed before its first step
-    return Start(request.options)
+    return Start(options)
 
 
 def _newest_checkpoint(run_dir: Path) -> Path | None:
