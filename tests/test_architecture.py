@@ -78,6 +78,7 @@ ADDRESSES = {
 BESIDE = {("rl_coupling", "serving"), ("rl_coupling", "doctor")}
 """Rooms that import from another on their own floor, as docs/architecture.md says why."""
 MOST_FILES = 15
+IMPORTS = (ast.Import, ast.ImportFrom)
 """Modules of a folder, `__init__` aside; past that it is divided."""
 
 
@@ -188,6 +189,18 @@ def test_a_wrong_import_would_be_seen():
 def test_optim_does_not_import_core():
     found = [path.name for path in (PACKAGE / "optim").glob("*.py") if "rm_optimizer.core" in path.read_text("utf-8")]
     assert found == []
+
+
+def test_the_page_of_a_run_and_the_records_of_a_comparison_need_no_torch():
+    """Imports at the top of the modules, and of all that these import there."""
+    seen, left = set[str](), {"reporting.pages.run_page", "experiments.optimizer_comparison.setting"}
+    while left:
+        seen.add(name := left.pop())
+        tops = [node for node in ast.parse(MODULES[name].read_text("utf-8")).body if isinstance(node, IMPORTS)]
+        found = {word for node in tops for _, word in imported(ast.Module([node], []))}
+        left |= {word for word in found if word in MODULES} - seen
+        outside = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in tops}
+        assert not {str(word).partition(".")[0] for word in outside} & {"torch", "transformers", "hydra"}, name
 
 
 ODD_OPENINGS = (

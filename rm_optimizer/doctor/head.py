@@ -49,23 +49,23 @@ def head_init(model: BradleyTerryRM) -> Check:
     is_fresh = is_head_fresh(model)
     is_usable = 0 < std < torch.inf
     good = "the head is at its random start" if is_fresh else "the head has trained weights"
-    bad = "the head's weights are zero or not finite, so no response gets a reward of its own; train again"
+    bad = "the head's weights are zero or not finite, so rewards do not tell responses apart; train again"
     expected, unit = f"finite and more than 0; {fresh_std:.3g} at the start", "root mean square of the weights"
     details = {"origin": model.head_init, "fresh": str(is_fresh)}
     return judged("head_init", is_usable, std, unit, expected, good, bad, details=details)
 
 
 def adapter_trained(model: BradleyTerryRM) -> Check:
-    """An adapter beside a trained head was trained too."""
+    """An adapter of a model with a trained head was trained too."""
     if not has_adapter(model.model):
         return skipped("adapter_trained", "", "the model has no adapter")
     is_zero = has_untrained_adapter(model.model)
     good = "adapter and head are at their start" if is_zero else "the adapter has trained weights"
     bad = (
-        "all lora_B are zero, so the adapter adds nothing to the base beside a trained head; check that training "
-        "reached it, and that its weights were saved"
+        "all lora_B are zero, so the adapter adds nothing to the base, although the head is trained; check that "
+        "training reached it, and that its weights were saved"
     )
-    is_good, expected = not is_zero or is_head_fresh(model), "not zero beside a trained head"
+    is_good, expected = not is_zero or is_head_fresh(model), "not zero if the head is trained"
     verdict = (is_good, "zero" if is_zero else "not zero", "factors B", expected, good, bad)
     return judged("adapter_trained", *verdict, otherwise=Status.warn)
 

@@ -1,6 +1,6 @@
 """Checks that the hidden states of a frozen model predict the labels of pairs, and do not predict random labels.
 
-A linear probe is fitted to differences of hidden states, and tested on other prompts than those of its fit. The same
+A linear probe is fitted to differences of hidden states, and tested on prompts outside of its fit. The same
 probe is applied to a control task (Hewitt & Liang, 2019, https://arxiv.org/abs/1909.03368), where a random one of each
 two texts wins. There its accuracy must be at chance. If it is higher, the same comparisons are under several prompts,
 and no held-out number is valid.
@@ -57,7 +57,7 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
     shuffled = (0.5 + 0.5 * np.sign(predicted * targets))[:, 1:].mean(axis=0)
     mean, error = float(shuffled.mean()), float(shuffled.std(ddof=1) / np.sqrt(len(shuffled)))
     good = f"with random labels the probe is right on {mean:.3f} ± {error:.3f} of new prompts"
-    bad = f"{good}, so the same comparisons stand under several prompts; remove such repeats before splitting"
+    bad = f"{good}, so the same comparisons are under several prompts; remove such repeats before splitting"
     details: dict[str, MeasuredValue] = {"standard_error": error, "num_shuffles": len(shuffled)}
     verdict = (not mean - _STANDARD_ERRORS * error > 0.5, mean, "held-out accuracy", expected[1], good, bad)
     control = judged("label_shuffle", *verdict, details=details)

@@ -18,7 +18,7 @@ from rm_optimizer.records.randomness import keeping_random_state
 CHANGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}
 """Largest change of a reward that counts as rounding, in standard deviations of the probe's rewards.
 
-The unit is the spread of the rewards, since those of a fresh head are small. In float64 some model families still
+The unit is the spread of the rewards, since a fresh head gives small ones. In float64 some model families still
 compute rotary angles and norms in float32. Half types round hidden states to 11 and 8 bits, and some kernels to fewer.
 """
 UNIT = "standard deviations of reward"
@@ -57,7 +57,7 @@ def padded_rewards(
 
 
 def alone_rewards(model: BradleyTerryRM, rows: Sequence[Sequence[int]]) -> Float[Tensor, " sequences"]:
-    """Rewards of the rows, each in a batch of its own."""
+    """Rewards of the rows, each alone in its batch."""
     return torch.cat([padded_rewards(model, [row]) for row in rows])
 
 

@@ -179,9 +179,9 @@ def label_agreement(scored: ScoredPairs, seed: int) -> Check:
 
 
 def calibration(scored: ScoredPairs, seed: int) -> Check:
-    """The probabilities of a trained model are those of its labels, up to a factor of two in temperature.
+    """The probabilities of a trained model agree with its labels, up to a factor of two in temperature.
 
-    It warns only if the calibration error, too, exceeds that of a calibrated model beyond its interval. A model with
+    It warns only if the calibration error, too, exceeds a calibrated model's beyond its interval. A model with
     flipped labels seems over-confident at any scale of its rewards, which `flipped_labels` tells apart.
     """
     metrics = scored.metrics(seed, length_sign=1.0)
@@ -207,7 +207,7 @@ def calibration(scored: ScoredPairs, seed: int) -> Check:
 def label_groups(scored: ScoredPairs, seed: int) -> Check:
     """The model agrees above chance with the labels of each annotator, source or other value of the pairs' metadata.
 
-    A value with `LEAST_PAIRS` pairs counts if its accuracy is below that of the other pairs beyond a one-sided test at
+    A value with `LEAST_PAIRS` pairs counts if its accuracy is below the other pairs' beyond a one-sided test at
     1 %, divided by the number of values (Bonferroni), and is not above chance.
     """
     expected = "above 0.5 for each value of the metadata"
@@ -233,7 +233,7 @@ def label_groups(scored: ScoredPairs, seed: int) -> Check:
 def beats_length(scored: ScoredPairs, seed: int) -> Check:
     """A trained model agrees with the labels more often than a rule that counts characters, on the same pairs.
 
-    The rule chooses the longer response, or the shorter one if that is right more often. The interval is that of the
+    The rule chooses the longer response, or the shorter one if that is right more often. The interval is for the
     difference in accuracy, from resamples of prompts.
     """
     expected = "above 0, beyond its interval"

@@ -72,7 +72,7 @@ def special_tokens(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> C
     opens = [count == 1 if adds_opener else count <= 1 for count in num_openers]
     wrong_start, wrong_end = opens.count(False), sum(count != 1 for count in num_closers)
     num_wrong = sum(not first or last != 1 for first, last in zip(opens, num_closers, strict=True))
-    good = "special tokens stand once at either end of every sequence"
+    good = "special tokens are once at either end of every sequence"
     bad = (
         f"{wrong_start} sequences open with BOS and {wrong_end} close with EOS zero times or twice; let the rendering "
         "or the tokenizer add them, not both"
@@ -139,7 +139,7 @@ def template_date(model: BradleyTerryRM) -> Check:
 
 
 def rendered_together(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
-    """Check that the model reads the tokens of the whole conversation's text, not those of separate parts."""
+    """Check that the model reads the tokens of the whole conversation's text, not of separate parts."""
     expected = "every sequence holds the tokens of the whole conversation's text"
     whole = [_whole_text_ids(model, prompt, response) for prompt, response in DEFAULT_PROBE]
     short = [i for i, ids in enumerate(whole) if len(ids) + 4 <= model.max_length]

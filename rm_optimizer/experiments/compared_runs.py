@@ -157,7 +157,7 @@ def read_runs(paths: Sequence[Path]) -> FoundRuns:
         others = "".join(f"; {line}" for line in [*(f"{run.folder.path} diverged" for run in diverged), *left_out])
         raise ConfigError(
             f"a comparison needs two finished runs or more, got {len(runs)}; name run folders, or a folder of runs "
-            f"such as that of a sweep{others}"
+            f"such as a sweep's{others}"
         )
     return FoundRuns(runs, diverged, tuple(left_out))
 

@@ -73,7 +73,7 @@ def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
     """Cost of training with each of these options, from a few steps with the first.
 
     The cost of a step is assumed to be proportional to its pairs and to the passes of the optimizer. Runs of other
-    models are assumed to cost as much as those of the first model.
+    models are assumed to cost as much as runs of the first model.
 
     Args:
         configs: options of the runs.

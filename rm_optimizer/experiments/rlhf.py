@@ -12,13 +12,9 @@ from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
 from rm_optimizer.core.rows.response_files import read_prompts
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.locations import ENSEMBLE_FILE
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
-from rm_optimizer.rl_coupling.ensemble_folder import (
-    ENSEMBLE_FILE,
-    load_ensemble,
-    reference_responses,
-    save_ensemble,
-)
+from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble, reference_responses, save_ensemble
 from rm_optimizer.rl_coupling.language_policies import require_language_model
 from rm_optimizer.rl_coupling.policy_training import require_trl
 from rm_optimizer.rl_coupling.rlhf import PolicyCheckpoint, RLHFResult, optimize_policy

@@ -55,10 +55,10 @@ class SAM(CompositeOptimizer):
     with ``e = rho g / ||g||`` (ASAM: ``e = rho w^2 g / || |w| g ||``). The second call computes the gradient there. The
     weights then return to ``w`` bit for bit, and the base optimizer steps with the second gradient.
 
-    The closure must zero the gradients, compute those of the *whole* macro-batch and return the loss. It may accumulate
+    The closure must zero the gradients, compute them for the *whole* macro-batch and return the loss. It may accumulate
     and clip, since both passes use the same pairs and ``e`` does not depend on the length of ``g``. The random
     generators are set back before the second call. So both passes use the same dropout, and the generators end where
-    one pass would have left them. Under FSDP1 each process would compute the norm of its own shard only, so
+    one pass would have left them. Under FSDP1 each process would compute the norm of its shard only, so
     `check_compatible` refuses it.
 
     Args:
@@ -114,7 +114,7 @@ class ScheduleFreeAdamW(Optimizer):
     x <- (1 - c) x + c z`` with ``c = w_t / sum(w)`` and ``w_t = max(lr)^weight_lr_power``.
 
     Parameters hold ``y`` during training and ``x`` after `eval`. Evaluate, export and measure ``x``. Updates equal
-    those of `schedulefree.AdamWScheduleFree` 1.4, with two deviations. Gradients are not overwritten. Going to ``x``
+    `schedulefree.AdamWScheduleFree` 1.4's, with two deviations. Gradients are not overwritten. Going to ``x``
     and back restores ``y`` bit for bit from a copy, so that the number of evaluations never changes a run. The copy is
     part of `state_dict`, so that a checkpoint saved after `eval` holds ``x`` as its weights and resumes exactly.
 

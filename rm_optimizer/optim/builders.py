@@ -131,8 +131,8 @@ def build_scion(params: ParamPartition, config: ScionConfig, num_steps: int | No
     """`pytorch_optimizer.SCION` with a norm for each role: spectral for matrices, sign for tables, RMS for vectors.
 
     Raises:
-        ConfigError: for stacked experts and convolutions, since SCION would misread their dimensions as those of one
-            matrix, and for matrices of unknown layers.
+        ConfigError: for stacked experts and convolutions, since SCION would misread their dimensions as a
+            matrix's, and for matrices of unknown layers.
     """
     params.require_known_matrices("scion")
     stacked = [item.name for item in params.parameters if item.role is Role.other and item.parameter.ndim != 2]

@@ -51,8 +51,8 @@ def _without_shards(reason: str) -> dict[TrainingSetup, str]:
 
 
 FLAT = _without_shards("{} flattens every matrix to one dimension")
-GLOBAL = _without_shards("under {} each process would see the norm of its own shard only")
-CLIPPED = _without_shards("under {} each process would clip gradients by the norm of its own shard")
+GLOBAL = _without_shards("under {} each process would see the norm of its shard only")
+CLIPPED = _without_shards("under {} each process would clip gradients by the norm of its shard")
 WHOLE: dict[TrainingSetup, str] = {"fsdp2": "its package computes on whole tensors only, not on FSDP2's shards"}
 BFLOAT16: dict[TrainingSetup, str] = {
     "fsdp2": "its package would sum products of bfloat16 shards, another step than one device takes"
@@ -91,8 +91,8 @@ def register_optimizer(name: str, options: type[OptimizerConfig], **facts: Any) 
 
     Args:
         name: name of the optimizer, as the user types it.
-        options: dataclass that extends `OptimizerConfig`, with a default for every field of its own. Without defaults
-            of `lr` and `weight_decay` those of AdamW for the model are taken.
+        options: dataclass that extends `OptimizerConfig`, with a default for each further field. Without defaults
+            of `lr` and `weight_decay`, AdamW's for the model are taken.
         facts: further fields of `OptimizerInfo`.
 
     Raises:

@@ -183,7 +183,7 @@ def as_path(name: str, value: str | os.PathLike[str]) -> Path:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Temporary path to write to, beside a file; the block's end renames it to the file, and an error removes it.
+    """Temporary path to write to, next to a file; the block's end renames it to the file, and an error removes it.
 
     Missing folders are made. An earlier file of that name remains until the new one is whole. A symbolic link remains,
     and the file that it points to is replaced. A device or pipe is written directly, since a rename would replace it by
@@ -209,7 +209,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(folder: Path) -> Iterator[Path]:
-    """A new folder beside `folder`; the block's end renames it to `folder`, and an error removes it."""
+    """A new folder next to `folder`; the block's end renames it to `folder`, and an error removes it."""
     aside = folder.with_name(f".{folder.name}.{os.getpid()}.writing")
     earlier = folder.with_name(f".{folder.name}.{os.getpid()}.earlier")
     try:

@@ -11,11 +11,13 @@ from pathlib import Path
 from rm_optimizer.errors import CheckpointError
 
 EXPORT_FILE = "export.json"
-"""File that `save_pretrained` writes beside the weights: a description of the model and a check of its reload."""
+"""File that `save_pretrained` writes next to the weights: a description of the model and a check of its reload."""
 CODE_FILE = "modeling_reward.py"
-"""Code of a head that no class of `transformers` has, beside the weights of such a model."""
+"""Code of a head that no class of `transformers` has, next to the weights of such a model."""
 ADAPTER_FILE = "adapter_config.json"
 """Configuration of a LoRA adapter, as peft names it."""
+ENSEMBLE_FILE = "ensemble.json"
+"""Record of an ensemble of reward models in its folder."""
 BEST_FOLDER = "best"
 """Folder of the exported best model inside a run folder."""
 _WEIGHTS = re.compile(r"(pytorch_)?model[-.].*(safetensors|bin)(\.index\.json)?")

@@ -262,7 +262,7 @@ def require_no_run(folder: Path, option: str) -> None:
 
 
 ANALYSIS_FILE = "analysis.json"
-"""File beside the results with their options, versions and machine."""
+"""File next to the results with their options, versions and machine."""
 _FREE = ("output_dir", "progress", "landscape.token_budget", "landscape.processes", "logger.")
 """Names, or beginnings of names, of the options that change no result."""
 

@@ -1,4 +1,4 @@
-"""Options that a resumed run may change, and the comparison of the others with those of its start. Imports no torch."""
+"""Options that a resumed run may change, and the comparison of the others with its start. Imports no torch."""
 
 from __future__ import annotations
 

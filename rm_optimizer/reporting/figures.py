@@ -257,8 +257,8 @@ def draw_legend(axes: Axes, place: str = "best") -> None:
     Args:
         axes: the axes.
         place: place over the data as for `Axes.legend`, readable there; or `above` the data in a row, for which the
-            axis grows by a quarter; `below` the axes in two columns; `beside` them, where it hides no data, unless it
-            leaves them too little room.
+            axis grows by a quarter; `below` the axes in two columns; `outside`, to their right, where it hides no data,
+            unless it leaves them too little room.
     """
     labels = axes.get_legend_handles_labels()[1]
     is_short = max(map(len, labels), default=0) <= _MOST_BESIDE
@@ -269,13 +269,13 @@ def draw_legend(axes: Axes, place: str = "best") -> None:
         axes.legend(fontsize=9, loc="upper left", ncols=len(labels), frameon=False)
     elif place == "below":
         axes.legend(fontsize=9, loc="upper center", bbox_to_anchor=(0.46, -0.16), ncols=2, frameon=False)
-    elif place == "beside" and is_short:
+    elif place == "outside" and is_short:
         axes.legend(fontsize=9, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     else:
-        at = "best" if place == "beside" else place
+        at = "best" if place == "outside" else place
         legend = axes.legend(fontsize=9, loc=at, frameon=True, framealpha=0.85, edgecolor="none")
         legend.set_zorder(10)
-        legend.set_in_layout(place != "beside")  # a long one does not move the axes
+        legend.set_in_layout(place != "outside")  # a long one does not move the axes
 
 
 def count_ticks(axis: Axis) -> None:

@@ -17,7 +17,6 @@ from rich.text import Text
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.doctor.diagnosis import Diagnosis, Status
-from rm_optimizer.evaluation.saved_model import Evaluation
 from rm_optimizer.records.locations import CODE_FILE
 from rm_optimizer.records.run_folder import METRICS_FILE, RESULT_FILE, PairReward, RunFolder
 from rm_optimizer.reporting.figures import (
@@ -37,19 +36,13 @@ from rm_optimizer.reporting.figures import (
     numbers,
     save_figure,
 )
-from rm_optimizer.reporting.tables import (
-    Cell,
-    evaluation_rows,
-    group_table,
-    metrics_rows,
-    output_console,
-    print_line,
-    summary_table,
-)
+from rm_optimizer.reporting.tables import Cell, group_table, metrics_rows, output_console, print_line, summary_table
 from rm_optimizer.training.folder.record import TOY_WARNING, RunResult, is_toy
 
 PICTURES = "plots"
 CHANCE_LOSS = math.log(2)
+CURVATURE = "curvature_top_eigenvalue"
+"""Column of `metrics.csv` in a run with `training.hessian.enabled`."""
 _STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red", Status.skipped: "dim"}
 
 
@@ -233,12 +226,9 @@ def _history_caption(history: History, name: str) -> str:
     return f"{last:,} optimizer {'step' if last == 1 else 'steps'}{window}{validation}"
 
 
-def print_evaluation(title: str, evaluation: Evaluation, console: Console | None = None) -> None:
-    """Print one evaluation, and the metrics of its groups."""
-    console = console or output_console()
-    console.print(summary_table(title, evaluation_rows(evaluation)))
-    for column in evaluation.metrics.groups:
-        console.print(group_table(evaluation.metrics, column))
+def has_training_curvature(history: History) -> bool:
+    """True if a run measured its curvature."""
+    return any(row.get(CURVATURE) not in ("", None) for row in history)
 
 
 def print_run(result: RunResult, console: Console | None = None) -> None:

@@ -16,10 +16,11 @@ from rich.text import Text
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.tokens.audit import QUANTILES, DataAudit, SplitAudit, example_lines
+from rm_optimizer.core.tokens.audit import example_lines
 from rm_optimizer.records.quoting import markdown_line, markdown_table
 
-if TYPE_CHECKING:  # it imports the model, which a command on data does not need
+if TYPE_CHECKING:  # they import transformers and the model
+    from rm_optimizer.core.tokens.audit import DataAudit, SplitAudit
     from rm_optimizer.evaluation.saved_model import Evaluation
 
 Cell = str | int | float | Estimate | None
@@ -237,6 +238,14 @@ def group_table(metrics: PairwiseMetrics, column: str) -> Group:
     return Group(*[table] * bool(listed), *[note] * bool(rest))
 
 
+def print_evaluation(title: str, evaluation: Evaluation, console: Console | None = None) -> None:
+    """Print one evaluation, and the metrics of its groups."""
+    console = console or output_console()
+    console.print(summary_table(title, evaluation_rows(evaluation)))
+    for column in evaluation.metrics.groups:
+        console.print(group_table(evaluation.metrics, column))
+
+
 def print_audit(audit: DataAudit, console: Console | None = None) -> None:
     """Print an audit: one column for each split, the sources of each, and the overlap of each two splits."""
     columns = [_split_facts(split) for split in audit.splits.values()]
@@ -262,6 +271,7 @@ def print_audit(audit: DataAudit, console: Console | None = None) -> None:
 
 def _split_facts(split: SplitAudit) -> dict[str, Cell]:
     """The column of a split, by the names of its rows."""
+    from rm_optimizer.core.tokens.audit import QUANTILES  # imports transformers, which a page of a run does not need
 
     def counted(number: int) -> str:
         return f"{number:,} ({_percent(number / split.num_pairs)})" if split.num_pairs else f"{number:,}"

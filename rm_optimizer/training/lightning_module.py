@@ -40,13 +40,13 @@ from rm_optimizer.training.stopping import diverged
 from rm_optimizer.training.strategy import ShardedStrategy
 
 ADAMW_LR = 1.0e-5
-"""Learning rate of AdamW in a trainer of one's own; the optimizer presets scale it."""
+"""Learning rate of AdamW in a plain trainer; the optimizer presets scale it."""
 
 
 class RewardModelLightning(pl.LightningModule):
     """Lightning module that trains a reward model with a plain `pl.Trainer`.
 
-    Batches are those of `create_dataloader`, or mappings of tensors as a `DataLoader` of a `PreferenceDataset` gives
+    Batches come from `create_dataloader`, or are mappings of tensors as a `DataLoader` of a `PreferenceDataset` gives
     them. A step is the weighted mean loss of a batch, with the schedule of the optimizer's preset over the trainer's
     steps. It logs `train/loss` and `train/accuracy`, and `val/loss`, `val/accuracy` and `val/mean_margin` as means over
     all validation pairs. For runs that resume, split batches by tokens or use several processes, see
@@ -103,7 +103,7 @@ class RewardModelLightning(pl.LightningModule):
         """Refuse trainers whose numbers would be wrong, and put a loaded model into training mode."""
         if self.automatic_optimization and self.trainer.world_size > 1:
             raise ConfigError(
-                "RewardModelLightning in a trainer of its own takes devices=1, since Lightning deals other pairs to "
+                "RewardModelLightning in a plain trainer takes devices=1, since Lightning deals other pairs to "
                 "other processes than their weights assume; train_reward_model(options={'hardware.devices': N}) does"
             )
         if str(self.trainer.precision) in ("bf16-true", "16-true"):

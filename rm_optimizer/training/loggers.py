@@ -59,7 +59,7 @@ COUNTS = ("_pairs", "_products", "_bytes")
 class MetricsCSV(Logger):
     """Logger that writes `metrics.csv`: one row a step, with empty cells if the step was not evaluated.
 
-    The file holds no times, so that equal runs write equal bytes. Measurements of time go to a file of their own.
+    The file holds no times, so that equal runs write equal bytes. Measurements of time go to another file.
 
     Args:
         folder: the run folder.
@@ -265,7 +265,7 @@ def log_table(loggers: Iterable[Logger], name: str, rows: Sequence[Mapping[str, 
 
 
 def log_outcome(loggers: Iterable[Logger], result: RunResult, *, log_model: bool) -> None:
-    """Log the metrics of the exported weights with their intervals, and those of each group.
+    """Log the metrics of the exported weights with their intervals, and the metrics of each group.
 
     Args:
         loggers: loggers of the run. The metrics and the model go to W&B only, the tables to TensorBoard too.

@@ -178,7 +178,7 @@ class Run:
     suites: SuiteCallback | None
 
     def keep_trained_pairs(self) -> None:
-        """Write fingerprints of the training pairs, with those of the base model and those before a resume."""
+        """Write fingerprints of all pairs that the weights were trained on, the base model's included."""
         found, path = self.datamodule.trained_pairs(), self.run_dir / TRAINED_PAIRS_FILE
         for source in (self.config.model.path, path.parent if path.is_file() else None):
             earlier = None if source is None else TrainedPairs.recorded(source)
@@ -242,7 +242,7 @@ def prepare(
 
 
 def seen_by_base(base: str | None, val: Sequence[PreferencePair]) -> tuple[str, ...]:
-    """Sentence on validation pairs that the base model was trained on, by the record beside it; empty without any.
+    """Sentence on validation pairs that the base model was trained on, by the record next to it; empty without any.
 
     Args:
         base: `model.path`.

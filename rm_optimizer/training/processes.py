@@ -111,7 +111,7 @@ def process_overrides(processes: Processes, run_folder: str, overrides: Sequence
     if processes.launcher == "torchrun":
         folder = _torchrun_folder(run_folder, processes)
     elif is_named:
-        raise ConfigError(f"under SLURM each process has a time of its own, got {is_named[-1]}; name a fixed folder")
+        raise ConfigError(f"under SLURM each process has its own time, got {is_named[-1]}; name a fixed folder")
     else:
         folder = f"outputs/train/slurm-{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '0')}"
     return [f"hydra.run.dir={in_quotes(folder)}", *own]

@@ -27,7 +27,7 @@ class ShardedStrategy(ModelParallelStrategy):
 
     A checkpoint holds whole tensors in the layout of one device, gathered one at a time on the first rank. So
     `BradleyTerryRM.from_pretrained` and every other strategy can read it. Lightning's own strategy would key the
-    optimizer's state by the model's order of parameters, which is not that of groups by role.
+    optimizer's state by the model's order of parameters, which differs from the order of groups by role.
 
     Args:
         num_ranks: number of processes over all nodes.

@@ -27,7 +27,7 @@ from rm_optimizer.evaluation import saved_model
 from rm_optimizer.evaluation.pair_rewards import score_pairs
 from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_model
 from rm_optimizer.records.files import held
-from rm_optimizer.reporting.run_report import print_evaluation
+from rm_optimizer.reporting.tables import print_evaluation
 from tests.builders import narrow_reward_model
 
 LONG = "the same long beginning " * 20

@@ -23,7 +23,6 @@ from rm_optimizer.reporting.landscape.layers import plot_layers
 from rm_optimizer.reporting.landscape.results import draw_training_curvature
 from rm_optimizer.reporting.landscape.spectrum import (
     _geometry_rows,
-    has_training_curvature,
     places_of,
     plot_density,
     plot_spectrum,
@@ -31,6 +30,7 @@ from rm_optimizer.reporting.landscape.spectrum import (
     spectrum_rows,
 )
 from rm_optimizer.reporting.landscape.surfaces import plot_contour, plot_slices, plot_surface, plot_trajectory
+from rm_optimizer.reporting.run_report import has_training_curvature
 from tests.landscape.test_quantities import spectrum
 
 MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)

@@ -176,7 +176,7 @@ def _final_run(work: Path, seed: int, result: TrialResult, num_test: int) -> _Fi
             raise ValueError(f"{margins.size} margins for {num_test} pairs")
     except (OSError, EOFError, ValueError, TypeError, KeyError, zipfile.BadZipFile) as error:
         raise ConfigError(
-            f"{work / name} is missing or damaged; remove {RESULT_FILE} beside {WORK} to measure it again"
+            f"{work / name} is missing or damaged; remove {RESULT_FILE} next to {WORK} to measure it again"
         ) from error
     return _FinalRun(seed, result, curve, margins)
 

@@ -95,7 +95,8 @@ def evaluate(
     from rm_optimizer.records.ledger import progress
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.reporting.labels import report_votes
-    from rm_optimizer.reporting.run_report import draw_evaluation, print_evaluation
+    from rm_optimizer.reporting.run_report import draw_evaluation
+    from rm_optimizer.reporting.tables import print_evaluation
 
     folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     with held(folder, "evaluation"):

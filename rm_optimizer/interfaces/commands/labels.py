@@ -59,7 +59,7 @@ def select(
     from rm_optimizer.data_efficiency.questions import questions_of, require_question_file, write_questions
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.records.ledger import progress
-    from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE
+    from rm_optimizer.records.locations import ENSEMBLE_FILE
 
     acquire = acquisition_function(rule)
     if not acquire.reads_model:
@@ -147,7 +147,8 @@ def _pool(
 
 
 def _scorer(model: str, max_length: int | None) -> BradleyTerryRM | RewardModelEnsemble:
-    from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE, load_ensemble
+    from rm_optimizer.records.locations import ENSEMBLE_FILE
+    from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
 
     def load(checkpoint: str) -> BradleyTerryRM:
         return SavedModel(checkpoint, max_length).load()

@@ -20,6 +20,7 @@ from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import History, save_figure
 from rm_optimizer.reporting.landscape import layers, runs, spectrum, surfaces
 from rm_optimizer.reporting.tables import Cell, summary_table
+from rm_optimizer.schema.landscape import AnalysisType
 
 _VIEWS: Mapping[type, tuple[Callable[[Any], list[Drawing]], Callable[[Any], dict[str, Cell]]]] = {
     Slice: (surfaces.slice_drawings, surfaces.slice_table),
@@ -31,6 +32,20 @@ _VIEWS: Mapping[type, tuple[Callable[[Any], list[Drawing]], Callable[[Any], dict
     BetweenModels: (runs.between_drawings, runs.between_table),
 }
 """Functions that draw a result, and that give its table, by its type."""
+
+
+RESULTS: Mapping[AnalysisType, type[LandscapeRecord]] = {
+    **dict.fromkeys(
+        (AnalysisType.hessian, AnalysisType.gauss_newton, AnalysisType.fisher, AnalysisType.density), HessianSpectrum
+    ),
+    AnalysisType.slices: Slice,
+    AnalysisType.surface: Surface,
+    AnalysisType.layers: LayerCurvature,
+    AnalysisType.trajectory: Trajectory,
+    AnalysisType.evolution: Evolution,
+    AnalysisType.between: BetweenModels,
+}
+"""Type of the result of each analysis."""
 
 
 def drawings(result: LandscapeRecord) -> list[Drawing]:

@@ -87,7 +87,7 @@ def plot_evolution(result: Evolution) -> Figure:
         if name != "subspace overlap":
             axes.guide(y=0.0, linewidth=0.8)
         axes.set_ylabel(name)
-        draw_legend(axes, "beside")
+        draw_legend(axes, "outside")
     all_axes[-1].set_xlabel("optimizer step")
     count_ticks(all_axes[-1].xaxis)
     return figure
@@ -154,14 +154,14 @@ def plot_between(result: BetweenModels) -> Figure:
     if min(shown) > 0 and max(shown) > 20 * min(shown):
         upper.set_yscale("log")
     count_ticks(upper.xaxis)
-    draw_legend(upper, "beside")
+    draw_legend(upper, "outside")
     for index, path in enumerate(result.paths):
         name = f"{result.names[path.first]} to {result.names[path.second]}"
         color = SERIES[index % len(SERIES)]
         lower.curve(path.positions, path.losses, name, color=color, marker="o", markersize=4)
     lower.set(xlabel="share of the straight way", ylabel="loss (nats a pair)")
     if result.paths:
-        draw_legend(lower, "beside")
+        draw_legend(lower, "outside")
     return figure
 
 

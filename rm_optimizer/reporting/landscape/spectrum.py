@@ -30,11 +30,11 @@ from rm_optimizer.reporting.figures import (
     new_figure,
     numbers,
 )
+from rm_optimizer.reporting.run_report import CURVATURE
 from rm_optimizer.reporting.tables import Cell
 
-CURVATURE, TRACE = "curvature_top_eigenvalue", "curvature_trace"
-SHARPNESS, LIMIT = "curvature_preconditioned_sharpness", "curvature_stability_limit"
-"""Columns of `metrics.csv` in a run with `training.hessian.enabled`."""
+TRACE, SHARPNESS, LIMIT = "curvature_trace", "curvature_preconditioned_sharpness", "curvature_stability_limit"
+"""Further columns of `metrics.csv` in a run with `training.hessian.enabled`."""
 Row = dict[str, Any]
 _FEW = 3
 """Number of eigenvalues up to which the inset needs extra room."""
@@ -201,11 +201,6 @@ def plot_training_curvature(history: History, *, caption: str) -> Figure:
         draw_legend(axes, "above")
     panels[-1].set_xlabel("optimizer step")
     return figure
-
-
-def has_training_curvature(history: History) -> bool:
-    """True if a run measured its curvature."""
-    return any(row.get(CURVATURE) not in ("", None) for row in history)
 
 
 def training_rows(history: History) -> list[Row]:

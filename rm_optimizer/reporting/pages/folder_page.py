@@ -7,12 +7,9 @@ from pathlib import Path
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.suite_scores import SUITE_FILE
 from rm_optimizer.experiments.compared_runs import read_runs, runs_inside
-from rm_optimizer.experiments.run_comparison import compare_runs
 from rm_optimizer.experiments.study import PLAN_FILE, StudyPlan, compares_optimizers
 from rm_optimizer.records.run_folder import RunFolder
-from rm_optimizer.reporting.comparison import runs_document
 from rm_optimizer.reporting.document import Document
-from rm_optimizer.reporting.optimizer_comparison import comparison_document
 from rm_optimizer.reporting.pages.run_page import run_document
 from rm_optimizer.reporting.suite import read_result, suite_document
 from rm_optimizer.training.folder.model_card import card_sections, card_summary, card_title, finished_result
@@ -54,6 +51,8 @@ def _document(folder: Path) -> Document | None:
         ConfigError: if this kind of study has no page, or the runs cannot be compared.
     """
     if compares_optimizers(folder):
+        from rm_optimizer.reporting.optimizer_comparison import comparison_document  # only pages of its kind need it
+
         return comparison_document(folder)
     if (folder / PLAN_FILE).is_file():
         StudyPlan.read(folder)  # raises if the plan is damaged
@@ -64,5 +63,8 @@ def _document(folder: Path) -> Document | None:
     if (result := read_result(folder / SUITE_FILE)) is not None:
         return suite_document([result], "Models on a suite")
     if not RunFolder(folder).is_used and len(runs_inside(folder)) > 1:
+        from rm_optimizer.experiments.run_comparison import compare_runs
+        from rm_optimizer.reporting.comparison import runs_document  # imports torch
+
         return runs_document(compare_runs(read_runs([folder])))
     return None

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from omegaconf import OmegaConf
@@ -13,19 +15,29 @@ from omegaconf import OmegaConf
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.doctor.diagnosis import Diagnosis, Status
 from rm_optimizer.errors import DataError
+from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.records.locations import ENSEMBLE_FILE
 from rm_optimizer.records.quoting import shell_word
 from rm_optimizer.records.run_folder import DOCTOR_FILE, METRICS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, RunFolder
 from rm_optimizer.records.run_options import flat
-from rm_optimizer.reporting.document import Answer, Block, Code, Document, Drawing, Fold, Listing, Part
-from rm_optimizer.reporting.pages.landscape_section import landscape_section, stored
+from rm_optimizer.reporting.document import Answer, Block, Code, Document, Drawing, Fold, Listing, Part, Picture
 from rm_optimizer.reporting.readiness import readiness_rows
-from rm_optimizer.reporting.run_report import margins_of, plot_accuracy, plot_loss, plot_margins, plot_reliability
+from rm_optimizer.reporting.run_report import (
+    has_training_curvature,
+    margins_of,
+    plot_accuracy,
+    plot_loss,
+    plot_margins,
+    plot_reliability,
+)
 from rm_optimizer.reporting.tables import TextTable, group_rows, metrics_rows
-from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE, EnsembleRecord
 from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
+from rm_optimizer.schema.landscape import AnalysisType
 from rm_optimizer.training.folder.record import RunResult
 
 _READINESS = Path("readiness", "readiness.json")
+_PNG_END = b"IEND\xaeB`\x82"
+RecordT = TypeVar("RecordT", bound=JsonRecord)
 
 
 def run_document(run_dir: Path) -> Document:
@@ -63,7 +75,7 @@ def run_document(run_dir: Path) -> Document:
             Part(f"By {column}", (Listing(f"by_{column}", group_rows(metrics, column), first=20),))
             for column in metrics.groups
         ),
-        Part("Loss landscape", landscape_section(run_dir, result, missing)),
+        Part("Loss landscape", _landscape(run_dir, result, missing)),
         Part("Ensemble", _ensemble(run_dir, missing)),
         Part("Readiness for reinforcement learning", _readiness(run_dir, missing)),
         Part("Checks by the doctor", _doctor(run_dir, missing)),
@@ -71,6 +83,28 @@ def run_document(run_dir: Path) -> Document:
         Part("Missing", (tuple(missing),)),
     ]
     return Document(f"{result.model}, {result.optimizer}, seed {result.seed}", _answer(metrics), parts)
+
+
+def _stored(
+    kind: type[RecordT], file: Path, subject: str, missing: list[str], remedy: str = "", *, name: str = ""
+) -> RecordT | None:
+    """The record in a file; None if it is missing or damaged.
+
+    Args:
+        kind: type of the record.
+        file: the file.
+        subject: what it is about, in words.
+        missing: gains a sentence if the file is damaged, or missing and there is a remedy.
+        remedy: sentence on what writes the file.
+        name: name of the file in a sentence; empty takes its own.
+    """
+    try:
+        return kind.from_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        missing += [f"{subject}: {remedy}"] if remedy else []
+    except (ValueError, TypeError, LookupError, AttributeError):
+        missing.append(f"{subject}: {name or file.name} is damaged")
+    return None
 
 
 def _curves(run_dir: Path, result: RunResult, missing: list[str]) -> tuple[Block, ...]:
@@ -107,13 +141,82 @@ def _calibration(run_dir: Path, result: RunResult, missing: list[str]) -> tuple[
     return reliability, Drawing("margins", margins, "Reward of the better response minus the reward of the other")
 
 
+def _landscape(run_dir: Path, result: RunResult, missing: list[str]) -> tuple[Block, ...]:
+    """Figures and numbers of every analysis of a run; empty without one.
+
+    Args:
+        run_dir: the run folder.
+        result: the run's result.
+        missing: gains a sentence on each piece that is missing or damaged.
+    """
+    folders = sorted({file.parent for kind in ("json", "png") for file in (run_dir / "landscape").glob(f"*/*.{kind}")})
+    during = _during_training(run_dir, result)
+    if not folders:
+        missing.append(f"loss landscape: rm-opt analyze {shell_word(str(run_dir))} --type hessian measures it")
+        return tuple(during)
+    from rm_optimizer.reporting.landscape.results import RESULTS, drawings, summary_rows  # imports torch
+
+    shown: list[Drawing | Picture] = []
+    tables: list[Fold] = []
+    for folder in folders:
+        num_missing, drawn = len(missing), dict[str, Drawing]()
+        for file in sorted(folder.glob("*.json")):
+            kind = file.stem.removesuffix("_partial")
+            if kind not in AnalysisType.__members__:
+                continue
+            of_run = file.relative_to(run_dir).as_posix()
+            if (found := _stored(RESULTS[AnalysisType(kind)], file, "loss landscape", missing, name=of_run)) is None:
+                continue
+            label, name = f"{folder.name}{', partial' if kind != file.stem else ''}", f"landscape_{folder.name}"
+            for each in drawings(found):
+                if each.figure is not None:
+                    drawn[each.name] = replace(each, name=f"{name}_{each.name}", caption=f"{each.caption} ({label})")
+            rows = tuple(summary_rows(found).items())
+            table = TextTable(f"Measured by rm-opt analyze --type {kind}", ("", "value"), rows)
+            tables.append(Fold(f"Numbers of {label}", (Listing(name, table),)))
+        pictures = []
+        for png in sorted(folder.glob("*.png")):  # those without a stored result
+            if png.stem in drawn or png.stem in (each.name for each in during):
+                continue
+            if png.read_bytes().endswith(_PNG_END):
+                pictures.append(Picture(png, f"{folder.name}: {png.stem.replace('_', ' ')}"))
+            else:
+                damaged = png.relative_to(run_dir).as_posix()
+                missing.append(f"picture of the loss landscape: {damaged} is damaged")
+        if not drawn and not pictures and len(missing) == num_missing:
+            missing.append(f"loss landscape: {folder.name} has no result yet; the same rm-opt analyze goes on")
+        shown += [*drawn.values(), *pictures]
+    return (*shown, *during, *tables)
+
+
+def _during_training(run_dir: Path, result: RunResult) -> list[Drawing]:
+    """Curvature that training logged; empty without any or if the metrics are damaged."""
+    try:
+        history = RunFolder(run_dir).metrics()
+        num_pairs = min(result.config["training"]["hessian"]["num_pairs"], result.data.train_pairs)
+        if not has_training_curvature(history):
+            return []
+        from rm_optimizer.reporting.landscape.spectrum import plot_training_curvature  # imports torch
+
+        said = f"n = {num_pairs:,} pairs; seed {result.seed} of the run"
+        figure = plot_training_curvature(history, caption=said)
+    except (KeyError, TypeError, ValueError):
+        return []
+    return [Drawing("during_training", figure, "Curvature during training")]
+
+
 def _ensemble(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
     """Members, scales and agreement of the run's ensemble; empty if the run belongs to none.
 
     An ensemble is searched for in the run folder, its `ensemble/` and its parent folder.
     """
-    for folder in (run_dir, run_dir / "ensemble", run_dir.parent):
-        if (record := stored(EnsembleRecord, folder / ENSEMBLE_FILE, "ensemble", missing)) is None:
+    places = [each for each in (run_dir, run_dir / "ensemble", run_dir.parent) if (each / ENSEMBLE_FILE).exists()]
+    if not places:
+        return ()
+    from rm_optimizer.rl_coupling.ensemble_folder import EnsembleRecord  # imports torch
+
+    for folder in places:
+        if (record := _stored(EnsembleRecord, folder / ENSEMBLE_FILE, "ensemble", missing)) is None:
             continue
         runs = [RunFolder.of(str(folder / member)) for member in record.members]
         is_own = [run is not None and run.path.resolve() == run_dir.resolve() for run in runs]
@@ -161,7 +264,7 @@ def _agreement(runs: Sequence[RunFolder | None]) -> tuple[str, ...]:
 
 def _readiness(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
     remedy = f"rm-opt readiness {shell_word(str(run_dir))} measures it"
-    report = stored(RLReadinessReport, run_dir / _READINESS, "readiness", missing, remedy, name=str(_READINESS))
+    report = _stored(RLReadinessReport, run_dir / _READINESS, "readiness", missing, remedy, name=str(_READINESS))
     if report is None:
         return ()
     rows = tuple((row.title, str(row.value), row.meaning) for row in readiness_rows(report))
@@ -171,7 +274,7 @@ def _readiness(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
 
 def _doctor(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
     remedy = f"rm-opt doctor {shell_word(str(run_dir))} --data PAIRS makes them"
-    diagnosis = stored(Diagnosis, run_dir / DOCTOR_FILE, "checks", missing, remedy)
+    diagnosis = _stored(Diagnosis, run_dir / DOCTOR_FILE, "checks", missing, remedy)
     if diagnosis is None:
         return ()
     found = [check for check in diagnosis.checks if check.status in (Status.fail, Status.warn)]

@@ -86,7 +86,7 @@ class Evaluation(pl.Callback):
         A resumed run ends here if it had stopped early, or had taken its last step.
         """
         assert isinstance(pl_module, RunModule)
-        self.stop.arm()  # Lightning has installed handlers of its own, which end a run on SIGTERM without a message
+        self.stop.arm()  # Lightning has installed its handlers, which end a run on SIGTERM without a message
         if not (path := RunFolder(self.run_dir).best_checkpoint).is_file() and self.best.forget():
             log.warning("%s is missing; only evaluations from step %d on can be the best", path, trainer.global_step)
         if self.missed or (trainer.global_step == 0 and self.config.eval_at_start):

@@ -105,7 +105,7 @@ FEWEST = 5
 FEWEST_PAIRS = 256
 """Least number of pairs in such a sample."""
 FORWARD_AND_BACKWARD, BACKWARD_OF_ADAPTER = 3.0, 2.0
-"""Work of a training pass in forward passes; frozen weights need no gradient of their own."""
+"""Work of a training pass in forward passes; frozen weights need no gradient."""
 FLOAT32_ON_CPU, FLOAT32_ON_GPU = 2.0, 8.0
 """Work of a float32 pass in passes under bf16 autocast."""
 

@@ -67,7 +67,7 @@ class PublishWeights(RunCallback):
     """Callback that publishes the weights every `every_n_steps` steps and after the last, as version `RUN-step-N`.
 
     `RUN` begins with the run's id, so that two runs never publish under one name. A resumed run uses new names, since
-    its weights may differ from those of the first time. Only the first rank connects to the server. Optimizers that
+    its weights may differ from the first ones. Only the first rank connects to the server. Optimizers that
     train and evaluate different weights publish those that they evaluate. The run itself does not change, also if the
     server refuses the weights.
 

@@ -21,7 +21,7 @@ OWN = {
 
 
 class RunCallback(pl.Callback):
-    """Lightning callback with columns of its own in `metrics.csv`, or one that an option enables.
+    """Lightning callback with its own columns in `metrics.csv`, or one that an option enables.
 
     Attributes:
         option: option that enables it; empty for callbacks of a user.

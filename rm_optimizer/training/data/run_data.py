@@ -79,7 +79,7 @@ def training_margins(pairs: PreferenceDataset, source: str, *, num_processes: in
         pairs: training pairs.
         source: `margin` for the pairs' own margins, a JSON Lines file, or a saved reward model. Rows of a file have
             `pair_id` and `margin`, or `chosen` and `rejected` rewards as in `pair_rewards.jsonl`. Margins of a file or
-            a model are those of `chosen` over `rejected`; one against the label, or of a tie, counts as 0, the hardest.
+            a model are of `chosen` over `rejected`; one against the label, or of a tie, counts as 0, the hardest.
         num_processes: number of training processes, all of which must have the same margins.
 
     Raises:
@@ -136,7 +136,7 @@ def _file_margins(path: Path) -> dict[str, float]:
 
 
 def _for_label(pair: PreferencePair, margin: float) -> float:
-    """Margin of the preferred response over the other, from that of `chosen` over `rejected`; 0 for a tie."""
+    """Margin of the preferred response, from the margin of `chosen` over `rejected`; 0 for a tie."""
     return margin * float(np.sign(pair.label - 0.5))
 
 

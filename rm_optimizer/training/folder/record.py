@@ -151,7 +151,7 @@ class RunResult(JsonRecord, indent=2):
         return self.status.value + (untrained if self.best_step == 0 < self.steps else "")
 
     def entries(self) -> dict[str, Any]:
-        """The fields; those of the metrics include their derived numbers."""
+        """The fields; metrics include their derived numbers."""
         return super().entries() | {"metrics": self.metrics.entries()}
 
     @classmethod
