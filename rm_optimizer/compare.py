@@ -22,8 +22,8 @@ from rm_optimizer.experiments.training_trials import config_of
 from rm_optimizer.experiments.trial import executor_named
 from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.records.recall import written
+from rm_optimizer.reporting.folder_page import REPORT_FOLDER
 from rm_optimizer.reporting.optimizer_comparison import findings_document, print_findings
-from rm_optimizer.reporting.pages.folder_page import REPORT_FOLDER
 from rm_optimizer.schema.compose import model_overrides
 
 DEFAULT_OPTIMIZERS = ("adam", "adamw", "sgd", "muon", "lion")

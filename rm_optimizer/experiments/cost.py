@@ -95,8 +95,15 @@ def study_cost(configs: Sequence[TrainConfig]) -> StudyCost:
     step, pairs = min(clock.steps), clock.steps_per_epoch * first.batching.batch_size
     evaluation = clock.evaluating / (1 + first.training.eval_at_start)  # the last one, and perhaps the first
     pass_seconds = step / (first.batching.batch_size * OPTIMIZERS[first.optimizer.name].passes_per_step)
-    start = max(0.0, whole - sum(clock.steps) - clock.evaluating)
-    seconds = sum(start + _run_seconds(config, pairs, pass_seconds, evaluation) for config in configs)
+    start, seconds = max(0.0, whole - sum(clock.steps) - clock.evaluating), 0.0
+    for config in configs:
+        passes, per_epoch = OPTIMIZERS[config.optimizer.name].passes_per_step, config.training.evals_per_epoch
+        run = steps_of(config, pairs) * config.batching.batch_size * passes * pass_seconds
+        if per_epoch is None:
+            run = run * (1 + EVALUATED_SHARE) + evaluation
+        else:
+            run += (math.ceil(per_epoch * config.training.epochs) + 1) * evaluation
+        seconds += start + run
     return StudyCost(runs=len(configs), step_seconds=step, hours=seconds / 3600)
 
 
@@ -105,13 +112,3 @@ def steps_of(config: TrainConfig, num_pairs: int) -> int:
     training, steps = config.training, math.ceil(num_pairs / config.batching.batch_size)
     # As `PreferenceDataModule` computes it: 1.1 epochs of 10 steps are 11.000000000000002.
     return training.max_steps or max(1, math.ceil(training.epochs * steps - 1e-9))
-
-
-def _run_seconds(config: TrainConfig, num_pairs: int, pass_seconds: float, evaluation: float) -> float:
-    """Seconds of the steps and evaluations of a run."""
-    passes = OPTIMIZERS[config.optimizer.name].passes_per_step
-    trained = steps_of(config, num_pairs) * config.batching.batch_size * passes * pass_seconds
-    per_epoch = config.training.evals_per_epoch
-    if per_epoch is None:
-        return trained * (1 + EVALUATED_SHARE) + evaluation
-    return trained + (math.ceil(per_epoch * config.training.epochs) + 1) * evaluation

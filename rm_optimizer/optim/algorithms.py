@@ -181,9 +181,8 @@ class ScheduleFreeAdamW(Optimizer):
             weight = group["lr_max"] ** group["weight_lr_power"]
             group["weight_sum"] += weight
             average_weight = float(weight / group["weight_sum"]) if group["weight_sum"] else 0.0  # c of the new z
-            for p in group["params"]:
-                if p.grad is not None:
-                    self._update(p, p.grad, group, average_weight)
+            for p in (p for p in group["params"] if p.grad is not None):
+                self._update(p, p.grad, group, average_weight)
         return loss
 
     def _groups_in(self, *, train_mode: bool) -> list[dict[str, Any]]:

@@ -249,16 +249,12 @@ def print_evaluation(title: str, evaluation: Evaluation, console: Console | None
 def print_audit(audit: DataAudit, console: Console | None = None) -> None:
     """Print an audit: one column for each split, the sources of each, and the overlap of each two splits."""
     columns = [_split_facts(split) for split in audit.splits.values()]
-    facts = new_table("Data audit", "", *audit.splits)
-    for name in columns[0] if columns else ():
-        facts.add_row(Text(name), *(cell_text(column[name]) for column in columns))
-    parts: list[RenderableType] = [facts]
+    facts = tuple((name, *(column[name] for column in columns)) for name in (columns[0] if columns else ()))
+    parts: list[RenderableType] = [TextTable("Data audit", ("", *audit.splits), facts).drawn()]
     for name, split in audit.splits.items():
-        table = new_table(f"{name}: sources", "source", "pairs", "prompts", "longer wins")
-        for source, part in split.sources.items():
-            cells = (part.num_pairs, part.num_prompts, part.longer_wins)
-            table.add_row(Text(source), *(cell_text(cell) for cell in cells))
-        parts.append(table)
+        sources = split.sources.items()
+        rows = tuple((source, part.num_pairs, part.num_prompts, part.longer_wins) for source, part in sources)
+        parts.append(TextTable(f"{name}: sources", ("source", "pairs", "prompts", "longer wins"), rows).drawn())
     for overlap in audit.overlaps:
         share = f"{overlap.num_pairs_first:,} and {overlap.num_pairs_second:,} pairs"
         found = f"{overlap.num_prompts:,} prompts in both ({share})" if overlap.num_prompts else "no prompt in both"

@@ -273,21 +273,17 @@ def log_outcome(loggers: Iterable[Logger], result: RunResult, *, log_model: bool
         log_model: True to log the exported model as an artifact by reference; `wandb sync` uploads its files.
     """
     loggers, metrics = list(loggers), result.metrics
+    ends = {"": "value", "_low": "low", "_high": "high"}
     for column, groups in metrics.groups.items():
-        rows = []
-        for name, group in groups.items():
-            accuracy = group.accuracy
-            interval = {"accuracy": accuracy.value, "low": accuracy.low, "high": accuracy.high}
-            rows.append({column: name, "pairs": group.num_pairs, **interval, "nll": group.nll.value})
+        rows = [
+            {column: name, "pairs": group.num_pairs, "accuracy": group.accuracy.value}
+            | {"low": group.accuracy.low, "high": group.accuracy.high, "nll": group.nll.value}
+            for name, group in groups.items()
+        ]
         log_table(loggers, f"best/by_{column}", rows, result.best_step)
     summary: dict[str, float | int | str | None] = {"best/step": result.best_step, "status": result.status.value}
     for name in ESTIMATES:
-        estimate = getattr(metrics, name)
-        summary |= {
-            f"best/{name}": estimate.value,
-            f"best/{name}_low": estimate.low,
-            f"best/{name}_high": estimate.high,
-        }
+        summary |= {f"best/{name}{end}": getattr(getattr(metrics, name), part) for end, part in ends.items()}
     for logger in loggers:
         if not isinstance(logger, WandbLogger):
             continue

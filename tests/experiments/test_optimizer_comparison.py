@@ -28,8 +28,8 @@ from rm_optimizer.experiments.trial import InlineExecutor
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape import OptimizerComparison
 from rm_optimizer.optim import build_optimizer
+from rm_optimizer.reporting.folder_page import write_page
 from rm_optimizer.reporting.optimizer_comparison import comparison_document, findings_document
-from rm_optimizer.reporting.pages.folder_page import write_page
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.training import lightning_module
 from tests.browser import NEEDS_AXE, NEEDS_BROWSER, assert_accessible, assert_sound, opened_browser

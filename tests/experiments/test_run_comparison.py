@@ -16,7 +16,7 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.compared_runs import common_pairs, read_runs
 from rm_optimizer.experiments.run_comparison import RunComparison, compare_runs
 from rm_optimizer.reporting.comparison import print_comparison
-from rm_optimizer.reporting.pages.folder_page import folder_markdown, write_page
+from rm_optimizer.reporting.folder_page import folder_markdown, write_page
 
 
 def compared(root: Path, *names: str) -> RunComparison:

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.landscape.surface.results import Slice, Surface
+from rm_optimizer.reporting.folder_page import write_page
 from rm_optimizer.reporting.html import answer, bullets, page, paragraph, table
-from rm_optimizer.reporting.pages.folder_page import write_page
-from rm_optimizer.reporting.pages.run_page import run_document
+from rm_optimizer.reporting.run_page import run_document
 from rm_optimizer.rl_coupling.ensemble import EnsembleReference
 from rm_optimizer.rl_coupling.ensemble_folder import save_ensemble
 from rm_optimizer.training.folder.record import RunResult

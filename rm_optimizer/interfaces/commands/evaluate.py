@@ -199,7 +199,7 @@ def leaderboard(
 
     It compares them by stored results, of each model the newest, and scores nothing.
     """
-    from rm_optimizer.reporting.pages.folder_page import REPORT_FOLDER
+    from rm_optimizer.reporting.folder_page import REPORT_FOLDER
     from rm_optimizer.reporting.suite import print_suite, stored_results, suite_document
 
     results = stored_results(folder)
@@ -421,7 +421,7 @@ def report(
     """
     if not folder.is_dir():
         raise DataError(f"no folder {folder}; name the folder of a finished run, of several runs or of a study")
-    from rm_optimizer.reporting.pages.folder_page import folder_markdown, write_page
+    from rm_optimizer.reporting.folder_page import folder_markdown, write_page
 
     if form == "md":
         print(folder_markdown(folder), end="")

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
-from numpy.typing import NDArray
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.orders import PairOrder
@@ -141,25 +140,10 @@ class PreferenceDataModule(pl.LightningDataModule):
             order=self.order,
         )
 
-    def score_validation(
-        self,
-        model: BradleyTerryRM,
-        *,
-        after_batch: Callable[[int], None] | None = None,
-        should_stop: Callable[[], bool] | None = None,
-        positions: NDArray[np.int64] | None = None,
-    ) -> PairRewards:
-        """Rewards of the validation pairs; for the arguments see `score_pairs`."""
-        return score_pairs(
-            model,
-            self.val_tokens,
-            self.data.val,
-            token_budget=self.batching.eval_token_budget,
-            prefix_sharing=self.shares_prefixes,
-            after_batch=after_batch,
-            should_stop=should_stop,
-            positions=positions,
-        )
+    def score_validation(self, model: BradleyTerryRM, **options: Any) -> PairRewards:
+        """Rewards of the validation pairs; `options` are further arguments of `score_pairs`."""
+        options |= {"token_budget": self.batching.eval_token_budget, "prefix_sharing": self.shares_prefixes}
+        return score_pairs(model, self.val_tokens, self.data.val, **options)
 
     def pair_ids(self, pair_index: np.ndarray) -> list[str]:
         """Ids of training pairs."""

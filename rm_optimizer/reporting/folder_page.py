@@ -10,7 +10,7 @@ from rm_optimizer.experiments.compared_runs import read_runs, runs_inside
 from rm_optimizer.experiments.study import PLAN_FILE, StudyPlan, compares_optimizers
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.document import Document
-from rm_optimizer.reporting.pages.run_page import run_document
+from rm_optimizer.reporting.run_page import run_document
 from rm_optimizer.reporting.suite import read_result, suite_document
 from rm_optimizer.training.folder.model_card import card_sections, card_summary, card_title, finished_result
 
