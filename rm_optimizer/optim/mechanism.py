@@ -7,13 +7,13 @@ only once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from math import sqrt
 from operator import attrgetter
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,17 +30,8 @@ SINGULAR_VALUES = (0.6, 1.35)
 """Range of Newton-Schulz's singular values after five iterations, 0.68 to 1.13, with room for bfloat16."""
 
 
-@dataclass(frozen=True)
-class StartingPoint:
-    """Copies of an optimizer's parameters and learning rates before its first step.
-
-    Args:
-        weights: values of every parameter, group by group.
-        rates: learning rate of each group.
-    """
-
-    weights: tuple[tuple[Tensor, ...], ...]
-    rates: tuple[float, ...]
+StartingPoint: TypeAlias = Sequence[tuple[float, Sequence[Tensor]]]
+"""Learning rate of each group of an optimizer and copies of its parameters, before the first step."""
 
 
 @dataclass(frozen=True)
@@ -89,10 +80,7 @@ Rule = Callable[[list[FirstStep]], str | None]
 def mechanism_state(optimizer: Optimizer) -> StartingPoint:
     """Copy the parameters and learning rates; to be called before the first step."""
     groups = optimizer.param_groups
-    return StartingPoint(
-        weights=tuple(tuple(p.detach().clone() for p in group["params"]) for group in groups),
-        rates=tuple(float(group["lr"]) for group in groups),
-    )
+    return [(float(group["lr"]), [p.detach().clone() for p in group["params"]]) for group in groups]
 
 
 def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, passes: int) -> None:
@@ -111,7 +99,7 @@ def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, p
     if passes != wanted:
         raise ConfigError(f"optimizer={name} must compute {wanted} passes in a step, got {passes}; leave this arm out")
     with_gradient = 0
-    for group, weights, rate in zip(optimizer.param_groups, before.weights, before.rates, strict=True):
+    for group, (rate, weights) in zip(optimizer.param_groups, before, strict=True):
         steps, rule = [], RULES.get(group["algorithm"])
         for p, start in zip(group["params"], weights, strict=True):
             if p.grad is not None and rate > 0 and bool(p.grad.any()):

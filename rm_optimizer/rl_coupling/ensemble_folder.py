@@ -14,7 +14,7 @@ from rm_optimizer.core.pairs.pair import PreferencePair, Prompt
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import write_text
-from rm_optimizer.records.locations import ENSEMBLE_FILE
+from rm_optimizer.records.locations import ENSEMBLE_FILE as ENSEMBLE_FILE
 from rm_optimizer.rl_coupling.ensemble import EnsembleReference, RewardModelEnsemble
 
 MOST_REFERENCES = 1000

@@ -21,16 +21,7 @@ from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import metrics_of, score_pairs
 from rm_optimizer.experiments.cost import StepClock
-from rm_optimizer.experiments.optimizer_comparison.setting import (
-    CURVE_FILE,
-    FINAL,
-    MARGINS_FILE,
-    TUNE,
-    CurvePoint,
-    Frozen,
-    LearningCurve,
-    pairs_file,
-)
+from rm_optimizer.experiments.optimizer_comparison import setting
 from rm_optimizer.experiments.study import PlannedTrial, planned_trial
 from rm_optimizer.experiments.training_trials import RUN, config_of, logged_in_study
 from rm_optimizer.landscape.hessian import HessianAnalyzer
@@ -70,7 +61,7 @@ class ArmRecorder(StepClock):
         super().__init__()
         self._optimizer, self.initial = optimizer, ""
         self._before: StartingPoint | None = None
-        self.points: list[CurvePoint] = []
+        self.points: list[setting.CurvePoint] = []
         self._order = hashlib.sha256()
         self._tokens = self._peak = self._clipped = self._state_bytes = self._passes = 0
 
@@ -127,11 +118,11 @@ class ArmRecorder(StepClock):
         step = trainer.global_step
         if (metrics := evaluation_of(trainer).metrics_at(step)) is not None:
             scores = {"nll": metrics.nll.value, "accuracy": metrics.accuracy.value}
-            self.points.append(CurvePoint(step=step, tokens=self._tokens, seconds=sum(self.steps), **scores))
+            self.points.append(setting.CurvePoint(step=step, tokens=self._tokens, seconds=sum(self.steps), **scores))
 
 
 def arm_trial(
-    frozen: Frozen, folder: Path, stage: str, arm: str, rate: float, seed: int, *, adamw_lr: float | None
+    frozen: setting.Frozen, folder: Path, stage: str, arm: str, rate: float, seed: int, *, adamw_lr: float | None
 ) -> PlannedTrial:
     """A trial of a comparison.
 
@@ -147,14 +138,14 @@ def arm_trial(
         adamw_lr: learning rate of the AdamW part of an optimizer that has one; None means the preset's.
     """
     shared = frozen.options.config(arm)
-    train, val = (str(pairs_file(folder.resolve(), part)) for part in ("train", "val"))
+    train, val = (str(setting.pairs_file(folder.resolve(), part)) for part in ("train", "val"))
     half: dict[str, Any] = {} if adamw_lr is None else {"adamw_lr": adamw_lr}
     training = replace(
         shared.training,
         max_steps=frozen.steps,
         checkpoint_every=frozen.steps,
         keep_checkpoints=1,
-        evals_per_epoch=1 if stage == TUNE else shared.training.evals_per_epoch,
+        evals_per_epoch=1 if stage == setting.TUNE else shared.training.evals_per_epoch,
         eval_at_start=False,
         num_bootstrap=100,
         progress=False,
@@ -169,9 +160,10 @@ def arm_trial(
     )
     options = options_of(config)
     known = {name: value for name, value in flat(options) if not is_among(name, (*FREE, "data"))}
-    curvature = frozen.options.curvature_pairs if stage == FINAL else 0
+    curvature = frozen.options.curvature_pairs if stage == setting.FINAL else 0
     identity = {"frozen": frozen.digest, "stage": stage, "options": known, "curvature_pairs": curvature}
-    files = {part: str(pairs_file(folder.resolve(), part)) for part in ("val", "test")[: 2 if stage == FINAL else 1]}
+    scored = ("val", "test") if stage == setting.FINAL else ("val",)
+    files = {part: str(setting.pairs_file(folder.resolve(), part)) for part in scored}
     spec = {"arm": arm, "stage": stage, "rate": rate, "options": options, "scored": files, "curvature_pairs": curvature}
     return planned_trial(f"{stage} {arm}, lr {rate:g}, seed {seed}", spec, identity)
 
@@ -194,7 +186,7 @@ def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
     shutil.rmtree(run_dir, ignore_errors=True)
     logger = logged_in_study(config.logger, folder)
     result = run_training(replace(config, output_dir=str(run_dir), logger=logger), callbacks=[recorder])
-    write_text(folder / CURVE_FILE, LearningCurve(points=tuple(recorder.points)).to_json() + "\n")
+    write_text(folder / setting.CURVE_FILE, setting.LearningCurve(points=tuple(recorder.points)).to_json() + "\n")
     model = BradleyTerryRM.from_pretrained(
         checkpoint_path(run_dir, result.steps),
         max_length=config.model.max_length,
@@ -225,7 +217,7 @@ def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
         found |= {f"{name}_{score}": value for score, value in values.items()}
     if spec["curvature_pairs"]:
         found |= _curvature(config, model, spec["curvature_pairs"])
-    with replacing(folder / MARGINS_FILE) as temporary, temporary.open("wb") as file:
+    with replacing(folder / setting.MARGINS_FILE) as temporary, temporary.open("wb") as file:
         np.savez(file, **margins)  # type: ignore[arg-type]
     for kept in ("checkpoints", BEST_FOLDER):
         shutil.rmtree(run_dir / kept)

@@ -23,17 +23,7 @@ from rm_optimizer.core.metrics.effects import SCORES, interquartile_mean, paired
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.experiments.optimizer_comparison.setting import (
-    CURVE_FILE,
-    MARGINS_FILE,
-    TUNE,
-    Budget,
-    ChosenRate,
-    Frozen,
-    LearningCurve,
-    chosen_rate,
-    pairs_file,
-)
+from rm_optimizer.experiments.optimizer_comparison import setting
 from rm_optimizer.experiments.study import Study
 from rm_optimizer.experiments.trial import RESULT_FILE, WORK, TrialResult
 from rm_optimizer.experiments.verdicts import Verdict, judge
@@ -108,7 +98,7 @@ class ArmFinding(JsonRecord):
     """
 
     name: str
-    chosen: ChosenRate
+    chosen: setting.ChosenRate
     seeds: tuple[int, ...]
     diverged: int
     scores: dict[str, Estimate]
@@ -116,7 +106,7 @@ class ArmFinding(JsonRecord):
     reliability: tuple[tuple[ReliabilityBin, ...], ...]
     means: dict[str, float]
     target: TimeToTarget
-    curves: tuple[LearningCurve, ...]
+    curves: tuple[setting.LearningCurve, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +125,7 @@ class ComparisonFindings(JsonRecord, indent=1, rows="arms"):
         commit: commit of the checkout.
     """
 
-    frozen: Frozen
+    frozen: setting.Frozen
     arms: tuple[ArmFinding, ...]
     rates: tuple[RatePoint, ...]
     verdicts: tuple[Verdict, ...]
@@ -156,7 +146,7 @@ class _FinalRun:
 
     seed: int
     result: TrialResult
-    curve: LearningCurve
+    curve: setting.LearningCurve
     margins: Float[np.ndarray, " pairs"]
 
 
@@ -166,11 +156,11 @@ def _final_run(work: Path, seed: int, result: TrialResult, num_test: int) -> _Fi
     Raises:
         ConfigError: if a file of it is missing or damaged.
     """
-    name = CURVE_FILE
+    name = setting.CURVE_FILE
     try:
-        curve = LearningCurve.from_json((work / CURVE_FILE).read_text(encoding="utf-8"))
-        name = MARGINS_FILE
-        with (work / MARGINS_FILE).open("rb") as stream, np.load(stream) as file:
+        curve = setting.LearningCurve.from_json((work / setting.CURVE_FILE).read_text(encoding="utf-8"))
+        name = setting.MARGINS_FILE
+        with (work / setting.MARGINS_FILE).open("rb") as stream, np.load(stream) as file:
             margins = np.asarray(file["test"], dtype=np.float64)
         if margins.shape != (num_test,):
             raise ValueError(f"{margins.size} margins for {num_test} pairs")
@@ -190,8 +180,8 @@ def findings(folder: Path) -> ComparisonFindings:
         ConfigError: if the folder holds no comparison, or runs of one seed differ in pairs, order or first weights.
         NotFinished: if an optimizer has no finished final run.
     """
-    frozen, study = Frozen.of(folder), Study(folder)
-    test = PreferenceDataset(str(pairs_file(folder, "test")))
+    frozen, study = setting.Frozen.of(folder), Study(folder)
+    test = PreferenceDataset(str(setting.pairs_file(folder, "test")))
     options = frozen.options
     rates: list[RatePoint] = []
     finals: dict[str, list[_FinalRun]] = {arm: [] for arm in options.optimizers}
@@ -201,7 +191,7 @@ def findings(folder: Path) -> ComparisonFindings:
         try:
             if (result := trial.result) is None:
                 continue
-            if planned.spec["stage"] == TUNE:
+            if planned.spec["stage"] == setting.TUNE:
                 nll, accuracy = (_number(result, name) for name in ("val_nll", "val_accuracy"))
                 rates.append(RatePoint(arm=arm, rate=planned.spec["rate"], seed=seed, nll=nll, accuracy=accuracy))
             elif seed < options.seeds and result.status == "diverged":
@@ -229,7 +219,7 @@ def findings(folder: Path) -> ComparisonFindings:
         margins = _margins(runs)
         return ArmFinding(
             name=name,
-            chosen=chosen_rate(scores_of[name], options.rates),
+            chosen=setting.chosen_rate(scores_of[name], options.rates),
             seeds=tuple(run.seed for run in runs),
             diverged=diverged[name],
             scores={score: effect(margins, None, score=score) for score in SCORES},
@@ -243,7 +233,7 @@ def findings(folder: Path) -> ComparisonFindings:
     arms = tuple(map(finding, finals))
     common = set.intersection(*({run.seed for run in runs} for runs in finals.values()))
     verdicts: Iterable[Verdict] = ()
-    if len(common) >= 2 and options.budget != Budget.smoke:  # a smoke budget only tests the procedure
+    if len(common) >= 2 and options.budget != setting.Budget.smoke:  # a smoke budget only tests the procedure
         both = {arm: _margins([run for run in runs if run.seed in common]) for arm, runs in finals.items()}
         verdicts = judge(both, test.prompt_ids, reference=options.reference, label=label, weight=weight)
     return ComparisonFindings(
@@ -282,7 +272,7 @@ def _require_paired(finals: Mapping[str, Sequence[_FinalRun]]) -> None:
                     )
 
 
-def _time_to(target: float, curves: Sequence[LearningCurve]) -> TimeToTarget:
+def _time_to(target: float, curves: Sequence[setting.LearningCurve]) -> TimeToTarget:
     """Medians over runs of the first evaluation at or below the target.
 
     A run that misses it counts as infinite.
@@ -298,10 +288,10 @@ def _margins(runs: Sequence[_FinalRun]) -> np.ndarray:
     return np.stack([run.margins for run in runs])
 
 
-def _warnings(frozen: Frozen, arms: Sequence[ArmFinding]) -> list[str]:
+def _warnings(frozen: setting.Frozen, arms: Sequence[ArmFinding]) -> list[str]:
     """Sentences on the weaknesses of the comparison."""
     options, found = frozen.options, []
-    if options.budget == Budget.smoke:
+    if options.budget == setting.Budget.smoke:
         found.append("--budget smoke shows that everything works; it judges no optimizer")
     if min(len(arm.seeds) for arm in arms) < options.seeds:
         counts = ", ".join(f"{arm.name} {len(arm.seeds)}" for arm in arms if len(arm.seeds) < options.seeds)

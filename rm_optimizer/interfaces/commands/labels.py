@@ -147,8 +147,7 @@ def _pool(
 
 
 def _scorer(model: str, max_length: int | None) -> BradleyTerryRM | RewardModelEnsemble:
-    from rm_optimizer.records.locations import ENSEMBLE_FILE
-    from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble
+    from rm_optimizer.rl_coupling.ensemble_folder import ENSEMBLE_FILE, load_ensemble
 
     def load(checkpoint: str) -> BradleyTerryRM:
         return SavedModel(checkpoint, max_length).load()
