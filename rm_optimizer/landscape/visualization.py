@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from rm_optimizer.reporting.landscape.runs import plot_evolution as plot_evolution
     from rm_optimizer.reporting.landscape.spectrum import plot_density as plot_density
     from rm_optimizer.reporting.landscape.spectrum import plot_spectrum as plot_spectrum
-    from rm_optimizer.reporting.landscape.spectrum import plot_training_curvature as plot_training_curvature
     from rm_optimizer.reporting.landscape.surfaces import plot_contour as plot_contour
     from rm_optimizer.reporting.landscape.surfaces import plot_slices as plot_slices
     from rm_optimizer.reporting.landscape.surfaces import plot_surface as plot_surface
     from rm_optimizer.reporting.landscape.surfaces import plot_trajectory as plot_trajectory
+    from rm_optimizer.reporting.run_report import plot_training_curvature as plot_training_curvature
 
 export_lazily(globals())
 

@@ -11,7 +11,8 @@ import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from rm_optimizer.experiments.run_comparison import COSTS, ArmScores, RunComparison, RunScores
+from rm_optimizer.experiments.compared_runs import read_runs
+from rm_optimizer.experiments.run_comparison import COSTS, ArmScores, RunComparison, RunScores, compare_runs
 from rm_optimizer.landscape.estimates.density import density_curve
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.records.files import write_rows, write_text
@@ -47,8 +48,16 @@ _MOST_NAMED = 12
 """Most arms in a legend; further arms are drawn without a name."""
 
 
-def runs_document(comparison: RunComparison) -> Document:
-    """Content of the page of a comparison: differences in NLL first, then scores, options, costs and curves."""
+def sweep_document(folder: Path) -> Document:
+    """Content of the page of the runs in a folder, such as a sweep's.
+
+    Differences in NLL come first, then scores, options, costs and curves.
+
+    Raises:
+        ConfigError: if the runs cannot be compared.
+        DataError: if a file of a run is missing or damaged.
+    """
+    comparison = compare_runs(read_runs([folder]))
     tables = {name: Listing(name, table) for name, table in comparison_tables(comparison).items()}
     figures = {name: Drawing(name, figure, _CAPTIONS[name]) for name, figure in comparison_figures(comparison).items()}
     judged = [figures[name] for name in ("differences",) if name in figures]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.suite_scores import SUITE_FILE
-from rm_optimizer.experiments.compared_runs import read_runs, runs_inside
+from rm_optimizer.experiments.compared_runs import runs_inside
 from rm_optimizer.experiments.study import PLAN_FILE, StudyPlan, compares_optimizers
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.document import Document
@@ -63,8 +63,7 @@ def _document(folder: Path) -> Document | None:
     if (result := read_result(folder / SUITE_FILE)) is not None:
         return suite_document([result], "Models on a suite")
     if not RunFolder(folder).is_used and len(runs_inside(folder)) > 1:
-        from rm_optimizer.experiments.run_comparison import compare_runs
-        from rm_optimizer.reporting.comparison import runs_document  # imports torch
+        from rm_optimizer.reporting.comparison import sweep_document  # imports torch
 
-        return runs_document(compare_runs(read_runs([folder])))
+        return sweep_document(folder)
     return None

@@ -29,6 +29,7 @@ from rm_optimizer.reporting.run_report import (
     plot_loss,
     plot_margins,
     plot_reliability,
+    plot_training_curvature,
 )
 from rm_optimizer.reporting.tables import TextTable, group_rows, metrics_rows
 from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport
@@ -194,11 +195,9 @@ def _during_training(run_dir: Path, result: RunResult) -> list[Drawing]:
     try:
         history = RunFolder(run_dir).metrics()
         num_pairs = min(result.config["training"]["hessian"]["num_pairs"], result.data.train_pairs)
+        said = f"n = {num_pairs:,} pairs; seed {result.seed} of the run"
         if not has_training_curvature(history):
             return []
-        from rm_optimizer.reporting.landscape.spectrum import plot_training_curvature  # imports torch
-
-        said = f"n = {num_pairs:,} pairs; seed {result.seed} of the run"
         figure = plot_training_curvature(history, caption=said)
     except (KeyError, TypeError, ValueError):
         return []

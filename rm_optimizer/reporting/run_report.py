@@ -7,6 +7,7 @@ import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -42,7 +43,8 @@ from rm_optimizer.training.folder.record import TOY_WARNING, RunResult, is_toy
 PICTURES = "plots"
 CHANCE_LOSS = math.log(2)
 CURVATURE = "curvature_top_eigenvalue"
-"""Column of `metrics.csv` in a run with `training.hessian.enabled`."""
+TRACE, SHARPNESS, LIMIT = "curvature_trace", "curvature_preconditioned_sharpness", "curvature_stability_limit"
+"""Columns of `metrics.csv` in a run with `training.hessian.enabled`."""
 _STYLES = {Status.ok: "green", Status.warn: "yellow", Status.fail: "bold red", Status.skipped: "dim"}
 
 
@@ -229,6 +231,54 @@ def _history_caption(history: History, name: str) -> str:
 def has_training_curvature(history: History) -> bool:
     """True if a run measured its curvature."""
     return any(row.get(CURVATURE) not in ("", None) for row in history)
+
+
+def training_rows(history: History) -> list[dict[str, Any]]:
+    """Rows of the curvature that a run logged."""
+    rows: list[dict[str, Any]] = []
+    for row in history:
+        if values := {name: float(cell) for name, cell in row.items() if name.startswith("curvature_") and cell}:
+            rows.append({"step": int(row["step"] or 0), **values})
+    return rows
+
+
+def plot_training_curvature(history: History, *, caption: str) -> Figure:
+    """Lower bound of the top eigenvalue, trace with its standard error, and the edge of stability over a run's steps.
+
+    The residual is not drawn, since it gives no upper bound on the top eigenvalue. The limit of stability is drawn with
+    the preconditioned sharpness if the optimizer has a preconditioner, else with the top eigenvalue.
+
+    Args:
+        history: rows of `metrics.csv` with the columns of `training.hessian.enabled`.
+        caption: pairs, seed.
+    """
+    rows = [row for row in history if row.get(CURVATURE) not in ("", None)]
+    sharp = [row for row, value in zip(rows, numbers(rows, SHARPNESS), strict=True) if math.isfinite(value)]
+    courses = [
+        ("top eigenvalue", CURVATURE, "top eigenvalue, at least", VERMILION, rows),
+        ("trace", TRACE, "trace; bar: standard error", BLUE, rows),
+        ("preconditioned", SHARPNESS, "preconditioned sharpness, at least", GREEN, sharp),
+    ][: 3 if sharp else 2]
+    height = 1.4 + 1.9 * len(courses)
+    figure, panels = new_figure("Curvature during training", caption, ratios=(1,) * len(courses), height=height)
+    for axes, (title, name, label, color, part) in zip(panels, courses, strict=True):
+        steps, values, limits = (numbers(part, each) for each in ("step", name, LIMIT))
+        axes.curve(steps, values, label, error=numbers(part, f"{name}_standard_error"), color=color)
+        axes.guide(y=0.0, linewidth=0.8)
+        count_ticks(axes.xaxis)
+        has_limit = np.isfinite(limits)
+        if name == (SHARPNESS if sharp else CURVATURE) and has_limit.any():
+            values, limits = values[has_limit], limits[has_limit]
+            dashed: dict[str, Any] = {"color": INK, "linestyle": (0, (5, 3)), "linewidth": 1.4, "marker": "_"}
+            axes.curve(steps[has_limit], limits, "limit of stability", **dashed)
+            sizes = np.abs([*limits, *values])
+            if min(values) > 0 and max(sizes) > 20 * max(min(sizes), 1e-12):  # the limit is far from the values
+                axes.set_yscale("log")
+                axes.set_ylim(min(values) / 3, 3 * max(*limits, *values))
+        axes.set_ylabel(title)
+        draw_legend(axes, "above")
+    panels[-1].set_xlabel("optimizer step")
+    return figure
 
 
 def print_run(result: RunResult, console: Console | None = None) -> None:

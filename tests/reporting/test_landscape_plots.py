@@ -26,11 +26,10 @@ from rm_optimizer.reporting.landscape.spectrum import (
     places_of,
     plot_density,
     plot_spectrum,
-    plot_training_curvature,
     spectrum_rows,
 )
 from rm_optimizer.reporting.landscape.surfaces import plot_contour, plot_slices, plot_surface, plot_trajectory
-from rm_optimizer.reporting.run_report import has_training_curvature
+from rm_optimizer.reporting.run_report import has_training_curvature, plot_training_curvature
 from tests.landscape.test_quantities import spectrum
 
 MISSING = PointLoss(math.nan, math.nan, math.nan, math.nan)

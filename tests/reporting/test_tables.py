@@ -12,7 +12,8 @@ from rich.console import Console, RenderableType
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.tokens.audit import DataAudit, PromptOverlap, SourceAudit, SplitAudit
-from rm_optimizer.reporting.tables import group_table, metrics_rows, print_audit, summary_table
+from rm_optimizer.reporting.data_audit import print_audit
+from rm_optimizer.reporting.tables import group_table, metrics_rows, summary_table
 
 
 def console() -> Console:

@@ -61,7 +61,7 @@ def _suggest(path: str) -> None:
     from rm_optimizer.core.pairs.sources import DataSource
     from rm_optimizer.core.rows.readers import source_files
     from rm_optimizer.core.tokens.dataset import PreferenceDataset
-    from rm_optimizer.reporting.tables import example_table, output_console
+    from rm_optimizer.reporting.data_audit import print_example
     from rm_optimizer.schema.data import Spelling
 
     source = DataSource(source_files(path)[0].files[0])
@@ -74,7 +74,7 @@ def _suggest(path: str) -> None:
     if "TODO" not in str(layout):
         rows = [row for _, row in first]
         pairs = PreferenceDataset(rows, layout=layout, on_bad_row="drop", max_bad_share=1.0)
-        output_console().print(example_table(f"{len(pairs):,} pairs of the first {len(rows):,} rows", pairs[0]))
+        print_example(f"{len(pairs):,} pairs of the first {len(rows):,} rows", pairs[0])
 
 
 def _audited(
@@ -88,7 +88,8 @@ def _audited(
     from rm_optimizer.core.tokens.chat import ConversationRenderer
     from rm_optimizer.core.tokens.dataset import label_note
     from rm_optimizer.data_efficiency.votes import votes_of
-    from rm_optimizer.reporting.tables import example_table, output_console, print_audit, summary_table
+    from rm_optimizer.reporting.data_audit import print_audit, print_example
+    from rm_optimizer.reporting.tables import output_console, summary_table
 
     for name, dataset in datasets.items():
         sizes = [max(len(pair.chosen), len(pair.rejected)) for pair in dataset.pairs]
@@ -107,7 +108,7 @@ def _audited(
     audit = audit_pairs(datasets, renderer, renderer.tokenizer.all_special_tokens)
     print_audit(audit)
     for name, dataset in datasets.items():
-        output_console().print(example_table(name, dataset.pairs[0]))
+        print_example(name, dataset.pairs[0])
         if (note := label_note(dataset.pairs)) is not None:
             print(f"{name}: {note}")
         by_cause: defaultdict[str, list[SkippedRow]] = defaultdict(list)

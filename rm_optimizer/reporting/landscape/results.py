@@ -19,6 +19,7 @@ from rm_optimizer.records.files import write_csv, write_rows, write_text
 from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import History, save_figure
 from rm_optimizer.reporting.landscape import layers, runs, spectrum, surfaces
+from rm_optimizer.reporting.run_report import plot_training_curvature, training_rows
 from rm_optimizer.reporting.tables import Cell, summary_table
 from rm_optimizer.schema.landscape import AnalysisType
 
@@ -92,8 +93,8 @@ def draw_result(result: LandscapeRecord, folder: Path) -> list[Path]:
 
 def draw_training_curvature(history: History, folder: Path, caption: str) -> list[Path]:
     """Draw the top eigenvalue and the trace during training, with the numbers as Parquet and CSV."""
-    figure = spectrum.plot_training_curvature(history, caption=caption)
-    return _written(Drawing("during_training", figure, caption, spectrum.training_rows(history)), folder)
+    figure = plot_training_curvature(history, caption=caption)
+    return _written(Drawing("during_training", figure, caption, training_rows(history)), folder)
 
 
 def _written(drawing: Drawing, folder: Path) -> list[Path]:

@@ -19,22 +19,16 @@ from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import (
     BLUE,
-    GREEN,
     INK,
     ORANGE,
     VERMILION,
-    History,
     Panel,
-    count_ticks,
     draw_legend,
     new_figure,
     numbers,
 )
-from rm_optimizer.reporting.run_report import CURVATURE
 from rm_optimizer.reporting.tables import Cell
 
-TRACE, SHARPNESS, LIMIT = "curvature_trace", "curvature_preconditioned_sharpness", "curvature_stability_limit"
-"""Further columns of `metrics.csv` in a run with `training.hessian.enabled`."""
 Row = dict[str, Any]
 _FEW = 3
 """Number of eigenvalues up to which the inset needs extra room."""
@@ -162,54 +156,6 @@ def plot_density(
     axes.set(xlabel="eigenvalue of this sample", ylabel="share of eigenvalues per unit", ylim=(floor, 3 * highest))
     draw_legend(axes, "below")
     return figure
-
-
-def plot_training_curvature(history: History, *, caption: str) -> Figure:
-    """Lower bound of the top eigenvalue, trace with its standard error, and the edge of stability over a run's steps.
-
-    The residual is not drawn, since it gives no upper bound on the top eigenvalue. The limit of stability is drawn with
-    the preconditioned sharpness if the optimizer has a preconditioner, else with the top eigenvalue.
-
-    Args:
-        history: rows of `metrics.csv` with the columns of `training.hessian.enabled`.
-        caption: pairs, seed.
-    """
-    rows = [row for row in history if row.get(CURVATURE) not in ("", None)]
-    sharp = [row for row, value in zip(rows, numbers(rows, SHARPNESS), strict=True) if math.isfinite(value)]
-    courses = [
-        ("top eigenvalue", CURVATURE, "top eigenvalue, at least", VERMILION, rows),
-        ("trace", TRACE, "trace; bar: standard error", BLUE, rows),
-        ("preconditioned", SHARPNESS, "preconditioned sharpness, at least", GREEN, sharp),
-    ][: 3 if sharp else 2]
-    height = 1.4 + 1.9 * len(courses)
-    figure, panels = new_figure("Curvature during training", caption, ratios=(1,) * len(courses), height=height)
-    for axes, (title, name, label, color, part) in zip(panels, courses, strict=True):
-        steps, values, limits = (numbers(part, each) for each in ("step", name, LIMIT))
-        axes.curve(steps, values, label, error=numbers(part, f"{name}_standard_error"), color=color)
-        axes.guide(y=0.0, linewidth=0.8)
-        count_ticks(axes.xaxis)
-        has_limit = np.isfinite(limits)
-        if name == (SHARPNESS if sharp else CURVATURE) and has_limit.any():
-            values, limits = values[has_limit], limits[has_limit]
-            dashed: dict[str, Any] = {"color": INK, "linestyle": (0, (5, 3)), "linewidth": 1.4, "marker": "_"}
-            axes.curve(steps[has_limit], limits, "limit of stability", **dashed)
-            sizes = np.abs([*limits, *values])
-            if min(values) > 0 and max(sizes) > 20 * max(min(sizes), 1e-12):  # the limit is far from the values
-                axes.set_yscale("log")
-                axes.set_ylim(min(values) / 3, 3 * max(*limits, *values))
-        axes.set_ylabel(title)
-        draw_legend(axes, "above")
-    panels[-1].set_xlabel("optimizer step")
-    return figure
-
-
-def training_rows(history: History) -> list[Row]:
-    """Rows of the curvature that a run logged."""
-    rows: list[Row] = []
-    for row in history:
-        if values := {name: float(cell) for name, cell in row.items() if name.startswith("curvature_") and cell}:
-            rows.append({"step": int(row["step"] or 0), **values})
-    return rows
 
 
 def matrix_title(spectrum: HessianSpectrum) -> str:
