@@ -193,7 +193,7 @@ def test_optim_does_not_import_core():
 
 def test_the_page_of_a_run_and_the_records_of_a_comparison_need_no_torch():
     """Imports at the top of the modules, and of all that these import there."""
-    seen, left = set[str](), {"reporting.run_page", "experiments.optimizer_comparison.setting"}
+    seen, left = set[str](), {"reporting.folder_page", "experiments.optimizer_comparison.setting"}
     while left:
         seen.add(name := left.pop())
         tops = [node for node in ast.parse(MODULES[name].read_text("utf-8")).body if isinstance(node, IMPORTS)]

@@ -29,8 +29,8 @@ from rm_optimizer.evaluation.saved_model import score_distinct
 from rm_optimizer.evaluation.suite import Suite, SuiteItems
 from rm_optimizer.records.codec import NOT_STORED, JsonRecord, json_values
 from rm_optimizer.records.files import replacing, write_text
+from rm_optimizer.records.run_folder import SUITE_FILE as SUITE_FILE
 
-SUITE_FILE = "suite.json"
 CREDITS_FILE = "suite.parquet"
 """Credits of all rows of a table, with their group and cluster; `rm-opt leaderboard` compares models by them."""
 LONGER, RANDOM = "longer wins", "random"

@@ -32,6 +32,8 @@ PAIR_REWARDS_FILE = "pair_rewards.jsonl"
 """Rewards, one JSON line for each validation pair; see `PairReward`."""
 DOCTOR_FILE = "doctor.json"
 """The diagnosis of the exported model, if `rm-opt doctor` made one."""
+SUITE_FILE = "suite.json"
+"""The scores of models on a suite, in the folder of `rm-opt evaluate --suite`."""
 EXPORT = f"{BEST_FOLDER}/{EXPORT_FILE}"
 """The record of the exported best model."""
 RESULTS = (

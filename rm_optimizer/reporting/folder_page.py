@@ -5,13 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.evaluation.suite_scores import SUITE_FILE
 from rm_optimizer.experiments.compared_runs import runs_inside
 from rm_optimizer.experiments.study import PLAN_FILE, StudyPlan, compares_optimizers
-from rm_optimizer.records.run_folder import RunFolder
+from rm_optimizer.records.run_folder import SUITE_FILE, RunFolder
 from rm_optimizer.reporting.document import Document
 from rm_optimizer.reporting.run_page import run_document
-from rm_optimizer.reporting.suite import read_result, suite_document
 from rm_optimizer.training.folder.model_card import card_sections, card_summary, card_title, finished_result
 
 REPORT_FOLDER = "report"
@@ -60,8 +58,11 @@ def _document(folder: Path) -> Document | None:
             f"{folder} holds a study without a page; there are pages of runs and of comparisons of optimizers; "
             f"rm-opt compare report {folder} reports on other studies"
         )
-    if (result := read_result(folder / SUITE_FILE)) is not None:
-        return suite_document([result], "Models on a suite")
+    if (folder / SUITE_FILE).is_file():
+        from rm_optimizer.reporting.suite import read_result, suite_document  # imports torch
+
+        if (result := read_result(folder / SUITE_FILE)) is not None:
+            return suite_document([result], "Models on a suite")
     if not RunFolder(folder).is_used and len(runs_inside(folder)) > 1:
         from rm_optimizer.reporting.comparison import sweep_document  # imports torch
 

@@ -171,7 +171,7 @@ class Extension(pl.Callback):
                 group["lr"] = peak * factor(done)
         before, after = lr_factor(self.schedule, self.from_steps), lr_factor(self.schedule, self.to_steps)
         if all(before(step) == after(step) for step in range(done + 1)):
-            effect = f"its learning rates equal a run's of {self.to_steps} steps"
+            effect = f"its learning rates are the ones of a run of {self.to_steps} steps"
         else:
             effect = (
                 f"the {self.schedule.name} schedule of {self.to_steps} steps applies from there on: the learning rate "

@@ -79,7 +79,7 @@ def training_margins(pairs: PreferenceDataset, source: str, *, num_processes: in
         pairs: training pairs.
         source: `margin` for the pairs' own margins, a JSON Lines file, or a saved reward model. Rows of a file have
             `pair_id` and `margin`, or `chosen` and `rejected` rewards as in `pair_rewards.jsonl`. Margins of a file or
-            a model are of `chosen` over `rejected`; one against the label, or of a tie, counts as 0, the hardest.
+            a model are rewards of `chosen` less `rejected`; one against the label, or of a tie, counts as 0 (hardest).
         num_processes: number of training processes, all of which must have the same margins.
 
     Raises:
