@@ -73,6 +73,7 @@ ADDRESSES = {
     ("landscape.optimizer_comparison", "compare"),
     *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("layers", "results", "runs")),
     *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("spectrum", "surfaces")),
+    ("landscape.visualization", "reporting.run_report"),
 }
 """Names of a higher floor that a public name or method loads on first use, as importing and imported module."""
 BESIDE = {("rl_coupling", "serving"), ("rl_coupling", "doctor")}
