@@ -115,7 +115,7 @@ def check_mechanism(optimizer: Optimizer, name: str, before: StartingPoint, *, p
 
 
 def _equal(moved: Callable[[FirstStep], Tensor], expected: Callable[[FirstStep], Tensor], fault: str) -> Rule:
-    """Rule that compares the step, or the step without decoupled weight decay, with a closed form."""
+    """Rule that compares a form of the step with its closed form."""
     return lambda steps: None if all(step.is_close(moved(step), expected(step)) for step in steps) else fault
 
 

@@ -49,7 +49,7 @@ _MOST_NAMED = 12
 
 
 def sweep_document(folder: Path) -> Document:
-    """Content of the page of the runs in a folder, such as a sweep's.
+    """Page of the runs in a folder, such as a sweep's.
 
     Differences in NLL come first, then scores, options, costs and curves.
 

@@ -1,4 +1,4 @@
-"""Tables of an audit of pairs, and of one pair as it was read."""
+"""Tables of an audit, and of one pair as it was read."""
 
 from __future__ import annotations
 
@@ -68,6 +68,6 @@ def _split_facts(split: SplitAudit) -> dict[str, Cell]:
 
 
 def print_example(name: str, pair: PreferencePair) -> None:
-    """Print one pair as read: the messages before the responses, and the better response."""
+    """Print one pair as it was read, with its better response."""
     table = TextTable(f"{name}: the first pair as it was understood", ("", ""), tuple(example_lines(pair)))
     output_console().print(table.drawn())

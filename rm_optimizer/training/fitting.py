@@ -144,7 +144,7 @@ def quiet_libraries() -> None:
 
 
 def _interrupted(run: Run, steps: int, where: str) -> Interrupted:
-    """The error for a run that the user stopped; `where` is the activity that was interrupted, after a blank."""
+    """The error for a run that the user stopped; `where` names the interrupted activity."""
     best = RunFolder(run.run_dir).best_checkpoint
     so_far = f", the best so far {best}" if best.exists() else ""
     saved = f"its checkpoint is {run.module.last_checkpoint}{so_far}; resume=auto continues there"

@@ -178,7 +178,7 @@ class Run:
     suites: SuiteCallback | None
 
     def keep_trained_pairs(self) -> None:
-        """Write fingerprints of all pairs that the weights were trained on, the base model's included."""
+        """Write fingerprints of all pairs that the weights, the base model's included, were trained on."""
         found, path = self.datamodule.trained_pairs(), self.run_dir / TRAINED_PAIRS_FILE
         for source in (self.config.model.path, path.parent if path.is_file() else None):
             earlier = None if source is None else TrainedPairs.recorded(source)

@@ -110,7 +110,7 @@ class Evaluation(pl.Callback):
             self._evaluate(trainer, pl_module)
 
     def metrics_at(self, step: int) -> PairwiseMetrics | None:
-        """Metrics, without intervals, of the last evaluation; None if it was not after this optimizer step."""
+        """Metrics of the evaluation after a step, without intervals; None without one."""
         return self._latest.get(step)
 
     def _evaluate(self, trainer: pl.Trainer, pl_module: RunModule) -> None:

@@ -1,4 +1,7 @@
-"""Start of a run in its folder: a new run, one after a checkpoint, or none since the run has ended; and its record."""
+"""Start of a run in its folder, and the record of its identity and plan.
+
+The start is a new run, one after a checkpoint, or none since the run has ended.
+"""
 
 from __future__ import annotations
 
