@@ -362,6 +362,11 @@ def other_merges(model: Any, tokenizer: Any) -> None:
     tokenizer._tokenizer = Tokenizer.from_str(json.dumps(stored))
 
 
+def half(model: Any, tokenizer: Any) -> None:
+    for parameter in model.parameters():
+        parameter.copy_(parameter.bfloat16().float())
+
+
 @dataclass(frozen=True)
 class Case:
     """One comparison: name, words of the expected causes' kinds, the local model, and the other side."""
@@ -399,6 +404,7 @@ def cases(zoo: Zoo) -> tuple[list[Case], list[Case], list[Case]]:
         Case("llama/padding", ("padding",), llama, lambda: Caller(llama, padding="left unmasked")),
         Case("llama/pool", ("pooling",), llama, lambda: Caller(llama, pool=-2)),
         Case("llama/bfloat16", ("dtype",), llama, lambda: Caller(llama, dtype=torch.bfloat16)),
+        Case("llama/half", ("dtype",), llama, lambda: zoo.changed("llama", "llama_half", half)),
         Case("llama/normalized", ("scale",), llama, lambda: scores_file(zoo, llama, lambda s: (s - 0.2) / 1.7)),
         Case("llama/weights", ("weights",), llama, lambda: zoo.changed("llama", "llama_layer", other_layer)),
         Case("bert/special", ("bos",), bert, lambda: Caller(bert, adds_special=True)),

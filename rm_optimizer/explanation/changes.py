@@ -182,6 +182,12 @@ def _of_files(local: LocalCopy, other: ConversationRenderer) -> Iterator[Change]
     """Changes to what the other side's files hold: tensors that differ, by layer, its template and its tokenizer."""
     tokenizer = local.rendering.renderer.tokenizer
     differ = _differing(local)
+    for dtype in (torch.bfloat16, torch.float16):
+        own = local.model.state_dict()
+        if differ and all(_is_rounding(own[name], value, dtype) for name, value in differ.items()):
+            name = f"weights rounded to {str(dtype).removeprefix('torch.')}"
+            yield _transplant(local, "dtype", name, differ)
+            differ = {}
     head = {name: value for name, value in differ.items() if name.startswith(f"{local.head}.")}
     if head:
         kind = "head_bias" if [*head] == [f"{local.head}.bias"] else "head_weights"
@@ -206,6 +212,11 @@ def _of_files(local: LocalCopy, other: ConversationRenderer) -> Iterator[Change]
         yield Change(Cause("tokenizer", f"other {part} of the tokenizer{told}"), {"tokenizer": part, **grown})
     if len(local.rendering.parts) != 1 or template != tokenizer.chat_template:
         yield Change(Cause("tokenizer", f"other tokenizer{told or ' or template'}"), {"tokenizer": "other", **grown})
+
+
+def _is_rounding(one: Tensor, other: Tensor, dtype: torch.dtype) -> bool:
+    """True if one of two tensors is the other, rounded to a type."""
+    return any(torch.equal(exact.to(dtype).to(half.dtype), half) for exact, half in ((one, other), (other, one)))
 
 
 def _differing(local: LocalCopy) -> dict[str, Tensor]:

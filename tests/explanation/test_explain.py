@@ -18,6 +18,7 @@ from benchmarks.why import (
     Caller,
     Zoo,
     cases,
+    half,
     other_head,
     other_merges,
     other_normalizer,
@@ -27,7 +28,9 @@ from benchmarks.why import (
 )
 from rm_optimizer import BradleyTerryRM, ConfigError, Explanation, explain_difference
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.explanation.changes import changes
 from rm_optimizer.explanation.findings import REMEDIES
+from rm_optimizer.explanation.local_copy import LocalCopy
 from rm_optimizer.explanation.probes import probes
 from rm_optimizer.explanation.recipe import RecipeRenderer
 from rm_optimizer.interfaces.cli import app
@@ -126,6 +129,13 @@ def test_the_part_of_a_tokenizer_that_differs_is_exchanged_alone(zoo, models, fa
     rows = [rendering.ids(talk, replace(rendering.base, tokenizer=part)) for talk in probes(other)[:6]]
     assert rows == [other.encode(*talk).ids for talk in probes(other)[:6]]
     assert rows != [models[family].renderer.encode(*talk).ids for talk in probes(other)[:6]]
+
+
+def test_weights_that_were_rounded_are_no_other_weights(zoo, models):
+    other = BradleyTerryRM.from_pretrained(zoo.changed("llama", "llama_half", half), max_length=LIMIT)
+    tried = [change.cause for change in changes(LocalCopy(models["llama"], other))]
+    assert "weights rounded to bfloat16" in [cause.name for cause in tried]
+    assert not {"weights", "head_weights"} & {cause.kind for cause in tried}
 
 
 def test_a_cause_outside_the_list_is_unknown_and_the_excluded_ones_are_listed(models):
