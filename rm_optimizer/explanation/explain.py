@@ -118,7 +118,8 @@ def _compared(model: BradleyTerryRM, other: Side, given: Sequence[Conversation])
     """Fields of the explanation: rewards of a local model and of another side, and the causes of a difference."""
     readers = [each.renderer for each in (model, other.model) if each is not None]
     talks = []
-    for talk in other.stored or (*probes(model.renderer), *given):
+    asked = other.stored or (*probes(model.renderer), *given)
+    for talk in asked:
         try:
             all(reader.encode(*talk) for reader in readers)
             talks.append(talk)
@@ -153,9 +154,9 @@ def _compared(model: BradleyTerryRM, other: Side, given: Sequence[Conversation])
         told |= _fields(search, found, other)
         if depends:
             told["causes"] = (Cause("padding", "rewards that depend on the padding of a batch"), *told["causes"])
-    if len(talks) < num_all:
-        refused = f"The other side refused {num_all - len(talks)} long conversations"
-        told["remarks"] = (*told.get("remarks", ()), refused)
+    refused = {"chat template": len(asked) - num_all, "other side": num_all - len(talks)}
+    words = [f"The {name} refused {number} conversations" for name, number in refused.items() if number]
+    told["remarks"] = (*told.get("remarks", ()), *words)
     counts = {"num_probes": len(talks), "num_differing": int(is_different.sum())}
     return {**counts, "largest": float(differ.max()), "noise": noise, **told}
 

@@ -147,9 +147,8 @@ class Explanation(JsonRecord, indent=2, ensure_ascii=False, rows="interventions"
     def __str__(self) -> str:
         between = f"A ({self.a}) and B ({self.b})"
         if self.agrees:
-            return (
-                ". ".join([f"{between} agree: {self.evidence}", f"The noise is {self.noise:.1g}", *self.remarks]) + "."
-            )
+            told = (f"{between} agree: {self.evidence}", f"The noise is {self.noise:.1g}", *self.remarks)
+            return ". ".join(told) + "."
         listed = {
             "Not told apart from": self.lookalikes,
             "Excluded": () if self.causes else self.excluded,
