@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9316,
+    "core": 9325,
     "serving": 4632,
     "landscape": 3826,
     "training": 2711,
@@ -25,7 +25,7 @@ ROOMS: Mapping[str, int] = {
     "data_efficiency": 1332,
     "schema": 1101,
     "doctor": 920,
-    "explanation": 922,
+    "explanation": 932,
     "records": 746,
     "optim": 734,
     "evaluation": 1084,
@@ -37,8 +37,8 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 59,
     "import lines": 5876,
     "import lines inside functions": 345,
-    "lines of code": 36756,
-    "private functions with one caller": 404,
+    "lines of code": 36775,
+    "private functions with one caller": 405,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +32,8 @@ from rm_optimizer.records.locations import ADAPTER_FILE
 
 _OTHER_FILES = ("optim", "scheduler", "lr_scheduler", "rng_state", "training_args", "random_states")
 """Starts of the names of a trainer's other files in torch's format, and of other parts of its checkpoints."""
+_CONSTANTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+"""Ends of the names of what bitsandbytes stores with a weight in four bits."""
 _SHARD_BYTES = 4 << 30
 
 
@@ -174,31 +176,37 @@ def _unpacked(
     keys = [key for key in map(re.compile(kinds[method]).fullmatch, tensors) if key] if described else []
     if keys and method == "bitsandbytes" and find_spec(method) is None:
         raise MissingExtra(method, "qlora")
-    weights = {key[1] if key[2] != "SCB" else f"{key[1]}.weight": key for key in keys}
-    scales = re.compile(rf"({'|'.join(map(re.escape, weights))})[._].+|.+\.(SCB|weight_format)") if weights else None
-    kept = {name: each for name, each in tensors.items() if scales is None or not scales.fullmatch(name)}
-    for name, key in weights.items():
-        parts = {each: tensors[each] for each in tensors if each.startswith(f"{name}.")} | {key[0]: tensors[key[0]]}
+    kept, used = dict(tensors), set[str]()
+    for key in keys:
+        name = f"{key[1]}.weight" if key[2] == "SCB" else key[1]
+        parts = {
+            each: tensors[each] for each in (key[0], *(f"{name}.{kind}" for kind in _CONSTANTS)) if each in tensors
+        }
+        used |= {*parts, f"{key[1]}.weight_format"}
         shape = tensors[name].shape
         if key[2].startswith("quant_state"):
             shape = tuple(json.loads(bytes(tensors[key[0]].read().tolist()))["shape"])
-        kept[name] = StoredTensor(shape, partial(_unpack, name, tensors[name], parts))
-    return kept
+        block = None if method != "fp8" else (described or {}).get("weight_block_size")
+        kept[name] = StoredTensor(shape, partial(_unpack, name, tensors[name], parts, block))
+    return {name: each for name, each in kept.items() if name not in used}
 
 
-def _unpack(name: str, packed: StoredTensor, parts: Mapping[str, StoredTensor]) -> Tensor:
-    """A weight from its packed values and their scales."""
-    weight, scales = packed.read(), {each.removeprefix(f"{name}."): part.read() for each, part in parts.items()}
-    if len(scales) > 1:  # bitsandbytes in four bits
+def _unpack(name: str, packed: StoredTensor, parts: Mapping[str, StoredTensor], block: Sequence[int] | None) -> Tensor:
+    """A weight from its packed values and their factors; in FP8 each block has one, or the whole weight."""
+    weight, stored = packed.read(), {each.removeprefix(f"{name}."): part.read() for each, part in parts.items()}
+    if len(stored) > 1:  # bitsandbytes in four bits
         functional = import_module("bitsandbytes.functional")
-        state = functional.QuantState.from_dict(scales, device=torch.device("cpu"))
+        state = functional.QuantState.from_dict(stored, device=torch.device("cpu"))
         return functional.dequantize_4bit(weight, state).float()  # type: ignore[no-any-return]
-    (scale,) = (part.float() for part in scales.values())
-    if scale.ndim == 1:  # bitsandbytes in eight bits
-        return weight.float() * scale[:, None] / 127
-    for axis in range(scale.ndim):
-        scale = scale.repeat_interleave(-(-weight.shape[axis] // scale.shape[axis]), dim=axis)
-    return weight.float() * scale[: weight.shape[0], : weight.shape[1]]
+    ((kind, factor),) = stored.items()
+    factor = factor.float()
+    if kind.endswith("SCB"):
+        return weight.float() * factor[:, None] / 127
+    if block is None and factor.numel() == 1:
+        return weight.float() * factor
+    if block is None or factor.shape != tuple(-(-size // each) for size, each in zip(weight.shape, block, strict=True)):
+        raise CheckpointError(f"{kind} of shape {[*factor.shape]} does not fit weight_block_size {block}")
+    return weight.float() * torch.kron(factor, torch.ones(*block))[: weight.shape[0], : weight.shape[1]]
 
 
 def _is_of_adapter(name: str) -> bool:
@@ -211,6 +219,8 @@ def _merged(folder: Path, base: str | None, tensors: Mapping[str, StoredTensor])
     config = peft.PeftConfig.from_pretrained(str(folder))
     home = _local(base or config.base_model_name_or_path, config.revision if base is None else None)
     model = AutoModelForCausalLM.from_pretrained(home, dtype=torch.float32)
+    if getattr(model.config, "quantization_config", None) is not None:
+        raise CheckpointError(f"the base {home} is quantized, so that merging rounds; name another by --base")
     table = next(name for name, each in model.named_modules() if each is model.get_input_embeddings())
     for name, each in tensors.items():
         if name.startswith(f"base_model.model.{table}.") and name.endswith("weight"):

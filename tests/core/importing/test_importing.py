@@ -174,6 +174,23 @@ def test_weights_of_bitsandbytes_are_unpacked(kind: dict[str, object], tmp_path:
     torch.testing.assert_close(found["model.layers.1.mlp.up_proj.weight"], expected.float(), rtol=1e-5, atol=1e-6)
 
 
+def test_fp8_blocks_that_do_not_divide_a_matrix_have_the_size_of_the_configuration(tmp_path: Path):
+    source, name = tmp_path / "source", "model.layers.0.mlp.up_proj.weight"
+    described = {"quant_method": "fp8", "weight_block_size": [24, 20]}
+    at_last("llama", "model.", linear, "score", more={"quantization_config": described})(source)
+    weights = load_file(source / "model.safetensors")
+    rows, columns = weights[name].shape
+    factors = torch.rand(-(-rows // 24), -(-columns // 20)) + 0.5
+    packed = weights[name].to(torch.float8_e4m3fn)
+    save_file(weights | {name: packed, f"{name}_scale_inv": factors}, source / "model.safetensors")
+    import_reward_model(source, tmp_path / "imported")
+    expected = packed.float() * torch.kron(factors, torch.ones(24, 20))[:rows, :columns]
+    assert torch.equal(load_file(tmp_path / "imported" / "model.safetensors")[name], expected)
+    save_file(weights | {name: packed, f"{name}_scale_inv": factors[:1]}, source / "model.safetensors")
+    with pytest.raises(CheckpointError, match="does not fit weight_block_size"):
+        import_reward_model(source, tmp_path / "other")
+
+
 def test_a_gated_head_needs_its_marker(tmp_path: Path):
     published("ArmoRM", tmp_path).write(tmp_path / "source")
     with pytest.raises(ConfigError, match="--marker"):
