@@ -71,7 +71,7 @@ def of_gauss_newton(rows: np.ndarray, seed: int) -> Drawn:
     gram = rows @ rows.T / len(rows)
     values = np.linalg.eigvalsh(gram)[::-1]
     spectrum = GramSpectrum(gram, np.arange(len(rows)), np.ones(len(rows)), values, None, 1)  # type: ignore[arg-type]
-    crossed = cross_fit_gram(spectrum, 1, clusters=None, seed=seed)
+    crossed = cross_fit_gram(spectrum, 1, clusters=range(spectrum.num_pairs), seed=seed)
     assert crossed is not None, "there are enough pairs"
     return Drawn(float(values[0]), spectrum.bootstrap(1, seed=seed)[0], crossed)
 
@@ -93,12 +93,14 @@ def of_hessian(rows: np.ndarray, signs: np.ndarray, seed: int) -> Drawn:
     resampled = weighted_means(
         along(everything, vector)[:, None], weights, clusters=None, num_bootstrap=1000, seed=seed
     )
-    halves = halves_of(len(rows), None, seed)
+    halves = halves_of(range(len(rows)), seed)
     columns = np.zeros((len(rows), 1))
     for fitted, held in (halves, halves[::-1]):
         columns[held, 0] = along(held, top(fitted)[1])
     whole = (TopOfSamples(len(rows), (value,)),)
-    crossed = cross_fitted(columns, weights, clusters=None, seed=seed, sampling=resampled, by_num_pairs=whole)
+    crossed = cross_fitted(
+        columns, weights, clusters=range(len(rows)), seed=seed, sampling=resampled, by_num_pairs=whole
+    )
     return Drawn(value, resampled[0], crossed)
 
 

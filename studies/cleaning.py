@@ -20,8 +20,8 @@ from scipy.stats import mannwhitneyu
 
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.pairs.orders import random_positions
-from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
 from rm_optimizer.data_efficiency.margin_analysis import (
+    fit_linear_reward,
     held_out_chances,
     held_out_margins,
     scaled_features,

@@ -30,8 +30,7 @@ from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.overlap import conversation_groups
 from rm_optimizer.data_efficiency.feature_rules import RULES, acquisition_function
-from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward, fixed_differences
-from rm_optimizer.data_efficiency.margin_analysis import turned
+from rm_optimizer.data_efficiency.margin_analysis import fit_linear_reward, fixed_differences, turned
 from rm_optimizer.data_efficiency.pool import Pool
 from rm_optimizer.data_efficiency.scaling import fit_power_laws
 from rm_optimizer.errors import ConfigError, DataError, RMOptimizerError

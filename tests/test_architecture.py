@@ -48,7 +48,7 @@ INNER = {
         {"solvers"},
         {"estimates", "training_curvature"},
         {"computation", "spectrum"},
-        {"comparison", "hessian"},
+        {"hessian"},
         {"measured_loss"},
         {"layers", "surface"},
         {"analysis_context"},

@@ -8,10 +8,10 @@ from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
     from rm_optimizer.compare import OptimizerComparison as OptimizerComparison
-    from rm_optimizer.landscape.comparison import SpectrumComparison as SpectrumComparison
-    from rm_optimizer.landscape.comparison import compare_spectra as compare_spectra
     from rm_optimizer.landscape.hessian import HessianAnalyzer as HessianAnalyzer
     from rm_optimizer.landscape.layers import LayerCurvature as LayerCurvature
+    from rm_optimizer.landscape.series import SpectrumComparison as SpectrumComparison
+    from rm_optimizer.landscape.series import compare_spectra as compare_spectra
     from rm_optimizer.landscape.spectrum import HessianSpectrum as HessianSpectrum
     from rm_optimizer.landscape.spectrum import summarize as summarize
     from rm_optimizer.landscape.surface.results import Slice as Slice

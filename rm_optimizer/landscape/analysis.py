@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,14 +13,7 @@ import torch
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.storage.loading import read_checkpoint
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.analysis_context import (
-    DIRECTIONS_FILE,
-    LAYERS_FILE,
-    POINTS_FILE,
-    STATE_FILE,
-    AnalysisContext,
-    AnalysisResult,
-)
+from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult, ResultT
 from rm_optimizer.landscape.estimates.by_pair import curvature_by_pair
 from rm_optimizer.landscape.hessian import Matrix
 from rm_optimizer.landscape.layers import (
@@ -44,6 +37,7 @@ from rm_optimizer.landscape.surface.directions import (
 )
 from rm_optimizer.landscape.surface.grid import MISSING, GridLedger, PointLoss, Points, measure_grid
 from rm_optimizer.landscape.surface.results import (
+    GridDescription,
     Slice,
     Surface,
     Trajectory,
@@ -57,23 +51,25 @@ from rm_optimizer.landscape.surface.results import (
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, SpectrumMethod, SpectrumOptions
 
+POINTS_FILE, DIRECTIONS_FILE, LAYERS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "layers.jsonl", "lanczos.json"
+"""Files in the folder of results: measured points, their directions, measured layers, and the state of an iteration."""
+Steps = tuple[float, ...]
+Rows = tuple[tuple[PointLoss, ...], ...]
+
 
 def measure_slices(context: AnalysisContext) -> AnalysisResult[Slice]:
     """Measure the loss along lines through the weights."""
-    count, size = context.config.num_directions, context.config.num_points
-    directions, steps, points, is_partial = _around_weights(context, count, count * size, slice_grid)
-    rows = in_rows(points, len(steps), len(directions.names))
-    return AnalysisResult(Slice(context.measured(directions), steps, rows), is_partial)
+    count = context.config.num_directions
+    return _around_weights(context, count, count, slice_grid, Slice)
 
 
 def measure_surface(context: AnalysisContext) -> AnalysisResult[Surface]:
     """Measure the loss over a plane through the weights."""
-    num_points = context.config.num_points**2
-    directions, steps, points, is_partial = _around_weights(
-        context, 2, num_points, lambda _, steps: plane_grid(steps, steps)
-    )
-    rows = in_rows(points, len(steps), len(steps))
-    return AnalysisResult(Surface(context.measured(directions), steps, steps, rows), is_partial)
+
+    def surface(measured: GridDescription, steps: Steps, rows: Rows) -> Surface:
+        return Surface(measured, steps, steps, rows)
+
+    return _around_weights(context, 2, context.config.num_points, lambda _, steps: plane_grid(steps, steps), surface)
 
 
 def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]) -> AnalysisResult[Trajectory]:
@@ -188,20 +184,25 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
 
 
 def _around_weights(
-    context: AnalysisContext, count: int, num_points: int, grid_of: Callable[[int, Sequence[float]], Points]
-) -> tuple[Directions, tuple[float, ...], Mapping[int, PointLoss], bool]:
-    """Directions from the weights, steps along them, losses by the number of the point, and True after an interruption.
+    context: AnalysisContext,
+    count: int,
+    num_rows: int,
+    grid_of: Callable[[int, Steps], Points],
+    result_of: Callable[[GridDescription, Steps, Rows], ResultT],
+) -> AnalysisResult[ResultT]:
+    """Result of the losses at equal steps along directions from the weights.
 
     Args:
         context: context of the analysis.
         count: number of directions; those of an earlier call of the same analysis are used again.
-        num_points: number of points of the grid.
+        num_rows: number of rows of the grid, each of `num_points` points.
         grid_of: points of the grid for a number of directions and the steps.
+        result_of: result for a description, the steps and the rows of losses.
     """
     measured_loss, config = context.measured_loss, context.config
     how = [config.directions.value, count, measured_loss.sample.seed, config.tolerance, config.max_products]
     identity, path = digest([measured_loss.fingerprint(), *how]), context.folder / DIRECTIONS_FILE
-    with _points(context, identity, num_points) as ledger:
+    with _points(context, identity, num_rows * config.num_points) as ledger:
         directions = Directions.load(path, identity)
         if directions is None:
             directions = _new_directions(context, count)
@@ -211,8 +212,10 @@ def _around_weights(
             largest = max((abs(value) for value in directions.values or ()), default=0.0)
             span = (2 / largest) ** 0.5 if largest > 0 else 1.0
         steps = symmetric_steps(span, config.num_points)
-        is_partial = _measure(context, directions, grid_of(len(directions.names), steps), ledger)
-    return directions, steps, ledger.points, is_partial
+        grid = grid_of(len(directions.names), steps)
+        is_partial = _measure(context, directions, grid, ledger)
+    rows = in_rows(ledger.points, len(steps), len(grid) // len(steps))
+    return AnalysisResult(result_of(context.measured(directions), steps, rows), is_partial)
 
 
 def _new_directions(context: AnalysisContext, count: int) -> Directions:

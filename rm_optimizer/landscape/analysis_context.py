@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.core.storage.loading import load_weights
-from rm_optimizer.landscape.comparison import compare_spectra
-from rm_optimizer.landscape.hessian import Matrix
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.solvers.lanczos import Progress
-from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.directions import Directions
 from rm_optimizer.landscape.surface.results import GridDescription
-from rm_optimizer.records.codec import JsonRecord, from_values, json_values
-from rm_optimizer.records.files import replacing
+from rm_optimizer.records.codec import JsonRecord, json_values
 from rm_optimizer.records.ledger import Ledger, open_ledger
-from rm_optimizer.schema.landscape import LandscapeConfig, SpectrumMethod
+from rm_optimizer.schema.landscape import LandscapeConfig
 
-POINTS_FILE, DIRECTIONS_FILE, LAYERS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "layers.jsonl", "lanczos.json"
-"""Files in the folder of results: measured points, their directions, measured layers, and the state of an iteration."""
-ReadWeights: TypeAlias = Callable[[], Mapping[str, Tensor]]
-"""Reader of a classifier's weights by name."""
 ResultT = TypeVar("ResultT", bound=JsonRecord)
 
 
@@ -101,98 +93,17 @@ class AnalysisContext:
     subject: AnalysisInput | str = ""
 
     @property
-    def source_without_step(self) -> str:
-        """Checkpoint and pairs in words, for a result of several steps or models."""
-        return str(replace(self.subject, step=None) if isinstance(self.subject, AnalysisInput) else self.subject)
-
-    @property
-    def spectrum_settings(self) -> list[Any]:
-        """Settings that spectra of several models depend on, beyond loss and weights."""
-        config = self.config
-        how = [config.method.value, config.which.value, config.top_k, config.num_sampled, config.tolerance]
-        return [*how, config.max_products, config.num_probes, config.trace_method.value, self.measured_loss.sample.seed]
-
-    def spectrum(
-        self,
-        *,
-        matrix: Matrix | None = None,
-        with_density: bool = False,
-        start: HessianSpectrum | None = None,
-        state_file: Path | None = None,
-    ) -> HessianSpectrum:
-        """Spectrum at the present weights of the model; the arguments are those of `compute_spectrum`."""
-        return self.measured_loss.analyzer.compute_spectrum(
+    def spectrum(self) -> partial[HessianSpectrum]:
+        """Function for the spectrum at the model's present weights, with further arguments of `compute_spectrum`."""
+        return partial(
+            self.measured_loss.analyzer.compute_spectrum,
             self.measured_loss.sample,
             self.config.method.value,
             top_k=self.config.top_k,
-            matrix=matrix,
             options=self.config,
-            with_density=with_density,
-            start=start,
-            state_file=state_file,
             on_iteration=self.on_iteration,
             on_product=self.on_product,
         )
-
-    def spectra(
-        self, ledger: Ledger, weights: Mapping[str, ReadWeights], *, follows: bool = False
-    ) -> list[tuple[HessianSpectrum, float | None]]:
-        """Spectrum at each of several weights; after Ctrl-C those that are complete.
-
-        Each is in the ledger once it is measured, and its eigenvectors in `vectors_file`. Afterwards the model has the
-        last weights.
-
-        Args:
-            ledger: ledger of the spectra.
-            weights: readers of the classifier's weights, by their names.
-            follows: True if the weights are those of successive steps. A search then starts from the vectors of the
-                step before, the overlap with these vectors is measured, and the vectors of earlier steps are removed.
-
-        Returns:
-            Each spectrum, with the overlap of its subspace with that of the step before; None if it is not known.
-
-        Raises:
-            KeyboardInterrupt: if the user stopped it before the first spectrum was complete.
-        """
-        found = [
-            (from_values(HessianSpectrum, row["spectrum"]), row["overlap"])
-            for row in ledger.values()
-            if "spectrum" in row
-        ]
-        try:
-            for index, (name, read) in list(enumerate(weights.items()))[len(found) :]:
-                self.on_progress(name, index, len(weights), "")
-                load_weights(self.measured_loss.model.model, read(), Path(name))
-                before = self.with_vectors(found[-1][0], index - 1) if follows and found else None
-                has_start = before is not None and self.config.method == SpectrumMethod.lanczos
-                now = self.spectrum(start=before if has_start else None)
-                if now.status == SpectrumStatus.interrupted:
-                    raise KeyboardInterrupt
-                overlap = None if before is None else self.overlap(before, now)
-                with replacing(self.vectors_file(index)) as temporary:
-                    torch.save(now.eigenvectors, temporary)
-                ledger.append({"spectrum": now.entries(), "overlap": overlap})
-                found.append((now, overlap))
-                if follows:
-                    self.vectors_file(index - 1).unlink(missing_ok=True)
-        except KeyboardInterrupt:
-            if not found:
-                raise
-        return found
-
-    def vectors_file(self, index: int) -> Path:
-        """File in the folder with the eigenvectors of one of several spectra."""
-        return self.folder / f"vectors-{index}.pt"
-
-    def with_vectors(self, spectrum: HessianSpectrum, index: int) -> HessianSpectrum | None:
-        """One of several spectra with its eigenvectors; None if they were not kept."""
-        path = self.vectors_file(index)
-        return replace(spectrum, eigenvectors=torch.load(path, weights_only=True)) if path.exists() else None
-
-    def overlap(self, first: HessianSpectrum, second: HessianSpectrum) -> float | None:
-        """Overlap of the subspaces of two spectra's largest eigenvalues."""
-        count = min(first.num_top, second.num_top, self.config.top_k)
-        return compare_spectra(first, second, top_k=count).subspace_overlap
 
     def on_iteration(self, progress: Progress) -> None:
         """Report a product of a Lanczos iteration."""

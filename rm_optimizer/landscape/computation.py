@@ -20,7 +20,6 @@ from rm_optimizer.landscape.estimates.cross_fitting import (
     cross_fit_gram,
     cross_fit_hessian,
     not_cross_fitted,
-    num_prompts,
 )
 from rm_optimizer.landscape.estimates.density import SpectralDensity, spectral_density
 from rm_optimizer.landscape.estimates.quantities import LocalGeometry, Quantity, effective_rank, local_geometry
@@ -38,6 +37,7 @@ from rm_optimizer.landscape.solvers.lanczos import (
     Ritz,
     lanczos,
     most_products,
+    num_of_ends,
     num_wanted,
     rounding,
 )
@@ -62,7 +62,7 @@ class SpectrumComputation:
         options: requested quantities, and their accuracy.
         with_density: True to estimate the density, which also gives the trace.
         seed: seed of the starting vector and of the resampling; random vectors of the estimates take the next ones.
-        clusters: number of each pair's prompt, in the order of the batches; None takes each pair as one.
+        clusters: number of each pair's prompt, in the order of the batches.
         start: starting vectors of `lanczos`; None draws one.
         state_file: file of `lanczos`'s state, from which it continues after a kill.
         on_iteration: function called after each product of `lanczos`.
@@ -80,7 +80,7 @@ class SpectrumComputation:
     options: SpectrumOptions
     with_density: bool = False
     seed: int
-    clusters: Sequence[int] | None = None
+    clusters: Sequence[int]
     start: Tensor | None = None
     state_file: Path | None = None
     on_iteration: Callable[[Progress], None] | None = None
@@ -316,7 +316,7 @@ class SpectrumComputation:
             num_top,
             self.num_sampled,
             num_nonzero,
-            num_prompts(objective.num_pairs, self.clusters),
+            len(set(self.clusters)),
             self.cross_fit,
             lists_smallest=num_top < len(pairs.values) and num_bottom > 0,
         )
@@ -350,8 +350,7 @@ def known_ends(values: Sequence[float], method: str, which: End) -> tuple[int, i
     if method == "gauss_newton_exact":
         return count, 0
     if method == "lanczos" and which != "magnitude":
-        half = count // 2
-        return {"largest": (count, 0), "smallest": (0, count), "both": (count - half, half)}[which]
+        return num_of_ends(count, which)
     num_positive = sum(value > 0 for value in values)
     return num_positive, count - num_positive
 

@@ -27,7 +27,7 @@ from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.draws import FEWEST, PairSample, Prompts, draw_pairs, require_enough
 from rm_optimizer.landscape.computation import SpectrumComputation, known_ends
 from rm_optimizer.landscape.estimates.by_pair import clusters_of
-from rm_optimizer.landscape.estimates.cross_fitting import FEW_PROMPTS, num_prompts
+from rm_optimizer.landscape.estimates.cross_fitting import FEW_PROMPTS
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputOperator
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.operators.parameters import TRAINABLE
@@ -240,7 +240,7 @@ class HessianAnalyzer:
                 state_file=state_file,
                 on_iteration=on_iteration,
             )
-            if found.num_sampled and (count := num_prompts(objective.num_pairs, found.clusters)) < FEW_PROMPTS:
+            if found.num_sampled and (count := len(set(found.clusters))) < FEW_PROMPTS:
                 _log.warning(
                     f"eigenvalues of {count} prompts are far too large, and their intervals over pairs too narrow; "
                     f"take at least {FEW_PROMPTS}, 256 or more are useful"

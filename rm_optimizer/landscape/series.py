@@ -1,14 +1,15 @@
-"""Spectra of one loss at several weights: along a run, and between models with overlaps and loss barriers."""
+"""Spectra of one loss at several weights: two compared, along a run, and between models with loss barriers."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -21,21 +22,163 @@ from rm_optimizer.core.model.identity import differing_settings, tensors_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.loading import load_weights, read_checkpoint
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult, ReadWeights
+from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisInput, AnalysisResult
 from rm_optimizer.landscape.estimates.by_pair import clusters_of
-from rm_optimizer.landscape.spectrum import HessianSpectrum
+from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.visualization import LandscapeRecord
-from rm_optimizer.records.codec import from_values, json_values
+from rm_optimizer.records.codec import JsonRecord, from_values, json_values
+from rm_optimizer.records.files import replacing
+from rm_optimizer.records.ledger import Ledger
+from rm_optimizer.schema.landscape import SpectrumMethod
 
-EVOLUTION_FILE = "evolution.jsonl"
-"""File in the folder of results with the spectrum of each measured step."""
-
+EVOLUTION_FILE, BETWEEN_FILE = "evolution.jsonl", "between.jsonl"
+"""Files in the folder of results with each spectrum of a run, and with each spectrum and path between models."""
+Weights: TypeAlias = Mapping[str, Tensor]
+"""Weights of a classifier by name."""
+ReadWeights: TypeAlias = Callable[[], Weights]
 WeightsByStep = dict[int, ReadWeights]
-"""Readers of the classifier's weights by name, by optimizer step, ascending."""
-BETWEEN_FILE = "between.jsonl"
-"""File in the folder of results that holds each spectrum and path once it is measured."""
+"""Readers of weights by optimizer step, ascending."""
 
-Weights = Mapping[str, Tensor]
+
+@dataclass(frozen=True)
+class SpectrumComparison(JsonRecord):
+    """Changes from one spectrum to another.
+
+    Args:
+        ratios: largest eigenvalues of the second divided by those of the first; NaN if the first is 0.
+        bottom_ratios: the same ratios for the smallest ones, the smallest first.
+        trace_ratio: ratio of the traces; None where either is missing or the first is 0.
+        subspace_overlap: `||V_1 V_2^T||_F^2 / k` of the top k eigenvectors, 1 where both span the same space and about
+            k / parameters for independent spaces; None if eigenvectors were not kept.
+        num_compared: number of compared eigenvalues, k.
+        num_pairs: number of pairs of each spectrum.
+    """
+
+    ratios: tuple[float, ...]
+    bottom_ratios: tuple[float, ...]
+    trace_ratio: float | None
+    subspace_overlap: float | None
+    num_compared: int
+    num_pairs: tuple[int, int]
+
+
+def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: int | None = None) -> SpectrumComparison:
+    """Compare eigenvalues, trace and top subspace of two spectra.
+
+    Args:
+        first: the reference, such as an earlier step of a run.
+        second: spectrum of the same matrix over the same parameters, of the same loss and pairs at other weights.
+        top_k: number of eigenvalues to compare at each end; None takes as many as both spectra have.
+
+    Raises:
+        ConfigError: if they are of different matrices, parameters, losses or pairs, or do not both have the k largest
+            eigenvalues.
+    """
+    kinds = [(spectrum.matrix, spectrum.params, spectrum.num_parameters) for spectrum in (first, second)]
+    if kinds[0] != kinds[1]:
+        raise ConfigError(
+            f"spectra to compare must be of the same matrix and parameters, got {kinds[0]} and {kinds[1]}"
+        )
+    for what, one, other in (
+        ("loss options", first.loss_options, second.loss_options),
+        ("pairs", first.pairs_digest, second.pairs_digest),
+    ):
+        if one and other and one != other:
+            raise ConfigError(f"spectra to compare must be of the same {what}, got {one} and {other}; measure one anew")
+    available = min(first.num_top, second.num_top)
+    count = available if top_k is None else top_k
+    if not 1 <= count <= available:
+        raise ConfigError(f"top_k must lie in [1, {available}], the largest eigenvalues of both spectra, got {count}")
+    at_bottom = min(first.num_bottom, second.num_bottom, count)
+    overlap, trace_ratio = None, None
+    if first.eigenvectors is not None and second.eigenvectors is not None:
+        old, new = (each[:count].double() for each in (first.eigenvectors, second.eigenvectors))
+        overlap = float((old @ new.to(old.device).T).square().sum() / count)
+    if first.trace is not None and second.trace is not None and first.trace.value:
+        trace_ratio = second.trace.value / first.trace.value
+    return SpectrumComparison(
+        ratios=_ratios(second.eigenvalues[:count], first.eigenvalues[:count]),
+        bottom_ratios=_ratios(second.eigenvalues[::-1][:at_bottom], first.eigenvalues[::-1][:at_bottom]),
+        trace_ratio=trace_ratio,
+        subspace_overlap=overlap,
+        num_compared=count,
+        num_pairs=(first.num_pairs, second.num_pairs),
+    )
+
+
+def _ratios(new: Sequence[float], old: Sequence[float]) -> tuple[float, ...]:
+    return tuple(after / before if before else float("nan") for after, before in zip(new, old, strict=True))
+
+
+def _measured_spectra(
+    context: AnalysisContext, ledger: Ledger, weights: Mapping[str, ReadWeights], *, follows: bool = False
+) -> list[tuple[HessianSpectrum, float | None]]:
+    """Measure the spectrum at each of several weights; after Ctrl-C those that are complete.
+
+    Each is in the ledger once it is measured, and its eigenvectors in `_vectors_file`. Afterwards the model has the
+    last weights.
+
+    Args:
+        context: loss and options.
+        ledger: ledger of the spectra.
+        weights: readers of the classifier's weights, by their names.
+        follows: True if the weights belong to successive steps. A search then starts from the vectors of the step
+            before, the overlap with these vectors is measured, and the vectors of earlier steps are removed.
+
+    Returns:
+        Each spectrum, with the overlap of its subspace with the step before; None if it is not known.
+
+    Raises:
+        KeyboardInterrupt: if the user stopped it before the first spectrum was complete.
+    """
+    found = [
+        (from_values(HessianSpectrum, row["spectrum"]), row["overlap"]) for row in ledger.values() if "spectrum" in row
+    ]
+    try:
+        for index, (name, read) in list(enumerate(weights.items()))[len(found) :]:
+            context.on_progress(name, index, len(weights), "")
+            load_weights(context.measured_loss.model.model, read(), Path(name))
+            before = _with_vectors(context, found[-1][0], index - 1) if follows and found else None
+            now = context.spectrum(start=before if context.config.method == SpectrumMethod.lanczos else None)
+            if now.status == SpectrumStatus.interrupted:
+                raise KeyboardInterrupt
+            with replacing(_vectors_file(context, index)) as temporary:
+                torch.save(now.eigenvectors, temporary)
+            overlap = _overlap(context, before, now)
+            ledger.append({"spectrum": now.entries(), "overlap": overlap})
+            found.append((now, overlap))
+            if follows:
+                _vectors_file(context, index - 1).unlink(missing_ok=True)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+    return found
+
+
+def _settings(context: AnalysisContext) -> list[Any]:
+    """Settings that spectra of several models depend on, beyond loss and weights."""
+    config = context.config
+    how = [config.method.value, config.which.value, config.top_k, config.num_sampled, config.tolerance]
+    return [*how, config.max_products, config.num_probes, config.trace_method.value, context.measured_loss.sample.seed]
+
+
+def _vectors_file(context: AnalysisContext, index: int) -> Path:
+    """File in the folder with the eigenvectors of one of several spectra."""
+    return context.folder / f"vectors-{index}.pt"
+
+
+def _with_vectors(context: AnalysisContext, spectrum: HessianSpectrum, index: int) -> HessianSpectrum | None:
+    """One of several spectra with its eigenvectors; None if they were not kept."""
+    path = _vectors_file(context, index)
+    return replace(spectrum, eigenvectors=torch.load(path, weights_only=True)) if path.exists() else None
+
+
+def _overlap(context: AnalysisContext, first: HessianSpectrum | None, second: HessianSpectrum | None) -> float | None:
+    """Overlap of the subspaces of two spectra's largest eigenvalues; None if one has no vectors."""
+    if first is None or second is None:
+        return None
+    count = min(first.num_top, second.num_top, context.config.top_k)
+    return compare_spectra(first, second, top_k=count).subspace_overlap
 
 
 @dataclass(frozen=True)
@@ -76,15 +219,17 @@ def measure_evolution(context: AnalysisContext, weights: WeightsByStep) -> Analy
     Raises:
         KeyboardInterrupt: if the user stopped it before the first spectrum was complete.
     """
-    identity = [context.measured_loss.fingerprint(), list(weights), *context.spectrum_settings]
+    identity = [context.measured_loss.fingerprint(), list(weights), *_settings(context)]
     with context.ledger(EVOLUTION_FILE, identity, len(weights)) as ledger:
-        found = context.spectra(ledger, {f"step {step:,}": read for step, read in weights.items()}, follows=True)
+        named = {f"step {step:,}": read for step, read in weights.items()}
+        found = _measured_spectra(context, ledger, named, follows=True)
     steps = tuple(weights)
     if len(found) == len(steps):
-        context.vectors_file(len(steps) - 1).unlink(missing_ok=True)
+        _vectors_file(context, len(steps) - 1).unlink(missing_ok=True)
     spectra, overlaps = zip(*found, strict=True)
-    missing = steps[len(found) :]
-    result = Evolution(steps[: len(found)], spectra, overlaps, missing, context.source_without_step)
+    subject, missing = context.subject, steps[len(found) :]
+    source = str(replace(subject, step=None) if isinstance(subject, AnalysisInput) else subject)
+    result = Evolution(steps[: len(found)], spectra, overlaps, missing, source)
     return AnalysisResult(result, is_partial=bool(missing))
 
 
@@ -192,27 +337,21 @@ def measure_between(
     sample, readers = context.measured_loss.sample, list(models.values())
     pairs = list(combinations(range(len(models)), 2))
     of_models = [[name, tensors_digest(read())] for name, read in models.items()]
-    identity = [
-        context.measured_loss.fingerprint(),
-        of_models,
-        *context.spectrum_settings,
-        context.config.num_points,
-    ]
+    identity = [context.measured_loss.fingerprint(), of_models, *_settings(context), context.config.num_points]
     with context.ledger(BETWEEN_FILE, identity, len(models) + len(pairs)) as ledger:
-        spectra = [spectrum for spectrum, _ in context.spectra(ledger, models)]
+        spectra = [spectrum for spectrum, _ in _measured_spectra(context, ledger, models)]
         paths = [row for row in ledger.values() if "path" in row]
         with suppress(KeyboardInterrupt):
             for first, second in pairs[len(paths) :] if len(spectra) == len(models) else ():
                 context.on_progress("paths", len(paths), len(pairs), "")
                 path = _path(context, readers[first](), readers[second](), (first, second))
-                one, other = (context.with_vectors(spectra[index], index) for index in (first, second))
-                overlap = None if one is None or other is None else context.overlap(one, other)
-                row = {"path": json_values(path), "overlap": overlap}
+                ends = (_with_vectors(context, spectra[index], index) for index in (first, second))
+                row = {"path": json_values(path), "overlap": _overlap(context, *ends)}
                 ledger.append(row)
                 paths.append(row)
     is_partial = len(paths) < len(pairs)
     for index in range(0 if is_partial else len(models)):
-        context.vectors_file(index).unlink(missing_ok=True)
+        _vectors_file(context, index).unlink(missing_ok=True)
     result = BetweenModels(
         tuple(models),
         tuple(spectra),

@@ -10,11 +10,6 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from rm_optimizer.rl_coupling.adapters import openrlhf_reward_func as openrlhf_reward_func
-    from rm_optimizer.rl_coupling.adapters import trl_reward_async as trl_reward_async
-    from rm_optimizer.rl_coupling.adapters import verl_compute_score as verl_compute_score
-    from rm_optimizer.rl_coupling.adapters import verl_compute_score_async as verl_compute_score_async
-    from rm_optimizer.rl_coupling.adapters import verl_compute_scores as verl_compute_scores
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve as BestOfNCurve
     from rm_optimizer.rl_coupling.ensemble import EnsembleMargin as EnsembleMargin
     from rm_optimizer.rl_coupling.ensemble import EnsemblePrediction as EnsemblePrediction
@@ -37,6 +32,11 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.rollouts import RewardModelCreditAssigner as RewardModelCreditAssigner
     from rm_optimizer.rl_coupling.rollouts import RewardModelScorer as RewardModelScorer
     from rm_optimizer.rl_coupling.trainer_rewards import ScaledScorer as ScaledScorer
+    from rm_optimizer.rl_coupling.trainer_rewards import openrlhf_reward_func as openrlhf_reward_func
+    from rm_optimizer.rl_coupling.trainer_rewards import trl_reward_async as trl_reward_async
+    from rm_optimizer.rl_coupling.trainer_rewards import verl_compute_score as verl_compute_score
+    from rm_optimizer.rl_coupling.trainer_rewards import verl_compute_score_async as verl_compute_score_async
+    from rm_optimizer.rl_coupling.trainer_rewards import verl_compute_scores as verl_compute_scores
     from rm_optimizer.rl_coupling.world_policy import WorldGold as WorldGold
     from rm_optimizer.rl_coupling.world_policy import WorldPolicy as WorldPolicy
     from rm_optimizer.rl_coupling.world_policy import save_world_policy as save_world_policy

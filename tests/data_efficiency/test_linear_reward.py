@@ -8,7 +8,7 @@ from scipy.special import expit
 from sklearn.linear_model import LogisticRegression
 
 from rm_optimizer import PreferencePair
-from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward, text_differences
+from rm_optimizer.data_efficiency.margin_analysis import fit_linear_reward, text_differences
 from rm_optimizer.errors import DataError
 
 

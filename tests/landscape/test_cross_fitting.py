@@ -19,7 +19,7 @@ PROMPTS = (0, 0, 1, 2, 2, 3, 4, 5)
 
 
 def test_halves_share_no_prompt_and_hold_every_pair():
-    first, second = halves_of(len(PROMPTS), PROMPTS, seed=3)
+    first, second = halves_of(PROMPTS, seed=3)
     assert sorted([*first, *second]) == list(range(8))
     assert not {PROMPTS[i] for i in first} & {PROMPTS[i] for i in second}
     assert len({PROMPTS[i] for i in first}) == 3
@@ -38,7 +38,7 @@ def test_a_part_of_the_pairs_has_their_loss(packed: bool):
 
 def test_the_interval_of_the_largest_of_the_population_is_that_of_the_first_rank_alone():
     columns = np.random.default_rng(0).normal((1.0, 9.0), 1.0, (50, 2))
-    found = cross_fitted(columns, np.ones(50), clusters=None, seed=0, sampling=(), by_num_pairs=())
+    found = cross_fitted(columns, np.ones(50), clusters=range(50), seed=0, sampling=(), by_num_pairs=())
     assert (found.population_low, found.population_high) == (found.values[0].low, found.values[0].high)
 
 
@@ -56,7 +56,7 @@ def test_the_populations_largest_eigenvalue_lies_in_its_interval(spectrum: str):
     inside = 0
     for draw in range(60):
         gram = gram_of(rng.standard_normal((48, size)) * scales)
-        found = cross_fit_gram(gram, 1, clusters=None, seed=draw)
+        found = cross_fit_gram(gram, 1, clusters=range(gram.num_pairs), seed=draw)
         assert found is not None
         assert found.population_low is not None
         assert found.population_high is not None
@@ -71,9 +71,9 @@ def test_each_rank_holds_the_populations_curvature_along_the_halves_vectors(spec
     inside = np.zeros(ranks)
     for draw in range(60):
         rows = rng.standard_normal((num_pairs, size)) * np.sqrt(truth[spectrum])
-        found = cross_fit_gram(gram_of(rows), ranks, clusters=None, seed=draw)
+        found = cross_fit_gram(gram_of(rows), ranks, clusters=range(num_pairs), seed=draw)
         assert found is not None
-        parts = [np.linalg.svd(rows[half])[2][:ranks] for half in halves_of(num_pairs, None, draw)]
+        parts = [np.linalg.svd(rows[half])[2][:ranks] for half in halves_of(range(num_pairs), draw)]
         along = np.mean([(vectors**2) @ truth[spectrum] for vectors in parts], axis=0)
         ends = np.array([(each.low, each.high) for each in found.values])
         inside += (ends[:, 0] <= along) & (along <= ends[:, 1])

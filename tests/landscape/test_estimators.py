@@ -15,7 +15,6 @@ from rm_optimizer.landscape.estimates.by_pair import pair_curvatures, weighted_m
 from rm_optimizer.landscape.estimates.density import spectral_density
 from rm_optimizer.landscape.estimates.trace import (
     TRACE_ESTIMATORS,
-    deflated_trace,
     estimate_trace,
     hutchinson_trace,
     xtrace,
@@ -56,7 +55,7 @@ def test_trace_intervals_hold_the_trace_as_often_as_they_say(name: str, method: 
 def test_intervals_of_deflated_estimates_hold_the_truth(name: str):
     values, found = spectra()[name], top(name)
     truths_and_estimates: dict[str, tuple[float, Make]] = {
-        "trace": (float(values.sum()), lambda seed: deflated_trace(operator(name), found, 10, seed=seed)),
+        "trace": (float(values.sum()), lambda seed: hutchinson_trace(operator(name), 10, found=found, seed=seed)),
         "density's trace": (
             float(values.sum()),
             lambda seed: spectral_density(operator(name), num_probes=10, num_steps=2, seed=seed, found=found).moment(1),
@@ -71,7 +70,8 @@ def test_the_bound_from_one_vector_holds_at_least_as_often():
     for name in ("decaying", "indefinite"):
         truth, found = float(spectra()[name].sum()), top(name)
         assert (
-            coverage(lambda seed, n=name, f=found: deflated_trace(operator(n), f, 1, seed=seed), truth) >= COVERAGE[0]
+            coverage(lambda seed, n=name, f=found: hutchinson_trace(operator(n), 1, found=f, seed=seed), truth)
+            >= COVERAGE[0]
         )
 
 
@@ -173,7 +173,7 @@ def test_taking_out_eigenpairs_makes_the_trace_surer():
     truth = float(spectra()["decaying"].sum())
     plain = root_mean_square_error(lambda seed: hutchinson_trace(operator("decaying"), 10, seed=seed), truth)
     deflated = root_mean_square_error(
-        lambda seed: deflated_trace(operator("decaying"), top("decaying"), 10, seed=seed), truth
+        lambda seed: hutchinson_trace(operator("decaying"), 10, found=top("decaying"), seed=seed), truth
     )
     assert deflated < plain / 2
 
@@ -215,7 +215,7 @@ def test_no_more_vectors_are_held_than_are_multiplied_at_once(monkeypatch: pytes
     rows: list[int] = []
     matrix = operator("decaying")
     monkeypatch.setattr(matrix, "apply", lambda vectors: (rows.append(len(vectors)), vectors @ matrix.matrix)[1])
-    deflated_trace(matrix, top("decaying"), 10, seed=0)
+    hutchinson_trace(matrix, 10, found=top("decaying"), seed=0)
     assert rows == [4, 4, 2]
 
 

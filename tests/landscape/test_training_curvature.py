@@ -11,10 +11,14 @@ from torch import Tensor
 from rm_optimizer.evaluation.draws import MeasurementFactory
 from rm_optimizer.landscape import training_curvature
 from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperator
-from rm_optimizer.landscape.operators.differences import GradientDifferences
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.solvers.reference import dense_matrix
-from rm_optimizer.landscape.training_curvature import FIRST_PRODUCTS, NUM_PROBES, measure_curvature
+from rm_optimizer.landscape.training_curvature import (
+    FIRST_PRODUCTS,
+    NUM_PROBES,
+    GradientDifferences,
+    measure_curvature,
+)
 from tests.landscape.worlds import EVERYTHING, micro_batches, reward_model
 
 

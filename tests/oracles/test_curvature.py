@@ -16,8 +16,8 @@ from scipy import stats
 
 from rm_optimizer.analyze import analyze
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.landscape.comparison import compare_spectra
 from rm_optimizer.landscape.hessian import HessianAnalyzer
+from rm_optimizer.landscape.series import compare_spectra
 from rm_optimizer.schema import LossConfig, compose, typed
 from rm_optimizer.schema.landscape import AnalyzeConfig, SpectrumOptions
 from tests.oracles.dense import (

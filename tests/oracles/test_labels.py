@@ -19,8 +19,7 @@ from torch import Tensor
 from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.data_efficiency import ActiveLearner, CurriculumSampler, Pool, acquisition_function
-from rm_optimizer.data_efficiency.linear_reward import text_differences
-from rm_optimizer.data_efficiency.margin_analysis import held_out_chances, suspected_labels
+from rm_optimizer.data_efficiency.margin_analysis import held_out_chances, suspected_labels, text_differences
 from rm_optimizer.data_efficiency.scaling import scaling_report
 from rm_optimizer.data_efficiency.votes import Votes, noise_ceiling, vote_calibration
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble

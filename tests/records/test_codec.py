@@ -18,11 +18,11 @@ from rm_optimizer.core.storage.certificate import ParityCertificate, ProbeScore
 from rm_optimizer.core.tokens.audit import DataAudit, PromptOverlap, SourceAudit, SplitAudit
 from rm_optimizer.core.tokens.cache import TruncationReport
 from rm_optimizer.doctor.diagnosis import Check, Diagnosis, Status
-from rm_optimizer.landscape.comparison import SpectrumComparison
 from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSamples
 from rm_optimizer.landscape.estimates.density import SpectralDensity
 from rm_optimizer.landscape.estimates.quantities import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, TopEigenvalue
+from rm_optimizer.landscape.series import SpectrumComparison
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.surface.grid import MISSING, PointLoss
 from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory

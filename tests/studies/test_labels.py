@@ -22,7 +22,7 @@ from labels import (
 from scipy.special import expit
 
 from rm_optimizer import PreferencePair
-from rm_optimizer.data_efficiency.linear_reward import fit_linear_reward
+from rm_optimizer.data_efficiency.margin_analysis import fit_linear_reward
 from rm_optimizer.errors import DataError
 from tests.builders import tiny_reward_model
 

@@ -165,8 +165,7 @@ def data_clean(
 
     from rm_optimizer.core.pairs.overlap import conversation_groups
     from rm_optimizer.core.tokens.dataset import PreferenceDataset
-    from rm_optimizer.data_efficiency.linear_reward import fixed_differences
-    from rm_optimizer.data_efficiency.margin_analysis import held_out_chances, suspected_labels, turned
+    from rm_optimizer.data_efficiency import margin_analysis
     from rm_optimizer.evaluation.score_file import require_new
     from rm_optimizer.records.files import write_json_lines, write_text
 
@@ -180,10 +179,10 @@ def data_clean(
     if num_soft := len(pairs) - len(judged):
         print(f"{num_soft:,} pairs with a tie or a soft label stay, and are not judged")
     plain = PreferenceDataset([pairs[place] for place in judged])
-    differences = fixed_differences(plain, None if model is None else SavedModel(model).load())
+    differences = margin_analysis.fixed_differences(plain, None if model is None else SavedModel(model).load())
     groups = np.array(conversation_groups([pair.prompt for pair in plain]))
-    dynamics = held_out_chances(*turned(differences, seed), groups, seed=seed)
-    found = suspected_labels(dynamics.confidence, false_positive_rate=false_positive_rate)
+    dynamics = margin_analysis.held_out_chances(*margin_analysis.turned(differences, seed), groups, seed=seed)
+    found = margin_analysis.suspected_labels(dynamics.confidence, false_positive_rate=false_positive_rate)
     chances = dynamics.confidence[[*found.positions]].tolist()
     suspects = replace(found, positions=tuple(judged[position] for position in found.positions))
     accuracy = float(dynamics.correctness.mean())

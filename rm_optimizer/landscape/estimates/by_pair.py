@@ -231,11 +231,10 @@ def pair_indices(batches: Iterable[AnyPairBatch]) -> tuple[int, ...]:
     return tuple(index for batch in batches for index in batch.pair_index.tolist())
 
 
-def clusters_of(batches: Iterable[AnyPairBatch], prompts: Prompts | None) -> list[int] | None:
-    """Number of each pair's prompt, in the order of the batches; None if the prompts are not known."""
-    if prompts is None:
-        return None
-    return [prompts[index] for batch in batches for index in batch.pair_index.tolist()]
+def clusters_of(batches: Iterable[AnyPairBatch], prompts: Prompts | None) -> Sequence[int]:
+    """Number of each pair's prompt, in the order of the batches; without prompts, each pair is one."""
+    indices = pair_indices(batches)
+    return range(len(indices)) if prompts is None else [prompts[index] for index in indices]
 
 
 def curvature_by_pair(found: PairCurvatures, described: Mapping[int, DescribedPair]) -> CurvatureByPair:

@@ -67,22 +67,15 @@ class CrossFit:
     num_products: int
 
 
-def num_prompts(num_pairs: int, clusters: Sequence[int] | None) -> int:
-    """Number of different prompts; None takes each pair as one."""
-    return num_pairs if clusters is None else len(set(clusters))
-
-
-def halves_of(num_pairs: int, clusters: Sequence[int] | None, seed: int) -> tuple[Pairs, Pairs]:
+def halves_of(clusters: Sequence[int], seed: int) -> tuple[Pairs, Pairs]:
     """Two halves of the pairs; all pairs of one prompt are in the same half.
 
     Args:
-        num_pairs: pairs in all.
-        clusters: number of each pair's prompt; None takes each pair as one.
+        clusters: number of each pair's prompt.
         seed: seed of the draw.
     """
-    numbers = np.arange(num_pairs) if clusters is None else np.asarray(clusters)
-    distinct = np.random.default_rng(seed).permutation(np.unique(numbers))
-    is_first = np.isin(numbers, distinct[: len(distinct) // 2])
+    distinct = np.random.default_rng(seed).permutation(np.unique(clusters))
+    is_first = np.isin(clusters, distinct[: len(distinct) // 2])
     return np.flatnonzero(is_first), np.flatnonzero(~is_first)
 
 
@@ -92,7 +85,7 @@ def cross_fit_hessian(
     *,
     top: float,
     sampling: Sequence[Estimate],
-    clusters: Sequence[int] | None,
+    clusters: Sequence[int],
     seed: int,
     state_file: Path | None = None,
 ) -> CrossFit | None:
@@ -111,7 +104,7 @@ def cross_fit_hessian(
         state_file: file beside which each search keeps its state; None keeps none. The caller removes them.
     """
     objective = operator.objective
-    if num_prompts(objective.num_pairs, clusters) < FEWEST_PROMPTS:
+    if len(set(clusters)) < FEWEST_PROMPTS:
         return None
     operator.release()
     numbers = itertools.count(operator.num_products + 1)
@@ -133,7 +126,7 @@ def cross_fit_hessian(
         kept.save()
         return found.widened(matrix.support)
 
-    halves = halves_of(objective.num_pairs, clusters, seed)
+    halves = halves_of(clusters, seed)
     parts = [part_of(objective, half) for half in halves]
     columns, most, num_products = np.zeros((objective.num_pairs, num_values)), num_values, 0
     tops: list[float] = []
@@ -160,9 +153,7 @@ def cross_fit_hessian(
     )
 
 
-def cross_fit_gram(
-    gram: GramSpectrum, num_values: int, *, clusters: Sequence[int] | None, seed: int
-) -> CrossFit | None:
+def cross_fit_gram(gram: GramSpectrum, num_values: int, *, clusters: Sequence[int], seed: int) -> CrossFit | None:
     """Cross-fit the top eigenvalues of a Gauss-Newton or Fisher matrix, from products of its rows alone.
 
     Along `v = B_A^T u / sqrt(lambda)` a row `b` of the other half has curvature `(b^T v)^2 = (G u)_b^2 / lambda`, with
@@ -174,9 +165,9 @@ def cross_fit_gram(
         clusters: number of each pair's prompt.
         seed: seed of halves and resampling.
     """
-    if num_prompts(gram.num_pairs, clusters) < FEWEST_PROMPTS:
+    if len(set(clusters)) < FEWEST_PROMPTS:
         return None
-    halves, everything = halves_of(gram.num_pairs, clusters, seed), np.arange(gram.num_pairs)
+    halves, everything = halves_of(clusters, seed), np.arange(gram.num_pairs)
     num_values = min(num_values, *(gram.rank_of(half) for half in halves))
     if num_values == 0:
         return None
@@ -209,7 +200,7 @@ def not_cross_fitted(
         num_nonzero: number of the first eigenvalues that lie further from 0 than their error bounds.
         prompts: different prompts of the pairs.
         crossed: cross-fitted values that exist.
-        lists_smallest: True if smallest eigenvalues are listed beside the largest.
+        lists_smallest: True if smallest eigenvalues are listed too.
 
     Example:
         >>> not_cross_fitted(20, 0, 20, 121, None, lists_smallest=True)
@@ -243,10 +234,9 @@ def part_of(objective: PairObjective, pairs: Pairs) -> PairObjective:
     return PairObjective(objective.model, batches, objective.loss, objective.subset, None)
 
 
-def _quarters(half: Pairs, clusters: Sequence[int] | None, seed: int) -> list[Pairs]:
+def _quarters(half: Pairs, clusters: Sequence[int], seed: int) -> list[Pairs]:
     """The two halves of a half."""
-    own = None if clusters is None else np.asarray(clusters)[half].tolist()
-    return [half[places] for places in halves_of(len(half), own, seed)]
+    return [half[places] for places in halves_of(np.asarray(clusters)[half].tolist(), seed)]
 
 
 def _sample(parts: Sequence[Pairs], values: Sequence[float]) -> TopOfSamples:
@@ -257,7 +247,7 @@ def cross_fitted(
     columns: Float[np.ndarray, "pairs values"],
     weights: Float[np.ndarray, " pairs"],
     *,
-    clusters: Sequence[int] | None,
+    clusters: Sequence[int],
     seed: int,
     sampling: Sequence[Estimate],
     by_num_pairs: tuple[TopOfSamples, ...],
@@ -268,7 +258,7 @@ def cross_fitted(
     Args:
         columns: curvature of each pair along each of the other half's vectors.
         weights: weight of each pair.
-        clusters: number of each pair's prompt; None takes each pair as one.
+        clusters: number of each pair's prompt.
         seed: seed of the resampling.
         sampling: eigenvalues of all pairs with their interval over pairs.
         by_num_pairs: largest eigenvalue of parts and of all of the pairs.

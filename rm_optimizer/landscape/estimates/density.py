@@ -106,13 +106,17 @@ class SpectralDensity(JsonRecord):
         spread by half the distance to its farther neighbor if that is more, since a rule has no information between
         its nodes.
         """
-        nodes = np.array([*self.exact, *(value for rule in self.nodes for value in rule)])
+        nodes, widths = self.spread_nodes(width)
         share = max(len(self.nodes), 1)
         weights = np.array([*np.ones(len(self.exact)), *(w / share for rule in self.weights for w in rule)])
-        widths = np.concatenate([np.full(len(self.exact), width), *(_widths(rule, width) for rule in self.nodes)])
         bumps = np.exp(-0.5 * ((np.asarray(grid)[:, None] - nodes) / widths) ** 2) / (widths * np.sqrt(2 * np.pi))
         density: np.ndarray = bumps @ (weights / weights.sum())
         return density
+
+    def spread_nodes(self, width: float) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
+        """Known eigenvalues and nodes, and the standard deviation of each one's normal."""
+        nodes = np.array([*self.exact, *(value for rule in self.nodes for value in rule)])
+        return nodes, np.concatenate([np.full(len(self.exact), width), *(_widths(rule, width) for rule in self.nodes)])
 
 
 def spectral_density(
@@ -221,10 +225,10 @@ class DensityCurve:
 
 def density_curve(density: SpectralDensity) -> DensityCurve:
     """Density over the range of all known eigenvalues and nodes, each spread by at least 1 % of the range."""
-    known = np.array([*density.exact, *(node for rule in density.nodes for node in rule)])
+    known = density.spread_nodes(0.0)[0]
     low, high = float(known.min()), float(known.max())
     width = _WIDTH * (high - low) or _WIDTH * max(abs(high), 1.0)
-    spread = np.concatenate([np.full(len(density.exact), width), *(_widths(rule, width) for rule in density.nodes)])
+    spread = density.spread_nodes(width)[1]
     grid = np.linspace(float((known - 5 * spread).min()), float((known + 5 * spread).max()), _POINTS)
     rules = list(zip(density.nodes, density.weights, strict=True))
     curves = [replace(density, nodes=(n,), weights=(w,)).on_grid(grid, width=width) for n, w in rules]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -21,28 +22,25 @@ from rm_optimizer.schema.landscape import TraceMethod
 
 
 def hutchinson_trace(
-    operator: SymmetricOperator, num_products: int, *, seed: int, is_semidefinite: bool = False
+    operator: SymmetricOperator,
+    num_products: int,
+    *,
+    seed: int,
+    found: Eigenpairs | None = None,
+    is_semidefinite: bool = False,
 ) -> Estimate:
     """Mean of `z^T A z` over vectors of random signs (Hutchinson, 1990).
 
     The interval is Student's, with the variance of `ProbeSums`. Of a positive semidefinite matrix it is
-    `_chi_squared`'s, since the mean of few squares is skewed.
+    `_chi_squared`'s, since the mean of few squares is skewed. With found eigenpairs the estimate is
+    `tr(V A V^T) + mean (P z)^T A (P z)` with `P = 1 - V^T V`. It is unbiased for any orthonormal rows `V` with their
+    Rayleigh quotients. The closer the rows are to eigenvectors, the smaller its variance. It spends `num_products` in
+    addition to the products that found the pairs.
     """
     _require_products(num_products, 1, "hutchinson")
-    return _mean_of_probes(operator, RandomVectors(operator, seed), num_products, is_semidefinite=is_semidefinite)
-
-
-def deflated_trace(
-    operator: SymmetricOperator, found: Eigenpairs, num_products: int, *, seed: int, is_semidefinite: bool = False
-) -> Estimate:
-    """Trace with approximate eigenpairs removed: `tr(V A V^T) + mean (P z)^T A (P z)` with `P = 1 - V^T V`.
-
-    The estimate is unbiased for any orthonormal rows `V` with their Rayleigh quotients. The closer the rows are to
-    eigenvectors, the smaller its variance. It spends `num_products` in addition to those that found the pairs.
-    """
-    _require_products(num_products, 1, "hutchinson")
-    rest = DeflatedOperator(operator, found.vectors)
-    known = float(found.values.sum())
+    rest, known = operator, 0.0
+    if found is not None:
+        rest, known = DeflatedOperator(operator, found.vectors), float(found.values.sum())
     random = RandomVectors(operator, seed)
     return _mean_of_probes(rest, random, num_products, known=known, is_semidefinite=is_semidefinite)
 
@@ -130,7 +128,11 @@ class _Sketch:
         return np.asarray((traces + rests).cpu())
 
 
-TRACE_ESTIMATORS = {"hutchinson": hutchinson_trace, "hutchpp": hutchpp_trace, "xtrace": xtrace}
+TRACE_ESTIMATORS: Mapping[str, Callable[..., Estimate]] = {
+    "hutchinson": hutchinson_trace,
+    "hutchpp": hutchpp_trace,
+    "xtrace": xtrace,
+}
 """Estimators by name. Hutchinson's is better below about 30 products, XTrace above."""
 
 
@@ -158,10 +160,9 @@ def estimate_trace(
     """
     if method not in tuple(TraceMethod):
         raise ConfigError(did_you_mean("trace_method", method, tuple(TraceMethod)))
-    if method == "deflated" and found is not None:
-        return deflated_trace(operator, found, num_products, seed=seed, is_semidefinite=is_semidefinite)
-    estimator = TRACE_ESTIMATORS.get(method, hutchinson_trace)
-    return estimator(operator, num_products, seed=seed, is_semidefinite=is_semidefinite)
+    if method == TraceMethod.deflated:
+        return hutchinson_trace(operator, num_products, seed=seed, found=found, is_semidefinite=is_semidefinite)
+    return TRACE_ESTIMATORS[method](operator, num_products, seed=seed, is_semidefinite=is_semidefinite)
 
 
 def _columns_times(operator: SymmetricOperator, columns: Tensor) -> Tensor:

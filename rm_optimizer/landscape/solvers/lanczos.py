@@ -220,6 +220,12 @@ def num_wanted(dimension: int, top_k: int, which: End) -> int:
     return top_k * ends
 
 
+def num_of_ends(count: int, which: End) -> tuple[int, int]:
+    """Numbers of some wanted values that are counted from the top and from the bottom."""
+    from_bottom = {"smallest": count, "both": count // 2}.get(which, 0)
+    return count - from_bottom, from_bottom
+
+
 class Ritz:
     """The small eigenproblem of an iteration, between two products.
 
@@ -312,8 +318,7 @@ class Ritz:
     def _is_ranked(self) -> NDArray[np.bool_]:
         """False for each wanted value that further copies of a wanted 0 may displace after an early end."""
         values, may_be_zero = self.values[self.selected], self.may_be_zero[self.selected]
-        num_bottom = {"smallest": len(values), "both": len(values) // 2}.get(self.which, 0)
-        is_bottom = np.arange(len(values)) >= len(values) - num_bottom
+        is_bottom = np.arange(len(values)) >= num_of_ends(len(values), self.which)[0]
         behind = is_bottom & (values > 0) & may_be_zero[is_bottom].any()
         behind |= ~is_bottom & (values < 0) & may_be_zero[~is_bottom].any()
         return np.asarray(~behind | self.is_done())

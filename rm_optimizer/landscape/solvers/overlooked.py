@@ -10,7 +10,7 @@ from torch import Tensor
 from rm_optimizer.landscape.operators.base import DeflatedOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, unit
 from rm_optimizer.landscape.solvers.krylov import KrylovState
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos, rounding, select
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, End, lanczos, num_of_ends, rounding, select
 
 CHECK_PRODUCTS = 8
 """Least number of products that reveal an extreme value of the rest, if it lies beyond the found values."""
@@ -55,12 +55,9 @@ def _beyond(
     operator: SymmetricOperator, found: Eigenpairs, which: End, tolerance: float, num_products: int, seed: int
 ) -> Eigenpairs:
     """Extreme eigenpairs of the rest after some products, iterated further only if one lies beyond the found values."""
-    from_top, from_bottom = _num_of_ends(found, which)
     values, ends = found.values.tolist(), 2 if which == "both" else 1
-    inner = [
-        *values[:from_top][-1:],
-        *values[len(values) - from_bottom :][:1],
-    ]  # where found vectors lie beyond nothing
+    from_top = num_of_ends(len(values), which)[0]
+    inner = [*values[:from_top][-1:], *values[from_top:][:1]]  # where found vectors lie beyond nothing
     rest = DeflatedOperator(operator, found.vectors, value=0.0 if which == "magnitude" else sum(inner) / len(inner))
     state, rounded = KrylovState(), rounding(operator.dtype, found.values.numpy())
     free = operator.dimension - len(found.values)
@@ -84,16 +81,9 @@ def _is_beyond(value: float, margin: float, found: Eigenpairs, which: End) -> bo
     values: list[float] = found.values.tolist()
     if which == "magnitude":
         return abs(value) > min(map(abs, values)) + margin
-    from_top, from_bottom = _num_of_ends(found, which)
+    from_top, from_bottom = num_of_ends(len(values), which)
     is_top = from_top > 0 and value > values[from_top - 1] + margin
     return is_top or (from_bottom > 0 and value < values[-from_bottom] - margin)
-
-
-def _num_of_ends(found: Eigenpairs, which: End) -> tuple[int, int]:
-    """Numbers of the found values that are the largest and the smallest."""
-    count = len(found.values)
-    from_bottom = {"smallest": count, "both": count // 2}.get(which, 0)
-    return count - from_bottom, from_bottom
 
 
 def _only(pairs: Eigenpairs, positions: list[int], *, num_products: int) -> Eigenpairs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
@@ -83,7 +83,7 @@ class PyHessianProblem:
     def __call__(self, part: _Part) -> Tensor:
         """The loss on a part, as large as if it were the whole."""
         objective = self.objective
-        shares = [objective.share(objective.model.rewards_of(batch), batch) for batch in part.batches]
+        shares = [objective.share(objective.model.rewards_of(batch), batch) for batch in part]
         return torch.stack(shares).sum() * len(self.parts)
 
     @contextmanager
@@ -106,11 +106,8 @@ class PyHessianProblem:
                 parameter.grad = gradient
 
 
-class _Part:
+class _Part(list[AnyPairBatch]):
     """Micro-batches with the interface of PyHessian's tensor of inputs."""
-
-    def __init__(self, batches: Sequence[AnyPairBatch]) -> None:
-        self.batches = batches
 
     def to(self, device: str) -> _Part:
         return self

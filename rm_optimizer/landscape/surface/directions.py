@@ -16,12 +16,6 @@ from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.landscape.operators.parameters import ParameterSubset
 from rm_optimizer.records.files import replacing
 
-FILTER_NORMALIZED, EIGENVECTORS, TRAJECTORY = (
-    "filter-normalized random",
-    "Hessian eigenvectors",
-    "PCA of the trajectory",
-)
-"""Origin of directions in words, for captions."""
 _COLUMNS_AT_ONCE = 1 << 20
 
 
@@ -86,7 +80,7 @@ def filter_normalized(model: nn.Module, subset: ParameterSubset, count: int, *, 
         )
     generator = torch.Generator().manual_seed(seed)
     rows = [subset.flatten([_as_rows(weight, generator) for weight in weights]) for _ in range(count)]
-    return Directions(tuple(f"random {i + 1}" for i in range(count)), torch.stack(rows), FILTER_NORMALIZED)
+    return Directions(tuple(f"random {i + 1}" for i in range(count)), torch.stack(rows), "filter-normalized random")
 
 
 def _as_rows(weight: Tensor, generator: torch.Generator) -> Tensor:
@@ -114,7 +108,7 @@ def along_eigenvectors(
     order = sorted(range(len(values)), key=lambda index: -abs(values[index]))[:count]
     remarks = {index: "" if converged[index] else " (not converged)" for index in order}
     names = tuple(f"λ = {values[index]:.3g}{remark}" for index, remark in remarks.items())
-    return Directions(names, vectors[order], EIGENVECTORS, tuple(values[index] for index in order))
+    return Directions(names, vectors[order], "Hessian eigenvectors", tuple(values[index] for index in order))
 
 
 @dataclass(frozen=True)
@@ -160,7 +154,8 @@ def trajectory_plane(displacements: Float[Tensor, "checkpoints parameters"]) -> 
     shares = tuple((top / gram.trace()).tolist())
     names = tuple(f"PC {i + 1}, {share:.0%}" for i, share in enumerate(shares))
     off_plane = (gram.diagonal() - coordinates.square().sum(dim=1)).clamp(min=0).sqrt()
-    return TrajectoryPlane(Directions(names, scaled @ displacements, TRAJECTORY, shares), coordinates, off_plane)
+    directions = Directions(names, scaled @ displacements, "PCA of the trajectory", shares)
+    return TrajectoryPlane(directions, coordinates, off_plane)
 
 
 def displacements_of(

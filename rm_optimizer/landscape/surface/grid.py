@@ -7,10 +7,9 @@ import multiprocessing
 import signal
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -155,7 +154,7 @@ Task = tuple[int, tuple[float, ...]]
 def _measured(
     measured_loss: MeasuredLoss, directions: Directions, tasks: Sequence[Task], processes: int
 ) -> Iterator[tuple[int, PointLoss]]:
-    """Measure in this process or in several, with two tasks a process at a time, so that an interruption is quick."""
+    """Measure in this process or in several."""
     if processes == 1 or len(tasks) < 2:
         with measured_loss.measuring() as objective:
             loss_at = LossAt(objective, measured_loss.sample, directions)
@@ -169,15 +168,11 @@ def _measured(
         initializer=_begin_work,
         initargs=(measured_loss, directions, threads),
     )
-    waiting, pending = iter(tasks), set[Future[tuple[int, PointLoss]]]()
     try:
-        while True:
-            with _interrupts_ignored():  # inherited by started processes, from their first instruction on
-                pending |= {pool.submit(_work, task) for task in islice(waiting, 2 * processes - len(pending))}
-            if not pending:
-                return
-            done, pending = wait(pending, return_when=FIRST_COMPLETED)
-            yield from (future.result() for future in done)
+        with _interrupts_ignored():  # inherited by the processes, all of which start here, from their first instruction
+            futures = [pool.submit(_work, task) for task in tasks]
+        for future in as_completed(futures):
+            yield future.result()
     finally:
         pool.shutdown(cancel_futures=True)
 

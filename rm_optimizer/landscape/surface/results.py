@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
-from typing import TypeVar
 
 from rm_optimizer.landscape.surface.directions import TrajectoryPlane
 from rm_optimizer.landscape.surface.grid import MISSING, PointLoss, Points
@@ -123,9 +122,6 @@ class Trajectory(LandscapeRecord):
         columns = zip(self.steps, self.coordinates, self.off_plane, self.points, strict=True)
         for step, (x, y), off_plane, point in columns:
             yield {"step": step, "x": x, "y": y, "off_plane": off_plane, **asdict(point)}
-
-
-ItemT = TypeVar("ItemT")
 
 
 def symmetric_steps(span: float, num_points: int) -> tuple[float, ...]:
