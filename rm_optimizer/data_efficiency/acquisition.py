@@ -15,8 +15,8 @@ from rm_optimizer.core.metrics.estimate import finite_array
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.data_efficiency.pool import Pool, read_pool, unlabeled_pairs
 from rm_optimizer.data_efficiency.questions import Question
-from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+from rm_optimizer.schema.checks import require
 
 Gains: TypeAlias = Callable[[], Float[np.ndarray, " pairs"]]
 _log = logging.getLogger("rm_optimizer")
@@ -75,8 +75,7 @@ class AcquisitionFunction:
             ConfigError: if the pool has fewer unlabeled pairs, or lacks data that the rule needs.
         """
         left = len(pool.unlabeled)
-        if not 1 <= k <= left:
-            raise ConfigError(f"k must lie in [1, {left}], the unlabeled pairs of the pool, got {k}")
+        require(1 <= k <= left, "k", f"lie in [1, {left}], the unlabeled pairs of the pool", k)
         return self._batch(pool, k, np.random.default_rng([seed, len(pool)]))
 
     def _batch(self, pool: Pool, k: int, generator: np.random.Generator) -> NDArray[np.int64]:

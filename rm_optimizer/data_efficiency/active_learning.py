@@ -35,6 +35,7 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import writing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
+from rm_optimizer.schema.checks import require
 from rm_optimizer.schema.config import Resume, TrainConfig
 from rm_optimizer.training.folder.lock import run_lock
 from rm_optimizer.training.folder.record import RunResult
@@ -170,8 +171,7 @@ class ActiveLearner:
             ConfigError: if `k` is not positive, or the learner has no pool.
             DataError: if another process uses the folder, or it belongs to another pool or rule.
         """
-        if k < 1:
-            raise ConfigError(f"k must be positive, got {k}")
+        require(k >= 1, "k", "be positive", k)
         if not self._questions:
             raise ConfigError("ask needs unlabeled pairs; give ActiveLearner(pool=PAIRS), or call select(PAIRS, k)")
         with self._state() as state:

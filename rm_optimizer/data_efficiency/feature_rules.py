@@ -34,6 +34,7 @@ from rm_optimizer.data_efficiency.acquisition import (
 )
 from rm_optimizer.data_efficiency.pool import Pool, blocks
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.schema.checks import require
 
 
 class Coreset(AcquisitionFunction):
@@ -152,8 +153,7 @@ class _LastLayerDesign(AcquisitionFunction):
     """
 
     def __init__(self, prior_precision: float = 1.0) -> None:
-        if not prior_precision > 0:
-            raise ConfigError(f"prior_precision must be positive, got {prior_precision}")
+        require(prior_precision > 0, "prior_precision", "be positive", prior_precision)
         self.prior_precision = prior_precision
 
     def scores(self, pool: Pool) -> Float[np.ndarray, " pairs"]:

@@ -21,9 +21,10 @@ from rm_optimizer.core.pairs.orders import CurriculumSampler as CurriculumSample
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.data_efficiency.pool import read_pool
-from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.ledger import progress
+from rm_optimizer.schema.checks import require
 
 _WORD = re.compile(r"[^\W_]+(?:'\w+)?")
 
@@ -284,8 +285,7 @@ def suspected_labels(chances: Float[np.ndarray, " pairs"], *, false_positive_rat
     Raises:
         ConfigError: if the rate is not in (0, 1).
     """
-    if not 0 < false_positive_rate < 1:
-        raise ConfigError(f"false_positive_rate must lie in (0, 1), got {false_positive_rate}")
+    require(0 < false_positive_rate < 1, "false_positive_rate", "lie in (0, 1)", false_positive_rate)
     flipped = flipped_labels(chances)
     order = np.argsort(chances, kind="stable")
     right = np.cumsum(1 - flipped.chances[order])

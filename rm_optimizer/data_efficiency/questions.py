@@ -30,6 +30,7 @@ from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import unquoted_formula, write_csv, write_json_lines, write_text
 from rm_optimizer.records.ledger import read_ledger
+from rm_optimizer.schema.checks import require
 from rm_optimizer.schema.compose import described
 
 _log = logging.getLogger("rm_optimizer")
@@ -131,8 +132,7 @@ def require_question_file(path: Path, option: str) -> None:
     """
     if path.name.endswith(ANSWER_LOG_SUFFIX):
         raise ConfigError(f"{option} must not end in {ANSWER_LOG_SUFFIX}, where rm-opt label keeps answers")
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"{option} must end in {', '.join(SUFFIXES)}, got '{path.name}'")
+    require(path.suffix in SUFFIXES, option, f"end in {', '.join(SUFFIXES)}", f"'{path.name}'")
 
 
 def write_questions(questions: Sequence[Question], path: Path) -> None:

@@ -19,6 +19,7 @@ from rm_optimizer.experiments.training_trials import TRAIN, training_trial
 from rm_optimizer.experiments.trial import Executor, InlineExecutor
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.schema import TrainConfig
+from rm_optimizer.schema.checks import require
 from rm_optimizer.schema.data import Streaming
 from rm_optimizer.training.folder.record import absolute_source
 
@@ -167,8 +168,7 @@ def measure_scaling(
         ConfigError: if an option is out of its range, or the folder holds another study.
         DataError: if a size is larger than the training pairs, or too few trials finished.
     """
-    if not 0 < gain < 1:
-        raise ConfigError(f"the gain must lie in (0, 100) points of accuracy, got {100 * gain:g}")
+    require(0 < gain < 1, "the gain", "lie in (0, 100) points of accuracy", f"{100 * gain:g}")
     publish(folder, TRAIN, scaling_trials(config, sizes, num_seeds))
     study = Study(folder)
     study.run(executor or InlineExecutor(), on_trial=None if watch is None else watch(study))

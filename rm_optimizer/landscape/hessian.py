@@ -37,6 +37,7 @@ from rm_optimizer.landscape.solvers.lanczos import End, Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.records import ledger
 from rm_optimizer.schema import LossConfig
+from rm_optimizer.schema.checks import require
 from rm_optimizer.schema.landscape import SpectrumMethod, SpectrumOptions
 
 Matrix = Literal["hessian", "gauss_newton", "fisher"]
@@ -308,8 +309,7 @@ def _check_choices(method: str, matrix: str, dtype: torch.dtype, options: Spectr
     for name, got, known in choices:
         if got not in known:
             raise ConfigError(did_you_mean(name, got, known))
-    if dtype not in (torch.float32, torch.float64):
-        raise ConfigError(f"dtype must be torch.float32 or torch.float64, got {dtype}")
+    require(dtype in (torch.float32, torch.float64), "dtype", "be torch.float32 or torch.float64", dtype)
     if method == "gauss_newton_exact" and matrix == "hessian":
         raise ConfigError(
             "method=gauss_newton_exact needs matrix=gauss_newton or fisher, got hessian; use method=lanczos"

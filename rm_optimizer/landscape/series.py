@@ -29,6 +29,7 @@ from rm_optimizer.landscape.visualization import LandscapeRecord
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.ledger import Ledger
+from rm_optimizer.schema.checks import require
 from rm_optimizer.schema.landscape import SpectrumMethod
 
 EVOLUTION_FILE, BETWEEN_FILE = "evolution.jsonl", "between.jsonl"
@@ -87,8 +88,8 @@ def compare_spectra(first: HessianSpectrum, second: HessianSpectrum, *, top_k: i
             raise ConfigError(f"spectra to compare must be of the same {what}, got {one} and {other}; measure one anew")
     available = min(first.num_top, second.num_top)
     count = available if top_k is None else top_k
-    if not 1 <= count <= available:
-        raise ConfigError(f"top_k must lie in [1, {available}], the largest eigenvalues of both spectra, got {count}")
+    expected = f"lie in [1, {available}], the largest eigenvalues of both spectra"
+    require(1 <= count <= available, "top_k", expected, count)
     at_bottom = min(first.num_bottom, second.num_bottom, count)
     overlap, trace_ratio = None, None
     if first.eigenvectors is not None and second.eigenvectors is not None:

@@ -12,8 +12,9 @@ from numpy.typing import ArrayLike
 
 from rm_optimizer.core.metrics.estimate import Estimate, finite_array
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, ratios
-from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.schema.checks import require
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,8 @@ class BestOfNCurve(JsonRecord, indent=2, rows="points"):
             rewards = [*require_both(proxy, gold)]
         num_prompts, num_samples = rewards[0].shape
         sizes = powers_of_two(num_samples) if sizes is None else sorted(set(sizes))
-        if not sizes or sizes[0] < 1 or sizes[-1] > num_samples:
-            got = ", ".join(map(str, sizes)) or "none"
-            raise ConfigError(f"sizes must lie in 1 … {num_samples}, the responses to each prompt, got {got}")
+        is_inside, got = bool(sizes) and 1 <= sizes[0] <= sizes[-1] <= num_samples, ", ".join(map(str, sizes)) or "none"
+        require(is_inside, "sizes", f"lie in 1 … {num_samples}, the responses to each prompt", got)
         columns = selected_means(rewards[0], rewards, sizes)
         flat = columns.transpose(1, 0, 2).reshape(num_prompts, -1)
         sums = np.concatenate([flat, np.ones((num_prompts, 1))], axis=1)

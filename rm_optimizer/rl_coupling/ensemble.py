@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from os import PathLike
@@ -28,6 +28,7 @@ from rm_optimizer.evaluation.score_file import CountedRewards
 from rm_optimizer.records.codec import JsonRecord, json_values
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.rl_coupling.out_of_distribution import OODDetection, conformal_threshold, detection, halves
+from rm_optimizer.schema.checks import require
 
 _log = logging.getLogger("rm_optimizer")
 
@@ -194,12 +195,11 @@ class RewardModelEnsemble(Scorer):
         models = listed("models", models)
         if len(models) < 2:
             raise ConfigError(f"an ensemble needs at least 2 models, got {len(models)}")
-        if uncertainty_threshold is not None and not uncertainty_threshold >= 0:
-            raise ConfigError(f"uncertainty_threshold must not be negative, got {uncertainty_threshold}")
+        if uncertainty_threshold is not None:
+            require(uncertainty_threshold >= 0, "uncertainty_threshold", "not be negative", uncertainty_threshold)
         if aggregation not in list(Aggregation):
             raise ConfigError(did_you_mean("aggregation", aggregation, Aggregation))
-        if not 0 <= penalty < float("inf"):
-            raise ConfigError(f"penalty must be finite and not negative, got {penalty}")
+        require(0 <= penalty < float("inf"), "penalty", "be finite and not negative", penalty)
         if reference is not None and len(reference.means) != len(models):
             raise ConfigError(
                 f"expected a reference of {len(models)} members, got one of {len(reference.means)}; call fit_reference"
@@ -355,11 +355,10 @@ class RewardModelEnsemble(Scorer):
         return self._predicted(rewards), CountedRewards(combined.tolist(), *is_cut.sum(axis=1).tolist())
 
     def _predicted(self, rewards: Float[np.ndarray, "members sequences"]) -> list[EnsemblePrediction]:
-        means, stds = rewards.mean(axis=0), rewards.std(axis=0, ddof=1)
-        threshold = self.threshold
+        limit = self.threshold
         return [
-            EnsemblePrediction(mean, std, tuple(column), None if threshold is None else std > threshold)
-            for mean, std, column in zip(means.tolist(), stds.tolist(), rewards.T.tolist(), strict=True)
+            EnsemblePrediction(mean, std, own, None if limit is None else std > limit)
+            for mean, std, own in _over_members(rewards)
         ]
 
     def predict_margins(self, prompts: Prompts, responses_a: Texts, responses_b: Texts) -> list[EnsembleMargin]:
@@ -370,11 +369,7 @@ class RewardModelEnsemble(Scorer):
         margins = both[:, : len(prompts)] - both[:, len(prompts) :]
         if self.reference is not None:
             margins = margins / np.array(self.reference.stds)[:, None]
-        means, stds = margins.mean(axis=0), margins.std(axis=0, ddof=1)
-        return [
-            EnsembleMargin(mean, std, tuple(column))
-            for mean, std, column in zip(means.tolist(), stds.tolist(), margins.T.tolist(), strict=True)
-        ]
+        return [EnsembleMargin(*each) for each in _over_members(margins)]
 
     @overload
     def detect_ood(self, prompts: Prompt, responses: str) -> bool: ...  # type: ignore[overload-overlap]
@@ -438,6 +433,14 @@ class RewardModelEnsemble(Scorer):
     def _name(self, number: int) -> str:
         model = self.models[number]
         return str(model) if isinstance(model, str | PathLike) else type(model).__name__
+
+
+def _over_members(
+    values: Float[np.ndarray, "members sequences"],
+) -> Iterator[tuple[float, float, tuple[float, ...]]]:
+    """Mean, standard deviation and single values of each sequence over the members."""
+    means, stds = values.mean(axis=0), values.std(axis=0, ddof=1)
+    return zip(means.tolist(), stds.tolist(), map(tuple, values.T.tolist()), strict=True)
 
 
 def aggregate(

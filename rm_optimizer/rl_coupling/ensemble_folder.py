@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import JsonRecord
@@ -47,24 +47,12 @@ def save_ensemble(folder: Path, members: Sequence[str], reference: EnsembleRefer
     return write_text(folder / ENSEMBLE_FILE, EnsembleRecord(paths, reference).to_json() + "\n")
 
 
-def load_ensemble(
-    folder: Path,
-    *,
-    aggregation: str = "mean",
-    penalty: float = 1.0,
-    memory_bytes: int | None = None,
-    load: Callable[[str], BradleyTerryRM] = BradleyTerryRM.from_pretrained,
-    token_budget: int = 16384,
-) -> RewardModelEnsemble:
+def load_ensemble(folder: Path, **options: Any) -> RewardModelEnsemble:
     """Load the ensemble of a folder; its members are loaded when they first score.
 
     Args:
         folder: folder with an `ensemble.json`.
-        aggregation: `mean`, `min` or `uwo`.
-        penalty: factor of the standard deviation in `uwo`.
-        memory_bytes: bytes of weights to keep in memory; None keeps all members.
-        load: loader of a member.
-        token_budget: most tokens in one forward pass, padding included.
+        options: keywords of `RewardModelEnsemble`, such as `aggregation`; the reference comes from the folder.
 
     Raises:
         CheckpointError: if there is no ensemble in the folder, or its file is damaged.
@@ -79,15 +67,7 @@ def load_ensemble(
     except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{folder / ENSEMBLE_FILE} is damaged; make the ensemble again") from error
     paths = [str(folder / name) if (folder / name).exists() else name for name in record.members]
-    return RewardModelEnsemble(
-        paths,
-        aggregation=aggregation,
-        penalty=penalty,
-        reference=record.reference,
-        memory_bytes=memory_bytes,
-        load=load,
-        token_budget=token_budget,
-    )
+    return RewardModelEnsemble(paths, reference=record.reference, **options)
 
 
 def reference_responses(pairs: Sequence[PreferencePair], seed: int) -> tuple[list[Prompt], list[str]]:

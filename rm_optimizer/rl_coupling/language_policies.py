@@ -23,8 +23,9 @@ from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.rows.prompts import split_context
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.conversation_text import ChatTemplate, plain_prompt
-from rm_optimizer.errors import CheckpointError, ConfigError, ConversationRefused, DataError, MissingExtra
+from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError, MissingExtra
 from rm_optimizer.records.randomness import keeping_random_state
+from rm_optimizer.schema.checks import require
 
 _log = logging.getLogger("rm_optimizer")
 
@@ -54,8 +55,7 @@ class TransformersPolicy:
         samples_at_once: int = 64,
     ) -> None:
         _check_sampling(max_new_tokens, temperature, top_p)
-        if samples_at_once < 1:
-            raise ConfigError(f"samples_at_once must be positive, got {samples_at_once}")
+        require(samples_at_once >= 1, "samples_at_once", "be positive", samples_at_once)
         self.tokenizer, self.model = load_language_model(source)
         self.model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
         self._ends = end_ids(self.tokenizer, self.model.generation_config.eos_token_id, source)
@@ -233,12 +233,9 @@ def require_room(model: PreTrainedModel, num_tokens: int, num_new: int) -> None:
 
 
 def _check_sampling(max_new_tokens: int, temperature: float, top_p: float) -> None:
-    if max_new_tokens < 1:
-        raise ConfigError(f"max_new_tokens must be positive, got {max_new_tokens}")
-    if not 0 < temperature < float("inf"):
-        raise ConfigError(f"temperature must be positive and finite, got {temperature}")
-    if not 0 < top_p <= 1:
-        raise ConfigError(f"top_p must lie in (0, 1], got {top_p}")
+    require(max_new_tokens >= 1, "max_new_tokens", "be positive", max_new_tokens)
+    require(0 < temperature < float("inf"), "temperature", "be positive and finite", temperature)
+    require(0 < top_p <= 1, "top_p", "lie in (0, 1]", top_p)
 
 
 def end_ids(tokenizer: PreTrainedTokenizerBase, configured: int | list[int] | None, source: str | Path) -> set[int]:

@@ -12,8 +12,9 @@ from scipy.linalg import cho_factor, cho_solve
 
 from rm_optimizer.core.metrics.estimate import finite_array
 from rm_optimizer.core.pairs.orders import random_positions
-from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.schema.checks import require
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,7 @@ def conformal_threshold(scores: Float[np.ndarray, " reference"], false_positive_
         >>> conformal_threshold(np.arange(19.0), 0.05)
         18.0
     """
-    if not 0 < false_positive_rate < 1:
-        raise ConfigError(f"false_positive_rate must lie in (0, 1), got {false_positive_rate}")
+    require(0 < false_positive_rate < 1, "false_positive_rate", "lie in (0, 1)", false_positive_rate)
     rank = math.ceil((len(scores) + 1) * (1 - false_positive_rate) - 1e-9)
     if rank > len(scores):
         needed = math.ceil(1 / false_positive_rate - 1e-9) - 1

@@ -23,6 +23,7 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.rl_coupling.best_of_n_curve import kl_bound, powers_of_two, require_both, selected_means
 from rm_optimizer.rl_coupling.out_of_distribution import halves
+from rm_optimizer.schema.checks import require
 
 _GRID = 200
 """Number of points in the integrals of gamma."""
@@ -144,8 +145,8 @@ class OveroptimizationCurve(JsonRecord, indent=2, rows="points"):
         proxy, gold = require_both(proxy, gold)
         num_samples = proxy.shape[1]
         chosen = sorted({n for n in (powers_of_two(num_samples) if sizes is None else sizes) if n != 1})
-        if chosen and not 1 < chosen[0] <= chosen[-1] <= num_samples:
-            raise ConfigError(f"sizes must lie in 1 … {num_samples}, the responses to each prompt, got {chosen}")
+        is_inside = not chosen or 1 < chosen[0] <= chosen[-1] <= num_samples
+        require(is_inside, "sizes", f"lie in 1 … {num_samples}, the responses to each prompt", chosen)
         means = selected_means(proxy, [proxy, gold], [1, *chosen])
         gains = (means[:, :, 1:] - means[:, :, :1]) / np.array([_within("proxy", proxy), _within("gold", gold)])[
             :, None, None
@@ -186,8 +187,7 @@ class OveroptimizationCurve(JsonRecord, indent=2, rows="points"):
             raise DataError(
                 f"expected a divergence for each of the {proxy.shape[1]} checkpoints, from 0 on, got {list(divergence)}"
             )
-        if not min(scales) > 0:
-            raise ConfigError(f"scales must be positive, got {scales}")
+        require(min(scales) > 0, "scales", "be positive", scales)
         kinds = zip((proxy, gold), scales, strict=True)
         gains = np.stack([(kind[:, 1:] - kind[:, :1]) / scale for kind, scale in kinds])
         return _curve(Optimization.rl, np.sqrt(np.maximum(nats[1:], 0)).tolist(), gains, num_bootstrap, seed)

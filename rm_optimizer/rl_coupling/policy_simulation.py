@@ -27,6 +27,7 @@ from rm_optimizer.records.files import replacing
 from rm_optimizer.records.ledger import open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.language_policies import TransformersPolicy, VLLMPolicy
+from rm_optimizer.schema.checks import require
 from rm_optimizer.serving.client.client import RewardClient
 
 SAMPLES_AT_ONCE = 256
@@ -87,7 +88,7 @@ class RankedResponses:
 
 
 @dataclass(frozen=True)
-class _Piece:
+class RankedPrompts:
     """Prompts that were ranked together, as a row of the ledger.
 
     Args:
@@ -128,10 +129,8 @@ class BestOfNSampler:
         seed: int = 0,
         **policy_options: Any,
     ) -> None:
-        if n_samples < 1:
-            raise ConfigError(f"n_samples must be positive, got {n_samples}")
-        if seed < 0:
-            raise ConfigError(f"seed must not be negative, got {seed}")
+        require(n_samples >= 1, "n_samples", "be positive", n_samples)
+        require(seed >= 0, "seed", "not be negative", seed)
         if isinstance(model, str | PathLike):
             model = (VLLMPolicy if use_vllm else TransformersPolicy)(fspath(model), **policy_options)
         elif use_vllm or policy_options:
@@ -176,33 +175,24 @@ class BestOfNSampler:
         """
         each = prompts_of("prompts", prompts)
         identity = [self.policy.identity, self.n_samples, self.seed, [prompt_id(prompt) for prompt in each]]
-        return _to_file(self.reward_model, identity, self._chunks(each), self._ranked, len(each), path, on_progress)
+        return _to_file(self.reward_model, identity, self._chunks(each), self._ranked, path, on_progress)
 
     def _chunks(self, prompts: Sequence[Prompt]) -> list[Sequence[Prompt]]:
         size = max(1, SAMPLES_AT_ONCE // self.n_samples)
         return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
-    def _ranked(self, prompts: Sequence[Prompt]) -> _Piece:
+    def _ranked(self, prompts: Sequence[Prompt]) -> RankedPrompts:
         responses = [self.policy.respond(prompt, self.n_samples, self.seed) for prompt in prompts]
-        return _rank_counted(self.reward_model, prompts, responses)
+        return rank(self.reward_model, prompts, responses)
 
 
-def rank(
-    reward_model: Scorer, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
-) -> list[RankedResponses]:
+def rank(reward_model: Scorer, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]) -> RankedPrompts:
     """Responses to each prompt by descending reward; if the model supports it, a prompt is computed only once.
 
     Raises:
         ValueError: if there are not as many groups of responses as prompts.
         CheckpointError: if a reward is not finite.
     """
-    return _rank_counted(reward_model, prompts, responses_of_each).rows
-
-
-def _rank_counted(
-    reward_model: Scorer, prompts: Sequence[Prompt], responses_of_each: Sequence[Sequence[str]]
-) -> _Piece:
-    """`rank`, with counts of cut prompts and responses for a model in this process."""
     cut: tuple[int | None, int | None] = (None, None)
     flat_prompts, flat_texts, sizes = flat_groups(prompts, responses_of_each)
     if isinstance(reward_model, BradleyTerryRM):
@@ -217,7 +207,7 @@ def _rank_counted(
         order = sorted(range(len(texts)), key=lambda draw: -numbers[draw])
         best_texts, best_rewards = (tuple(texts[draw] for draw in order), tuple(numbers[draw] for draw in order))
         found.append(RankedResponses(prompt, best_texts, best_rewards, tuple(order)))
-    return _Piece(found, *cut)
+    return RankedPrompts(found, *cut)
 
 
 def rank_file(
@@ -245,12 +235,11 @@ def rank_file(
     """
     groups = responses_by_prompt(source)
 
-    def ranked(chunk: Sequence[tuple[Prompt, list[str]]]) -> _Piece:
-        return _rank_counted(reward_model, [prompt for prompt, _ in chunk], [texts for _, texts in chunk])
+    def ranked(chunk: Sequence[tuple[Prompt, list[str]]]) -> RankedPrompts:
+        return rank(reward_model, [prompt for prompt, _ in chunk], [texts for _, texts in chunk])
 
-    items = list(groups.values())
     identity = [[key, texts] for key, (_, texts) in groups.items()]
-    return _to_file(reward_model, identity, [[item] for item in items], ranked, len(items), path, on_progress)
+    return _to_file(reward_model, identity, [[item] for item in groups.values()], ranked, path, on_progress)
 
 
 def responses_by_prompt(source: Path) -> dict[str, tuple[Prompt, list[str]]]:
@@ -322,8 +311,7 @@ def _to_file(
     scorer: Scorer,
     identity: Sequence[Any],
     chunks: Sequence[Any],
-    ranked: Callable[[Any], _Piece],
-    num_prompts: int,
+    ranked: Callable[[Any], RankedPrompts],
     path: Path,
     on_progress: Callable[[int, int], None],
 ) -> ScoredFile:
@@ -332,7 +320,7 @@ def _to_file(
         raise DataError(f"{path}: expected a file name ending in .jsonl")
     require_new(path)
     whole = digest([scorer_identity(scorer), "with counts of cuts", *identity])
-    partial = path.with_name(f"{path.name}.partial")
+    partial, num_prompts = path.with_name(f"{path.name}.partial"), sum(map(len, chunks))
     with open_ledger(partial, whole, other="responses of another policy, model, seed or number of samples") as log:
         sizes = [len(piece["rows"]) for piece in log.values()]
         on_progress(sum(sizes), num_prompts)

@@ -295,10 +295,8 @@ def train_policy(
         reached: function called with the step of each saved checkpoint; False stops the training.
 
     Raises:
-        MissingExtra: if TRL is not installed.
         CheckpointError: if a reward is not finite.
     """
-    require_trl()
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
     is_grpo, on_gpu = config.algorithm == PolicyAlgorithm.grpo, torch.cuda.is_available()

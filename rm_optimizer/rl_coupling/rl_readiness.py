@@ -10,6 +10,7 @@ from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.rl_coupling.readiness.report import ReadinessVerdict
 from rm_optimizer.rl_coupling.readiness.report import RLReadinessReport as RLReadinessReport
+from rm_optimizer.schema.checks import require
 
 WEIGHTS: Mapping[str, float] = MappingProxyType(
     {"accuracy": 0.35, "calibration": 0.25, "stability": 0.25, "landscape": 0.15}
@@ -51,12 +52,10 @@ class RLReadinessScorer:
 
     def __init__(self, weights: Mapping[str, float] | None = None) -> None:
         self.weights = dict(WEIGHTS if weights is None else weights)
-        if self.weights.keys() != WEIGHTS.keys():
-            got = ", ".join(self.weights) or "none"
-            raise ConfigError(f"weights must name {', '.join(WEIGHTS)}, got {got}")
+        got = ", ".join(self.weights) or "none"
+        require(self.weights.keys() == WEIGHTS.keys(), "weights", f"name {', '.join(WEIGHTS)}", got)
         for name, weight in self.weights.items():
-            if _number(f"weights[{name!r}]", weight) < 0:
-                raise ConfigError(f"weights[{name!r}] must not be negative, got {weight:g}")
+            _number(f"weights[{name!r}]", weight)
         if abs(sum(self.weights.values()) - 1) > 1e-9:
             raise ConfigError(f"weights must sum to 1, got {sum(self.weights.values()):g}; divide each by their sum")
 
@@ -131,6 +130,6 @@ def _number(name: str, value: float, *, least: float | None = 0.0, most: float |
     if not math.isfinite(number):
         raise ConfigError(f"{name} must be finite, got {number:g}; measure it again or leave the score out")
     if (least is not None and number < least) or (most is not None and number > most):
-        expected = "must not be negative" if most is None else f"must lie in [{least:g}, {most:g}]"
-        raise ConfigError(f"{name} {expected}, got {number:g}")
+        expected = "not be negative" if most is None else f"lie in [{least:g}, {most:g}]"
+        raise ConfigError(f"{name} must {expected}, got {number:g}")
     return number

@@ -21,7 +21,7 @@ from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, digest, prompt_id
-from rm_optimizer.core.rows.natural import Prompts, prompts_of
+from rm_optimizer.core.rows.natural import Prompts, flat_groups, prompts_of
 from rm_optimizer.errors import ConfigError, Interrupted, RewardServerUnavailable
 from rm_optimizer.evaluation.score_file import CountedRewards, score_counted
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
@@ -335,9 +335,7 @@ def measure(
     Raises:
         CheckpointError: if a reward is not finite.
     """
-    num_samples = len(drawn.texts[0])
-    rows = [prompt for prompt in prompts for _ in range(num_samples)]
-    texts = [text for own in drawn.texts for text in own]
+    rows, texts, (num_samples, *_) = flat_groups(prompts, drawn.texts)
     disagreement = None
     if isinstance(reward, RewardModelEnsemble):
         found, counted = reward.predict_counted(rows, texts)

@@ -14,6 +14,7 @@ from torch import nn
 from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.pairs.pair import Message, Prompt, require_finite
 from rm_optimizer.errors import ConfigError, did_you_mean
+from rm_optimizer.schema.checks import require
 from rm_optimizer.serving.client.client import AsyncRewardClient
 
 StepKey: TypeAlias = tuple[str, int]
@@ -110,10 +111,8 @@ class RewardModelScorer:
         batch_size: int = 64,
         max_concurrency: int = 8,
     ) -> None:
-        if batch_size < 1:
-            raise ConfigError(f"batch_size must be positive, got {batch_size}")
-        if max_concurrency < 1:
-            raise ConfigError(f"max_concurrency must be positive, got {max_concurrency}")
+        require(batch_size >= 1, "batch_size", "be positive", batch_size)
+        require(max_concurrency >= 1, "max_concurrency", "be positive", max_concurrency)
         self.reward_model = reward_model
         self.score_key = score_key
         self.batch_size = batch_size
@@ -228,10 +227,10 @@ class RewardModelCreditAssigner:
         if mode not in known:
             raise ConfigError(did_you_mean("mode", mode, known))
         self.mode = CreditMode(mode)
-        is_share = self.mode == CreditMode.weighted
-        if not 0 <= weight <= (1 if is_share else math.inf) or math.isinf(weight):
-            expected = "lie in [0, 1]" if is_share else "be finite and not negative"
-            raise ConfigError(f"weight must {expected} with mode={mode}, got {weight}")
+        most, expected = math.inf, "be finite and not negative"
+        if self.mode == CreditMode.weighted:
+            most, expected = 1, "lie in [0, 1]"
+        require(0 <= weight <= most and weight < math.inf, "weight", f"{expected} with mode={mode}", weight)
         self.inner = inner
         self.score_key = score_key
         self.weight = weight

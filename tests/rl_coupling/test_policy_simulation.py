@@ -52,7 +52,7 @@ def model():
 
 
 def test_responses_come_best_first_and_equal_rewards_in_the_order_of_the_draw():
-    (found,) = rank(Length(), ["p"], [["aa", "bbb", "cc", "d", "eee"]])
+    (found,) = rank(Length(), ["p"], [["aa", "bbb", "cc", "d", "eee"]]).rows
     assert found.responses == ("bbb", "eee", "aa", "cc", "d")
     assert (found.rewards, found.draws, found.best) == ((3.0, 3.0, 2.0, 2.0, 1.0), (1, 4, 0, 2, 3), "bbb")
 

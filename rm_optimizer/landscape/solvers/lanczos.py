@@ -30,6 +30,7 @@ from rm_optimizer.landscape.operators.base import SymmetricOperator
 from rm_optimizer.landscape.operators.support import Support
 from rm_optimizer.landscape.operators.vectors import RandomVectors, orthogonality_loss, unit
 from rm_optimizer.landscape.solvers.krylov import KrylovState, extend
+from rm_optimizer.schema.checks import require
 
 End = Literal["largest", "smallest", "magnitude", "both"]
 """Wanted eigenvalues: from the top, from the bottom, by magnitude, or as many from the top as from the bottom."""
@@ -214,9 +215,8 @@ def num_wanted(dimension: int, top_k: int, which: End) -> int:
         ConfigError: if the matrix has fewer.
     """
     ends = 2 if which == "both" else 1
-    if not 1 <= top_k <= dimension // ends:
-        where = " at each end" if ends == 2 else ""
-        raise ConfigError(f"top_k{where} must lie in [1, {dimension // ends}], got {top_k}")
+    name, most = f"top_k{' at each end' * (ends == 2)}", dimension // ends
+    require(1 <= top_k <= most, name, f"lie in [1, {most}]", top_k)
     return top_k * ends
 
 

@@ -16,7 +16,7 @@ from rm_optimizer.errors import ConfigError, MissingExtra
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.objective import PairObjective
 from rm_optimizer.landscape.operators.vectors import orthogonality_loss
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, rounding
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, num_wanted, rounding
 from rm_optimizer.records.randomness import keeping_random_state
 
 MAX_ITERATIONS = 100
@@ -145,8 +145,7 @@ def pyhessian_eigenpairs(
         ConfigError: if more values are wanted than the matrix has, or the pairs lie in several processes.
         MissingExtra: if PyHessian is not installed.
     """
-    if not 1 <= top_k <= operator.dimension:
-        raise ConfigError(f"top_k must lie in [1, {operator.dimension}], got {top_k}")
+    num_wanted(operator.dimension, top_k, "magnitude")
     objective = operator.objective
     if objective.group is not None:
         raise ConfigError("method=pyhessian needs all pairs in one process; give it all of them and no group")

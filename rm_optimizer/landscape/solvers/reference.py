@@ -16,7 +16,7 @@ from rm_optimizer.landscape.operators.vectors import (
     pairwise_inner,
     unit,
 )
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, rounding
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, num_wanted, rounding
 
 LARGEST = 20_000
 """Most rows of a dense matrix: 3.2 GB in float64."""
@@ -80,8 +80,7 @@ def power_iteration(
     Raises:
         ConfigError: if more values are wanted than the matrix has.
     """
-    if not 1 <= top_k <= operator.dimension:
-        raise ConfigError(f"top_k must lie in [1, {operator.dimension}], got {top_k}")
+    num_wanted(operator.dimension, top_k, "magnitude")
     random = RandomVectors(operator, seed)
     vectors = torch.empty(0, operator.dimension, dtype=operator.dtype, device=operator.device)
     images, spent = vectors, 0

@@ -19,9 +19,16 @@ from scipy.special import expit, gammaln, log_expit
 from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.metrics.calibration import TemperatureFit, fit_temperature
 from rm_optimizer.core.metrics.estimate import Estimate, finite_array
-from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals, clustered_share, with_honest_width
+from rm_optimizer.core.metrics.intervals import (
+    cluster_bootstrap,
+    cluster_totals,
+    clustered_share,
+    ratios,
+    with_honest_width,
+)
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.errors import DataError
+from rm_optimizer.schema.checks import require
 
 WORST_SLICE_QUANTILE = 0.2
 """Quantile over slices that stands for the worst ones, as in PPE (Frick et al., 2024, arXiv:2410.14872)."""
@@ -100,8 +107,7 @@ def relative_to_ceiling(accuracy: Estimate, ceiling: float) -> Estimate:
         >>> relative_to_ceiling(Estimate(0.625, None, 100), 0.75).value
         0.5
     """
-    if not 0.5 < ceiling <= 1:
-        raise ConfigError(f"the ceiling of the accuracy must lie in (0.5, 1], got {ceiling:g}")
+    require(0.5 < ceiling <= 1, "the ceiling of the accuracy", "lie in (0.5, 1]", f"{ceiling:g}")
 
     def scaled(value: float | None, shift: float = 0.5) -> float | None:
         return None if value is None else (value - shift) / (ceiling - 0.5)
@@ -158,11 +164,7 @@ def tempered_scores(
     nll = -y * log_expit(logit) - (1 - y) * log_expit(-logit)
     brier = y * (1 - q) ** 2 + (1 - y) * q**2
     sums = cluster_totals(np.stack([nll, brier, np.ones_like(y)], axis=1), place.tolist())
-
-    def means(totals: np.ndarray) -> np.ndarray:
-        return np.asarray(totals[..., :-1] / totals[..., -1:])
-
-    found = cluster_bootstrap(sums, means, num_bootstrap=num_bootstrap, seed=seed)
+    found = cluster_bootstrap(sums, ratios, num_bootstrap=num_bootstrap, seed=seed)
     return TemperedScores(fit_temperature(margin, y, np.ones_like(y)), *found)
 
 
@@ -213,8 +215,8 @@ def tied_groups(rewards: Float[np.ndarray, "prompts samples"], group_size: int) 
     """
     pool = finite_array(rewards, "rewards", ["prompt", "sample"])
     num_samples = pool.shape[1]
-    if not 2 <= group_size <= num_samples:
-        raise ConfigError(f"group_size must lie in 2 … {num_samples}, the responses to each prompt, got {group_size}")
+    expected = f"lie in 2 … {num_samples}, the responses to each prompt"
+    require(2 <= group_size <= num_samples, "group_size", expected, group_size)
     counts = [np.unique(row, return_counts=True)[1] for row in pool]
     tied = [np.exp(_log_choose(c[c >= group_size], group_size)).sum() for c in counts]
     share = np.clip(np.array(tied) / math.exp(_log_choose(np.array([num_samples]), group_size)[0]), 0.0, 1.0)
@@ -248,38 +250,31 @@ def epistemic_std(members: Float[np.ndarray, "members prompts samples"]) -> Esti
 def length_sensitivity(
     rewards: Float[np.ndarray, "prompts samples"],
     lengths: Float[np.ndarray, "prompts samples"],
-    control: Float[np.ndarray, "prompts samples"] | None = None,
     *,
     num_bootstrap: int = 1000,
     seed: int = 0,
 ) -> Estimate:
-    """Partial correlation of reward and length, given the prompt and, where known, the response's quality.
+    """Correlation of reward and length within prompts.
 
     Args:
         rewards: rewards of the pool.
         lengths: length of each response, in any unit.
-        control: quality of each response, such as its gold reward; None controls for the prompt alone.
         num_bootstrap: resamples over prompts; 0 gives a jackknife error and no interval.
         seed: seed of the resamples.
 
     Returns:
         The correlation in [-1, 1]; NaN where rewards or lengths do not vary within prompts.
     """
-    columns = [rewards, lengths] if control is None else [rewards, lengths, control]
+    columns = (rewards, lengths)
     pools = np.stack([finite_array(column, "rewards and lengths", ["prompt", "sample"]) for column in columns])
     centered = pools - pools.mean(axis=2, keepdims=True)
-    products = np.einsum("aps,bps->pab", centered, centered)
-    size = len(columns)
+    products = np.einsum("aps,bps->pab", centered, centered).reshape(-1, 4)
 
     def correlation(totals: np.ndarray) -> np.ndarray:
-        p = totals.reshape(*totals.shape[:-1], size, size)
-        if control is not None:
-            through = p[..., 2, 2] + (p[..., 2, 2] == 0)
-            p = p - p[..., :, 2, None] * p[..., None, 2, :] / through[..., None, None]
-        scale = np.sqrt(np.maximum(p[..., 0, 0] * p[..., 1, 1], 0.0))
-        return np.asarray(np.where(scale > 1e-12, p[..., 0, 1] / np.where(scale > 0, scale, 1.0), np.nan)[..., None])
+        scale = np.sqrt(np.maximum(totals[..., 0] * totals[..., 3], 0.0))
+        return np.asarray(np.where(scale > 1e-12, totals[..., 1] / np.where(scale > 0, scale, 1.0), np.nan)[..., None])
 
-    return cluster_bootstrap(products.reshape(-1, size * size), correlation, num_bootstrap=num_bootstrap, seed=seed)[0]
+    return cluster_bootstrap(products, correlation, num_bootstrap=num_bootstrap, seed=seed)[0]
 
 
 def _inverse_temperature(margin: np.ndarray, label: np.ndarray) -> float:

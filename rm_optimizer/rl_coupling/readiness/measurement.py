@@ -19,7 +19,7 @@ from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.overlap import TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
-from rm_optimizer.core.rows.natural import Prompts, prompts_of
+from rm_optimizer.core.rows.natural import Prompts, flat_groups, prompts_of
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor.diagnosis import Check, Status
 from rm_optimizer.doctor.doctor import diagnose
@@ -273,8 +273,7 @@ class _Measurement:
         if self.policy is None:
             return
         if ensemble is not None:
-            flat = [prompt for prompt, texts in zip(self.pool.prompts, self.pool.responses, strict=True) for _ in texts]
-            members = ensemble.member_rewards(flat, [text for texts in self.pool.responses for text in texts])
+            members = ensemble.member_rewards(*flat_groups(self.pool.prompts, self.pool.responses)[:2])
             self.unscored["epistemic_std"] = epistemic_std(members.reshape(len(members), *self.pool.rewards.shape))
         if (share := self._uncovered()) is not None:
             self.unscored["policy_out_of_distribution"] = share

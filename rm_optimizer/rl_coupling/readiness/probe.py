@@ -19,6 +19,7 @@ from rm_optimizer.core.rows.natural import Prompts, Texts, prompts_of, texts
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.rl_coupling.policy_simulation import RankedResponses
 from rm_optimizer.rl_coupling.readiness.report import ProbeRecord
+from rm_optimizer.schema.checks import require
 
 RATER_BETA = 2.0
 """Inverse temperature of raters, per standard deviation of the reward within prompts."""
@@ -82,14 +83,10 @@ class Comparisons:
     """
 
     def __init__(self, pairs: Iterable[PreferencePair]) -> None:
-        self._answers = {
-            key: chance
-            for pair in pairs
-            for key, chance in (
-                ((pair.prompt_id, pair.chosen, pair.rejected), pair.label),
-                ((pair.prompt_id, pair.rejected, pair.chosen), 1 - pair.label),
-            )
-        }
+        self._answers: dict[tuple[str, str, str], float] = {}
+        for pair in pairs:
+            self._answers[pair.prompt_id, pair.chosen, pair.rejected] = pair.label
+            self._answers[pair.prompt_id, pair.rejected, pair.chosen] = 1 - pair.label
 
     def prefer(
         self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
@@ -212,8 +209,7 @@ class StoppingRule:
     def __post_init__(self) -> None:
         if self.max_questions < 1 or self.first_look < 1:
             raise ConfigError(f"the probe needs at least 1 question, got {min(self.max_questions, self.first_look)}")
-        if not 0 < self.precision < 0.5:
-            raise ConfigError(f"precision of the probe must lie in (0, 0.5), got {self.precision:g}")
+        require(0 < self.precision < 0.5, "precision of the probe", "lie in (0, 0.5)", f"{self.precision:g}")
 
     def looks(self) -> Iterator[tuple[int, float]]:
         """Questions of each look, and the confidence of its interval.
@@ -261,10 +257,9 @@ def probe_questions(
     num_prompts, num_samples = pool.shape
     if num_samples < 2:
         raise DataError("the probe compares responses of one prompt; draw at least 2 to each prompt")
-    if not 1 <= n <= num_samples:
-        raise ConfigError(f"n of the probe must lie in 1 … {num_samples}, the responses to each prompt, got {n}")
-    if num_questions < 1:
-        raise ConfigError(f"num_questions must be positive, got {num_questions}")
+    expected = f"lie in 1 … {num_samples}, the responses to each prompt"
+    require(1 <= n <= num_samples, "n of the probe", expected, n)
+    require(num_questions >= 1, "num_questions", "be positive", num_questions)
     rng = np.random.default_rng([seed, n])
     rounds = [rng.permutation(num_prompts) for _ in range(-(-num_questions // num_prompts))]
     prompt = np.concatenate(rounds)[:num_questions]
