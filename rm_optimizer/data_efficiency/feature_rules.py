@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import cached_property
 
 import numpy as np
 from jaxtyping import Float
@@ -270,17 +271,14 @@ class LastLayerInformation:
         self._covariance = np.linalg.inv(fisher + prior * np.eye(hidden))
         self.variances = self._forms(self._covariance)
         self._moments = moments
-        self._reductions: np.ndarray | None = None
 
-    @property
+    @cached_property
     def reductions(self) -> Float[np.ndarray, " pairs"]:
         """``z'A^-1 C A^-1 z`` of each pair, with `C` the mean of ``z z'`` over the pool.
 
         It is computed when first read.
         """
-        if self._reductions is None:
-            self._reductions = self._forms(self._covariance @ self._moments @ self._covariance)
-        return self._reductions
+        return self._forms(self._covariance @ self._moments @ self._covariance)
 
     def weigh_moments(self, weights: Float[np.ndarray, " pairs"]) -> None:
         """Replace `C` by the weighted mean of ``z z'``.
@@ -321,8 +319,8 @@ class LastLayerInformation:
         for start, block in blocks(self._differences):
             along_u, along_g = np.asarray(block @ directions, dtype=np.float64).T
             self.variances[start : start + len(block)] -= c * along_u**2
-            if self._reductions is not None:
-                self._reductions[start : start + len(block)] -= 2 * c * along_u * along_g - c**2 * spread * along_u**2
+            if "reductions" in vars(self):
+                self.reductions[start : start + len(block)] -= 2 * c * along_u * along_g - c**2 * spread * along_u**2
         self._covariance -= c * np.outer(u, u)
 
 

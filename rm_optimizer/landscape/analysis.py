@@ -15,7 +15,6 @@ from rm_optimizer.core.storage.loading import read_checkpoint
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult, ResultT
 from rm_optimizer.landscape.estimates.by_pair import curvature_by_pair
-from rm_optimizer.landscape.hessian import Matrix
 from rm_optimizer.landscape.layers import (
     BlockCurvature,
     LayerCurvature,
@@ -169,7 +168,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
 def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum]:
     """Measure eigenvalues with error bounds and sampling error, the trace, and for a density analysis the density."""
     spectrum = context.spectrum(
-        matrix=_MATRICES.get(context.config.type, "hessian"),
+        matrix="hessian" if context.config.type == AnalysisType.density else context.config.type.value,
         with_density=context.config.type == AnalysisType.density,
         state_file=context.folder / STATE_FILE,
     )
@@ -265,7 +264,6 @@ def _measure(context: AnalysisContext, directions: Directions, points: Points, l
     return False
 
 
-_MATRICES: Mapping[AnalysisType, Matrix] = {AnalysisType.gauss_newton: "gauss_newton", AnalysisType.fisher: "fisher"}
 MEASURES: Mapping[AnalysisType, Callable[[AnalysisContext], AnalysisResult[Any]]] = {
     AnalysisType.hessian: measure_spectrum,
     AnalysisType.gauss_newton: measure_spectrum,

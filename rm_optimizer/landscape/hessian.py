@@ -48,48 +48,6 @@ PairSource: TypeAlias = PairSample | str | os.PathLike[str] | Iterable[Any]
 _log = logging.getLogger("rm_optimizer")
 
 
-def fixed_batches(
-    model: BradleyTerryRM,
-    source: PairSource,
-    *,
-    token_budget: int,
-    num_pairs: int | None,
-    seed: int,
-    fewest: int = FEWEST,
-) -> tuple[Sequence[AnyPairBatch], Prompts | None]:
-    """All pairs of the source or a draw of them, in micro-batches, with their prompts if the source has them.
-
-    A loader of `create_dataloader` gives each of its pairs once. They are put into micro-batches anew, so that the
-    loader and its pairs give equal numbers. The batches of another loader are read once and used unchanged.
-
-    Args:
-        model: model that tokenizes the pairs.
-        source: pairs, a sample of them, rows, a table, the path of a file, or a loader.
-        token_budget: most tokens, padding included, of a micro-batch that is made here.
-        num_pairs: number of pairs to draw; None takes all. A loader of batches alone allows None only.
-        seed: seed of the draw.
-        fewest: least number of pairs that must remain; 0 for a process whose share may be empty.
-
-    Raises:
-        ConfigError: if `num_pairs` is given for batches, or a loader has the tokens of another model.
-        DataError: if fewer pairs remain, or the loader gives something else.
-        TypeError: if the source is none of these.
-    """
-    if isinstance(source, PairSample):
-        return source.batches, source.prompts
-    pairs = _pairs_of(model, source)
-    if pairs is not None:
-        drawn = draw_pairs(model, pairs, num_pairs, seed, token_budget=token_budget, fewest=fewest)
-        return drawn.batches, drawn.prompts
-    if num_pairs is not None:
-        raise ConfigError(
-            "num_pairs draws from pairs, and a loader of batches was given; give pairs or a shorter loader"
-        )
-    batches = list(_batches_of(source))
-    require_enough(sum(batch.num_pairs for batch in batches), fewest)
-    return batches, None
-
-
 def _pairs_of(model: BradleyTerryRM, source: Any) -> Sequence[PreferencePair] | None:
     """The pairs of a data set, a file, a table, rows or `create_dataloader`; None for another loader.
 
@@ -163,6 +121,39 @@ class HessianAnalyzer:
         if self.device is not None:
             self.model.to(self.device)
 
+    def batches_of(
+        self, pairs: PairSource, num_pairs: int | None = None
+    ) -> tuple[Sequence[AnyPairBatch], Prompts | None]:
+        """All pairs of a source or a draw of them, in micro-batches, with their prompts if the source has them.
+
+        A loader of `create_dataloader` gives each of its pairs once. They are put into micro-batches anew, so that the
+        loader and its pairs give equal numbers. The batches of another loader are read once and used unchanged.
+
+        Args:
+            pairs: pairs, a sample of them, rows, a table, the path of a file, or a loader.
+            num_pairs: number of pairs to draw; None takes all. A loader of batches alone allows None only.
+
+        Raises:
+            ConfigError: if `num_pairs` is given for batches, or a loader has the tokens of another model.
+            DataError: if fewer than two pairs remain, or the loader gives something else.
+            TypeError: if the source is none of these.
+        """
+        if isinstance(pairs, PairSample):
+            return pairs.batches, pairs.prompts
+        fewest = FEWEST if self.group is None else 0  # a process's share may be empty
+        given = _pairs_of(self.model, pairs)
+        if given is not None:
+            budget = self.token_budget
+            drawn = draw_pairs(self.model, given, num_pairs, self.seed, token_budget=budget, fewest=fewest)
+            return drawn.batches, drawn.prompts
+        if num_pairs is not None:
+            raise ConfigError(
+                "num_pairs draws from pairs, and a loader of batches was given; give pairs or a shorter loader"
+            )
+        batches = list(_batches_of(pairs))
+        require_enough(sum(batch.num_pairs for batch in batches), fewest)
+        return batches, None
+
     def compute_spectrum(
         self,
         pairs: PairSource,
@@ -212,10 +203,7 @@ class HessianAnalyzer:
         kind = matrix or ("gauss_newton" if method == "gauss_newton_exact" else "hessian")
         options, began = options or _DIRECT, time.perf_counter()
         _check_choices(method, kind, self.dtype, options)
-        fewest = FEWEST if self.group is None else 0
-        batches, known_prompts = fixed_batches(
-            self.model, pairs, token_budget=self.token_budget, num_pairs=num_pairs, seed=self.seed, fewest=fewest
-        )
+        batches, known_prompts = self.batches_of(pairs, num_pairs)
         measured = measuring(
             self.model, batches, self.loss or LossConfig(), params=self.params, dtype=self.dtype, group=self.group
         )

@@ -15,7 +15,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.rows.messages import Message
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.interfaces.cli import app
-from rm_optimizer.landscape.hessian import fixed_batches
+from rm_optimizer.landscape.hessian import HessianAnalyzer
 from tests.builders import narrow_reward_model
 
 TEMPLATES = {
@@ -74,7 +74,7 @@ def test_a_prompt_has_the_same_reward_through_every_entrance(checkpoint: str, mo
     trained = tokenize_pairs(data.pairs, model.renderer, tmp_path / "cache")
     as_trained = [trained.chosen(i).tolist() for i in range(len(trained))]
     assert as_trained == [list(model.renderer.encode(prompt, CHOSEN).ids) for prompt in prompts]
-    batches, _ = fixed_batches(model, data, token_budget=4096, num_pairs=None, seed=0)
+    batches, _ = HessianAnalyzer(model, token_budget=4096).batches_of(data)
     analyzed = torch.cat([batch.split(model.rewards_of(batch))[0].detach() for batch in batches])
 
     rm_opt("evaluate", checkpoint, "--data", str(pairs), "--bootstrap", "2", "--output", str(tmp_path / "found"))

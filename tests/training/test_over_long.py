@@ -18,7 +18,7 @@ from rm_optimizer.core.tokens.dataset import TrainVal
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.saved_model import evaluate_model
 from rm_optimizer.interfaces.cli import app
-from rm_optimizer.landscape.hessian import fixed_batches
+from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model
 from tests.builders import byte_tokenizer, narrow_reward_model
@@ -93,7 +93,7 @@ def test_loaders_measurements_and_evaluation_leave_them_out(path: Path, tmp_path
     model = narrow_reward_model([json.dumps(rows(20, ()))], max_length=40)
     data = PreferenceDataset(path, over_long="drop")
     assert len(create_dataloader(data, model, 4, cache_dir=tmp_path / "cache").pairs) == 18
-    batches, _ = fixed_batches(model, data, token_budget=4096, num_pairs=None, seed=0)
+    batches, _ = HessianAnalyzer(model, token_budget=4096).batches_of(data)
     assert sum(batch.num_pairs for batch in batches) == 18
     evaluation = evaluate_model(model, data)
     assert (evaluation.metrics.num_pairs, evaluation.num_skipped) == (18, 2)

@@ -102,14 +102,12 @@ def test_disagreement_ignores_offsets_and_scales_of_members(rng):
     assert 0 < epistemic_std(noisy).value < epistemic_std(noisier).value
 
 
-def test_length_sensitivity_controls_for_prompt_and_quality(rng):
+def test_length_sensitivity_controls_for_the_prompt(rng):
     gold = rng.normal(size=(300, 6))
     lengths = gold + rng.normal(size=gold.shape) + 10 * rng.normal(size=(300, 1))
     rewards = 2 * gold - 5 * rng.normal(size=(300, 1)) + 0.3 * rng.normal(size=gold.shape)
     plain = length_sensitivity(rewards, lengths, num_bootstrap=100)
-    controlled = length_sensitivity(rewards, lengths, gold, num_bootstrap=100)
     assert plain.value > 0.5
-    assert controlled.low < 0 < controlled.high
     assert length_sensitivity(lengths, lengths, num_bootstrap=0).value == pytest.approx(1)
     assert np.isnan(length_sensitivity(rewards, np.ones_like(rewards), num_bootstrap=0).value)
 
