@@ -29,7 +29,7 @@ class AcquisitionFunction:
     `scores(pool)`, which reads margins and features that are computed once.
 
     Attributes:
-        name: name of the rule on the command line; that of the class if it is not given.
+        name: name of the rule on the command line; the class's name if it is not given.
     """
 
     name: ClassVar[str]
@@ -166,7 +166,7 @@ class MarginSampling(AcquisitionFunction):
 class EntropySampling(AcquisitionFunction):
     """Pairs whose predicted preference is least certain.
 
-    With one model the order is that of `margin`.
+    With one model the order is the same as by `margin`.
     """
 
     name = "entropy"

@@ -206,9 +206,9 @@ class BoundaryOptimal(VOptimal):
     Let the posterior of a margin t be normal with mean m and variance v. Predicting the sign of m loses ``|tanh(t/2)|``
     of accuracy if t has the other sign. With ``tanh(t/2) ~ t/2`` the expected loss is ``(sqrt(v) phi(m/sqrt(v)) -
     |m| Phi(-|m|/sqrt(v))) / 2``. Its derivative with respect to v is ``phi(m/sqrt(v)) / (4 sqrt(v))``, a quarter of the
-    margin's density at zero. So to first order the value of a label is that of V-optimality if ``C`` is the mean of
+    margin's density at zero. So to first order V-optimality gives the value of a label if ``C`` is the mean of
     ``z z'`` weighted by these densities. The densities are computed from the labels known before the batch. Without
-    labels, the choice is that of V-optimality.
+    labels, the choice equals V-optimality's.
     """
 
     name = "boundary_optimal"
@@ -349,7 +349,7 @@ def acquisition_function(name: str) -> AcquisitionFunction:
     """The rule of this name, with its defaults.
 
     Raises:
-        ConfigError: if there is none.
+        ConfigError: if the name is unknown.
     """
     if name not in RULES:
         raise ConfigError(did_you_mean("rule", name, RULES))

@@ -96,7 +96,7 @@ class AnswerLog:
         """Save an answer to the current question.
 
         Raises:
-            DataError: if the word is no answer, or another question is the current one.
+            DataError: if the word is not an answer, or another question is the current one.
         """
         if word not in WORDS:
             raise DataError(f"label must be one of {', '.join(WORDS)}, got {word!r}")
@@ -236,7 +236,7 @@ class _Handler(BaseHTTPRequestHandler):
         return self.headers.get("Host") in hosts and (origin is None or origin in [f"http://{host}" for host in hosts])
 
     def _body(self) -> dict[str, Any] | None:
-        """Object of a JSON body; None if the body is no object."""
+        """Object of a JSON body; None if the body is something else."""
         size = self.headers.get("Content-Length", "")
         if self.headers.get_content_type() != "application/json" or not re.fullmatch(r"\d{1,4}", size):
             return None

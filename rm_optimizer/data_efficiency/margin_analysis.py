@@ -32,7 +32,7 @@ _WORD = re.compile(r"[^\W_]+(?:'\w+)?")
 def text_differences(
     pairs: Sequence[PreferencePair], *, num_directions: int = 48, fewest: int = 3
 ) -> Float[np.ndarray, "pairs features"]:
-    """Features of the chosen response less those of the rejected one.
+    """Features of the chosen response less the rejected one's.
 
     The features of a response are its coordinates on the leading singular directions of all responses' normalized
     tf-idf vectors (words, lower case), the logarithm of its length in characters, and its number of question marks.
@@ -74,7 +74,7 @@ _DECREASE = 1e-10
 def fixed_differences(
     pairs: PreferenceDataset, model: BradleyTerryRM | None, folder: Path | None = None
 ) -> Float[np.ndarray, "pairs features"]:
-    """Features of the chosen responses less those of the rejected ones.
+    """Features of the chosen responses less the rejected ones'.
 
     Args:
         pairs: the pairs.
@@ -99,7 +99,7 @@ def fit_linear_reward(
     look bad and every other rule good.
 
     Args:
-        differences: features of the first response less those of the second.
+        differences: features of the first response less the second's.
         label: probability that the first response is better, in [0, 1].
         ridge: precision of the prior, positive.
     """
@@ -138,7 +138,7 @@ class Cartography:
         chances: probability of each pair's own label after each epoch, or by each model.
 
     Raises:
-        DataError: if one is no probability.
+        DataError: if one is not a probability.
     """
 
     chances: Float[np.ndarray, "epochs pairs"]
@@ -201,11 +201,11 @@ def held_out_chances(
 ) -> Cartography:
     """Probability of each pair's label by linear models fitted without its conversation, one row for each repeat.
 
-    Each repeat divides the conversations into folds at random. Its penalty is the one with the lowest held-out NLL, so
+    Each repeat divides the conversations into folds at random. Its penalty has the lowest held-out NLL, so
     that the probabilities are neither over- nor under-confident.
 
     Args:
-        differences: features of the first response less those of the second.
+        differences: features of the first response less the second's.
         label: probability that the first response is better.
         groups: number of each pair's conversation.
         num_folds: number of folds; each is predicted by a model fitted to the others.
@@ -233,7 +233,7 @@ def held_out_margins(
     """Margins by models fitted without the pair's conversation, and the penalty, which has the lowest held-out NLL.
 
     Args:
-        differences: features of the first response less those of the second.
+        differences: features of the first response less the second's.
         label: probability that the first response is better.
         groups: number of each pair's conversation.
         num_folds: number of folds; each is predicted by a model fitted to the others.
@@ -264,7 +264,7 @@ def scaled_features(
     """Differences with each feature divided by its root mean square over these or other pairs.
 
     Args:
-        differences: features of the first response less those of the second.
+        differences: features of the first response less the second's.
         like: differences of the pairs that the root mean square is taken over; None takes `differences`.
     """
     rows = differences if like is None else like
@@ -307,7 +307,7 @@ def turned(
     """Differences with each pair's responses in random order, and 1 where the chosen one comes first, else 0.
 
     Args:
-        differences: features of the chosen response less those of the rejected one.
+        differences: features of the chosen response less the rejected one's.
         seed: seed of the order.
     """
     first = np.random.default_rng([seed, 1]).integers(0, 2, size=len(differences)).astype(float)

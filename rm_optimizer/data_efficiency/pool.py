@@ -38,9 +38,9 @@ class Pool:
 
     Args:
         margins: reward of the first response less the reward of the second, by each member.
-        lengths: characters of the first response less those of the second.
+        lengths: length of the first response in characters less the second's.
         is_labeled: True for pairs whose label is known; they are not chosen, but count as information.
-        differences: features (by `features`) of the first response less those of the second; None without features.
+        differences: features (by `features`) of the first response less the second's; None without features.
         pairs: the pairs, for rules that read their texts.
         model: the model that scored them.
 
@@ -112,8 +112,8 @@ def unlabeled_pairs(pool: object) -> PreferenceDataset:
     """Pairs of a pool: pairs, questions, or rows with `prompt`, `response_a` and `response_b`.
 
     Raises:
-        TypeError: if it is no collection of pairs or rows.
-        DataError: if a row is no pair.
+        TypeError: if it is not a collection of pairs or rows.
+        DataError: if a row is not a pair.
     """
     if isinstance(pool, PreferenceDataset):
         return pool

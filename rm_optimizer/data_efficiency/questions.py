@@ -157,7 +157,7 @@ def read_answers(path: Path) -> Answers:
     An answer is `A`, `B`, `tie`, `skip` (or nothing), or the probability that response A is better.
 
     Raises:
-        DataError: if the file cannot be read, an answer is none of these, a question's texts were changed, or the
+        DataError: if the file cannot be read, an answer is something else, a question's texts were changed, or the
             answers of the page belong to other questions.
     """
     if path.name.endswith(ANSWER_LOG_SUFFIX):
@@ -257,7 +257,7 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
     missing = [name for name in ("prompt", "response_a", "response_b") if not row.get(name)]
     if missing:
         raise DataError(f"{where}: expected the columns of rm-opt select, but {missing[0]} is missing")
-    # Texts of JSON and older files have no apostrophe to remove. Whether a text is that of messages, the identity says.
+    # Texts of JSON and older files have no apostrophe to remove. The identity shows if a text spells messages.
     for read, of_text in itertools.product((lambda cell: cell, unquoted_formula), (str, _response)):
         prompt = read_prompt(read(row["prompt"]))
         sides = (of_text(read(str(row["response_a"]))), of_text(read(str(row["response_b"]))))
@@ -296,7 +296,7 @@ def answered_chance(answer: object, where: str) -> float | None:
         where: position of the answer, for error messages.
 
     Raises:
-        DataError: if it is none of these.
+        DataError: if it is something else.
     """
     word = "" if answer is None else str(answer).strip().lower()
     if word in _WORDS:

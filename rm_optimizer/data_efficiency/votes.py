@@ -75,7 +75,7 @@ def noise_ceiling(
     total = votes_for + votes_against
     kept = total >= 2
     if not kept.any():
-        raise DataError("agreement needs pairs with at least two votes, but there is none")
+        raise DataError("agreement needs pairs with at least two votes, got none")
     yes, no, both = votes_for[kept], votes_against[kept], total[kept]
     same, couples = yes * (yes - 1) + no * (no - 1), both * (both - 1)
     right = (yes * _majority(yes - 1 - no) + no * _majority(no - 1 - yes)) / both
@@ -149,7 +149,7 @@ class VoteCalibration(JsonRecord, indent=1):
         vote_nll: mean NLL of a vote, in nats.
         ece: expected calibration error of the probability against the share of votes, weighted by votes.
         correlation: correlation of probability and share of votes, each pair seen from both sides.
-        temperature: temperature that fits the probabilities to the votes; None if there is no such temperature.
+        temperature: temperature that fits the probabilities to the votes; None if no temperature fits.
         bins: share of votes by probability.
         ceiling: agreement of the annotators; None if no pair has two votes.
     """
@@ -172,7 +172,7 @@ def votes_of(pairs: Sequence[PreferencePair]) -> Votes | None:
     It is None if no pair has votes.
 
     Raises:
-        DataError: if a number of votes is negative or no number.
+        DataError: if a number of votes is negative or not a number.
     """
     rows = []
     for place, pair in enumerate(pairs):

@@ -193,7 +193,7 @@ def _around_weights(
 
     Args:
         context: context of the analysis.
-        count: number of directions; those of an earlier call of the same analysis are used again.
+        count: number of directions; directions of an earlier call of the same analysis are used again.
         num_rows: number of rows of the grid, each of `num_points` points.
         grid_of: points of the grid for a number of directions and the steps.
         result_of: result for a description, the steps and the rows of losses.

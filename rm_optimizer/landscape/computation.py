@@ -71,7 +71,7 @@ class SpectrumComputation:
         gram: products of the rows of a Gauss-Newton or Fisher matrix, if the method computed them.
         seconds_before: seconds of earlier processes whose search this one continued.
 
-    The other attributes are those of `HessianSpectrum`.
+    The other attributes are described at `HessianSpectrum`.
     """
 
     operator: LossOperator
@@ -128,13 +128,13 @@ class SpectrumComputation:
             most = self.options.max_products or 2000
             self.pairs = power_iteration(operator, self.top_k, tolerance=tolerance, max_products=most, seed=self.seed)
         elif self.method == "pyhessian":
-            assert isinstance(operator, HessianOperator), "no other matrix is let pass"
+            assert isinstance(operator, HessianOperator), "_check_choices lets no other matrix pass"
             self.pairs = pyhessian_eigenpairs(operator, self.top_k, tolerance=tolerance, seed=self.seed)
         elif self.method == "full":
             self.pairs, self.is_exhaustive = full_spectrum(operator), True
             self.trace = _exact(float(self.pairs.values.sum()), operator)
         else:
-            assert isinstance(operator, OutputOperator), "no other matrix is let pass"
+            assert isinstance(operator, OutputOperator), "_check_choices lets no other matrix pass"
             self.gram = self._gram(operator, num_vectors=self.top_k)
             self.pairs, self.is_exhaustive = gram_pairs(self.gram, operator), True
             self.trace = _exact(self.gram.trace, operator)
@@ -193,7 +193,7 @@ class SpectrumComputation:
         return pairs.widened(matrix.support)
 
     def _planned(self, matrix: SupportedOperator) -> tuple[int | None, int]:
-        """Vectors of the basis that the limits allow beside the eigenvectors, and expected products, which are logged.
+        """Vectors of the basis that the limits allow besides the eigenvectors, and expected products; both are logged.
 
         Most spectra need 10 products and 2 for each eigenvalue. Cross-fitting needs about as many again, and the search
         for overlooked eigenvalues needs `CHECK_PRODUCTS`.

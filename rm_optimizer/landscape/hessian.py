@@ -53,7 +53,7 @@ def _pairs_of(model: BradleyTerryRM, source: Any) -> Sequence[PreferencePair] | 
 
     Raises:
         ConfigError: if the loader has the tokens of another template or length.
-        TypeError: if the source is none of these.
+        TypeError: if the source is something else.
     """
     if isinstance(source, str | os.PathLike):
         return PreferenceDataset(os.fspath(source)).pairs
@@ -77,7 +77,7 @@ def _pairs_of(model: BradleyTerryRM, source: Any) -> Sequence[PreferencePair] | 
 
 
 def _batches_of(loader: Any) -> Iterator[AnyPairBatch]:
-    """The micro-batches of a loader; those of a mapping of tensors have the positions in which the pairs come."""
+    """The micro-batches of a loader; a mapping of tensors gets positions in the order of its pairs."""
     num_pairs = 0
     for item in loader:
         if isinstance(item, MacroBatch):
@@ -136,7 +136,7 @@ class HessianAnalyzer:
         Raises:
             ConfigError: if `num_pairs` is given for batches, or a loader has the tokens of another model.
             DataError: if fewer than two pairs remain, or the loader gives something else.
-            TypeError: if the source is none of these.
+            TypeError: if the source is something else.
         """
         if isinstance(pairs, PairSample):
             return pairs.batches, pairs.prompts
@@ -186,13 +186,13 @@ class HessianAnalyzer:
                 effective rank.
             with_density: True to estimate the density of all eigenvalues by `options.num_probes` random vectors. It
                 also gives the trace.
-            start: an earlier spectrum to start `lanczos` from, such as that of an earlier step of a run.
+            start: an earlier spectrum to start `lanczos` from, such as one of an earlier step of a run.
             prompts: number of each pair's prompt by its `pair_index`, needed for a loader only. Errors over pairs count
                 pairs of one prompt as one.
             state_file: file of `lanczos`'s state, from which it continues after a kill; removed at the end.
             on_iteration: function called after each product of `lanczos`.
             on_product: function of the number of products, called by other methods and by the estimates that follow.
-            progress: False shows no progress; neither does a call with a function of its own.
+            progress: False shows no progress; a call with its own function shows none either.
 
         Raises:
             ConfigError: if an option is unknown or does not fit, the model cannot be differentiated twice, or `start`

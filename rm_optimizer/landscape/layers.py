@@ -212,14 +212,14 @@ def top_eigenvalues(
 ) -> Iterator[BlockCurvature]:
     """Search each block of the Hessian for its largest eigenvalue, and yield the blocks with the results.
 
-    A product with the whole Hessian mixes the blocks, so each search needs products of its own. Cross-fitting needs
+    A product with the whole Hessian mixes the blocks, so each search needs its own products. Cross-fitting needs
     about as many again. Blocks yielded before an interruption stay valid.
 
     Args:
         measured_loss: model, pairs and loss.
         blocks: blocks to search.
         options: accuracy and cost of each search; `num_sampled` of 1 cross-fits each.
-        state_file: file beside which each block keeps its state until its turn has ended; None keeps none.
+        state_file: file next to which each block keeps its state until its turn has ended; None keeps no state.
         on_iteration: function of the block and its search, called after each product.
 
     Raises:

@@ -60,7 +60,7 @@ class MeasuredLoss:
 
     @property
     def analyzer(self) -> HessianAnalyzer:
-        """Analyzer of this loss; its spectra are those of `sample`."""
+        """Analyzer of this loss, for spectra of `sample`."""
         return HessianAnalyzer(self.model, loss=self.loss, params=self.params, dtype=self.dtype, seed=self.sample.seed)
 
     def fingerprint(self) -> str:
@@ -125,11 +125,11 @@ def _described(pairs: Sequence[PreferencePair], sample: PairSample) -> dict[int,
 
 
 def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
-    """Pairs that the options name; those of a run must be those that it was trained on.
+    """Pairs that the options name; a run's pairs must be the ones that it was trained on.
 
     Raises:
         ConfigError: if the options name none and no run records them.
-        DataError: if the fingerprints differ from those of the run.
+        DataError: if the fingerprints differ from the run's.
     """
     run = RunFolder.of(options.checkpoint)
     if options.data.train is None and run is None:
@@ -147,7 +147,7 @@ def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
     as_trained, read = {**run.options["data"], **identity.sources}, options_of(options.data)
     if any(read[name] != as_trained.get(name) for name in read if not is_among(f"data.{name}", FREE)):
         return found
-    is_streamed = options.data.streaming != Streaming.off  # its training fingerprint is that of the files
+    is_streamed = options.data.streaming != Streaming.off  # its training fingerprint is taken of the files
     train = identity.train_fingerprint if is_streamed else data.train.fingerprint
     for option, was, now in (
         ("data.train", identity.train_fingerprint, train),

@@ -46,7 +46,7 @@ class SpectrumComparison(JsonRecord):
     """Changes from one spectrum to another.
 
     Args:
-        ratios: largest eigenvalues of the second divided by those of the first; NaN if the first is 0.
+        ratios: largest eigenvalues of the second divided by the first's; NaN if the first is 0.
         bottom_ratios: the same ratios for the smallest ones, the smallest first.
         trace_ratio: ratio of the traces; None where either is missing or the first is 0.
         subspace_overlap: `||V_1 V_2^T||_F^2 / k` of the top k eigenvectors, 1 where both span the same space and about
@@ -189,8 +189,8 @@ class Evolution(LandscapeRecord, indent=1):
     Args:
         steps: optimizer steps, ascending; 0 is the model before training.
         spectra: spectrum at each of them, over the same pairs.
-        overlaps: overlap of the subspace of the largest eigenvalues with that of the step before, in [0, 1]; None at
-            the first step, or if the vectors of the step before were not kept.
+        overlaps: overlap of the subspace of the largest eigenvalues with the step before, in [0, 1]; None at the
+            first step, or if the vectors of the step before were not kept.
         missing: steps that an interruption left out.
         source: run and pairs, in words.
     """
@@ -334,7 +334,7 @@ def measure_between(
         KeyboardInterrupt: if the user stopped it before the first spectrum was complete.
     """
     if len(models) < 2:
-        raise ConfigError("landscape=between needs other models beside the checkpoint; add landscape.others=[RUN, …]")
+        raise ConfigError("landscape=between needs other models besides the checkpoint; add landscape.others=[RUN, …]")
     sample, readers = context.measured_loss.sample, list(models.values())
     pairs = list(combinations(range(len(models)), 2))
     of_models = [[name, tensors_digest(read())] for name, read in models.items()]
@@ -369,7 +369,7 @@ def _path(context: AnalysisContext, start: Weights, end: Weights, ends: tuple[in
     rows: list[np.ndarray] = []
     for done, position in enumerate(positions.tolist()):
         context.on_point(done, len(positions))
-        between = {  # buffers that are not floating-point are those of the start
+        between = {  # buffers that are not floating-point come from the start
             name: torch.lerp(value, end[name], position) if value.is_floating_point() else value
             for name, value in start.items()
         }

@@ -41,7 +41,7 @@ class HessianSpectrum(LandscapeRecord, indent=2):
     """Eigenvalues of the Hessian, Gauss-Newton or Fisher matrix of a loss over pairs.
 
     Numbers derived from it, such as `condition_number`, are NaN where they are not known. `quantities` has their
-    errors, or the reason why there is none.
+    errors, or the reason why a number is missing.
 
     Args:
         eigenvalues: eigenvalues that were computed, descending.
@@ -69,7 +69,7 @@ class HessianSpectrum(LandscapeRecord, indent=2):
         num_parameters: total number of eigenvalues.
         num_pairs: pairs that the loss is averaged over.
         loss: the loss.
-        num_products: number of products with vectors, those of trace and density included.
+        num_products: number of products with vectors, including trace and density.
         product: Hessian-vector product method.
         product_reason: reason of its choice, with the costs of the others.
         gradients_per_product: cost of a product in gradients, where it was measured.
@@ -130,7 +130,7 @@ class HessianSpectrum(LandscapeRecord, indent=2):
 
     @property
     def quantities(self) -> dict[str, Quantity]:
-        """Each derived number by name, with its error, or the reason why there is none."""
+        """Each derived number by name, with its error, or the reason why it is missing."""
         rank = self.gauss_newton_rank or Quantity(None, "it was not computed; set effective_rank=True")
         return {name: quantity(self) for name, quantity in SUMMARY.items()} | {"effective_rank": rank}
 

@@ -236,7 +236,7 @@ def num_gradients(num_products: int, num_numbers: int) -> float:
 class _Top:
     value: float
     vectors: Float[Tensor, "vectors parameters"]
-    """Vector of the largest Ritz value, and that of the second largest if there is one."""
+    """Vectors of the largest Ritz value and, if there is one, of the second largest."""
     residual: float
 
 
@@ -244,10 +244,10 @@ def _followed(hessian: Differences, vectors: Float[Tensor, "vectors parameters"]
     """Rayleigh-Ritz over the first vector, a second direction if there is one, and residuals."""
     basis = [vectors[0]]
     images = [hessian.apply(vectors[:1])[0]]
-    beside = _beside(basis[0], images[0], vectors[1:]) if len(vectors) > 1 else None
-    if beside is not None:
-        basis.append(beside)
-        images.append(hessian.apply(beside[None])[0])
+    second = _second(basis[0], images[0], vectors[1:]) if len(vectors) > 1 else None
+    if second is not None:
+        basis.append(second)
+        images.append(hessian.apply(second[None])[0])
     while True:
         matrix = np.array([[inner(vector, image) for image in images] for vector in basis])
         matrix = (matrix + matrix.T) / 2
@@ -266,7 +266,7 @@ def _followed(hessian: Differences, vectors: Float[Tensor, "vectors parameters"]
     return _Top(float(values[-1]), torch.stack(ritz), residual)
 
 
-def _beside(first: Tensor, image: Tensor, second: Tensor) -> Tensor | None:
+def _second(first: Tensor, image: Tensor, second: Tensor) -> Tensor | None:
     """Mixture of the second vector and, weighted by `REST_SHARE`, the first one's residual; None if there is neither.
 
     If the first vector is an eigenvector, its residual is rounding, and a larger weight would destroy the second

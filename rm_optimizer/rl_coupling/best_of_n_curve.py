@@ -205,7 +205,7 @@ def require_both(proxy: ArrayLike, gold: ArrayLike) -> tuple[np.ndarray, np.ndar
     """Rewards as float64 tables of one shape, (prompts, samples).
 
     Raises:
-        DataError: if a reward is no finite number, or the two kinds differ in number.
+        DataError: if a reward is not a finite number, or the two kinds differ in number.
     """
     first, second = (
         finite_array(rewards, name, ["prompt", "sample"])

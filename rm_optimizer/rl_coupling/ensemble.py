@@ -289,7 +289,7 @@ class RewardModelEnsemble(Scorer):
         response that repeats another one of its prompt is left out. A member that ranks against the others is named.
 
         Args:
-            prompts: prompts like those of the training data, preferably each only once.
+            prompts: prompts like the training data's, preferably each only once.
             responses: one response for each prompt.
             false_positive_rate: largest probability that a response like these exceeds the threshold, in (0, 1).
             seed: seed of the halves.
@@ -362,7 +362,7 @@ class RewardModelEnsemble(Scorer):
         ]
 
     def predict_margins(self, prompts: Prompts, responses_a: Texts, responses_b: Texts) -> list[EnsembleMargin]:
-        """Margins of pairs: reward of `responses_a` less that of `responses_b`, by each member on its own scale."""
+        """Margins of pairs: reward of `responses_a` less the reward of `responses_b`, by each member on its scale."""
         prompts, responses_a = paired(prompts, responses_a)
         _, responses_b = paired(prompts, texts("responses_b", responses_b))
         both = self.member_rewards([*prompts, *prompts], [*responses_a, *responses_b])

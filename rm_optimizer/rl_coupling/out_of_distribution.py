@@ -79,7 +79,7 @@ def halves(num_rows: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 class MahalanobisDetector:
-    """Distance of a response's features from those of reference responses (Lee et al., 2018, arXiv:1807.03888).
+    """Distance of a response's features from reference responses (Lee et al., 2018, arXiv:1807.03888).
 
     ``d(x) = sqrt(z' C^-1 z / hidden)`` with `z` the features standardized one by one and `C` their covariance, shrunk
     by the method of Ledoit and Wolf (2004, doi:10.1016/S0047-259X(03)00096-4). One half of the reference sets means,

@@ -81,7 +81,7 @@ class OveroptimizationCurve(JsonRecord, indent=2, rows="points"):
         optimization: method that moved the policy, which determines the form of the fit.
         points: points by ascending distance; the first is the policy itself at 0.
         fit: coefficients of the form.
-        peak_distance: distance, at most that of the last point, at which the fitted gold gain is largest.
+        peak_distance: distance, at most the last point's, at which the fitted gold gain is largest.
         peak_gain: fitted gold gain at this distance.
         fall: measured gold gain at its highest point less the gain at the last point, over all checkpoints or sizes,
             the policy itself included. One half of the prompts chooses the point, and the other half measures the
@@ -289,7 +289,7 @@ def _peak(coefficients: Float[np.ndarray, "*resamples 2"], last: float, optimiza
 def _fall(gold: Float[np.ndarray, "prompts points"], seed: int) -> tuple[int, Estimate]:
     """Highest point by one half of the prompts, and its gain less the last one's by the other half.
 
-    The last point less itself is 0 for every prompt, which is no measurement: there is no interval then.
+    The last point less itself is 0 for every prompt, which measures nothing, so there is no interval then.
     """
     if len(gold) < 2:
         return 0, Estimate(math.nan, None, len(gold))

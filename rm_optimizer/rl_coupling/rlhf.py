@@ -99,7 +99,7 @@ class PolicyCheckpoint:
 
     @classmethod
     def of(cls, own: MeasuredCheckpoint, start: MeasuredCheckpoint) -> PolicyCheckpoint:
-        """A checkpoint beside the start policy's."""
+        """A checkpoint compared with the start policy's."""
 
         def mean(values: Sequence[float], first: Sequence[float] | float = 0.0) -> Estimate:
             return student_mean(np.array(values) - np.array(first))
@@ -220,7 +220,7 @@ def optimize_policy(
         gold: judge of the responses, or None.
         seed: seed of prompts and responses, not negative.
         num_bootstrap: resamples over prompts for the curve's intervals.
-        on_checkpoint: called with each checkpoint, including those of earlier calls.
+        on_checkpoint: called with each checkpoint, including checkpoints of earlier calls.
 
     Raises:
         MissingExtra: if TRL is not installed.

@@ -239,7 +239,7 @@ class RewardModelCreditAssigner:
         """Weight of each step, keyed by the rollout's id and the step's index.
 
         Raises:
-            ValueError: if a rollout has no score, or one that is no finite number, or two rollouts have one id.
+            ValueError: if a rollout has no score, or one that is not finite, or two rollouts have one id.
         """
         if twice := [name for name, count in Counter(rollout.id for rollout in rollouts).items() if count > 1]:
             raise ValueError(f"weights are keyed by the rollout's id, but several rollouts have the id {twice[0]}")

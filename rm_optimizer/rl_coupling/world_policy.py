@@ -46,7 +46,7 @@ class WorldPolicy:
         """Draw responses to a prompt of the world.
 
         Raises:
-            DataError: if the prompt is none of a synthetic world.
+            DataError: if the prompt does not come from a synthetic world.
         """
         generator = np.random.default_rng([seed, int(prompt_id(prompt), 16)])
         try:
@@ -69,7 +69,7 @@ class WorldGold(Scorer):
         """Gold rewards of the responses; one number for a text.
 
         Raises:
-            DataError: if a prompt is none of a synthetic world.
+            DataError: if a prompt does not come from a synthetic world.
         """
         rows = zip(*paired(prompts, responses), strict=True)
         try:

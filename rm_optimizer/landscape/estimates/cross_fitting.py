@@ -91,7 +91,7 @@ def cross_fit_hessian(
 ) -> CrossFit | None:
     """Cross-fit the Hessian's top eigenvalues.
 
-    None for fewer than `FEWEST_PROMPTS`. The cost is about that of the eigenvalues of all pairs to `FIT_TOLERANCE`.
+    None for fewer than `FEWEST_PROMPTS`. It costs about as much as the eigenvalues of all pairs to `FIT_TOLERANCE`.
     The operator's `on_product` is called after each product with a part of the pairs, too.
 
     Args:
@@ -101,7 +101,7 @@ def cross_fit_hessian(
         sampling: eigenvalues of all pairs with their intervals over pairs.
         clusters: number of each pair's prompt, in the order of the batches.
         seed: seed of halves, starting vectors and resampling.
-        state_file: file beside which each search keeps its state; None keeps none. The caller removes them.
+        state_file: file next to which each search keeps its state; None keeps no state. The caller removes them.
     """
     objective = operator.objective
     if len(set(clusters)) < FEWEST_PROMPTS:

@@ -33,7 +33,7 @@ class SpectralDensity(JsonRecord):
     Args:
         exact: eigenvalues known one by one.
         nodes: nodes of the quadrature rules, one tuple for each random vector.
-        weights: number of eigenvalues that each node represents; those of one vector sum to about the rest's number.
+        weights: number of eigenvalues that each node represents; over one vector they sum to about the rest's number.
         num_parameters: total number of eigenvalues.
         num_products: products spent on the random vectors.
     """

@@ -18,12 +18,12 @@ from rm_optimizer.landscape.operators.objective import PairObjective
 
 @dataclass(frozen=True)
 class Quantity:
-    """Derived number, or the reason why there is none.
+    """Derived number, or the reason why it is missing.
 
     Args:
         estimate: the number. From a trace or density that was estimated it has a standard error. From eigenvalues alone
             it has none, and an interval as wide as their error bounds allow; its `num_samples` is then 0.
-        reason: reason why there is none.
+        reason: reason why the number is missing.
         note: exact definition, where that depends on the spectrum.
     """
 
@@ -38,7 +38,7 @@ class Quantity:
 
     @property
     def number(self) -> float:
-        """The number alone; NaN if there is none."""
+        """The number alone; NaN if it is missing."""
         return math.nan if self.estimate is None else self.estimate.value
 
     @property

@@ -51,7 +51,7 @@ def hutchpp_trace(
     """`tr(Q^T A Q)` for a sketch `Q` of the range of `A`, and Hutchinson's estimate of the rest.
 
     The sketch, its trace and the rest take a third of the products each (Meyer, Musco, Musco & Woodruff, 2021,
-    arXiv:2010.09649, Algorithm 1). The standard error is that of the last part, the only random one given `Q`.
+    arXiv:2010.09649, Algorithm 1). The standard error comes from the last part, the only random one given `Q`.
     """
     _require_products(num_products, 6, "hutchpp")
     random, third = RandomVectors(operator, seed), num_products // 3
@@ -203,7 +203,7 @@ class ProbeSums:
     """Forms `z^T R z` of random signs, and their variance from the products `R z` rather than from the forms alone.
 
     With `d = z * R z`, entry by entry, a form is the sum of `d`, and `cov(d_i, d_k) = R_ik^2 = R_ki^2`. So its variance
-    is twice the sum of the variances of the entries of `d`. Few forms tell less of it: those of a matrix of rank 1, of
+    is twice the sum of the variances of the entries of `d`. Few forms show less of it: forms of a matrix of rank 1, of
     which a sketch may leave one, are chi-squared of one degree of freedom, and often near each other and 0 at once.
     Attributes `forms` and `squares` are `z^T R z` and `||R z||^2` of each vector.
     """
@@ -245,7 +245,7 @@ class ProbeSums:
 
         The sum of the variances of the terms `z_i (R z)_i` counts `||R_bb||_F^2 - ||diag R_bb||^2` once and not twice.
         Two terms of one entry `R_ik` are equal in all vectors with probability `2^(1 - vectors)`, and then look like
-        the diagonal, which has no variance. Where that is no rare event, the bound `2 ||(R z)_b||^2` is assumed.
+        the diagonal, which has no variance. Where that is not rare, the bound `2 ||(R z)_b||^2` is assumed.
         The worst coverage simulated was 0.90, for a matrix of rank 1 all of whose parameters are one block.
         """
         count = len(self.forms)

@@ -96,7 +96,7 @@ class LossOperator(SymmetricOperator):
 
     @abstractmethod
     def _local(self, vectors: Tensor) -> Tensor:
-        """Products with this process's part of the matrix, that of its own pairs."""
+        """Products with this process's part of the matrix, from its pairs."""
 
     def release(self) -> None:
         """Free memory; the next product builds its contents again."""

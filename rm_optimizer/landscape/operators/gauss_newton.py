@@ -178,7 +178,7 @@ def gauss_newton_exact(
 ) -> GramSpectrum:
     """All eigenvalues of `sum_i J_i^T C_i J_i`, the Gauss-Newton or empirical Fisher matrix of the loss.
 
-    With `B` the rows of `curvature_rows`, the matrix is `B^T B` and its eigenvalues those of `B B^T`, of as
+    With `B` the rows of `curvature_rows`, the matrix is `B^T B` and has the eigenvalues of `B B^T`, of as
     many rows as there are pairs, or twice as many if the loss reads more than margins; its eigenvectors are
     `B^T u / ||.||`. If the rows fit into `memory_bytes`, the cost is one backward pass a pair. Otherwise each part of
     the columns that fits costs one for the eigenvalues and one for the vectors. Embeddings that no pair looks up need
@@ -282,7 +282,7 @@ class CurvatureRows:
             parts = map(self.support.part, chosen, gradient)
             block[len(pair_of_row)] = torch.cat([part.reshape(-1) for part in parts])[inner]
             pair_of_row.append(number)
-        if not pair_of_row:  # the losses of all pairs are flat, and a row of zeros stands for them
+        if not pair_of_row:  # the losses of all pairs are flat, and give one row of zeros
             block[:1], pair_of_row = 0, [0]
         self.pair_of_row = pair_of_row
         self.num_passes += 1

@@ -314,7 +314,7 @@ class _RewardsModule(nn.Module):
 
 
 def _tensors(batch: object) -> Iterator[Tensor]:
-    """All tensors of a micro-batch, those of its trees included."""
+    """All tensors of a micro-batch, including its trees."""
     for value in vars(batch).values():
         if isinstance(value, Tensor):
             yield value
@@ -339,7 +339,7 @@ def measuring(
 
     Args:
         model: the reward model.
-        batches: micro-batches of the pairs, of either kind; with a group, those of this process.
+        batches: micro-batches of the pairs, of either kind; with a group, this process's share.
         loss: training loss.
         params: parameters to derive by; see `select_parameters`.
         dtype: type to compute in, float32 or float64.

@@ -66,7 +66,7 @@ def select_parameters(model: BradleyTerryRM, which: str | Sequence[str] = TRAINA
         which: `trainable`, `head`, `lora`, a shell pattern of names (`*.layer.0.*`), or several of these.
 
     Raises:
-        ConfigError: if nothing is selected, a name in a list is none, or what is selected is sharded over processes or
+        ConfigError: if nothing is selected, a name in a list is unknown, or the selection is sharded over processes or
             stored in four bits.
     """
     named = {name: parameter for name, parameter in model.named_parameters() if parameter.is_floating_point()}

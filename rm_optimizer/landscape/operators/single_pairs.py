@@ -16,7 +16,7 @@ from rm_optimizer.landscape.operators.objective import PairObjective
 
 
 def single_pairs(batch: AnyPairBatch) -> Iterator[PairBatch]:
-    """Each pair of a micro-batch as a padded batch of its own, without columns that hold only padding."""
+    """Each pair of a micro-batch as one padded batch, without columns that hold only padding."""
     sequences = _sequences(batch)
     for index in range(batch.num_pairs):
         yield _padded(batch, sequences, [index])

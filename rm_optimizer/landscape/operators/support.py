@@ -159,7 +159,7 @@ class SupportedOperator(SymmetricOperator):
 
     Args:
         operator: the matrix.
-        support: remaining rows; None takes those of `support_of`.
+        support: remaining rows; None takes the result of `support_of`.
     """
 
     def __init__(self, operator: LossOperator, support: Support | None = None) -> None:

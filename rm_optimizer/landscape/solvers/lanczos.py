@@ -87,7 +87,7 @@ class Eigenpairs:
     num_overlooked: int | None = None
 
     def widened(self, support: Support) -> Eigenpairs:
-        """Eigenpairs of the whole matrix, from those of the part that the loss depends on."""
+        """Eigenpairs of the whole matrix, from eigenpairs of the part that the loss depends on."""
         return replace(self, vectors=support.widen(self.vectors))
 
 
@@ -135,7 +135,7 @@ def lanczos(
         max_products: most products; None takes the dimension, at most 40 + 8 for each wanted value.
         max_basis: most vectors of the basis, at least `FEWEST_SPARE` more than wanted values; None sets no limit. When
             the basis is full, only the best Ritz vectors stay. This needs more products; the stopping rule is the same.
-        num_vectors: number of eigenvectors to return, those of the first values; None returns all.
+        num_vectors: number of eigenvectors to return, for the first values; None returns all.
         seed: seed of the starting vector.
         start: vectors from an earlier, similar matrix; the iteration starts from their sum, if it is not 0, plus a
             random part. Without it an eigenvector orthogonal to all of them would be missed.
@@ -166,7 +166,7 @@ def lanczos(
         if max_basis is not None and max_basis <= len(state.basis) < operator.dimension:
             if state.num_restarts > 0:  # a full basis has no room for a new space
                 break
-            # the wanted Ritz vectors stay, and those of their neighbors that a share of the spare room holds
+            # the wanted Ritz vectors stay, and as many of their neighbors as a share of the spare room holds
             further = int(_KEPT_SHARE * (len(state.basis) - wanted))
             state.shrink(np.sort(select(ritz.values, top_k + (further // 2 if which == "both" else further), which)))
         extend(operator, state, random)
@@ -297,7 +297,7 @@ class Ritz:
         """The wanted eigenpairs; fewer than wanted after few products.
 
         Args:
-            num_vectors: number of eigenvectors, those of the first values; None returns all.
+            num_vectors: number of eigenvectors, for the first values; None returns all.
         """
         selected, state = self.selected, self.state
         given = selected[:num_vectors]

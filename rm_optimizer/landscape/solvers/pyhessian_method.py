@@ -130,7 +130,7 @@ def pyhessian_eigenpairs(
     """Eigenvalues from PyHessian's power iteration, by descending value.
 
     PyHessian stops when an iteration changes the value by less than `tolerance`, which does not bound its error. The
-    residuals, computed here with one more product each, do. Values and vectors are those of PyHessian. A value is the
+    residuals, computed here with one more product each, do. Values and vectors come from PyHessian. A value is the
     Rayleigh quotient of the vector before its last product. Vectors are not orthogonal to each other, so trace and
     density are not deflated by them. PyHessian keeps the graph of all pairs if the operator does.
 

@@ -47,7 +47,7 @@ def dense_matrix(operator: SymmetricOperator) -> Float[Tensor, "parameters param
 def full_spectrum(operator: SymmetricOperator) -> Eigenpairs:
     """Compute all eigenpairs of the dense matrix; their only error is the rounding of products.
 
-    Residuals are those of the vectors, in the operator's type, with the dense matrix.
+    Residuals are computed from the vectors, in the operator's type, with the dense matrix.
     """
     matrix = dense_matrix(operator)
     values, columns = torch.linalg.eigh(matrix)
@@ -67,8 +67,8 @@ def power_iteration(
     The iteration stops when `||A v - lambda v|| <= tolerance |lambda|`, without the component along found vectors. It
     does not stop because the value changed little: with two eigenvalues of similar magnitude and opposite sign, the
     value changes little long before it is right. At the end, the vectors are replaced by the Rayleigh-Ritz pairs of
-    their space, without more products, since errors of found vectors remain in later ones. Residuals are those of the
-    whole product.
+    their space, without more products, since errors of found vectors remain in later ones. Residuals are computed
+    from the whole product.
 
     Args:
         operator: the matrix.

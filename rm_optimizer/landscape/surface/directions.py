@@ -42,7 +42,7 @@ class Directions:
 
     @classmethod
     def load(cls, path: Path, identity: str) -> Directions | None:
-        """Read the directions that `save` wrote for this identity; None if there are none.
+        """Read the directions that `save` wrote for this identity; None if there is no such file.
 
         Raises:
             CheckpointError: if the file is damaged.
@@ -132,7 +132,7 @@ def trajectory_plane(displacements: Float[Tensor, "checkpoints parameters"]) -> 
     As in Li et al. (2018, section 7.2), from the checkpoints' Gram matrix in float64.
 
     Args:
-        displacements: weights of each checkpoint minus those of the last one; the last row is zero.
+        displacements: weights of each checkpoint minus the last one's; the last row is zero.
 
     Raises:
         ConfigError: if there are fewer than three different points.
@@ -161,7 +161,7 @@ def trajectory_plane(displacements: Float[Tensor, "checkpoints parameters"]) -> 
 def displacements_of(
     weights: Iterable[Mapping[str, Tensor]], subset: ParameterSubset
 ) -> Float[Tensor, "checkpoints parameters"]:
-    """Weights of each checkpoint less those of the last, over a subset, in float32.
+    """Weights of each checkpoint less the last one's, over a subset, in float32.
 
     Args:
         weights: weights by `BradleyTerryRM.named_parameters`' names, oldest first; one is held at a time.

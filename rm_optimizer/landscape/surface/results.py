@@ -118,7 +118,7 @@ class Trajectory(LandscapeRecord):
         return self.surface.num_missing + _missing((self.points,))
 
     def rows(self) -> Iterator[Row]:
-        """Rows of a table, one for each checkpoint; the surface has rows of its own."""
+        """Rows of a table, one for each checkpoint; the surface has its own rows."""
         columns = zip(self.steps, self.coordinates, self.off_plane, self.points, strict=True)
         for step, (x, y), off_plane, point in columns:
             yield {"step": step, "x": x, "y": y, "off_plane": off_plane, **asdict(point)}

@@ -31,7 +31,7 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.schema.checks import require
 
 WORST_SLICE_QUANTILE = 0.2
-"""Quantile over slices that stands for the worst ones, as in PPE (Frick et al., 2024, arXiv:2410.14872)."""
+"""Quantile over slices that represents the worst ones, as in PPE (Frick et al., 2024, arXiv:2410.14872)."""
 Clusters = Sequence[int] | Sequence[str] | np.ndarray
 
 
@@ -41,7 +41,7 @@ def pair_accuracy(
     """Share of pairs whose better response has the higher reward, ties one half; pairs labeled 0.5 are left out.
 
     Args:
-        margin: reward of `chosen` less that of `rejected`.
+        margin: reward of `chosen` less the reward of `rejected`.
         prompt: prompt of each pair.
         label: probability that `chosen` is the better one; none is 1.
     """
@@ -70,7 +70,7 @@ def worst_slice_accuracy(
     """20 % quantile over slices of the accuracy in each, the lower of two neighboring slices.
 
     Args:
-        margin: reward of `chosen` less that of `rejected`.
+        margin: reward of `chosen` less the reward of `rejected`.
         slices: slice of each pair, such as its source.
         prompt: prompt of each pair; prompts are resampled.
         label: probability that `chosen` is the better one; none is 1.
@@ -122,7 +122,7 @@ class TemperedScores:
     """Proper scores after calibration.
 
     Args:
-        temperature: temperature that calibrates the rewards of all pairs, or the reason why there is none.
+        temperature: temperature that calibrates the rewards of all pairs, or the reason why it is missing.
         nll: mean negative log-likelihood in nats of each half of the prompts at the other half's temperature.
         brier: mean squared error of the same probabilities.
     """
@@ -146,7 +146,7 @@ def tempered_scores(
     P = 1/2. Where it has none because each of its pairs is ranked as labeled, the other half is scored as it is.
 
     Args:
-        margin: reward of `chosen` less that of `rejected`, times beta.
+        margin: reward of `chosen` less the reward of `rejected`, times beta.
         prompt: prompt of each pair.
         label: probability that `chosen` is the better one; none is 1.
         num_bootstrap: resamples over prompts; 0 gives jackknife errors and no intervals.
@@ -311,7 +311,7 @@ def with_bold_start(text: str) -> str:
 
 
 def in_paragraphs(text: str) -> str:
-    """Each sentence in a paragraph of its own."""
+    """Each sentence in its own paragraph."""
     return "\n\n".join(_SENTENCE_ENDS.split(text.strip()))
 
 

@@ -104,7 +104,7 @@ class FittedReadiness(JsonRecord, indent=2, ensure_ascii=False):
     def score(self, features: Mapping[str, Estimate], algorithm: str) -> Estimate:
         """Predicted outcome with a 95 % prediction interval.
 
-        Its variance is that of the features' errors, taken as independent, and of the prediction errors on reward
+        Its variance comes from the features' errors, taken as independent, and from the prediction errors on reward
         models that were not fitted. Distance between the fitted worlds and reality is not in it.
 
         Args:
@@ -132,7 +132,7 @@ class FittedReadiness(JsonRecord, indent=2, ensure_ascii=False):
         """The prediction for an algorithm.
 
         Raises:
-            ConfigError: if there is none.
+            ConfigError: if the fit does not cover it.
         """
         if algorithm not in self.outcomes:
             raise ConfigError(
@@ -141,7 +141,7 @@ class FittedReadiness(JsonRecord, indent=2, ensure_ascii=False):
         return self.outcomes[algorithm]
 
     def outside(self, features: Mapping[str, Estimate], algorithm: str) -> Sequence[str]:
-        """Names of the features whose values lie outside those of the fit."""
+        """Names of the features whose values lie outside the fit's."""
         terms = self.of(algorithm).features
         return [term.name for term in terms if not term.low <= features[term.name].value <= term.high]
 

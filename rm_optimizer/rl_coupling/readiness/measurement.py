@@ -75,7 +75,7 @@ class ReadinessOptions:
         num_samples: responses to each, at least 2; None takes 64, or what the fitted score's probes pick from if more.
         rule: rule by which the probe stops.
         max_pairs: most labeled pairs to score.
-        on_policy_pairs: random pairs of the policy's responses that the oracle compares beside the probe.
+        on_policy_pairs: random pairs of the policy's responses that the oracle compares in addition to the probe.
         group_size: responses of a group in GRPO.
         ceiling: accuracy of the true preference on the labels, in (0.5, 1]; None where it is not known.
         num_bootstrap: resamples for intervals.
@@ -115,9 +115,9 @@ def measure_readiness(
         policy: the policy to optimize, or a pool of its responses; None leaves out all that needs one.
         oracle: judge of the policy's responses; None leaves out the probe, and so the score and the verdict.
         algorithm: algorithm that is to use the model.
-        prompts: prompts that the policy answers; None takes those of the pairs.
+        prompts: prompts that the policy answers; None takes the pairs' prompts.
         options: sizes of the measurement.
-        trained: record of the pairs that the model was trained on; None if there is none.
+        trained: record of the pairs that the model was trained on; None without a record.
         ensemble: reward models whose disagreement on the policy's responses is reported.
         top_eigenvalue: largest eigenvalue of the loss's Hessian, where it was measured; reported.
         on_stage: called with what is being done and how many of how many stages are done.
@@ -150,7 +150,7 @@ def measure_readiness(
 
 
 def probe_sizes(algorithm: Algorithm | str, most: int) -> list[int]:
-    """Numbers of responses that probes pick from: those of the fitted score, or the usual one, but `most` at most."""
+    """Numbers of responses that probes pick from, at most `most`: the fitted score's, or the usual one."""
     fit = fitted_readiness()
     terms = () if fit is None or algorithm not in fit.outcomes else fit.of(algorithm).features
     sizes = [int(term.name.removeprefix("probe_")) for term in terms if term.name.startswith("probe_")]

@@ -31,15 +31,15 @@ class Oracle(Protocol):
     def prefer(
         self, prompts: Sequence[Prompt], first: Sequence[str], second: Sequence[str]
     ) -> Float[np.ndarray, " questions"]:
-        """Probability that the first response to each prompt is the better one; NaN where there is no answer."""
+        """Probability that the first response to each prompt is the better one; NaN without an answer."""
         ...
 
 
 class ScorerOracle:
     """Oracle by rewards: without a scale it prefers the higher one, with one it answers as a rater does.
 
-    A rater prefers the first response with probability `sigmoid(2 (r_1 - r_2) / scale)`, as those of the validating
-    study do (`RATER_BETA`). A probe then means what it meant there.
+    A rater prefers the first response with probability `sigmoid(2 (r_1 - r_2) / scale)`, as the validating study's
+    raters do (`RATER_BETA`). A probe then means what it meant there.
 
     Args:
         scorer: a gold reward, or a reward model that shares no training pairs with the one in question.
@@ -53,7 +53,7 @@ class ScorerOracle:
         self._scale = scale
 
     def as_rater(self, prompts: Prompts, responses_of_each: Iterable[Texts]) -> ScorerOracle:
-        """The oracle with its scale on these responses; without one where it tells none of them apart."""
+        """The oracle with its scale on these responses; without one if all their rewards are equal."""
         groups = self._scorer.score_groups(prompts, responses_of_each)
         variance = float(np.mean([rewards.double().var(correction=1).item() for rewards in groups]))
         scale = math.sqrt(variance) if variance > 0 else None
@@ -161,7 +161,7 @@ class ResponsePool:
         return [pick for pick, _ in both], [other for _, other in both]
 
     def compared(self, oracle: Oracle, asked: ProbeQuestions) -> Float[np.ndarray, " questions"]:
-        """Answers of an oracle, NaN where there is none; equal texts tie unasked.
+        """Answers of an oracle, NaN without an answer; equal texts tie unasked.
 
         Raises:
             DataError: if an answer is not in [0, 1].
@@ -179,7 +179,7 @@ class ResponsePool:
         return wins
 
     def num_labels(self, wins: Float[np.ndarray, " questions"], asked: ProbeQuestions) -> int:
-        """Different questions among those that the oracle answered; equal texts are none."""
+        """Number of different questions that the oracle answered; equal texts do not count."""
         rows = zip(wins, asked.prompt, *self.sides(asked), strict=True)
         return len({(row, *sorted(both)) for win, row, *both in rows if np.isfinite(win) and both[0] != both[1]})
 

@@ -33,7 +33,7 @@ class ReadinessVerdict(StrEnum):
     acceptable = "acceptable with monitoring"
     not_recommended = "not recommended"
     unknown = "not known"
-    """No score, for want of an oracle or of a validated prediction."""
+    """No score, since there is no oracle or no validated prediction."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class RLReadinessReport(JsonRecord, indent=2, ensure_ascii=False):
 
     Args:
         verdict: the answer.
-        score: the score that decided it; None where there is none.
+        score: the score that decided it; None without a score.
         basis: origin and meaning of the score, in words.
         features: measured features by name, each with its interval where it has one.
         components: share of each scored feature in the score.
@@ -173,7 +173,7 @@ class Evidence:
         algorithm: algorithm that is to use the model.
         features: measured features by name.
         gates: checks of the doctor.
-        probes: the best-of-n probes; none where there is no oracle or no policy.
+        probes: the best-of-n probes; empty without an oracle or a policy.
         unscored: further measured numbers.
     """
 
@@ -196,7 +196,7 @@ def conclude(evidence: Evidence, fit: FittedReadiness | None) -> RLReadinessRepo
 
     Args:
         evidence: the measurements.
-        fit: the fitted score; None where there is none.
+        fit: the fitted score; None if this version has no fit.
     """
     score, cautions = _scored(evidence, fit)
     obstacles = _obstacles(evidence)
