@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -48,15 +48,13 @@ class MeasuredLoss:
     dtype: torch.dtype = torch.float32
     described: Mapping[int, DescribedPair] = field(default_factory=dict)
 
-    @contextmanager
-    def measuring(self) -> Iterator[PairObjective]:
+    def measuring(self) -> AbstractContextManager[PairObjective]:
         """Objective over the pairs, with fixed weights and modes.
 
         Raises:
             ConfigError: if no parameter is selected, or the model cannot be differentiated twice.
         """
-        with measuring(self.model, self.sample.batches, self.loss, params=self.params, dtype=self.dtype) as objective:
-            yield objective
+        return measuring(self.model, self.sample.batches, self.loss, params=self.params, dtype=self.dtype)
 
     @property
     def analyzer(self) -> HessianAnalyzer:

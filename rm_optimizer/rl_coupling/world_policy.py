@@ -146,7 +146,6 @@ def _fitted(
         intermediate_size=2 * hidden,
         num_hidden_layers=2,
         num_attention_heads=4,
-        num_key_value_heads=4,
         max_position_embeddings=256,
         tie_word_embeddings=True,
         initializer_range=1.0 / math.sqrt(hidden),

@@ -168,10 +168,8 @@ class PairObjective:
             loss_named(self.loss.name)  # is checked by its gradient, which is not possible inside a transform
         self.parameters = self.subset.of(self.model)
         self._rewards = _RewardsModule(self.model)
-        weights = sum((batch.weight.double().sum() for batch in self.batches), torch.zeros((), dtype=torch.float64))
-        sizes = torch.stack(
-            [torch.as_tensor(weights).cpu(), torch.tensor(float(sum(b.num_pairs for b in self.batches)))]
-        )
+        weight = sum(float(batch.weight.double().sum()) for batch in self.batches)
+        sizes = torch.tensor([weight, sum(batch.num_pairs for batch in self.batches)], dtype=torch.float64)
         total_weight, num_pairs = self.summed(sizes.to(self.model.device)).tolist()
         self.total_weight, self.num_pairs = float(total_weight), int(num_pairs)
         self._state = self._state_now()

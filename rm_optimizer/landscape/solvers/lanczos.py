@@ -21,7 +21,7 @@ from typing import Literal
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -85,6 +85,31 @@ class Eigenpairs:
     orthogonality_loss: float
     is_orthonormal: bool = True
     num_overlooked: int | None = None
+
+    @classmethod
+    def of_residuals(
+        cls,
+        values: Float[Tensor, " values"],
+        vectors: Float[Tensor, "values parameters"],
+        residuals: Float[Tensor, " values"],
+        tolerance: float,
+        num_products: int,
+    ) -> Eigenpairs:
+        """Eigenpairs whose residuals were computed; a value within the relative tolerance has converged."""
+        bounds = residuals + rounding(vectors.dtype, values.numpy())
+        converged = tuple((residuals <= tolerance * values.abs()).tolist())
+        return cls(values, vectors, residuals, bounds, converged, num_products, orthogonality_loss([vectors]))
+
+    def at(self, positions: Int[Tensor, " positions"]) -> Eigenpairs:
+        """Eigenpairs at these positions."""
+        return replace(
+            self,
+            values=self.values[positions],
+            vectors=self.vectors[positions.to(self.vectors.device)],
+            residuals=self.residuals[positions],
+            error_bounds=self.error_bounds[positions],
+            converged=tuple(self.converged[place] for place in positions.tolist()),
+        )
 
     def widened(self, support: Support) -> Eigenpairs:
         """Eigenpairs of the whole matrix, from eigenpairs of the part that the loss depends on."""

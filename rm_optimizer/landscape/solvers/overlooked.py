@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from rm_optimizer.landscape.operators.base import DeflatedOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors, unit
@@ -62,7 +61,7 @@ def _beyond(
     state, rounded = KrylovState(), rounding(operator.dtype, found.values.numpy())
     free = operator.dimension - len(found.values)
     if free < ends:
-        return _only(found, [], num_products=0)
+        return replace(found.at(torch.tensor([], dtype=torch.int64)), num_products=0)
     state.basis.append(unit(rest.project(RandomVectors(operator, seed).normals(1))[0]))
     count = min(num_products, free)
     for limit in (count, min(free, 40 + count)):
@@ -73,7 +72,7 @@ def _beyond(
         is_done = (missed.values.abs() + missed.residuals <= 2 * rounded) | torch.tensor(missed.converged)
         if is_done[chosen].all():
             break
-    return _only(missed, chosen, num_products=missed.num_products)
+    return missed.at(torch.tensor(chosen, dtype=torch.int64))
 
 
 def _is_beyond(value: float, margin: float, found: Eigenpairs, which: End) -> bool:
@@ -86,25 +85,11 @@ def _is_beyond(value: float, margin: float, found: Eigenpairs, which: End) -> bo
     return is_top or (from_bottom > 0 and value < values[-from_bottom] - margin)
 
 
-def _only(pairs: Eigenpairs, positions: list[int], *, num_products: int) -> Eigenpairs:
-    """Pairs at those positions."""
-    index = torch.tensor(positions, dtype=torch.int64)
-    return replace(
-        pairs,
-        values=pairs.values[index],
-        vectors=pairs.vectors[index.to(pairs.vectors.device)],
-        residuals=pairs.residuals[index],
-        error_bounds=pairs.error_bounds[index],
-        converged=tuple(pairs.converged[i] for i in positions),
-        num_products=num_products,
-    )
-
-
 def _merged(found: Eigenpairs, missed: Eigenpairs, which: End, tolerance: float) -> Eigenpairs:
     """The wanted ones of the old and new pairs; the rows of the old vectors stay unchanged."""
-    num_products = found.num_products + missed.num_products
+    found = replace(found, num_products=found.num_products + missed.num_products)
     if not len(missed.values):
-        return replace(found, num_products=num_products)
+        return found
     rounded, sizes = rounding(found.vectors.dtype, found.values.numpy()), missed.values.abs()
     coupling = (found.residuals - rounded).clamp(min=0).square().sum()  # the rounding of products counts once
     residuals = (missed.residuals.square() + coupling).sqrt()
@@ -112,18 +97,14 @@ def _merged(found: Eigenpairs, missed: Eigenpairs, which: End, tolerance: float)
     values = torch.cat([found.values, missed.values])
     ascending = values.argsort()
     top_k = len(found.values) // (2 if which == "both" else 1)
-    chosen = ascending[torch.from_numpy(select(values[ascending].numpy(), top_k, which))]
-
-    def joined(old: Tensor, new: Tensor) -> Tensor:
-        return torch.cat([old, new])[chosen.to(old.device)]
-
-    return replace(
+    residuals = torch.cat([found.residuals, residuals])
+    both = replace(
         found,
-        values=values[chosen],
-        vectors=joined(found.vectors, missed.vectors),
-        residuals=joined(found.residuals, residuals),
-        error_bounds=joined(found.residuals, residuals),
-        converged=tuple((*found.converged, *converged)[place] for place in chosen.tolist()),
-        num_products=num_products,
+        values=values,
+        vectors=torch.cat([found.vectors, missed.vectors]),
+        residuals=residuals,
+        error_bounds=residuals,
+        converged=(*found.converged, *converged),
         num_overlooked=(found.num_overlooked or 0) + len(missed.values),
     )
+    return both.at(ascending[torch.from_numpy(select(values[ascending].numpy(), top_k, which))])

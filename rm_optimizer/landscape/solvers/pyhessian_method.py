@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -15,8 +16,7 @@ from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError, MissingExtra
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.objective import PairObjective
-from rm_optimizer.landscape.operators.vectors import orthogonality_loss
-from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, num_wanted, rounding
+from rm_optimizer.landscape.solvers.lanczos import Eigenpairs, num_wanted
 from rm_optimizer.records.randomness import keeping_random_state
 
 MAX_ITERATIONS = 100
@@ -159,13 +159,5 @@ def pyhessian_eigenpairs(
     found, rows = found[order], rows[order.to(rows.device)]
     scaled = found.to(rows)[:, None] * rows
     residuals = ((operator.apply(rows) - scaled).double().norm(dim=1) / rows.double().norm(dim=1)).cpu()
-    return Eigenpairs(
-        values=found,
-        vectors=rows,
-        residuals=residuals,
-        error_bounds=residuals + rounding(operator.dtype, found.numpy()),
-        converged=tuple((residuals <= tolerance * found.abs()).tolist()),
-        num_products=problem.num_products + len(found),
-        orthogonality_loss=orthogonality_loss([rows]),
-        is_orthonormal=False,
-    )
+    pairs = Eigenpairs.of_residuals(found, rows, residuals, tolerance, problem.num_products + len(found))
+    return replace(pairs, is_orthonormal=False)

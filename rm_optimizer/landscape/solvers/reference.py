@@ -12,7 +12,6 @@ from rm_optimizer.landscape.operators.vectors import (
     RandomVectors,
     inner,
     length,
-    orthogonality_loss,
     pairwise_inner,
     unit,
 )
@@ -102,9 +101,7 @@ def power_iteration(
     vectors, images = turn @ vectors, turn @ images
     each = zip(vectors, images, values.tolist(), strict=True)
     residuals = torch.tensor([_residual(*pair) for pair in each], dtype=torch.float64)
-    bounds = residuals + rounding(operator.dtype, values.numpy())
-    converged = tuple((residuals <= tolerance * values.abs()).tolist())
-    return Eigenpairs(values, vectors, residuals, bounds, converged, spent, orthogonality_loss([vectors]))
+    return Eigenpairs.of_residuals(values, vectors, residuals, tolerance, spent)
 
 
 def _residual(vector: Tensor, image: Tensor, value: float) -> float:
