@@ -58,13 +58,11 @@ def _padded(values: list[float], size: int) -> torch.Tensor:
 def covered(matrix: torch.Tensor, found: Eigenpairs, method: str, products: int, seeds: int) -> float:
     """Share of seeds whose interval holds the trace, but for rounding."""
     operator, truth = MatrixOperator(matrix), float(matrix.trace())
-    is_semidefinite = bool(torch.linalg.eigvalsh(matrix)[0] > -1e-9)
+    operator.is_semidefinite = bool(torch.linalg.eigvalsh(matrix)[0] > -1e-9)
     slack, held = 1e-9 * float(matrix.norm()), 0
     for seed in range(seeds):
         known = found if method == "deflated" else None
-        estimate = estimate_trace(
-            operator, method, products, seed=seed + 1, found=known, is_semidefinite=is_semidefinite
-        )
+        estimate = estimate_trace(operator, method, products, seed=seed + 1, found=known)
         low, high = estimate.low, estimate.high
         held += low is not None and high is not None and low - slack <= truth <= high + slack
     return held / seeds

@@ -247,14 +247,9 @@ def scaling_report(
     generator = np.random.default_rng(seed)
     laws = [fit_power_laws(numbers, _drawn(values, num_draws, generator)) for values in (accuracy, -nll)]
     accuracies, negative_nll = (law.at(np.array(ahead, dtype=float)) for law in laws)
-    measured = tuple(
-        ScalingPoint(size, student_mean(accuracy[:, place]), student_mean(nll[:, place]))
-        for place, size in enumerate(sizes)
-    )
-    predicted = tuple(
-        ScalingPoint(size, _estimate(accuracies[:, place], len(nll)), _estimate(-negative_nll[:, place], len(nll)))
-        for place, size in enumerate(ahead)
-    )
+    measured = tuple(map(ScalingPoint, sizes, map(student_mean, accuracy.T), map(student_mean, nll.T)))
+    estimates = ([_estimate(column, len(nll)) for column in values.T] for values in (accuracies, -negative_nll))
+    predicted = tuple(map(ScalingPoint, ahead, *estimates))
     reached = laws[0].reach(laws[0].at(numbers[-1:])[:, 0] + gain)  # by the fitted law, then by the simulated laws
     low, high = np.quantile(reached[1:], [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2], method="nearest")
     size, furthest, is_known = sizes[-1], FURTHEST * sizes[-1], reached[0] <= FURTHEST * sizes[-1]

@@ -22,7 +22,6 @@ from rm_optimizer.landscape.layers import (
     curvature_of_blocks,
     top_eigenvalues,
 )
-from rm_optimizer.landscape.operators.gauss_newton import ROW_BYTES
 from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.landscape.solvers.krylov import remove_states
 from rm_optimizer.landscape.solvers.lanczos import Progress
@@ -129,6 +128,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
         num_sampled=int(is_cross_fitted),
         tolerance=config.tolerance,
         max_products=config.max_products,
+        num_probes=config.num_probes,
     )
 
     def report(block: str, progress: Progress) -> None:
@@ -138,13 +138,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     with context.ledger(LAYERS_FILE, [*identity, config.method, is_cross_fitted], 1 + num_blocks * searches) as ledger:
         pieces = list(ledger.values())
         if not pieces:
-            common = curvature_of_blocks(
-                measured_loss,
-                num_probes=config.num_probes,
-                memory_bytes=config.memory_bytes or ROW_BYTES,
-                product=config.product.value,
-                on_product=context.on_product,
-            )
+            common = curvature_of_blocks(measured_loss, options, context.on_product)
             ledger.append(common)
         else:
             common = from_values(tuple[BlockCurvature, ...], pieces[0])

@@ -15,17 +15,12 @@ from torch import Tensor
 from rm_optimizer.core.metrics.estimate import Estimate, IntervalKind
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.estimates.by_pair import PairCurvatures, pair_curvatures, pair_indices, weighted_means
-from rm_optimizer.landscape.estimates.cross_fitting import (
-    CrossFit,
-    cross_fit_gram,
-    cross_fit_hessian,
-    not_cross_fitted,
-)
+from rm_optimizer.landscape.estimates.cross_fitting import FEWEST_PROMPTS, CrossFit, cross_fit_gram, cross_fit_hessian
 from rm_optimizer.landscape.estimates.density import SpectralDensity, spectral_density
 from rm_optimizer.landscape.estimates.quantities import LocalGeometry, Quantity, effective_rank, local_geometry
 from rm_optimizer.landscape.estimates.trace import estimate_trace
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, LossOperator, OutputOperator
-from rm_optimizer.landscape.operators.gauss_newton import ROW_BYTES, GramSpectrum, gauss_newton_exact
+from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum, gauss_newton_exact
 from rm_optimizer.landscape.operators.products import GRAPH_SHARE, KeptGraph, free_bytes
 from rm_optimizer.landscape.operators.support import SupportedOperator
 from rm_optimizer.landscape.solvers.krylov import KeptState, OrthonormalBasis
@@ -270,18 +265,11 @@ class SpectrumComputation:
             )
             self.trace = self.trace or self.density.moment(1)
         if self.trace is None and options.num_probes:
-            self.trace = estimate_trace(
-                operator,
-                options.trace_method,
-                options.num_probes,
-                seed=self.seed + 1,
-                found=removable,
-                is_semidefinite=isinstance(operator, OutputOperator),
-            )
+            method, count = options.trace_method, options.num_probes
+            self.trace = estimate_trace(operator, method, count, seed=self.seed + 1, found=removable)
         if options.effective_rank:
             known = self.gram if isinstance(operator, OutputOperator) and operator.curvature == "gauss_newton" else None
-            limit = options.memory_bytes or ROW_BYTES
-            self.gauss_newton_rank = effective_rank(operator.objective, known, limit)
+            self.gauss_newton_rank = effective_rank(operator.objective, known, options.memory_bytes)
 
     def _add_sampling(self) -> None:
         """Add the errors of the first eigenvalues over pairs, and cross-fitted values of the largest ones."""
@@ -312,18 +300,32 @@ class SpectrumComputation:
                     seed=self.seed,
                     state_file=self.state_file,
                 )
-        self.not_cross_fitted = not_cross_fitted(
-            num_top,
-            self.num_sampled,
-            num_nonzero,
-            len(set(self.clusters)),
-            self.cross_fit,
-            lists_smallest=num_top < len(pairs.values) and num_bottom > 0,
-        )
+        self.not_cross_fitted = self._without_cross_fit(num_top, num_nonzero)
+        if num_top < len(pairs.values) and num_bottom > 0:
+            self.not_cross_fitted = "; ".join(filter(None, [self.not_cross_fitted, "smallest: only the largest are"]))
+
+    def _without_cross_fit(self, num_top: int, num_nonzero: int) -> str:
+        """Ranks of the largest eigenvalues without a cross-fitted value, and the reason; empty where all have one.
+
+        Args:
+            num_top: largest eigenvalues that are listed.
+            num_nonzero: number of the first eigenvalues that lie further from 0 than their error bounds.
+        """
+        found = 0 if self.cross_fit is None else len(self.cross_fit.values)
+        if found >= num_top:
+            return ""
+        ranks, prompts = f"{found + 1} to " * (found + 1 < num_top), len(set(self.clusters))
+        reason = f"halves of the pairs have {found} eigenvalues above 0"
+        if prompts < FEWEST_PROMPTS and self.num_sampled:
+            reason = f"{prompts} prompts, and halves of halves need at least {FEWEST_PROMPTS}"
+        elif found == self.num_sampled:
+            reason = f"num_sampled={self.num_sampled}"
+        elif found == num_nonzero:
+            reason = "0 within the error bound"
+        return f"largest {ranks}{num_top}: {reason}"
 
     def _gram(self, operator: OutputOperator, num_vectors: int = 0) -> GramSpectrum:
-        limit = self.options.memory_bytes or ROW_BYTES
-        objective, curvature = operator.objective, operator.curvature
+        objective, curvature, limit = operator.objective, operator.curvature, self.options.memory_bytes
         return gauss_newton_exact(objective, curvature=curvature, num_vectors=num_vectors, memory_bytes=limit)
 
 

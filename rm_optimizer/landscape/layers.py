@@ -18,7 +18,7 @@ from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, cross_fit_g
 from rm_optimizer.landscape.estimates.trace import ProbeSums
 from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.operators.base import VECTORS_AT_ONCE, HessianOperator, SymmetricOperator
-from rm_optimizer.landscape.operators.gauss_newton import ROW_BYTES, CurvatureRows
+from rm_optimizer.landscape.operators.gauss_newton import CurvatureRows
 from rm_optimizer.landscape.operators.parameters import parameter_blocks, select_parameters
 from rm_optimizer.landscape.operators.support import SupportedOperator
 from rm_optimizer.landscape.operators.vectors import RandomVectors
@@ -116,12 +116,7 @@ def block_names(measured_loss: MeasuredLoss) -> dict[str, tuple[str, ...]]:
 
 
 def curvature_of_blocks(
-    measured_loss: MeasuredLoss,
-    *,
-    num_probes: int,
-    memory_bytes: int = ROW_BYTES,
-    product: str = "auto",
-    on_product: Callable[[int], None] = lambda num_products: None,
+    measured_loss: MeasuredLoss, options: SpectrumOptions, on_product: Callable[[int], None] = lambda num_products: None
 ) -> tuple[BlockCurvature, ...]:
     """Gauss-Newton spectra of all blocks from gradients of single pairs, and Hessian traces from shared random vectors.
 
@@ -130,24 +125,21 @@ def curvature_of_blocks(
 
     Args:
         measured_loss: model, pairs and loss.
-        num_probes: random vectors for the traces, one Hessian-vector product each.
-        memory_bytes: most memory for the rows; if they need more, they are computed for some parameters at a time.
-        product: Hessian-vector product method, or `auto`.
+        options: `num_probes` for the traces, one Hessian-vector product each, `product`, and the memory of the rows.
         on_product: function of the products so far.
     """
     sample, names = measured_loss.sample, block_names(measured_loss)
     sizes = {name: select_parameters(measured_loss.model, of_block).num_parameters for name, of_block in names.items()}
     with measured_loss.measuring() as objective:
-        hessian = HessianOperator(objective, product=product)
+        hessian = HessianOperator(objective, product=options.product)
         hessian.on_product = on_product
         clusters = clusters_of(objective.batches, sample.prompts)
-        rows = CurvatureRows(objective, "gauss_newton", memory_bytes)
+        rows = CurvatureRows(objective, "gauss_newton", options.memory_bytes)
         blocks = {name: rows.support.columns(of_block) for name, of_block in names.items()}
         spectra = dict(zip(blocks, map(rows.spectrum, rows.grams([*blocks.values()])), strict=True))
         known = {name: gram.trace for name, gram in spectra.items()}
-        traces = block_traces(
-            SupportedOperator(hessian, rows.support), rows.apply, blocks, known, num_probes, seed=sample.seed
-        )
+        matrix = SupportedOperator(hessian, rows.support)
+        traces = block_traces(matrix, rows.apply, blocks, known, options.num_probes, seed=sample.seed)
     return tuple(
         BlockCurvature(
             block=name,
@@ -225,7 +217,7 @@ def top_eigenvalues(
     Raises:
         KeyboardInterrupt: if the user stopped a search; it continues from its file.
     """
-    names, options = block_names(measured_loss), replace(options, which="largest")
+    names, options = block_names(measured_loss), replace(options, which="largest", num_probes=0)
     for block in blocks:
         found = replace(measured_loss, params=names[block.block]).analyzer.compute_spectrum(
             measured_loss.sample,

@@ -86,20 +86,9 @@ class BestOfNCurve(JsonRecord, indent=2, rows="points"):
         sums = np.concatenate([flat, np.ones((num_prompts, 1))], axis=1)
         found = cluster_bootstrap(sums, ratios, num_bootstrap=num_bootstrap, seed=seed)
         divergence = np.mean([pool_divergence(row, sizes) for row in rewards[0]], axis=0).tolist()
-        return cls(
-            tuple(
-                BestOfNPoint(
-                    n,
-                    kl_bound(n),
-                    divergence[index],
-                    found[index],
-                    None if gold is None else found[len(sizes) + index],
-                )
-                for index, n in enumerate(sizes)
-            ),
-            num_prompts,
-            num_samples,
-        )
+        golds = found[len(sizes) :] or [None] * len(sizes)
+        points = map(BestOfNPoint, sizes, map(kl_bound, sizes), divergence, found, golds)
+        return cls(tuple(points), num_prompts, num_samples)
 
 
 def powers_of_two(num_samples: int) -> list[int]:

@@ -121,7 +121,8 @@ def test_intervals_of_xtrace_hold_while_its_vectors_near_the_rank(rank: int, pro
     drawn = torch.randn(SIZE, rank, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     matrix = MatrixOperator(drawn @ drawn.T)
     truth = float(drawn.square().sum())
-    found = [xtrace(matrix, products, seed=seed, is_semidefinite=True) for seed in range(100)]
+    matrix.is_semidefinite = True
+    found = [xtrace(matrix, products, seed=seed) for seed in range(100)]
     assert np.mean([one.low <= truth * (1 + 1e-9) and truth * (1 - 1e-9) <= one.high for one in found]) >= COVERAGE[0]
     spread = np.sqrt(np.mean([(one.value - truth) ** 2 for one in found]))
     assert np.sqrt(np.mean([one.standard_error**2 for one in found])) <= 4 * spread
@@ -323,5 +324,6 @@ def test_trace_intervals_of_semidefinite_matrices_of_low_rank_hold_the_trace(ran
     basis = torch.linalg.qr(torch.randn(SIZE, SIZE, generator=torch.Generator().manual_seed(2)).double())[0]
     matrix = MatrixOperator((basis * values) @ basis.T)
     truth = float(values.sum())
-    assert coverage(lambda seed: hutchinson_trace(matrix, products, seed=seed, is_semidefinite=True), truth) >= 0.9
-    assert hutchinson_trace(matrix, products, seed=0, is_semidefinite=True).kind == IntervalKind.chi_squared
+    matrix.is_semidefinite = True
+    assert coverage(lambda seed: hutchinson_trace(matrix, products, seed=seed), truth) >= 0.9
+    assert hutchinson_trace(matrix, products, seed=0).kind == IntervalKind.chi_squared

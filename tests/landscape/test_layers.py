@@ -32,7 +32,8 @@ def test_blocks_are_those_of_the_matrices_written_out(family):
     sample = PairSample(tuple(world.batches), np.array([0, 0, 1, 2, 3]), np.arange(5), seed=0)
     measured_loss = MeasuredLoss(world.model, sample, EVERYTHING, INNER, torch.float64)
     support, names = Support(select_parameters(world.model, INNER), {}), block_names(measured_loss)
-    blocks = curvature_of_blocks(measured_loss, num_probes=5, memory_bytes=8_000, product="reverse")
+    options = SpectrumOptions(num_probes=5, memory_gib=8_000 / 2**30, product="reverse")
+    blocks = curvature_of_blocks(measured_loss, options)
     searched = top_eigenvalues(measured_loss, blocks, SpectrumOptions(product="kept_graph", num_sampled=1))
     for block, found in zip(blocks, searched, strict=True):
         places = torch.cat([torch.arange(*columns) for columns in support.columns(names[block.block])])
@@ -61,7 +62,7 @@ def test_a_stopped_search_of_a_block_goes_on_from_its_last_product(tmp_path: Pat
     world = dense("bert")
     sample = PairSample(tuple(world.batches), np.array([0, 0, 1, 2, 3]), np.arange(5), seed=0)
     measured_loss = MeasuredLoss(world.model, sample, EVERYTHING, INNER, torch.float64)
-    blocks = curvature_of_blocks(measured_loss, num_probes=2, product="kept_graph")
+    blocks = curvature_of_blocks(measured_loss, SpectrumOptions(num_probes=2, product="kept_graph"))
     options = SpectrumOptions(tolerance=1e-6, product="kept_graph", num_sampled=1)
     file = tmp_path / "lanczos.json"
     seen: list[tuple[str, int]] = []

@@ -189,40 +189,6 @@ def cross_fit_gram(gram: GramSpectrum, num_values: int, *, clusters: Sequence[in
     )
 
 
-def not_cross_fitted(
-    num_top: int, num_asked: int, num_nonzero: int, prompts: int, crossed: CrossFit | None, *, lists_smallest: bool
-) -> str:
-    """Ranks of the listed eigenvalues that have no cross-fitted value, and the reason; empty where all have one.
-
-    Args:
-        num_top: largest eigenvalues that are listed.
-        num_asked: number of eigenvalues to cross-fit.
-        num_nonzero: number of the first eigenvalues that lie further from 0 than their error bounds.
-        prompts: different prompts of the pairs.
-        crossed: cross-fitted values that exist.
-        lists_smallest: True if smallest eigenvalues are listed too.
-
-    Example:
-        >>> not_cross_fitted(20, 0, 20, 121, None, lists_smallest=True)
-        'largest 1 to 20: num_sampled=0; smallest: only the largest are'
-    """
-    found = 0 if crossed is None else len(crossed.values)
-    parts = []
-    if found < num_top:
-        ranks = f"largest {num_top}" if found + 1 == num_top else f"largest {found + 1} to {num_top}"
-        reason = f"halves of the pairs have {found} eigenvalues above 0"
-        if prompts < FEWEST_PROMPTS and num_asked:
-            reason = f"{prompts} prompts, and halves of halves need at least {FEWEST_PROMPTS}"
-        elif found == num_asked:
-            reason = f"num_sampled={num_asked}"
-        elif found == num_nonzero:
-            reason = "0 within the error bound"
-        parts.append(f"{ranks}: {reason}")
-    if lists_smallest:
-        parts.append("smallest: only the largest are")
-    return "; ".join(parts)
-
-
 def part_of(objective: PairObjective, pairs: Pairs) -> PairObjective:
     """The loss over some of the pairs."""
     batches, start = [], 0

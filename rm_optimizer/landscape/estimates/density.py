@@ -114,9 +114,14 @@ class SpectralDensity(JsonRecord):
         return density
 
     def spread_nodes(self, width: float) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
-        """Known eigenvalues and nodes, and the standard deviation of each one's normal."""
+        """Known eigenvalues and ascending nodes, and the standard deviation of each one's normal for `on_grid`."""
         nodes = np.array([*self.exact, *(value for rule in self.nodes for value in rule)])
-        return nodes, np.concatenate([np.full(len(self.exact), width), *(_widths(rule, width) for rule in self.nodes)])
+        widths = [np.full(len(self.exact), width)]
+        for rule in self.nodes:
+            gaps = np.diff(rule)
+            farther = np.maximum(np.concatenate([gaps[:1], gaps]), np.concatenate([gaps, gaps[-1:]]))
+            widths.append(np.maximum(farther / 2, width) if len(gaps) else np.full(len(rule), width))
+        return nodes, np.concatenate(widths)
 
 
 def spectral_density(
@@ -191,13 +196,6 @@ def _one_step_less(nodes: tuple[float, ...], weights: tuple[float, ...]) -> tupl
         return np.array(nodes), np.array(weights)
     theta, vectors = eigh_tridiagonal(np.diag(tridiagonal)[:size], np.diag(tridiagonal, -1)[: size - 1])
     return theta, sum(weights) * vectors[0] ** 2
-
-
-def _widths(nodes: tuple[float, ...], least: float) -> Float[np.ndarray, " nodes"]:
-    """Half the distance of each ascending node to its farther neighbor, at least `least`."""
-    gaps = np.diff(nodes)
-    farther = np.maximum(np.concatenate([gaps[:1], gaps]), np.concatenate([gaps, gaps[-1:]]))
-    return np.maximum(farther / 2, least) if len(gaps) else np.full(len(nodes), least)
 
 
 _POINTS = 400

@@ -78,7 +78,7 @@ def divided(number: Estimate, size: float, bound: float, *, power: int = 1) -> E
     return Estimate(value, error, number.num_samples, min(low, value), max(high, value), number.kind)
 
 
-def effective_rank(objective: PairObjective, gram: GramSpectrum | None, memory_bytes: int) -> Quantity:
+def effective_rank(objective: PairObjective, gram: GramSpectrum | None, memory_bytes: int | None) -> Quantity:
     """Entropy rank of the Gauss-Newton matrix (Roy & Vetterli, 2007), exact, from one gradient for each pair.
 
     `exp(-sum p log p)` with `p = |lambda| / sum |lambda|`.
@@ -88,14 +88,15 @@ def effective_rank(objective: PairObjective, gram: GramSpectrum | None, memory_b
     Args:
         objective: the loss.
         gram: products of the rows of this matrix, if they are known.
-        memory_bytes: most memory for the gradients of all pairs.
+        memory_bytes: most memory for the gradients of all pairs; None is 4 GB.
     """
     if gram is None and objective.group is not None:
         return Quantity(None, "needs all pairs in one process")
     if gram is None:
         rows = CurvatureRows(objective, "gauss_newton", memory_bytes)
         if not rows.fits:
-            reason = f"the gradients of single pairs need more than {memory_bytes / 2**30:.2g} GiB; raise memory_gib"
+            limit = f"{rows.memory_bytes / 2**30:.2g} GiB"
+            reason = f"the gradients of single pairs need more than {limit}; raise memory_gib"
             return Quantity(None, f"{reason}, or take fewer pairs or parameters")
         gram = rows.spectrum(rows.grams([[(0, rows.dimension)]])[0])
     if not gram.values.any():

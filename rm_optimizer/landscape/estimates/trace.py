@@ -22,12 +22,7 @@ from rm_optimizer.schema.landscape import TraceMethod
 
 
 def hutchinson_trace(
-    operator: SymmetricOperator,
-    num_products: int,
-    *,
-    seed: int,
-    found: Eigenpairs | None = None,
-    is_semidefinite: bool = False,
+    operator: SymmetricOperator, num_products: int, *, seed: int, found: Eigenpairs | None = None
 ) -> Estimate:
     """Mean of `z^T A z` over vectors of random signs (Hutchinson, 1990).
 
@@ -41,13 +36,10 @@ def hutchinson_trace(
     rest, known = operator, 0.0
     if found is not None:
         rest, known = DeflatedOperator(operator, found.vectors), float(found.values.sum())
-    random = RandomVectors(operator, seed)
-    return _mean_of_probes(rest, random, num_products, known=known, is_semidefinite=is_semidefinite)
+    return _mean_of_probes(rest, RandomVectors(operator, seed), num_products, known)
 
 
-def hutchpp_trace(
-    operator: SymmetricOperator, num_products: int, *, seed: int, is_semidefinite: bool = False
-) -> Estimate:
+def hutchpp_trace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Estimate:
     """`tr(Q^T A Q)` for a sketch `Q` of the range of `A`, and Hutchinson's estimate of the rest.
 
     The sketch, its trace and the rest take a third of the products each (Meyer, Musco, Musco & Woodruff, 2021,
@@ -57,11 +49,10 @@ def hutchpp_trace(
     random, third = RandomVectors(operator, seed), num_products // 3
     basis = torch.linalg.qr(operator.apply(random.signs(third)).T)[0].T.contiguous()
     known = float((basis.double() * operator.apply(basis).double()).sum())
-    rest = DeflatedOperator(operator, basis)
-    return _mean_of_probes(rest, random, num_products - 2 * third, known=known, is_semidefinite=is_semidefinite)
+    return _mean_of_probes(DeflatedOperator(operator, basis), random, num_products - 2 * third, known)
 
 
-def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int, is_semidefinite: bool = False) -> Estimate:
+def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int) -> Estimate:
     """Mean over vectors of Hutch++ estimates whose sketch leaves out that vector, all from the same products.
 
     With test vectors `omega_i` and `Q_i` an orthonormal basis of all `A omega_j` but the i-th, the i-th estimate is
@@ -90,7 +81,9 @@ def xtrace(operator: SymmetricOperator, num_products: int, *, seed: int, is_semi
         error = math.sqrt((count - 1) * float(without_each.var()))
     found = StudentMean(value, error, count - 1, count).estimate
     least = min(float(compressed.trace()), value)
-    return replace(found, low=max(found.low, least)) if is_semidefinite and found.low is not None else found
+    if operator.is_semidefinite and found.low is not None:
+        return replace(found, low=max(found.low, least))
+    return found
 
 
 @dataclass(frozen=True)
@@ -137,13 +130,7 @@ TRACE_ESTIMATORS: Mapping[str, Callable[..., Estimate]] = {
 
 
 def estimate_trace(
-    operator: SymmetricOperator,
-    method: str,
-    num_products: int,
-    *,
-    seed: int,
-    found: Eigenpairs | None,
-    is_semidefinite: bool = False,
+    operator: SymmetricOperator, method: str, num_products: int, *, seed: int, found: Eigenpairs | None
 ) -> Estimate:
     """Trace by the method of that name.
 
@@ -153,7 +140,6 @@ def estimate_trace(
         num_products: products to spend; `hutchpp` and `xtrace` need 6.
         seed: seed of the random vectors.
         found: eigenpairs that `deflated` removes; None removes none. The other methods do not use them.
-        is_semidefinite: True if no eigenvalue is negative.
 
     Raises:
         ConfigError: if the method is unknown, or the products are too few for it.
@@ -161,8 +147,8 @@ def estimate_trace(
     if method not in tuple(TraceMethod):
         raise ConfigError(did_you_mean("trace_method", method, tuple(TraceMethod)))
     if method == TraceMethod.deflated:
-        return hutchinson_trace(operator, num_products, seed=seed, found=found, is_semidefinite=is_semidefinite)
-    return TRACE_ESTIMATORS[method](operator, num_products, seed=seed, is_semidefinite=is_semidefinite)
+        return hutchinson_trace(operator, num_products, seed=seed, found=found)
+    return TRACE_ESTIMATORS[method](operator, num_products, seed=seed)
 
 
 def _columns_times(operator: SymmetricOperator, columns: Tensor) -> Tensor:
@@ -184,16 +170,14 @@ def _sketch(images: Tensor, tolerance: float) -> tuple[Tensor, Tensor]:
     return left[:, :rank], torch.nn.functional.normalize(rows / values[:rank, None], dim=0) * adds
 
 
-def _mean_of_probes(
-    operator: SymmetricOperator, random: RandomVectors, count: int, *, known: float = 0.0, is_semidefinite: bool = False
-) -> Estimate:
+def _mean_of_probes(operator: SymmetricOperator, random: RandomVectors, count: int, known: float) -> Estimate:
     sums = ProbeSums()
     for start in range(0, count, VECTORS_AT_ONCE):  # few at a time, so that memory does not grow with their number
         probes = random.signs(min(VECTORS_AT_ONCE, count - start))
         for probe, image in zip(probes, operator.apply(probes), strict=True):
             sums.add(probe, image)
     quadratic = np.array(sums.forms)
-    if is_semidefinite and quadratic.mean() > 0:
+    if operator.is_semidefinite and quadratic.mean() > 0:
         return _chi_squared(quadratic, np.array(sums.squares), known)
     error = math.sqrt(sums.variance / count)
     return StudentMean(known + float(quadratic.mean()), error, sums.freedom, count).estimate

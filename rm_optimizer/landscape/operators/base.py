@@ -27,7 +27,12 @@ class SymmetricOperator(ABC):
         dimension: rows of the matrix.
         dtype: type of the vectors.
         device: device of the vectors.
+
+    Attributes:
+        is_semidefinite: True if no eigenvalue is negative.
     """
+
+    is_semidefinite = False
 
     def __init__(self, dimension: int, dtype: torch.dtype, device: torch.device) -> None:
         self.dimension = dimension
@@ -70,6 +75,7 @@ class DeflatedOperator(SymmetricOperator):
     ) -> None:
         super().__init__(operator.dimension, operator.dtype, operator.device)
         self.operator = operator
+        self.is_semidefinite = operator.is_semidefinite and value >= 0
         self.value = value
         self.vectors = vectors.to(operator.device, operator.dtype)
 
@@ -156,6 +162,8 @@ class OutputOperator(LossOperator):
         objective: the loss.
         curvature: `gauss_newton` or `fisher`.
     """
+
+    is_semidefinite = True
 
     def __init__(self, objective: PairObjective, curvature: OutputCurvature) -> None:
         super().__init__(objective)

@@ -21,7 +21,7 @@ from rm_optimizer.landscape.operators.single_pairs import single_pairs
 from rm_optimizer.landscape.operators.support import support_of
 from rm_optimizer.landscape.operators.vectors import gram_matrix, pairwise_inner, unit
 
-ROW_BYTES = 4_000_000_000
+_ROW_BYTES = 4_000_000_000
 """Most memory for the gradients of single pairs, if no limit is given."""
 _ROUNDING = 16
 """Bound in units of the rewards' precision; a smaller second eigenvalue of a pair's matrix is a rounded 0."""
@@ -174,7 +174,7 @@ def gauss_newton_exact(
     *,
     curvature: OutputCurvature = "gauss_newton",
     num_vectors: int = 0,
-    memory_bytes: int = ROW_BYTES,
+    memory_bytes: int | None = None,
 ) -> GramSpectrum:
     """All eigenvalues of `sum_i J_i^T C_i J_i`, the Gauss-Newton or empirical Fisher matrix of the loss.
 
@@ -188,7 +188,8 @@ def gauss_newton_exact(
         objective: the loss; all its pairs in this process.
         curvature: `gauss_newton` or `fisher`.
         num_vectors: number of eigenvectors to return.
-        memory_bytes: most memory for rows; if they need more, they are computed for some parameters at a time.
+        memory_bytes: most memory for rows; if they need more, they are computed for some parameters at a time. None
+            is 4 GB.
 
     Raises:
         ConfigError: if the pairs lie in several processes.
@@ -201,7 +202,7 @@ def gauss_newton_exact(
 class CurvatureRows:
     """Rows `B` without columns of zeros, in blocks of columns that fit into memory; see `gauss_newton_exact`."""
 
-    def __init__(self, objective: PairObjective, curvature: OutputCurvature, memory_bytes: int) -> None:
+    def __init__(self, objective: PairObjective, curvature: OutputCurvature, memory_bytes: int | None) -> None:
         if objective.group is not None:
             raise ConfigError("gauss_newton_exact needs all pairs in one process; give it all of them and no group")
         objective.require_still()
@@ -211,7 +212,8 @@ class CurvatureRows:
         is_double = curvature == "gauss_newton" and not objective.loss.is_of_margins
         self._rows_most = objective.num_pairs * (2 if is_double else 1)
         self.dimension = size = self.support.dimension
-        columns = max(1, memory_bytes // (self._rows_most * torch.finfo(objective.dtype).bits // 8))
+        self.memory_bytes = memory_bytes or _ROW_BYTES
+        columns = max(1, self.memory_bytes // (self._rows_most * torch.finfo(objective.dtype).bits // 8))
         self._spans = [(start, min(start + columns, size)) for start in range(0, size, columns)]
         self._whole: Tensor | None = None
         self.pair_of_row: list[int] = []
