@@ -52,7 +52,7 @@ from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import measuring
-from rm_optimizer.landscape.solvers.pyhessian_method import MAX_ITERATIONS, PyHessianProblem
+from rm_optimizer.landscape.solvers.reference import MAX_ITERATIONS, PyHessianProblem
 from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.landscape import SpectrumOptions
 

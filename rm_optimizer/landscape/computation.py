@@ -37,8 +37,7 @@ from rm_optimizer.landscape.solvers.lanczos import (
     rounding,
 )
 from rm_optimizer.landscape.solvers.overlooked import CHECK_PRODUCTS, with_overlooked
-from rm_optimizer.landscape.solvers.pyhessian_method import pyhessian_eigenpairs
-from rm_optimizer.landscape.solvers.reference import full_spectrum, power_iteration
+from rm_optimizer.landscape.solvers.reference import full_spectrum, power_iteration, pyhessian_eigenpairs
 from rm_optimizer.schema.landscape import SpectrumOptions
 
 _log = logging.getLogger("rm_optimizer")

@@ -268,8 +268,7 @@ class RewardModelEnsemble(Scorer):
             else:
                 found = source.score(prompts, responses)
             rewards[number] = found.double().numpy()
-            who = f"member {number + 1} of the ensemble ({self._name(number)})"
-            names = [f"response {index + 1} by {who}" for index in range(len(responses))]
+            names = [f"response {index + 1} by {self._name(number)}" for index in range(len(responses))]
             require_finite(found.tolist(), names.__getitem__)
         with self._lock:
             self._saved.release()
@@ -307,8 +306,7 @@ class RewardModelEnsemble(Scorer):
         constant = np.flatnonzero(stds <= 1e-9 * np.abs(means))
         if len(constant):
             raise DataError(
-                f"member {constant[0] + 1} of the ensemble ({self._name(int(constant[0]))}) gives every reference "
-                "response the same reward; leave it out"
+                f"{self._name(int(constant[0]))} gives every reference response the same reward; leave it out"
             )
         standardized = (rewards[:, held_out] - means[:, None]) / stds[:, None]
         for number, own in enumerate(standardized):  # members whose rewards fall where the others' mean rises
@@ -316,8 +314,8 @@ class RewardModelEnsemble(Scorer):
             correlation = float(np.corrcoef(own, others)[0, 1]) if others.std() > 0 < own.std() else 0.0
             if correlation * math.sqrt(len(own)) < -3:
                 _log.warning(
-                    f"member {number + 1} of the ensemble ({self._name(number)}) ranks the reference responses against "
-                    f"the others (correlation {correlation:.2f}); leave it out if its labels were exchanged"
+                    f"{self._name(number)} ranks the reference responses against the others (correlation "
+                    f"{correlation:.2f}); leave it out if its labels were exchanged"
                 )
         threshold = conformal_threshold(standardized.std(axis=0, ddof=1), false_positive_rate)
         self.reference = EnsembleReference(
@@ -432,7 +430,8 @@ class RewardModelEnsemble(Scorer):
 
     def _name(self, number: int) -> str:
         model = self.models[number]
-        return str(model) if isinstance(model, str | PathLike) else type(model).__name__
+        name = str(model) if isinstance(model, str | PathLike) else type(model).__name__
+        return f"member {number + 1} of the ensemble ({name})"
 
 
 def _over_members(

@@ -12,7 +12,7 @@ from rm_optimizer.landscape import HessianAnalyzer, SpectrumOptions
 from rm_optimizer.landscape.operators.base import HessianOperator
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.solvers.lanczos import lanczos
-from rm_optimizer.landscape.solvers.pyhessian_method import PyHessianProblem, pyhessian_eigenpairs
+from rm_optimizer.landscape.solvers.reference import PyHessianProblem, pyhessian_eigenpairs
 from tests.landscape.worlds import EVERYTHING, FAMILIES, INNER, dense, micro_batches, pairs, reward_model
 
 
