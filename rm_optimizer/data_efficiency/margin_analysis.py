@@ -1,4 +1,4 @@
-"""Margins of pairs: linear models of fixed features, training dynamics, wrong labels, and the curriculum."""
+"""Linear models of pairs, training dynamics, wrong labels, and the curriculum."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float
@@ -71,20 +70,17 @@ _DECREASE = 1e-10
 """Newton decrement per pair at which the fit ends."""
 
 
-def fixed_differences(
-    pairs: PreferenceDataset, model: BradleyTerryRM | None, folder: Path | None = None
-) -> Float[np.ndarray, "pairs features"]:
+def fixed_differences(pairs: PreferenceDataset, model: BradleyTerryRM | None) -> Float[np.ndarray, "pairs features"]:
     """Features of the chosen responses less the rejected ones'.
 
     Args:
         pairs: the pairs.
         model: model whose last layer is the features; None takes words, length and question marks.
-        folder: folder for a model's features while they are computed.
     """
     if model is None:
         return text_differences(pairs)
     with progress("features", "pairs") as show:
-        found = read_pool(pairs, model, folder=folder, on_progress=lambda done: show(done, len(pairs)))
+        found = read_pool(pairs, model, on_progress=lambda done: show(done, len(pairs)))
     differences = found.require_differences("v_optimal").astype(float)
     return differences / max(float(differences.std()), 1e-12)
 

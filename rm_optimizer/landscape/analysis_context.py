@@ -94,7 +94,7 @@ class AnalysisContext:
 
     @property
     def spectrum(self) -> partial[HessianSpectrum]:
-        """Function for the spectrum at the model's present weights, with further arguments of `compute_spectrum`."""
+        """Function for a spectrum at the present weights; see `compute_spectrum`."""
         return partial(
             self.measured_loss.analyzer.compute_spectrum,
             self.measured_loss.sample,

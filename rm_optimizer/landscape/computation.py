@@ -304,7 +304,7 @@ class SpectrumComputation:
             self.not_cross_fitted = "; ".join(filter(None, [self.not_cross_fitted, "smallest: only the largest are"]))
 
     def _without_cross_fit(self, num_top: int, num_nonzero: int) -> str:
-        """Ranks of the largest eigenvalues without a cross-fitted value, and the reason; empty where all have one.
+        """Ranks of the largest without a cross-fitted value, and the reason.
 
         Args:
             num_top: largest eigenvalues that are listed.

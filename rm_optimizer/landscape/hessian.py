@@ -124,8 +124,9 @@ class HessianAnalyzer:
     def batches_of(
         self, pairs: PairSource, num_pairs: int | None = None
     ) -> tuple[Sequence[AnyPairBatch], Prompts | None]:
-        """All pairs of a source or a draw of them, in micro-batches, with their prompts if the source has them.
+        """Micro-batches of a source's pairs or of a draw, and their prompts.
 
+        The prompts are None if the source has none.
         A loader of `create_dataloader` gives each of its pairs once. They are put into micro-batches anew, so that the
         loader and its pairs give equal numbers. The batches of another loader are read once and used unchanged.
 

@@ -1,4 +1,4 @@
-"""Spectra of one loss at several weights: two compared, along a run, and between models with loss barriers."""
+"""Spectra of one loss at several weights: along runs and between models."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def _with_vectors(context: AnalysisContext, spectrum: HessianSpectrum, index: in
 
 
 def _overlap(context: AnalysisContext, first: HessianSpectrum | None, second: HessianSpectrum | None) -> float | None:
-    """Overlap of the subspaces of two spectra's largest eigenvalues; None if one has no vectors."""
+    """Overlap of two spectra's top subspaces; None if one is missing."""
     if first is None or second is None:
         return None
     count = min(first.num_top, second.num_top, context.config.top_k)

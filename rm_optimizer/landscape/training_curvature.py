@@ -1,4 +1,4 @@
-"""Top eigenvalue and trace of the Hessian during training, at low cost, from first derivatives."""
+"""Top eigenvalue and trace of the Hessian during training, from first derivatives."""
 
 from __future__ import annotations
 
@@ -191,7 +191,7 @@ def measure_curvature(
     kept: dict[str, Tensor] = {}
 
     def top_of(name: str, matrix: Differences, num_products: int) -> _Top:
-        """Top of a matrix, from the vectors of its last call if there are any."""
+        """Top of a matrix, from the vectors of its last call."""
         if name in kept:
             found = _followed(matrix, kept[name][:num_products])
         else:
@@ -244,10 +244,15 @@ def _followed(hessian: Differences, vectors: Float[Tensor, "vectors parameters"]
     """Rayleigh-Ritz over the first vector, a second direction if there is one, and residuals."""
     basis = [vectors[0]]
     images = [hessian.apply(vectors[:1])[0]]
-    second = _second(basis[0], images[0], vectors[1:]) if len(vectors) > 1 else None
-    if second is not None:
-        basis.append(second)
-        images.append(hessian.apply(second[None])[0])
+    if len(vectors) > 1:
+        # The second direction mixes the second vector and, weighted by `REST_SHARE`, the first one's residual. If the
+        # first vector is an eigenvector, its residual is rounding, and a larger weight would destroy the second vector.
+        rest = _rest(images[0], [*basis, *(unit(_rest(vector, basis)) for vector in vectors[1:])])
+        weight = REST_SHARE / (length(images[0]) or 1.0)
+        second = _rest(rest.mul_(weight) + vectors[1:].sum(dim=0), basis)
+        if length(second) > _EXHAUSTED:
+            basis.append(unit(second))
+            images.append(hessian.apply(basis[-1][None])[0])
     while True:
         matrix = np.array([[inner(vector, image) for image in images] for vector in basis])
         matrix = (matrix + matrix.T) / 2
@@ -264,18 +269,6 @@ def _followed(hessian: Differences, vectors: Float[Tensor, "vectors parameters"]
         images.append(hessian.apply(basis[-1][None])[0])
     ritz = [unit(_combined(column, basis)) for column in weights.T[::-1][:2]]
     return _Top(float(values[-1]), torch.stack(ritz), residual)
-
-
-def _second(first: Tensor, image: Tensor, second: Tensor) -> Tensor | None:
-    """Mixture of the second vector and, weighted by `REST_SHARE`, the first one's residual; None if there is neither.
-
-    If the first vector is an eigenvector, its residual is rounding, and a larger weight would destroy the second
-    vector.
-    """
-    size = length(image) or 1.0
-    rest = _rest(image, [first, *(unit(_rest(vector, [first])) for vector in second)])
-    direction = _rest(rest.mul_(REST_SHARE / size) + second.sum(dim=0), [first])
-    return unit(direction) if length(direction) > _EXHAUSTED else None
 
 
 def _rest(vector: Tensor, basis: Sequence[Tensor]) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rewards for RL trainers: reward functions for TRL, OpenRLHF and verl, and scales of rewards.
+"""Reward functions for TRL, OpenRLHF and verl, and scales of rewards.
 
 TRL takes functions as `reward_funcs`; the blocking one is `rm_optimizer.serving.trl_reward`. OpenRLHF's `remote_url`
 names a Python file with a function `reward_func`. The URL of `rm-opt serve` followed by `/get_reward` does the same

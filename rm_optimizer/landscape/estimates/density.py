@@ -114,7 +114,7 @@ class SpectralDensity(JsonRecord):
         return density
 
     def spread_nodes(self, width: float) -> tuple[Float[np.ndarray, " nodes"], Float[np.ndarray, " nodes"]]:
-        """Known eigenvalues and ascending nodes, and the standard deviation of each one's normal for `on_grid`."""
+        """Eigenvalues and nodes, and the standard deviation of each one's normal."""
         nodes = np.array([*self.exact, *(value for rule in self.nodes for value in rule)])
         widths = [np.full(len(self.exact), width)]
         for rule in self.nodes:

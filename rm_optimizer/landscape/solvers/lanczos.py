@@ -95,7 +95,7 @@ class Eigenpairs:
         tolerance: float,
         num_products: int,
     ) -> Eigenpairs:
-        """Eigenpairs whose residuals were computed; a value within the relative tolerance has converged."""
+        """Eigenpairs from computed residuals; a value within the relative tolerance has converged."""
         bounds = residuals + rounding(vectors.dtype, values.numpy())
         converged = tuple((residuals <= tolerance * values.abs()).tolist())
         return cls(values, vectors, residuals, bounds, converged, num_products, orthogonality_loss([vectors]))
@@ -181,7 +181,14 @@ def lanczos(
     wanted = num_wanted(operator.dimension, top_k, which)
     limit = most_products(operator.dimension, wanted, max_products, max_basis)
     random = RandomVectors(operator, seed)
-    _begin(operator, state, random, start)
+    drawn = random.normals(1)[0]
+    for _ in range(state.num_restarts):  # a continued state draws as if it had begun here
+        random.normals(1)
+    if not len(state.basis):
+        given = torch.zeros_like(drawn) if start is None else start.to(operator.device, operator.dtype).sum(dim=0)
+        state.basis.append(unit(unit(given) + RANDOM_PART * unit(drawn)))
+    if not state.diagonal:
+        extend(operator, state, random)
     while True:
         ritz = Ritz(operator, state, top_k, which, tolerance)
         if on_iteration is not None:
@@ -197,18 +204,6 @@ def lanczos(
         extend(operator, state, random)
     on_done()
     return ritz.eigenpairs(num_vectors)
-
-
-def _begin(operator: SymmetricOperator, state: KrylovState, random: RandomVectors, start: Tensor | None) -> None:
-    """Add the first vector and its product if the state is empty; a continued state draws as if it had begun here."""
-    drawn = random.normals(1)[0]
-    for _ in range(state.num_restarts):
-        random.normals(1)
-    if not len(state.basis):
-        given = torch.zeros_like(drawn) if start is None else start.to(operator.device, operator.dtype).sum(dim=0)
-        state.basis.append(unit(unit(given) + RANDOM_PART * unit(drawn)))
-    if not state.diagonal:
-        extend(operator, state, random)
 
 
 def most_products(dimension: int, wanted: int, max_products: int | None, max_basis: int | None) -> int:
@@ -246,7 +241,7 @@ def num_wanted(dimension: int, top_k: int, which: End) -> int:
 
 
 def num_of_ends(count: int, which: End) -> tuple[int, int]:
-    """Numbers of some wanted values that are counted from the top and from the bottom."""
+    """Numbers of wanted values counted from the top and from the bottom."""
     from_bottom = {"smallest": count, "both": count // 2}.get(which, 0)
     return count - from_bottom, from_bottom
 

@@ -1,4 +1,7 @@
-"""Solvers to compare with: the dense matrix, power iteration with deflation, and PyHessian (Yao et al., 2020)."""
+"""Solvers to compare with: dense matrix, power iteration, and PyHessian.
+
+PyHessian (Yao et al., 2020, arXiv:1912.07145) is an extra, and computes eigenvalues on the same loss and pairs.
+"""
 
 from __future__ import annotations
 

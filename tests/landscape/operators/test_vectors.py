@@ -27,7 +27,7 @@ def test_lengths_and_products_are_those_of_float64():
 class Diagonal:
     """Two large eigenvalues among small ones."""
 
-    dimension, dtype, device = MANY, torch.float32, torch.device("cpu")
+    dimension, dtype, device, is_semidefinite = MANY, torch.float32, torch.device("cpu"), True
 
     def __init__(self) -> None:
         self.values = torch.full((MANY,), 0.01)
