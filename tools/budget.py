@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9325,
     "serving": 4632,
-    "landscape": 3826,
+    "landscape": 3725,
     "training": 2711,
-    "rl_coupling": 2578,
+    "rl_coupling": 2508,
     "reporting": 2564,
     "interfaces": 2136,
     "experiments": 1672,
-    "data_efficiency": 1332,
+    "data_efficiency": 1316,
     "schema": 1101,
     "doctor": 920,
     "explanation": 932,
@@ -32,12 +32,12 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 482,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 349,
+    "files": 344,
     "files of less than 40 lines": 5,
-    "functions of seven parameters or more": 59,
-    "import lines": 5876,
-    "import lines inside functions": 345,
-    "lines of code": 36775,
+    "functions of seven parameters or more": 58,
+    "import lines": 5842,
+    "import lines inside functions": 344,
+    "lines of code": 36588,
     "private functions with one caller": 405,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -18,7 +18,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError, Interrupted, TrainingDiverged
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.command_line import checked
-from rm_optimizer.landscape import analysis_context
+from rm_optimizer.landscape import series
 from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.series import BetweenModels, Evolution
 from rm_optimizer.landscape.solvers.lanczos import lanczos
@@ -259,7 +259,7 @@ def test_evolution_measures_every_checkpoint_and_the_start_and_goes_on_after_a_s
         "landscape.num_sampled=0",
         "split=val",
     ]
-    load, calls = analysis_context.load_weights, list[str]()
+    load, calls = series.load_weights, list[str]()
 
     def stops_at_the_third(model: object, weights: object, path: Path) -> None:
         calls.append(str(path))
@@ -267,7 +267,7 @@ def test_evolution_measures_every_checkpoint_and_the_start_and_goes_on_after_a_s
             raise KeyboardInterrupt
         load(model, weights, path)
 
-    monkeypatch.setattr(analysis_context, "load_weights", stops_at_the_third)
+    monkeypatch.setattr(series, "load_weights", stops_at_the_third)
     with pytest.raises(Interrupted, match="the same command goes on from them"):
         analyzed(run_dir, *options)
     (run_dir / "landscape" / "evolution" / "analysis.json").unlink()  # as after a kill
@@ -302,7 +302,7 @@ def test_an_evolution_that_was_killed_is_not_mixed_with_another_end_of_the_spect
 ):
     small = ["landscape.params=head", "landscape.top_k=2", "landscape.num_sampled=0", f"output_dir={tmp_path}"]
     with monkeypatch.context() as patch:
-        patch.setattr(analysis_context, "load_weights", lambda model, weights, path: kill_at(path, "step 1"))
+        patch.setattr(series, "load_weights", lambda model, weights, path: kill_at(path, "step 1"))
         with pytest.raises(MemoryError):
             analyzed(run_dir, "landscape=evolution", *small)
     with pytest.raises(DataError, match="holds a measurement of other weights, pairs or options"):
