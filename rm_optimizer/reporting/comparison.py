@@ -110,7 +110,10 @@ def write_comparison(comparison: RunComparison, folder: Path) -> list[Path]:
 
 
 def comparison_figures(comparison: RunComparison) -> dict[str, Figure]:
-    """Learning curves, differences if there are several arms, and spectra if two runs have one, by name."""
+    """Figures of a comparison by name.
+
+    Learning curves, differences if there are several arms, and spectra if two runs have one.
+    """
     histories = {
         arm.name: [RunFolder(Path(run.folder)).metrics() for run in _runs(comparison, arm)] for arm in comparison.arms
     }
@@ -166,9 +169,10 @@ def comparison_tables(comparison: RunComparison) -> dict[str, TextTable]:
 
 
 def spectra_of(runs: Sequence[RunScores]) -> dict[str, HessianSpectrum]:
-    """Spectra of the runs' best weights by run, for the first of `MATRICES` that two runs have; empty without one.
+    """Spectra of the runs' best weights by run.
 
-    Spectra over other parameters than in the first run are left out.
+    They are of the first of `MATRICES` that two runs have; empty without one. Spectra over other parameters than in the
+    first run are left out.
     """
     for matrix in MATRICES:
         found: dict[str, HessianSpectrum] = {}
@@ -191,7 +195,9 @@ def _runs(comparison: RunComparison, arm: ArmScores) -> list[RunScores]:
 
 
 def plot_learning_curves(histories: Mapping[str, Sequence[History]], *, same_pairs: bool) -> Figure:
-    """Validation NLL and accuracy of each arm during training: a line for each run, and the mean over seeds on top.
+    """Validation NLL and accuracy of each arm during training.
+
+    There is a line for each run, and the mean over seeds on top.
 
     Args:
         histories: rows of the `metrics.csv` of each run, by arm.
@@ -226,7 +232,9 @@ def plot_learning_curves(histories: Mapping[str, Sequence[History]], *, same_pai
 
 
 def plot_differences(comparison: RunComparison) -> Figure:
-    """Differences of each arm from the baseline in accuracy and NLL, with 95 % intervals.
+    """Differences of each arm from the baseline, with 95 % intervals.
+
+    They are in accuracy and NLL.
 
     Args:
         comparison: comparison of at least two arms.

@@ -1,4 +1,7 @@
-"""Content of a page as values, its rendering as HTML and Markdown, and the files next to it."""
+"""Content of a page as values, and its rendering.
+
+It becomes HTML or Markdown, with files next to it.
+"""
 
 from __future__ import annotations
 
@@ -167,10 +170,10 @@ class Document:
         return "\n\n".join([f"# {markdown_line(self.title)}", answer, *parts]) + "\n"
 
     def write(self, folder: Path) -> Path:
-        """Write figures and tables, then the page, each completely or not at all, and return the page's path.
+        """Write figures and tables, then the page, and return its path.
 
-        Figures become PNG, SVG and CSV, and tables CSV. Files of an earlier page that this one does not have are
-        removed. Other files stay.
+        Each file is written completely or not at all. Figures become PNG, SVG and CSV, and tables CSV. Files of an
+        earlier page that this one does not have are removed. Other files stay.
         """
         earlier = _names(folder / PAGE_FILE)
         figures: dict[str, Figure] = {}
@@ -197,7 +200,10 @@ class Document:
 
 
 def _names(page: Path) -> set[str]:
-    """Stems of the files that an earlier page lists; none if there is no such page."""
+    """Stems of the files that an earlier page lists.
+
+    None if there is no such page.
+    """
     try:
         found = re.search(rf'<meta name="{_META}" content="([^"]*)">', page.read_text(encoding="utf-8"))
         names = json.loads(unescape(found[1])) if found else []

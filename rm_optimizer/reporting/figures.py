@@ -1,4 +1,7 @@
-"""Figures in one style, for color-blind readers, whose panels keep the numbers drawn into them."""
+"""Figures in one style, for color-blind readers.
+
+Their panels keep the numbers drawn into them.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +87,9 @@ class Panel(Axes):
         high: ArrayLike | None = None,
         **style: Any,
     ) -> None:
-        """Draw points or a line, with error bars if the ends of intervals are given; a NaN leaves its bar out.
+        """Draw points or a line.
+
+        It has error bars if the ends of intervals are given; a NaN leaves its bar out.
 
         Args:
             x: positions on the horizontal axis.
@@ -124,7 +129,10 @@ class Panel(Axes):
         self.marks += [Mark(label, *point) for point in columns]
 
     def guide(self, label: str | None = None, *, x: float | None = None, y: float | None = None, **style: Any) -> None:
-        """Draw a line across the panel at a place of one axis; only a labeled one is kept."""
+        """Draw a line across the panel at a place of one axis.
+
+        Only a labeled line is kept.
+        """
         style = {"color": GRAY, "linewidth": 1.0, **style}
         if y is not None:
             self.axhline(y, label=label, **style)
@@ -197,7 +205,9 @@ def draw_seeds(
     index: int,
     label: str | None,
 ) -> None:
-    """Draw the course of each seed of an arm pale if there are several, and their mean strong.
+    """Draw the course of each seed of an arm, and their mean.
+
+    The seeds are pale if there are several, and the mean is strong.
 
     Args:
         panel: the panel.
@@ -214,7 +224,9 @@ def draw_seeds(
 
 
 def draw_reliability_bins(axes: Panel, bins: Sequence[ReliabilityBin], perfect: str, label: str) -> None:
-    """Draw the frequency in each bin of confidence with its interval, and the line of equal frequency and confidence.
+    """Draw the frequency in each bin of confidence with its interval.
+
+    A line marks equal frequency and confidence.
 
     Args:
         axes: the panel.
@@ -231,7 +243,9 @@ def draw_reliability_bins(axes: Panel, bins: Sequence[ReliabilityBin], perfect: 
 def draw_differences(
     title: str, caption: str, by_score: Mapping[str, Mapping[str, tuple[str, Estimate, str]]]
 ) -> Figure:
-    """A figure with a panel for each score, in which each arm's difference has a row, colored by its verdict.
+    """A figure with a panel of differences for each score.
+
+    Each arm's difference has a row, colored by its verdict.
 
     Args:
         title: title of the figure.
@@ -300,7 +314,10 @@ def numbers(rows: History, name: str) -> np.ndarray:
 
 
 def save_figure(figure: Figure, png: Path, *, svg: bool = False) -> list[Path]:
-    """Write a figure, each file first under a temporary name; equal figures give equal files."""
+    """Write a figure, each file first under a temporary name.
+
+    Equal figures give equal files.
+    """
     written = [png, png.with_suffix(".svg")] if svg else [png]
     for path in written:
         with replacing(path) as temporary, matplotlib.rc_context(SVG_STYLE):
@@ -309,7 +326,10 @@ def save_figure(figure: Figure, png: Path, *, svg: bool = False) -> list[Path]:
 
 
 def figure_rows(figure: Figure) -> list[dict[str, Any]]:
-    """A row for each point, bar and labeled guide of a figure; panels are counted from the top."""
+    """A row for each point, bar and labeled guide of a figure.
+
+    Panels are counted from the top.
+    """
     panels = (each for each in figure.axes if isinstance(each, Panel))
     return [{"panel": index, **asdict(mark)} for index, panel in enumerate(panels) for mark in panel.marks]
 
@@ -342,7 +362,10 @@ def _sentences(axes: Axes) -> Iterator[str]:
 
 
 def _told(marks: Sequence[Mark]) -> Iterable[str]:
-    """Parts of the sentence on one series: its few points, or its number of points and their extremes."""
+    """Parts of the sentence on one series.
+
+    They are its few points, or its number of points and their extremes.
+    """
     points = [(mark.x, mark.y) for mark in marks if mark.x is not None and mark.y is not None and math.isfinite(mark.y)]
     if len(points) > 2:
         lowest, highest = (choose(points, key=lambda point: point[1]) for choose in (min, max))

@@ -1,4 +1,4 @@
-"""Page of a folder with a run, several runs, a study, or models on a suite."""
+"""Page of a folder with a run, several runs, a study or a suite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ REPORT_FOLDER = "report"
 
 
 def write_page(folder: Path, output: Path | None = None) -> Path:
-    """Write the page of a folder and return its path; the same folder gives the same bytes.
+    """Write the page of a folder and return its path.
+
+    The same folder gives the same bytes.
 
     Args:
         folder: folder of a run, of several runs such as a sweep's, of a study, or of models on a suite.
@@ -32,9 +34,10 @@ def write_page(folder: Path, output: Path | None = None) -> Path:
 
 
 def folder_markdown(folder: Path) -> str:
-    """The numbers of a folder as Markdown for a pull request; it raises the errors of `write_page`.
+    """The numbers of a folder as Markdown for a pull request.
 
-    For a run it is the card of its model, without the hub's metadata and without instructions for the model's use.
+    It raises the errors of `write_page`. For a run it is the card of its model, without the hub's metadata and without
+    instructions for the model's use.
     """
     if (document := _document(folder)) is not None:
         return document.markdown()
@@ -43,7 +46,9 @@ def folder_markdown(folder: Path) -> str:
 
 
 def _document(folder: Path) -> Document | None:
-    """Content of the page of a study, of several runs or of a suite; None for any other folder.
+    """Content of the page of a study, several runs or a suite.
+
+    None for any other folder.
 
     Raises:
         ConfigError: if this kind of study has no page, or the runs cannot be compared.

@@ -1,4 +1,7 @@
-"""Parts of an HTML page: all text is escaped, pictures are embedded, and colors follow the reader's system."""
+"""Parts of an HTML page.
+
+All text is escaped, pictures are embedded, and colors follow the reader's system.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +113,9 @@ def answer(tone: str, headline: str, *sentences: str) -> str:
 
 
 def sentence(text: str) -> str:
-    """The text with a capital at the start and a full stop; a name before a colon does not change.
+    """The text with a capital at the start and a full stop.
+
+    A name before a colon does not change.
 
     Example:
         >>> sentence("few seeds"), sentence("adamw: few seeds")

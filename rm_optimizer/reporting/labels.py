@@ -1,4 +1,7 @@
-"""Tables, pictures and files about labels: votes of annotators, and learning curves over the number of pairs."""
+"""Tables, pictures and files about labels.
+
+They show votes of annotators, and learning curves over the number of pairs.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ def report_votes(found: VoteCalibration, folder: Path) -> None:
 
 
 def plot_votes(found: VoteCalibration) -> Figure:
-    """Share of votes for the side that the model prefers, by the model's probability of that side."""
+    """Share of votes for the preferred side, by the model's probability."""
     agreement = "" if found.ceiling is None else f", two votes agree {found.ceiling.agreement.value:.3f}"
     caption = f"{found.num_pairs:,} pairs, {found.num_votes:,} votes; ECE {found.ece:.3f}{agreement}"
     figure, (axes,) = new_figure("Probability and votes", caption)

@@ -46,7 +46,9 @@ _NO_CAUSE = (
 
 
 def comparison_document(folder: Path) -> Document:
-    """The page of a comparison of optimizers; only its trials until every optimizer has a finished final run.
+    """The page of a comparison of optimizers.
+
+    It has only the trials until every optimizer has a finished final run.
 
     Args:
         folder: folder of the comparison.
@@ -200,7 +202,9 @@ def _known(value: float, form: str, missing: str) -> str:
 
 
 def plot_rate_sensitivity(found: ComparisonFindings) -> Figure:
-    """Validation NLL of the last weights against the learning rate, a line for each optimizer.
+    """Validation NLL of the last weights against the learning rate.
+
+    There is a line for each optimizer.
 
     Args:
         found: findings of the comparison.
@@ -252,7 +256,9 @@ def plot_arm_differences(found: ComparisonFindings) -> Figure:
 
 
 def plot_reliabilities(found: ComparisonFindings) -> Figure:
-    """Frequency by confidence on the test pairs, for each seed and for all seeds of an optimizer together.
+    """Frequency by confidence on the test pairs, for each optimizer.
+
+    Each seed has a line, and all seeds of an optimizer together have one.
 
     Args:
         found: findings of the comparison.
@@ -283,7 +289,9 @@ def plot_reliabilities(found: ComparisonFindings) -> Figure:
 
 
 def plot_sharpness(found: ComparisonFindings) -> Figure:
-    """Test accuracy by the top eigenvalue of the Hessian, a point for each final run with measured curvature.
+    """Test accuracy by the top eigenvalue of the Hessian.
+
+    There is a point for each final run with measured curvature.
 
     Args:
         found: findings of the comparison.

@@ -15,7 +15,9 @@ from rm_optimizer.rl_coupling.rlhf import RLHFResult
 
 
 def plot_best_of_n(curve: BestOfNCurve) -> Figure:
-    """Expected proxy reward of the best of n responses, and below it the gold reward if it is known.
+    """Expected proxy reward of the best of n responses.
+
+    Below it is the gold reward if it is known.
 
     Args:
         curve: the curve, with intervals over prompts.
@@ -40,7 +42,9 @@ def plot_best_of_n(curve: BestOfNCurve) -> Figure:
 
 
 def plot_overoptimization(curve: OveroptimizationCurve) -> Figure:
-    """Gains in proxy and gold reward by distance from the policy, with the fitted forms and the peak.
+    """Gains in proxy and gold reward by distance from the policy.
+
+    They have the fitted forms and the peak.
 
     Args:
         curve: the curve, with intervals over prompts.
@@ -68,7 +72,9 @@ def plot_overoptimization(curve: OveroptimizationCurve) -> Figure:
 
 
 def plot_policy_run(result: RLHFResult) -> Figure:
-    """Gains in proxy and gold reward over the steps of reinforcement learning, with divergence and disagreement below.
+    """Gains in proxy and gold reward over reinforcement learning.
+
+    Divergence and disagreement are below.
 
     Args:
         result: the run.

@@ -71,12 +71,18 @@ class ReadinessRow:
 
     @property
     def is_share(self) -> bool:
-        """True for a number between 0 and 1 that is drawn; the numbers of single edits are not drawn."""
+        """True for a number between 0 and 1 that is drawn.
+
+        The numbers of single edits are not drawn.
+        """
         return self.name in _SHARES or self.name.startswith("probe_")
 
 
 def readiness_rows(report: RLReadinessReport) -> list[ReadinessRow]:
-    """Rows of all measured numbers: the score's own, then the probe, then the others in their order."""
+    """Rows of all measured numbers.
+
+    The score's numbers are first, then the probe's, then the others in their order.
+    """
     found = {**report.features, **report.unscored}
 
     def place(name: str) -> tuple[bool, bool, int]:
@@ -97,7 +103,10 @@ def readiness_rows(report: RLReadinessReport) -> list[ReadinessRow]:
 
 
 def _measured_lines(report: RLReadinessReport) -> list[str]:
-    """Question of each probe and the reason why it stopped, then the data behind the measurement."""
+    """Question of each probe and the reason why it stopped.
+
+    Then the data behind the measurement.
+    """
     lines = [
         f"probe of {probe.n}: {probe.num_questions:,} of at most {probe.max_questions:,} questions, "
         f"{probe.num_labels:,} answers{f', {probe.num_open:,} left open' if probe.num_open else ''}; "
@@ -121,7 +130,10 @@ def _table(title: str, rows: Sequence[ReadinessRow]) -> TextTable:
 
 
 def print_readiness(report: RLReadinessReport, title: str, console: Console | None = None) -> None:
-    """Print the numbers, failed gates, the verdict and its reason, next steps, and the limits of the verdict."""
+    """Print the numbers, failed gates and the verdict.
+
+    Its reason, next steps, and the limits of the verdict follow.
+    """
     num_ok = sum(check.status is Status.ok for check in report.gates)
     gates = [Text(f"gates: {num_ok} of {len(report.gates)} checks ok")] if report.gates else []
     if warned := [check.name for check in report.gates if check.status is Status.warn]:
@@ -143,7 +155,9 @@ def print_readiness(report: RLReadinessReport, title: str, console: Console | No
 
 
 def plot_readiness(report: RLReadinessReport) -> Figure:
-    """The measured shares with their intervals and chance levels, and the verdict as the title.
+    """The measured shares with their intervals and chance levels.
+
+    The verdict is the title.
 
     Args:
         report: a report of `measure_readiness`.

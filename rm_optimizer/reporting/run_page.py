@@ -205,9 +205,10 @@ def _during_training(run_dir: Path, result: RunResult) -> list[Drawing]:
 
 
 def _ensemble(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
-    """Members, scales and agreement of the run's ensemble; empty if the run belongs to none.
+    """Members, scales and agreement of the run's ensemble.
 
-    An ensemble is searched for in the run folder, its `ensemble/` and its parent folder.
+    Empty if the run belongs to no ensemble. An ensemble is searched for in the run folder, its `ensemble/` and its
+    parent folder.
     """
     places = [each for each in (run_dir, run_dir / "ensemble", run_dir.parent) if (each / ENSEMBLE_FILE).exists()]
     if not places:
@@ -240,7 +241,10 @@ def _ensemble(run_dir: Path, missing: list[str]) -> tuple[Block, ...]:
 
 
 def _agreement(runs: Sequence[RunFolder | None]) -> tuple[str, ...]:
-    """Sentences on validation pairs that all members order alike and on the others; none if members' pairs differ."""
+    """Sentences on validation pairs that all members order alike.
+
+    The others have a sentence too; there are no sentences if members' pairs differ.
+    """
     try:
         rewards = [[] if run is None else run.pair_rewards() for run in runs]
     except DataError:
@@ -301,7 +305,10 @@ def _answer(metrics: PairwiseMetrics) -> Answer:
 
 
 def _settings(run_dir: Path, result: RunResult) -> tuple[Block, ...]:
-    """The command line as it was typed, if Hydra stored it, the machine and the options."""
+    """The command line, the machine and the options.
+
+    The line is as it was typed, if Hydra stored it.
+    """
     overrides, command = run_dir / ".hydra" / "overrides.yaml", list[Block]()
     if overrides.is_file():
         words = map(str, OmegaConf.load(overrides))

@@ -1,4 +1,7 @@
-"""Pictures and printed summary of a run, an evaluation or a diagnosis, from its stored results."""
+"""Pictures and summary of a run, an evaluation or a diagnosis.
+
+They come from stored results.
+"""
 
 from __future__ import annotations
 
@@ -106,7 +109,10 @@ def plot_accuracy(history: History, *, ceiling: float | None = None) -> Figure:
 
 
 def plot_reliability(metrics: PairwiseMetrics) -> Figure:
-    """Frequency by confidence with 95 % intervals, and the number of pairs in each bin."""
+    """Frequency by confidence with 95 % intervals.
+
+    Below is the number of pairs in each bin.
+    """
     bins = metrics.reliability
     caption = f"ECE {metrics.ece}, noise floor {metrics.ece_noise_floor:.3f}; n = {metrics.num_pairs:,} pairs"
     caption = metrics.collapse.reason or caption
@@ -129,7 +135,10 @@ def plot_reliability(metrics: PairwiseMetrics) -> Figure:
 
 
 def margins_of(rows: Sequence[PairReward]) -> Float[np.ndarray, " pairs"]:
-    """Reward of the better response less the other's, for every pair with a better one; for all pairs if none has."""
+    """Reward of the better response less the other's, for every pair.
+
+    Pairs without a better one are left out, unless there are no others.
+    """
     margins = np.array([row.chosen - row.rejected for row in rows])
     side = np.sign(np.array([row.label for row in rows]) - 0.5)
     return (margins * side)[side != 0] if (side != 0).any() else margins
@@ -313,7 +322,10 @@ def print_run(result: RunResult, console: Console | None = None) -> None:
 
 
 def diagnosis_table(diagnosis: Diagnosis, *, show_all: bool = False) -> Group:
-    """One row for each check that is not ok, one line for checks that passed or were skipped, and the verdict."""
+    """Checks of a diagnosis, and the verdict.
+
+    There is a row for each check that is not ok, and a line for checks that passed or were skipped.
+    """
     table = Table(title=Text(f"Doctor: {diagnosis.model}", "bold"), title_justify="left", header_style="bold")
     for name in ("", "check", "measured", "what it means"):
         table.add_column(Text(name), no_wrap=name == "check")

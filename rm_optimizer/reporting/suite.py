@@ -27,7 +27,10 @@ def _ordered(result: SuiteResult) -> list[SuiteScores]:
 
 
 def suite_tables(result: SuiteResult) -> dict[str, TextTable]:
-    """Averages of the models, their groups, differences, leads, and facts about the scoring, by name."""
+    """Tables of a result by name.
+
+    They are averages, groups, differences, leads, and facts about the scoring.
+    """
     ordered, score = _ordered(result), result.score
     names = [*ordered[0].scores]
     averages = [name for name in names if name == score or name in result.suite["average"]]
@@ -86,7 +89,10 @@ def write_suite(result: SuiteResult, folder: Path) -> None:
 
 
 def plot_suite(result: SuiteResult) -> Figure:
-    """Official number of each row of the table, with its 95 % interval over prompts."""
+    """Official number of each row of the table, with its interval.
+
+    The interval is at 95 %, over prompts.
+    """
     ordered, title = _ordered(result), f"{result.suite['name']}: {result.score}"
     caption = f"n = {result.num_rows:,} rows; bars: 95 % intervals over prompts"
     figure, (axes,) = new_figure(title, caption, height=2.2 + 0.4 * len(ordered))
@@ -127,9 +133,10 @@ def read_result(path: Path) -> SuiteResult | None:
 
 
 def stored_results(folder: Path) -> list[SuiteResult]:
-    """Results of all models in a folder and those below it, one for each suite; the newest of each model.
+    """Results of all models in a folder and those below it.
 
-    Scores, differences and leads are over all of them together, by their stored credits.
+    There is one for each suite, with the newest of each model. Scores, differences and leads are over all of them
+    together, by their stored credits.
 
     Raises:
         ConfigError: if a result is damaged.

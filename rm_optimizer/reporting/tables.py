@@ -31,7 +31,9 @@ FEW_PROMPTS = 1 / 3
 
 @dataclass(frozen=True)
 class TextTable:
-    """A table of values; estimates have their interval, counts their thousands separated, and None is n/a.
+    """A table of values.
+
+    Estimates have their interval, counts their thousands separated, and None is n/a.
 
     Args:
         title: its heading.
@@ -55,7 +57,10 @@ class TextTable:
         return tuple(tuple(cell_text(cell).plain for cell in row) for row in self.rows)
 
     def drawn(self) -> Table:
-        """The table for a terminal, with numbers to the right; values without a head are to the left."""
+        """The table for a terminal, with numbers to the right.
+
+        Values without a head are to the left.
+        """
         table = new_table(self.title, *self.head)
         for column, cells in zip(table.columns, zip(*self.texts, strict=True), strict=False):  # no cells without rows
             has_numbers = any(self.head) and any(re.match(r"[+−-]?\d", cell) for cell in cells)
@@ -84,7 +89,10 @@ def cell_text(value: Cell) -> Text:
 
 
 def new_table(title: str, first: str, *others: str) -> Table:
-    """An empty table with a heading in the common style; all columns but the first are right-aligned."""
+    """An empty table with a heading in the common style.
+
+    All columns but the first are right-aligned.
+    """
     table = Table(
         title=Text(title, "bold"), title_justify="left", header_style="bold", show_header=any((first, *others))
     )
@@ -95,7 +103,10 @@ def new_table(title: str, first: str, *others: str) -> Table:
 
 
 def output_console() -> Console:
-    """A console on standard output, as wide as the terminal; without a terminal, wide enough for every line."""
+    """A console on standard output, as wide as the terminal.
+
+    Without a terminal it is wide enough for every line.
+    """
     console = Console()
     return console if console.is_terminal or "COLUMNS" in os.environ else Console(width=1000)
 
@@ -162,7 +173,10 @@ def metrics_rows(metrics: PairwiseMetrics) -> dict[str, Cell]:
 
 
 def evaluation_rows(evaluation: Evaluation) -> dict[str, Cell]:
-    """Rows for `summary_table`: the metrics of an evaluation, and notes on how to read them."""
+    """Rows for `summary_table` about an evaluation.
+
+    They are the metrics, and notes on how to read them.
+    """
     metrics, cut, seen = evaluation.metrics, evaluation.truncation, evaluation.trained_on
     rows = metrics_rows(metrics)
     if not metrics.collapse.collapsed:
@@ -199,7 +213,10 @@ def evaluation_rows(evaluation: Evaluation) -> dict[str, Cell]:
 
 
 def group_rows(metrics: PairwiseMetrics, column: str) -> TextTable:
-    """Accuracy for each value of a grouping column, largest group first, with the length baseline where it is known."""
+    """Accuracy for each value of a grouping column, largest group first.
+
+    The length baseline is added where it is known.
+    """
     members = sorted(metrics.groups[column].items(), key=lambda item: (-item[1].num_pairs, item[0]))
     knows_length = any(not math.isnan(group.longer_wins.value) for _, group in members)
     head = (column, "pairs", "prompts", "accuracy [95 %]", *["longer wins"] * knows_length, "NLL", "ECE")

@@ -39,7 +39,10 @@ def layer_table(result: LayerCurvature) -> dict[str, Cell]:
 
 
 def plot_layers(result: LayerCurvature) -> Figure:
-    """Heat map of Gauss-Newton and Hessian numbers for each layer's block, with errors in the cells."""
+    """Heat map of curvature numbers for each layer's block.
+
+    They are of the Gauss-Newton matrix and the Hessian, with errors in the cells.
+    """
     blocks = result.blocks
     partial = f"PARTIAL, without the search in {', '.join(result.missing)}; " if result.missing else ""
     pairs = f"n = {result.num_pairs:,} pairs of {result.num_prompts:,} prompts; seed {result.seed}"

@@ -60,7 +60,10 @@ def summary_rows(result: LandscapeRecord) -> dict[str, Cell]:
 
 
 def scalars_of(result: LandscapeRecord) -> dict[str, float]:
-    """Scalars of a result by name, for loggers; empty for grids, whose numbers are tables."""
+    """Scalars of a result by name, for loggers.
+
+    Empty for grids, whose numbers are tables.
+    """
     match result:
         case HessianSpectrum():
             values = {
@@ -82,7 +85,10 @@ def print_result(title: str, result: LandscapeRecord, console: Console | None = 
 
 
 def draw_result(result: LandscapeRecord, folder: Path) -> list[Path]:
-    """Draw a result as PNG and SVG, and write its numbers as Parquet and CSV next to the pictures."""
+    """Draw a result as PNG and SVG.
+
+    Its numbers are written as Parquet and CSV next to the pictures.
+    """
     files = [file for drawing in drawings(result) for file in _written(drawing, folder)]
     if isinstance(result, HessianSpectrum):
         quantities = {name: json_values(quantity) for name, quantity in result.quantities.items()}
@@ -98,7 +104,10 @@ def draw_training_curvature(history: History, folder: Path, caption: str) -> lis
 
 
 def _written(drawing: Drawing, folder: Path) -> list[Path]:
-    """Write a figure as PNG and SVG, and its rows, if they are given, as Parquet and CSV."""
+    """Write a figure as PNG and SVG.
+
+    Its rows, if they are given, are written as Parquet and CSV.
+    """
     files, stem = [], folder / drawing.name
     if drawing.figure is not None:
         files += save_figure(drawing.figure, stem.with_suffix(".png"), svg=True)

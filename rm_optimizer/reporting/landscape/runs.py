@@ -42,7 +42,7 @@ def evolution_drawings(result: Evolution) -> list[Drawing]:
 
 
 def between_drawings(result: BetweenModels) -> list[Drawing]:
-    """Curvature of each model and the losses between them, and the rows of the losses."""
+    """Curvature of each model, the losses between them, and their rows."""
     caption = "Curvature of models, and the loss on the way between them"
     return [
         Drawing("between", plot_between(result), caption, between_rows(result)),
@@ -51,7 +51,10 @@ def between_drawings(result: BetweenModels) -> list[Drawing]:
 
 
 def plot_evolution(result: Evolution) -> Figure:
-    """Largest and smallest eigenvalues, trace and subspace overlap by step of a run, with their errors."""
+    """Curvature and subspace overlap by step of a run.
+
+    They are the largest and smallest eigenvalues, trace and overlap, with their errors.
+    """
     first = result.spectra[0]
     partial = f"PARTIAL, without steps {', '.join(map(str, result.missing))}; " if result.missing else ""
     caption = (
@@ -166,7 +169,10 @@ def plot_between(result: BetweenModels) -> Figure:
 
 
 def between_table(result: BetweenModels) -> dict[str, Cell]:
-    """Rows for `summary_table`: eigenvalues and trace of each model, barrier and overlap of each pair of models."""
+    """Rows for `summary_table` about several models.
+
+    They are eigenvalues and trace of each model, barrier and overlap of each pair of models.
+    """
     first = result.spectra[0]
     rows: dict[str, Cell] = {
         "matrix, method": f"{first.matrix}, {first.method}",
@@ -194,7 +200,10 @@ def between_rows(result: BetweenModels) -> list[Row]:
 
 
 def between_scalars(result: BetweenModels) -> dict[str, float]:
-    """Numbers of each model, and barrier and overlap of each pair of models, by name, for loggers."""
+    """Numbers of models and of their pairs by name, for loggers.
+
+    A pair of models has a barrier and an overlap.
+    """
     found: dict[str, float] = {}
     for name, spectrum in zip(result.names, result.spectra, strict=False):
         found |= {f"{name}/{key}": value for key, value in spectrum_scalars(spectrum).items()}

@@ -1,4 +1,7 @@
-"""Pictures, table and rows of the eigenvalues of a matrix, and of curvature during training."""
+"""Pictures, table and rows of the eigenvalues of a matrix.
+
+They also show curvature during training.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +42,9 @@ _SHOWN = 10
 
 
 def places_of(num_top: int, num_bottom: int, count: int) -> list[Row]:
-    """End and rank of eigenvalues in descending order, each counted from the nearer end from which its rank is known.
+    """End and rank of eigenvalues in descending order.
+
+    Each is counted from the nearer end from which its rank is known.
 
     Args:
         num_top: number of the first that are the largest of all.
@@ -56,7 +61,10 @@ def places_of(num_top: int, num_bottom: int, count: int) -> list[Row]:
 
 
 def spectrum_rows(result: HessianSpectrum) -> list[Row]:
-    """One row for each eigenvalue: end and rank, residual, error bound, and the cross-fitted value."""
+    """One row for each eigenvalue.
+
+    It has end and rank, residual, error bound, and the cross-fitted value.
+    """
     crossed = cross_fitted(result)
     columns = zip(
         places_of(result.num_top, result.num_bottom, len(result.eigenvalues)),
@@ -125,7 +133,9 @@ def plot_spectrum(
 def plot_density(
     curve: DensityCurve, *, top: Sequence[float], title: str, caption: str, cross_fitted: Sequence[Estimate] = ()
 ) -> Figure:
-    """Share of a sample's eigenvalues at each value, on a logarithmic axis, with the computed eigenvalues marked.
+    """Share of a sample's eigenvalues at each value.
+
+    The axis is logarithmic, and the computed eigenvalues are marked.
 
     Args:
         curve: the density.
@@ -203,7 +213,10 @@ def crossed_cells(estimate: Estimate | None) -> Row:
 
 
 def spectrum_scalars(spectrum: HessianSpectrum) -> dict[str, float]:
-    """Loss, largest eigenvalue, its cross-fitted value and trace by name, as far as they were estimated."""
+    """Loss, largest eigenvalue and trace by name.
+
+    The cross-fitted value is added; each is there as far as it was estimated.
+    """
     trace, crossed = spectrum.trace, spectrum.cross_fit
     found = {"loss": spectrum.loss}
     found |= {"eigenvalue_largest": spectrum.eigenvalues[0]} if spectrum.num_top else {}
@@ -219,7 +232,10 @@ def known(rows: Sequence[Row], name: str) -> list[Row]:
 def draw_cross_fitted(
     axes: Panel, places: np.ndarray, rows: Sequence[Row], label: str | None = None, **style: Any
 ) -> None:
-    """Draw the cross-fitted values of rows with their intervals, at the place of each row."""
+    """Draw the cross-fitted values of rows with their intervals.
+
+    Each is at the place of its row.
+    """
     whole = known(rows, "cross_fitted")
     if whole:
         has_value = [row.get("cross_fitted") is not None for row in rows]
@@ -228,7 +244,10 @@ def draw_cross_fitted(
 
 
 def _draw_by_num_pairs(axes: Panel, by_num_pairs: Sequence[TopOfSamples]) -> None:
-    """Draw an inset with the largest eigenvalue of quarters, halves and all of the pairs."""
+    """Draw an inset with the largest eigenvalue by number of pairs.
+
+    The numbers are quarters, halves and all of the pairs.
+    """
     inset = axes.inset_axes((0.64, 0.55, 0.33, 0.22))
     counts = [sample.num_pairs for sample in by_num_pairs]
     for sample in by_num_pairs:

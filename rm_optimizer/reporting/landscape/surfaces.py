@@ -1,4 +1,7 @@
-"""Pictures and tables of the loss around the weights: lines, contours, surfaces and the path of training."""
+"""Pictures and tables of the loss around the weights.
+
+They are lines, contours, surfaces and the path of training.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +93,10 @@ def plot_surface(result: Surface) -> Figure:
 
 
 def plot_trajectory(result: Trajectory) -> Figure:
-    """The checkpoints of a run over lines of equal loss, in the plane that is closest to them."""
+    """The checkpoints of a run over lines of equal loss.
+
+    The plane is the closest one to them.
+    """
     surface = result.surface
     caption = _caption(surface.measured, result) + _error_of([result.points])
     figure, (axes,) = new_figure("The way training took", caption)
@@ -136,7 +142,10 @@ def _error_of(points: Sequence[Sequence[PointLoss]]) -> str:
 
 
 def _unit(measured: GridDescription) -> str:
-    """Unit of a step: a filter-normalized direction is as long as the weights, other directions have unit length."""
+    """Unit of a step.
+
+    A filter-normalized direction is as long as the weights, other directions have unit length.
+    """
     return "parameter distance" if measured.values else "1 = length of the weights"
 
 
@@ -192,7 +201,10 @@ def trajectory_drawings(result: Trajectory) -> list[Drawing]:
 
 
 def slice_table(result: Slice) -> dict[str, Cell]:
-    """Rows for `summary_table`: the loss at the weights and at the ends of each direction."""
+    """Rows for `summary_table` about slices.
+
+    They are the loss at the weights and at the ends of each direction.
+    """
     middle = len(result.steps) // 2
     rows: dict[str, Cell] = {"directions": result.measured.method, **sizes(result.measured)}
     center = result.points[0][middle]
