@@ -148,7 +148,7 @@ class SpectrumComputation:
 
         def after(progress: Progress) -> None:
             kept.after_product()
-            if state.num_products == first:  # the mean of all products so far, also those of earlier processes
+            if state.num_products == first:  # the mean of all products so far, of earlier processes too
                 seconds, left = state.wall_seconds / first, max(0, expected - first)
                 _log.info(f"a product takes {seconds:.2g} s, {left} more of them about {left * seconds / 60:.2g} min")
             if self.on_iteration is not None:
