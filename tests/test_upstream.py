@@ -17,6 +17,7 @@ from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 from pytorch_lightning.callbacks import RichProgressBar
 from torch.distributed import ProcessGroupGloo, TCPStore
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.utils._pytree import tree_leaves
 from transformers import MixtralModel
@@ -34,7 +35,7 @@ IN_USE = {
     "torch": {
         *("_apply", "_is_flat_param"),
         *("_ConvNd", "_NormBase", "_Options", "_devices", "_dynamo", "_foreach_add", "_foreach_add_", "_foreach_norm"),
-        "_forward_hooks",
+        *("_cdata", "_forward_hooks", "_subclasses"),
         *("_linear_pointwise", "_modules", "_pytree", "_reorder_linear_weight", "_timeout", "_version"),
     },
     "transformers": {
@@ -121,6 +122,12 @@ def test_the_protocol_of_uvicorn_has_the_attributes_that_the_server_reads(name):
 def test_pytorch_flattens_nested_tensors():
     one, two = torch.zeros(1), torch.ones(1)
     assert tree_leaves({"a": (one, [two])}) == [one, two]
+
+
+def test_pytorch_has_tensors_without_data_whose_storages_are_told_apart():
+    with FakeTensorMode():
+        one, two = torch.empty(1 << 40), torch.empty(1)
+    assert one.view(2, -1).untyped_storage()._cdata == one.untyped_storage()._cdata != two.untyped_storage()._cdata
 
 
 def test_pytorch_adds_and_measures_lists_of_tensors():

@@ -19,7 +19,7 @@ from rm_optimizer.interfaces.commands.models import export_model, import_model, 
 from rm_optimizer.interfaces.commands.readiness import readiness
 from rm_optimizer.interfaces.commands.rlhf import rlhf
 from rm_optimizer.interfaces.commands.serve import serve
-from rm_optimizer.interfaces.commands.train import analyze, train
+from rm_optimizer.interfaces.commands.train import analyze, estimate, train
 from rm_optimizer.interfaces.field_flags import with_field_flags
 from rm_optimizer.interfaces.groups import (
     DEFAULT,
@@ -41,7 +41,7 @@ HYDRA: dict[str, Any] = {
     "context_settings": {"allow_extra_args": True, "ignore_unknown_options": True},
 }
 GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
-    "Train and analyze": [(train, HYDRA), (analyze, HYDRA)],
+    "Train and analyze": [(train, HYDRA), (analyze, HYDRA), (estimate, HYDRA)],
     "Evaluate and compare": [(evaluate, {}), (leaderboard, {}), (score, {}), (doctor, {}), (why, {}), (report, {})],
     "Couple to a policy": [(readiness, {}), (bon, {}), (rlhf, HYDRA)],
     "Labels": [(select, {}), (label, {}), (label_import, {}), (scaling, {})],

@@ -1,7 +1,8 @@
-"""`rm-opt train` and `rm-opt analyze`: short flags for `python -m rm_optimizer.train` and `… .analyze`."""
+"""`rm-opt train` and `rm-opt analyze`: short flags for the modules of these names; and the cost of a training run."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -9,31 +10,70 @@ from typer import Context, Option
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.launch import as_overrides, become, names_data, names_model
+from rm_optimizer.interfaces.outputs import write_json
 
 
-def train(
-    ctx: Context,
-    model: Annotated[str | None, Option("--model", "-m", help="Model preset, or path or hub id of a model.")] = None,
-    optimizer: Annotated[str | None, Option("--optimizer", "-o", help="Optimizer preset.")] = None,
-    data: Annotated[str | None, Option("--data", "-d", help="Training pairs: file, folder or hub name.")] = None,
-    epochs: Annotated[str | None, Option("--epochs", "-e", help="Passes over the pairs.")] = None,
-    batch_size: Annotated[str | None, Option("--batch-size", "-b", help="Pairs in one optimizer step.")] = None,
-) -> None:
+@dataclass(frozen=True)
+class TrainFlags:
+    """Short forms of common options of training, each with its flag and help."""
+
+    model: Annotated[str | None, Option("--model", "-m", help="Model preset, or path or hub id of a model.")] = None
+    optimizer: Annotated[str | None, Option("--optimizer", "-o", help="Optimizer preset.")] = None
+    data: Annotated[str | None, Option("--data", "-d", help="Training pairs: file, folder or hub name.")] = None
+    epochs: Annotated[str | None, Option("--epochs", "-e", help="Passes over the pairs.")] = None
+    batch_size: Annotated[str | None, Option("--batch-size", "-b", help="Pairs in one optimizer step.")] = None
+
+    def overrides(self) -> list[str]:
+        """The flags in Hydra's grammar.
+
+        Raises:
+            ConfigError: if the model is an override, as after Hydra's own -m.
+        """
+        model, data = self.model, self.data
+        if model is not None and "=" in model and not Path(model).exists():
+            raise ConfigError(f"-m takes a model preset or path, got '{model}'; for a sweep write --multirun {model}")
+        given = {
+            "model.path" if model is not None and names_model(model) else "model": model,
+            "optimizer": self.optimizer,
+            "data.train" if data is not None and names_data(data) else "data": data,
+            "training.epochs": self.epochs,
+            "batching.batch_size": self.batch_size,
+        }
+        return as_overrides(given)
+
+
+def train(ctx: Context, flags: TrainFlags) -> None:
     """Train a reward model. Options are written name=value: `rm-opt train optimizer=adamw optimizer.lr=1e-5`.
 
     The flags below are short forms of common options. Hydra's own flags work too: `--cfg job` prints the composed
     options, `--multirun` runs a sweep, and `--config-dir DIR` adds presets.
     """
-    if model is not None and "=" in model and not Path(model).exists():  # as after Hydra's own -m
-        raise ConfigError(f"-m takes a model preset or path, got '{model}'; for a sweep write --multirun {model}")
-    given = {
-        "model.path" if model is not None and names_model(model) else "model": model,
-        "optimizer": optimizer,
-        "data.train" if data is not None and names_data(data) else "data": data,
-        "training.epochs": epochs,
-        "batching.batch_size": batch_size,
-    }
-    become("rm_optimizer.train", [*as_overrides(given), *ctx.args])
+    become("rm_optimizer.train", [*flags.overrides(), *ctx.args])
+
+
+def estimate(
+    ctx: Context,
+    flags: TrainFlags,
+    chip: Annotated[str | None, Option("--chip", help="Chip to tell the hours on, such as H100.")] = None,
+    measure: Annotated[
+        bool, Option("--measure", help="Also run three steps here, and tell the hours by them.")
+    ] = False,
+    json_file: Annotated[Path | None, Option("--json", help="Also write the numbers to this JSON file.")] = None,
+) -> None:
+    """Estimate the memory, disk and time of a training run. It takes the options of `rm-opt train`.
+
+    It reads the configuration of the model, not its weights, and the pairs.
+    """
+    from rm_optimizer.interfaces.command_line import checked
+    from rm_optimizer.schema import TrainConfig
+    from rm_optimizer.training.estimate import estimate_run, measured
+
+    overrides = [*flags.overrides(), *ctx.args]
+    found = estimate_run(checked(overrides, TrainConfig, writable=False))
+    print(*found.sentences(chip), sep="\n")
+    if measure:
+        print(measured(checked(overrides, TrainConfig, writable=False), found.steps))
+    write_json(json_file, found.to_json())
 
 
 def analyze(

@@ -1,0 +1,92 @@
+"""An estimate of a run against the run: its model, its files, what its forward pass keeps, and its memory."""
+
+from __future__ import annotations
+
+import csv
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.run_folder import RunFolder
+from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.training.data.run_data import data_module, load_data
+from rm_optimizer.training.estimate import estimate_run, kept_bytes, measured
+from rm_optimizer.training.preparation import trainable_model
+from rm_optimizer.training.run import run_training
+from tests.builders import tiny_model, tiny_tokenizer
+
+LARGER = (
+    "model.architecture.hidden_size=128",
+    "model.architecture.intermediate_size=256",
+    "data.synthetic.num_train=64",
+    "data.synthetic.num_val=8",
+)
+
+
+@pytest.mark.parametrize("options", [(), ("hardware.precision=bf16-mixed",), ("adapter=lora",), ("optimizer=muon",)])
+def test_the_estimate_is_the_run(small_config, tmp_path, options):
+    config = small_config(tmp_path / "run", *LARGER, *options, "training.max_steps=2")
+    found = estimate_run(small_config(tmp_path / "run", *LARGER, *options, "training.max_steps=2"))
+    data = load_data(config)
+    model = trainable_model(config, data.train)
+    parameters = list(model.parameters())
+    assert found.parameters == sum(each.numel() for each in parameters)
+    assert found.trainable == sum(each.numel() for each in parameters if each.requires_grad)
+    batches = data_module(data, config, model)
+    assert found.steps == batches.num_steps
+    micro = [batch for step in batches.train_dataloader() for batch in step.micro]
+    largest = max(micro, key=lambda batch: batch.num_padded_tokens)
+    assert found.tokens == largest.num_padded_tokens
+    with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in config.hardware.precision):
+        kept = kept_bytes(model, largest)
+    assert found.activations == pytest.approx(kept, rel=0.1)
+    run_training(config)
+    last = max(RunFolder(tmp_path / "run").checkpoints.items())[1]
+    assert last.stat().st_size == pytest.approx(found.checkpoint, rel=0.02, abs=2e5)
+
+
+def test_an_encoder_is_estimated_from_its_configuration_alone(small_overrides, tmp_path):
+    tokenizer = tiny_tokenizer("bert")
+    tiny_model("bert", tokenizer).config.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    others = [line for line in small_overrides if not line.startswith("model.")]
+    own = ["model=custom", f"model.path={tmp_path / 'base'}", "model.max_length=64", f"output_dir={tmp_path}"]
+    found = estimate_run(typed(compose([*others, *own]), TrainConfig))
+    with torch.device("meta"):
+        expected = sum(each.numel() for each in tiny_model("bert", tokenizer).parameters())
+    assert found.parameters == found.trainable == expected
+    memory, disk, time = found.sentences("H100")
+    assert (memory[:8], disk[:6]) == ("memory: ", "disk: ")
+    assert "on one H100 if it reaches 35% of its bfloat16 peak" in time
+    with pytest.raises(ConfigError, match=r"--chip must be one of A10, A100, .*, got 'Z1'"):
+        found.sentences("Z1")
+
+
+@pytest.mark.slow
+def test_memory_is_that_of_the_run(tmp_path):
+    wide = [
+        *("model.architecture.hidden_size=768", "model.architecture.intermediate_size=2048"),
+        *("model.architecture.num_hidden_layers=6", "model.architecture.num_attention_heads=12"),
+        *("model.architecture.num_key_value_heads=12", "batching.micro_token_budget=4096", "training.max_steps=3"),
+    ]
+    peaks, estimates = [], []
+    for number, options in enumerate((wide, ["training.max_steps=3"])):
+        folder = tmp_path / str(number)
+        common = ["hardware=cpu", "data.synthetic.num_train=64", "data.synthetic.num_val=8", "profile_memory=true"]
+        overrides = [*common, *options, f"output_dir={folder}", "logger.tensorboard=false"]
+        subprocess.run([sys.executable, "-m", "rm_optimizer.train", *overrides], check=True, capture_output=True)
+        with (folder / "profile.csv").open(encoding="utf-8") as file:
+            peaks.append(max(int(row["rss_peak_bytes"]) for row in csv.DictReader(file)))
+        estimates.append(estimate_run(typed(compose(overrides), TrainConfig)).memory)
+    assert estimates[0] - estimates[1] == pytest.approx(peaks[0] - peaks[1], rel=0.15)
+
+
+@pytest.mark.slow
+def test_measured_steps_tell_the_time_of_a_run(small_config, tmp_path):
+    found = measured(small_config(tmp_path, "data.synthetic.num_train=64"), 7200)
+    assert re.fullmatch(r"measured: \S+ s a step on cpu, \S+ (minutes|hours) for all .*", found)
+    assert not list(tmp_path.iterdir())
