@@ -17,10 +17,10 @@ ROOMS: Mapping[str, int] = {
     "core": 9325,
     "serving": 4632,
     "landscape": 3725,
-    "training": 2711,
+    "training": 2869,
     "rl_coupling": 2508,
     "reporting": 2564,
-    "interfaces": 2136,
+    "interfaces": 2154,
     "experiments": 1672,
     "data_efficiency": 1316,
     "schema": 1101,
@@ -32,13 +32,13 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 482,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 344,
+    "files": 345,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
-    "import lines": 5842,
-    "import lines inside functions": 344,
-    "lines of code": 36588,
-    "private functions with one caller": 405,
+    "import lines": 5881,
+    "import lines inside functions": 347,
+    "lines of code": 36764,
+    "private functions with one caller": 406,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

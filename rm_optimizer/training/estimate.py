@@ -46,7 +46,7 @@ SAMPLED_STEPS = 8
 
 @dataclass(frozen=True)
 class RunEstimate(JsonRecord):
-    """What a run needs on each device, in bytes, and in all.
+    """Memory of each device of a run in bytes, its disk, and its work.
 
     Args:
         parameters: parameters of the model, a weight in four bits once.
