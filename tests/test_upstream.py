@@ -16,8 +16,8 @@ from huggingface_hub.utils._validators import validate_repo_id
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 from pytorch_lightning.callbacks import RichProgressBar
-from torch.distributed import ProcessGroupGloo, TCPStore
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed import ProcessGroupGloo, TCPStore
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.utils._pytree import tree_leaves
 from transformers import MixtralModel
