@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -103,19 +103,32 @@ def speed(url: str, seconds: float, clients: int) -> tuple[float, float]:
     return rate, sorted(times)[int(0.99 * (len(times) - 1))]
 
 
+def cpu_seconds(server: psutil.Process) -> float:
+    """Processor time of the replicas so far."""
+    return sum(sum(replica.cpu_times()[:2]) for replica in replicas_of(server))
+
+
 def measure_speed(args: argparse.Namespace, checkpoint: Path) -> None:
     rates: dict[int, list[float]] = {1: [], 2: []}
     tails: dict[int, list[float]] = {1: [], 2: []}
-    for _ in range(args.rounds):
-        for replicas in rates:
-            with fleet(checkpoint, replicas, *args.options) as (url, _):
-                speed(url, 2.0, args.clients)
+    efficiencies: dict[int, list[float]] = {1: [], 2: []}
+    with ExitStack() as stack:
+        fleets = {number: stack.enter_context(fleet(checkpoint, number, *args.options)) for number in rates}
+        for url, _ in fleets.values():
+            speed(url, 1.0, args.clients)
+        for _ in range(args.rounds):
+            for number, (url, server) in fleets.items():
+                before = cpu_seconds(server)
+                started = time.perf_counter()
                 rate, tail = speed(url, args.seconds, args.clients)
-                rates[replicas].append(rate)
-                tails[replicas].append(tail)
-    for replicas in rates:
-        print(f"rewards_per_second_{replicas}: {statistics.median(rates[replicas]):.1f}")
-        print(f"p99_seconds_{replicas}: {statistics.median(tails[replicas]):.3f}")
+                scored = rate * (time.perf_counter() - started)
+                rates[number].append(rate)
+                tails[number].append(tail)
+                efficiencies[number].append(scored / (cpu_seconds(server) - before))
+    for number in rates:
+        print(f"rewards_per_second_{number}: {statistics.median(rates[number]):.1f}")
+        print(f"rewards_per_cpu_second_{number}: {statistics.median(efficiencies[number]):.1f}")
+        print(f"p99_seconds_{number}: {statistics.median(tails[number]):.3f}")
     print(f"speedup: {statistics.median(rates[2]) / statistics.median(rates[1]):.2f}")
 
 
