@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9325,
-    "serving": 4632,
+    "serving": 4641,
     "landscape": 3725,
     "training": 2869,
     "rl_coupling": 2508,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 58,
     "import lines": 5881,
     "import lines inside functions": 347,
-    "lines of code": 36764,
+    "lines of code": 36773,
     "private functions with one caller": 406,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

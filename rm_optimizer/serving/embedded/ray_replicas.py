@@ -19,7 +19,7 @@ from typing import Any
 
 from rm_optimizer.core.storage.certificate import ParityCertificate
 from rm_optimizer.core.streaming.workers import load_ray
-from rm_optimizer.errors import EngineUnavailable, WeightsRefused
+from rm_optimizer.errors import EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.serving.embedded.engine import ATTEMPTS, BatchTime, require_owner
 from rm_optimizer.serving.embedded.worker import Worker
@@ -49,6 +49,7 @@ class Replica:
     """
 
     def __init__(self, options: WorkerOptions, folder: str) -> None:
+        self._source = options.checkpoint, options.dtype, folder
         self._history = Path(folder) / "history"
         Path(folder).mkdir(parents=True, exist_ok=True)
         tokenizer = tempfile.mkdtemp(prefix="tokenizer-", dir=folder)
@@ -63,6 +64,10 @@ class Replica:
     async def describe(self) -> EngineDescription:
         """Description of the model."""
         return self._worker.description
+
+    async def source(self) -> tuple[str, str, str]:
+        """Checkpoint, type of its weights, and folder of the updates."""
+        return self._source
 
     async def check_health(self) -> None:
         """Return at once; a stopped process does not."""
@@ -163,9 +168,15 @@ class RayEngine(Engine):
         await asyncio.to_thread(self._deploy)
         try:
             async with asyncio.timeout(START_SECONDS):
-                description = await self._handle.describe.remote()
+                description, source = await self._handle.describe.remote(), await self._handle.source.remote()
         except TimeoutError as error:
             raise EngineUnavailable(f"no replica loaded the model within {START_SECONDS:.0f} s") from error
+        expected = self._options.checkpoint, self._options.dtype, str(self._folder)
+        if source != expected:
+            raise RMOptimizerError(
+                f"expected the application {APPLICATION} of this cluster to serve {' '.join(expected)}, got "
+                f"{' '.join(source)}; give the same model, --dtype and --state, or end it with serve shutdown"
+            )
         self._description = replace(description, replicas=self._num_replicas)
         self._num_running = 1
         self._serve_checkpoint()
