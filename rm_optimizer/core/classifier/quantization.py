@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from importlib import import_module
 from importlib.util import find_spec
@@ -13,6 +14,9 @@ from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig,
 
 from rm_optimizer.core.classifier.head import head_side_modules
 from rm_optimizer.errors import MissingExtra
+
+logging.getLogger("bitsandbytes.backends").setLevel(logging.ERROR)
+"""bitsandbytes warns at its import of a missing kernel for processors, which `keep_packing` leaves out anyway."""
 
 
 def quantization_arguments(config: PretrainedConfig, *, trust_remote_code: bool = False) -> dict[str, Any]:
