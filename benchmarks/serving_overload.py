@@ -74,6 +74,9 @@ class SlowEngine:
     async def start(self) -> None:
         """Nothing to load."""
 
+    async def restore(self) -> None:
+        """No earlier weights."""
+
     async def stop(self) -> None:
         """Nothing to end."""
 

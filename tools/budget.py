@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9325,
+    "core": 9326,
     "serving": 4641,
     "landscape": 3725,
     "training": 2869,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 345,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
-    "import lines": 5881,
+    "import lines": 5882,
     "import lines inside functions": 347,
-    "lines of code": 36773,
+    "lines of code": 36774,
     "private functions with one caller": 406,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
