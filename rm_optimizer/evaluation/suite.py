@@ -107,7 +107,9 @@ class Suite:
                 told = "one of mean, pool and sum, of groups and of averages above it, with positive weights"
                 raise ConfigError(f"suite {self.name}: average {name} must be {told}; got {average}")
             before.add(name)
-        if self.per and self.score in own:
+        if self.per and self.score not in own:
+            raise ConfigError(f"suite {self.name}: per needs a score among its averages, got {self.score}")
+        if self.per:
             found: dict[str, Any] = {
                 f"{value}/{name}": {kind: {f"{value}/{part}": weight for part, weight in self.parts_of(name).items()}}
                 for value, (name, (kind,)) in product(self.per, own.items())

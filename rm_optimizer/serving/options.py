@@ -93,6 +93,8 @@ class ServeOptions:
             raise ConfigError(f"--weights-root must be a folder that exists, got {self.weights_root}")
         if self.engine == "vllm" and self.has_state:
             raise ConfigError("--replicas, --ray and --state need --engine transformers; see docs/fleet.md for vLLM")
+        if self.ray and self.check is not None:
+            raise ConfigError("--check is not possible with --ray; compare with rm-opt why once the server is ready")
         if self.update_key is not None and not self.takes_updates:
             raise ConfigError("--update-key and --no-updates exclude each other; leave one of them out")
         for word in self.transport_names:

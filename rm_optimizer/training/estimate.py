@@ -19,6 +19,7 @@ from rm_optimizer.core.storage.model_files import find_source
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PairBatch
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.tokenizer import tokenizer_of_pairs
+from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.optim import OPTIMIZERS, build_optimizer
 from rm_optimizer.optim.param_groups import describe_groups
@@ -27,6 +28,7 @@ from rm_optimizer.records.locations import SourceKind
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.config import PrefixSharing
+from rm_optimizer.schema.data import Streaming
 from rm_optimizer.training.callbacks.memory_profile import (
     CPU_MEMORY,
     GPU_MEMORY,
@@ -116,6 +118,7 @@ def measured(config: TrainConfig, steps: int) -> str:
         steps: optimizer steps of the run.
     """
     config.training.max_steps, config.training.eval_at_start, config.profile_memory = 3, False, True
+    config.training.suites, config.schedule.warmup_steps, config.schedule.warmup_ratio = None, None, 0.0
     config.logger = replace(config.logger, tensorboard=False, wandb=False)
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
@@ -143,6 +146,8 @@ def estimate_run(config: TrainConfig) -> RunEstimate:
         raise ConfigError(
             "an estimate does not know weights in four bits; take adapter=lora, whose weights need eight times as much"
         )
+    if config.data.streaming != Streaming.off:
+        raise ConfigError("an estimate needs pairs in memory; set data.streaming=off and data.max_pairs")
     config.data.num_workers, config.hardware.pin_memory = 0, False
     data = load_data(config)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -213,7 +218,11 @@ def _skeleton(config: TrainConfig, train: PreferenceDataset, fake: FakeTensorMod
         if source.kind not in (SourceKind.FOLDER, SourceKind.HUB):
             raise ConfigError(f"an estimate needs a model folder or hub id, got {config.model.path}")
         described = read_config(source.location, options)
-        tokenizer = AutoTokenizer.from_pretrained(source.location, revision=config.model.revision)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source.location, revision=config.model.revision, trust_remote_code=config.model.trust_remote_code
+        )
+    if tokenizer.chat_template is None:
+        TemplateWriter(tokenizer).write_for_training()  # as training does
     with torch.device("meta"):
         model = BradleyTerryRM(build(described, options), tokenizer=tokenizer, max_length=config.model.max_length)
         add_adapter(model.model, config.adapter, seed=config.seed)

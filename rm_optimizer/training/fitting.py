@@ -18,6 +18,7 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import is_sharded, load_whole_weights
 from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE
+from rm_optimizer.core.storage.adapter_files import adapter_tensor_names
 from rm_optimizer.core.storage.loading import load_weights, read_checkpoint
 from rm_optimizer.core.tokens.audit import length_baseline
 from rm_optimizer.errors import CheckpointError, Interrupted
@@ -195,6 +196,9 @@ def _load_best(run: Run, path: Path, is_first_rank: bool) -> int:
     model = run.module.model
     payload, weights = read_checkpoint(path)
     if is_sharded(model):
+        names = model.model.state_dict().keys() if run.module.base is None else adapter_tensor_names(model.model)
+        if missing := sorted(names - weights.keys()):
+            raise CheckpointError(f"{path} is damaged: {len(missing)} weights are missing, among them {missing[0]}")
         load_whole_weights(model.model, weights)
     else:
         load_weights(model.model, weights, path)

@@ -223,7 +223,7 @@ def prepare(
     require_monitored(config.training.monitor, data.val)
     notes = data.notes(uses_margins=config.loss.margin_scale > 0 or config.data.curriculum == OWN_MARGINS)
     notes += seen_by_base(config.model.path, data.val.pairs)
-    suites = None if config.training.suites is None else SuiteCallback(config)  # reads them before the model
+    suites = SuiteCallback(config) if config.training.suites else None  # reads them before the model
     model = trainable_model(config, data.train)
     notes += content_notes(data.train.pairs, model.renderer)
     for note in (*notes, *layout_examples(data.train)):

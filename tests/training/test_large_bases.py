@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.storage.adapter_files import adapter_tensor_names
+from rm_optimizer.core.storage.adapter_files import adapter_tensor_names, separate_base
+from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.core.storage.loading import PAYLOAD_KEY, checkpoint_payload, read_checkpoint
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import CheckpointError, ConfigError
@@ -113,3 +115,26 @@ def test_frozen_weights_in_bfloat16_train_the_rest_in_float32(config, tmp_path, 
 def test_half_weights_that_would_train_are_refused(config, tmp_path, options):
     with pytest.raises(ConfigError, match=r"model\.dtype must be float32 unless adapter=lora or model\.freeze"):
         config(tmp_path, tmp_path, "model.dtype=bfloat16", *options)
+
+
+def test_a_checkpoint_holds_the_embeddings_that_an_adapter_brought(tmp_path):
+    """peft stores a smaller table where tokens were added, so that the base's own table is another one."""
+    base = base_folder(tmp_path / "base")
+    model = BradleyTerryRM.from_pretrained(base, new_head=True)
+    config = AdapterConfig(kind=AdapterKind.lora, rank=2, alpha=4.0, dropout=0.0)
+    add_adapter(model.model, config, seed=0)
+    assert separate_base(model.model) is not None
+    save_adapter(model, tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    weights = load_file(file)
+    table = model.model.get_input_embeddings().weight.detach()
+    rows = torch.randn(len(table), table.shape[1])
+    save_file(
+        weights | {"base_model.model.model.embed_tokens.weight": rows}, tmp_path / "adapter/adapter_model.safetensors"
+    )
+    (tmp_path / "adapter/export.json").unlink()  # as plain peft writes it
+    brought = BradleyTerryRM.from_pretrained(tmp_path / "adapter")
+    assert separate_base(brought.model) is None
+    state = {f"model.{name}": value for name, value in brought.state_dict().items()}
+    torch.save({"state_dict": state, PAYLOAD_KEY: checkpoint_payload(brought)}, tmp_path / "last.ckpt")
+    assert torch.equal(BradleyTerryRM.from_pretrained(tmp_path / "last.ckpt").score(*TEXTS), brought.score(*TEXTS))

@@ -120,10 +120,16 @@ def with_token_types(base: type[PreTrainedModel]) -> type[PreTrainedModel]:
     """A class of classifiers that derives the token types of text pairs from the ids, whoever rendered them."""
 
     class WithTokenTypes(base):  # type: ignore[misc]
-        def forward(self, input_ids: Tensor, token_type_ids: Tensor | None = None, **options: Any) -> Any:
+        def forward(
+            self,
+            input_ids: Tensor,
+            attention_mask: Tensor | None = None,
+            token_type_ids: Tensor | None = None,
+            **options: Any,
+        ) -> Any:
             """The classifier's output; types that are given are not read."""
             types = token_types(input_ids, self.config.reward_head["separator"])
-            return super().forward(input_ids, token_type_ids=types, **options)
+            return super().forward(input_ids, attention_mask=attention_mask, token_type_ids=types, **options)
 
     WithTokenTypes.__name__ = WithTokenTypes.__qualname__ = base.__name__
     return WithTokenTypes

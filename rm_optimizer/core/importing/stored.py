@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -145,7 +146,7 @@ def _in_memory(tensor: Tensor) -> StoredTensor:
 
 
 def _in_torch_file(file: Path) -> Iterator[tuple[str, StoredTensor]]:
-    stored = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    stored = torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     while inner := {  # {"module": weights}, {"model": weights, "optimizer": …}, …
         name: each
         for name, each in (stored.items() if isinstance(stored, Mapping) else ())

@@ -88,7 +88,7 @@ def shard_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def load_whole_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copy whole tensors, the same on every rank, into a sharded model.
+    """Copy whole tensors, the same on every rank, into a sharded model; others stay as they are.
 
     Raises:
         KeyError: if the model has no such weight.

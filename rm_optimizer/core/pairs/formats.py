@@ -349,9 +349,9 @@ def _by_scores(places: Sequence[tuple[int, int]], scores: Any, num_responses: in
     """The places of each edge, that of the higher score first."""
     if not isinstance(scores, list) or len(scores) != num_responses:
         raise ValueError("responses and scores must be lists of the same length")
-    if equal := [edge for edge in places if scores[edge[0]] == scores[edge[1]]]:
-        raise ValueError(f"the responses of each of edges must differ in scores, got {[*equal[0]]}")
     values = [read_number("each of scores", score) for score in scores]
+    if equal := [edge for edge in places if values[edge[0]] == values[edge[1]]]:
+        raise ValueError(f"the responses of each of edges must differ in scores, got {[*equal[0]]}")
     return [(first, second) if values[first] > values[second] else (second, first) for first, second in places]
 
 

@@ -41,6 +41,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 """Before every name in peft's weight files."""
 _log = logging.getLogger("rm_optimizer")
+_BRINGS_EMBEDDINGS = "brings_embeddings"
+"""Attribute of a model whose embeddings its adapter replaced."""
 _SAMPLE = 16
 """Values of each frozen tensor that identify a base."""
 
@@ -101,8 +103,12 @@ def base_fingerprint(model: PreTrainedModel, saved: Collection[str]) -> str:
 
 
 def separate_base(model: PreTrainedModel) -> BaseModel | None:
-    """The base that a training checkpoint leaves out, since it can be loaded again; None if the checkpoint holds it."""
-    return base_of(model) if has_adapter(model) and lora_config(model).base_model_name_or_path else None
+    """The base that a training checkpoint leaves out, since it can be loaded again; None if the checkpoint holds it.
+
+    Embeddings that an adapter brought are in no base, so that a checkpoint of such a model holds it whole.
+    """
+    is_whole = not has_adapter(model) or getattr(model, _BRINGS_EMBEDDINGS, False)
+    return None if is_whole or not lora_config(model).base_model_name_or_path else base_of(model)
 
 
 def describe_adapter(model: PreTrainedModel, base: BaseModel | None) -> dict[str, Any] | None:
@@ -224,6 +230,7 @@ class StoredAdapter:
         for key, rows in _tensors(folder).items():
             if key.startswith(start) and key.endswith("weight"):
                 model.resize_token_embeddings(len(rows), mean_resizing=False).weight.data.copy_(rows)
+                setattr(model, _BRINGS_EMBEDDINGS, True)
         attach(model, self.config, seed=0)
         tensors = adapter_tensors(model, folder)
         model.load_state_dict(tensors, strict=False)

@@ -21,7 +21,7 @@ from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.rows.messages import read_messages
 from rm_optimizer.core.rows.natural import Prompts, Texts, flat_groups, paired
-from rm_optimizer.errors import HandshakeFailed, RewardServerUnavailable, WrongVersion
+from rm_optimizer.errors import HandshakeFailed, RewardServerRefused, RewardServerUnavailable, WrongVersion
 from rm_optimizer.serving.client.connection import (
     CONVERSATION_FORM,
     TOKEN_FORM,
@@ -120,26 +120,31 @@ class AsyncRewardClient(Connection):
             try:
                 while left or asked:
                     if left:
-                        asked.add(asyncio.ensure_future(left.pop(0)._counted(work)))
-                    seconds = self.hedge_seconds if left else deadline.left
+                        asked.add(asyncio.ensure_future(left.pop(0)._counted(work, deadline.left)))
+                    seconds = min(self.hedge_seconds, deadline.left) if left else deadline.left
                     done, asked = await asyncio.wait(asked, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
                     for task in done:
                         try:
                             return task.result()
                         except RewardServerUnavailable as error:
                             failure = error
-                    if not left and not done:
+                    if not done and (not left or deadline.left <= 1e-3):
                         break
             finally:
                 for task in asked:
                     task.cancel()
             await asyncio.sleep(deadline.pause(str(failure)))
 
-    async def _counted(self, work: _Work[T]) -> T:
-        """Result of this server, of several, by one attempt."""
+    async def _counted(self, work: _Work[T], seconds: float) -> T:
+        """Result of this server, of several, by one attempt within the seconds."""
         self._num_open += 1
         try:
-            return await work(self, self._deadline())
+            return await work(self, Deadline(self.url, seconds, may_repeat=False))
+        except RewardServerRefused as error:
+            if error.status < 500:
+                raise
+            self._failed_at = time.monotonic()
+            raise RewardServerUnavailable(str(error)) from error
         except (RewardServerUnavailable, asyncio.CancelledError):  # it failed, or another was faster
             self._failed_at = time.monotonic()
             raise
@@ -246,8 +251,10 @@ class AsyncRewardClient(Connection):
                 raise HandshakeFailed(f"{member.url} renders conversations unlike the others of {self.url}")
             scored = await member.ask(self._form, rows, identity.model, deadline)
             member._revision = scored.revision
-            if self._members and only not in (None, scored.revision):
-                raise RewardServerUnavailable(f"expected revision {only} from {member.url}, got {scored.revision}")
+            known = [each._revision for each in self._members if each._revision is not None]
+            least = max(known, default=None) if only is None else only  # one that was started again has older weights
+            if self._members and scored.revision not in (None, least):
+                raise RewardServerUnavailable(f"expected revision {least} from {member.url}, got {scored.revision}")
             return scored
 
         if not self._members:

@@ -509,6 +509,9 @@ class TransformersEngine(Engine):
                     _log.error(refused, self.version, error)
                     self._history.clear()
                     self._serve_checkpoint()
+                    for other in self._replicas:  # one that starts loads them too
+                        if other is not replica and other.link is not None:
+                            other.link.kill("its weights do not serve any more")
                 except RMOptimizerError as error:
                     await self._give_up(replica, str(error))
                     return

@@ -12,6 +12,7 @@ import os
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -55,7 +56,7 @@ class Replica:
         tokenizer = tempfile.mkdtemp(prefix="tokenizer-", dir=folder)
         self._worker = Worker(replace(options, tokenizer_folder=tokenizer), ())
         self._applied = {self._worker.revision}
-        self._computing = asyncio.Lock()
+        self._thread = ThreadPoolExecutor(1)  # a call that is cancelled still ends before the next one begins
         record = self._worker.description.export
         scores = from_values(ParityCertificate, record["certificate"]).scores if "certificate" in record else ()
         rows = [score.input_ids for score in scores if len(score.input_ids) <= self._worker.model.max_length]
@@ -87,8 +88,7 @@ class Replica:
                 self._follow()
             return self._worker.score(sequences, group_sizes)
 
-        async with self._computing:
-            return await asyncio.to_thread(scored)
+        return await asyncio.get_running_loop().run_in_executor(self._thread, scored)
 
     async def prepare(self, weights: StagedWeights) -> None:
         """Read and check an update, and score its probe; the served weights stay.
@@ -96,14 +96,18 @@ class Replica:
         Raises:
             WeightsRefused: if a check fails.
         """
-        self._worker.expect(weights.revision)
-        await asyncio.to_thread(self._worker.stage, weights)
-        async with self._computing:
-            await asyncio.to_thread(self._worker.rehearse, weights.revision)
+
+        def prepared() -> None:
+            self._follow()  # it may not have scored since the last update
+            self._worker.expect(weights.revision)
+            self._worker.stage(weights)
+            self._worker.rehearse(weights.revision)
+
+        await asyncio.get_running_loop().run_in_executor(self._thread, prepared)
 
     async def discard(self) -> None:
         """Discard the prepared update."""
-        self._worker.expect(None)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._worker.expect, None)
 
     def _follow(self) -> None:
         """Apply the recorded updates that this replica does not have."""
@@ -197,7 +201,11 @@ class RayEngine(Engine):
         arguments = {**vars(self._options), "folder": str(self._folder), "replicas": self._num_replicas}
         built = application({**arguments, "resources": resources})
         (self._folder / "deployed").touch()
-        self._handle = serve.run(built, name=APPLICATION, route_prefix=None)
+        try:
+            self._handle = serve.run(built, name=APPLICATION, route_prefix=None)
+        except RuntimeError as error:
+            reason = str(error).splitlines()[0]
+            raise RMOptimizerError(f"Ray Serve cannot start the replicas (--replicas, --ray): {reason}") from error
 
     async def _watch(self) -> None:
         """Count the running replicas."""

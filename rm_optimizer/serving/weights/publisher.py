@@ -186,14 +186,25 @@ class RMPublisherAdapter(PickledByArguments):
         if not self.members:
             revision = new_revision(0 if self._published is None else self._published[1])
             return self._send(_Version(payload, probe, version, revision))
-        revision = new_revision(max(member.status().revision for member in self.members))
-        new = _Version(payload, probe, version, revision, _Decision(len(self.members)))
         with ThreadPoolExecutor(len(self.members)) as pool:
+            revision = new_revision(max(pool.map(lambda member: member._known_revision(version), self.members)))
+            new = _Version(payload, probe, version, revision, _Decision(len(self.members)))
             tasks = [pool.submit(member._send, new) for member in self.members]
         failures = [error for task in tasks if (error := task.exception()) is not None]
         if failures:
             raise next((error for error in failures if not str(error).endswith(OTHER_FAILED)), failures[0])
         return tasks[0].result()
+
+    def _known_revision(self, version: str) -> int:
+        """Serial number of the weights that serve, before a version is published.
+
+        Raises:
+            PublishFailed: if the server does not answer.
+        """
+        try:
+            return self.status().revision
+        except (RewardServerUnavailable, RewardServerRefused) as error:
+            raise self._do_not_serve(version, str(error)) from error
 
     def _send(self, new: _Version) -> Outcome:
         """Publish a version to one server, with further attempts after failures that may pass."""
