@@ -14,10 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9326,
-    "serving": 4641,
+    "core": 9335,
+    "serving": 4663,
     "landscape": 3725,
-    "training": 2869,
+    "training": 2879,
     "rl_coupling": 2508,
     "reporting": 2564,
     "interfaces": 2154,
@@ -28,16 +28,16 @@ ROOMS: Mapping[str, int] = {
     "explanation": 932,
     "records": 746,
     "optim": 734,
-    "evaluation": 1084,
+    "evaluation": 1086,
     "modules at the top": 482,
 }
 LIMITS: Mapping[str, int] = {
     "files": 345,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
-    "import lines": 5882,
+    "import lines": 5887,
     "import lines inside functions": 347,
-    "lines of code": 36774,
+    "lines of code": 36817,
     "private functions with one caller": 406,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

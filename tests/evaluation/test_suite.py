@@ -226,6 +226,7 @@ def test_a_mistake_is_one_sentence(folder: Path, arguments: list[str], reason: s
         ({"average": {"mean": {"mean": ["mean"]}}}, "average mean must be .* of averages above it"),
         ({"average": {"b": {"mean": ["mean"]}, "mean": {"mean": ["a"]}}}, "average b must be .* averages above it"),
         ({"score": None}, "cannot be read"),
+        ({"average": {}, "score": "a", "per": ["x"]}, "per needs a score among its averages, got a"),
     ],
 )
 def test_a_suite_that_is_written_wrongly_is_refused(folder: Path, change: dict[str, Any], reason: str):

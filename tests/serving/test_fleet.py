@@ -31,9 +31,11 @@ FAULTS = 6
 
 
 def front_of(server) -> int:
-    """Process that listens: the child of the process that restarts it."""
+    """Process that listens: the child of the process that restarts it, once there is one."""
     starter = forked_by(server.process.pid)
-    [front] = Path(f"/proc/{starter}/task/{starter}/children").read_text().split()
+    children = Path(f"/proc/{starter}/task/{starter}/children")
+    wait_for(lambda: children.read_text())
+    [front] = children.read_text().split()
     return int(front)
 
 

@@ -233,6 +233,10 @@ def test_messages_are_responses_in_every_format(row: dict[str, Any]):
         ({"winner": 0.5}, "winner must be a place in 2 responses, from 0, got 0.5"),
         ({"winner": 0, "scores": [1, 2]}, "both scores and winner"),
         ({"edges": [[0, 1]], "scores": [1, 1]}, r"the responses of each of edges must differ in scores, got \[0, 1\]"),
+        (
+            {"edges": [[0, 1]], "scores": ["0.7", "0.70"]},
+            r"the responses of each of edges must differ in scores, got \[0, 1\]",
+        ),
         ({"edges": [[0, 1]], "scores": [1]}, "responses and scores must be lists of the same length"),
     ],
 )

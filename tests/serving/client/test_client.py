@@ -613,12 +613,15 @@ class StubFleet:
         self.url = ",".join(f"http://{host}" for host in self.stubs)
         self.down: set[str] = set()
         self.hung: set[str] = set()
+        self.broken: set[str] = set()
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         if request.url.host in self.down:
             raise httpx.ConnectError("refused")
         if request.url.host in self.hung:
             await asyncio.sleep(60)
+        if request.url.host in self.broken:
+            return httpx.Response(500, json={"error": {"message": "broken", "type": "server_error", "code": 500}})
         return await self.stubs[request.url.host](request)
 
     def asked(self) -> list[int]:
@@ -633,7 +636,8 @@ def test_a_call_is_divided_over_several_servers_and_goes_on_without_one(renderer
     prompts, responses = PROMPTS * 20, RESPONSES * 20
     with fleet.client(renderer=renderer) as client:
         before = fleet.asked()
-        assert torch.equal(client.score(prompts, responses), expected.repeat(20))
+        for _ in range(5):
+            assert torch.equal(client.score(prompts, responses), expected.repeat(20))
         assert all(now > then for now, then in zip(fleet.asked(), before, strict=True))
         fleet.down = {"stub0", "stub2"}
         assert torch.equal(client.score(prompts, responses), expected.repeat(20))
@@ -667,6 +671,33 @@ def test_several_servers_of_two_revisions_answer_with_the_newer_or_the_pinned_on
         pytest.raises(RewardServerUnavailable, match="expected revision 9 from http://stub"),
     ):
         client.score(PROMPTS, RESPONSES)
+
+
+def test_a_server_that_fails_or_was_started_again_with_older_weights_is_passed_over(renderer, expected):
+    fleet = StubFleet(renderer, 2)
+    fleet.broken = {"stub0"}
+    with fleet.client(renderer=renderer) as client:
+        for _ in range(10):
+            assert torch.equal(client.score(PROMPTS, RESPONSES), expected)
+    fleet.broken = set()
+    for stub in fleet.stubs.values():
+        stub.version, stub.revision = lambda: "v2", lambda: 8
+    with fleet.client(renderer=renderer) as client:
+        for _ in range(30):  # each server answers once at least
+            client.score(PROMPTS, RESPONSES)
+        fleet.stubs["stub1"].version, fleet.stubs["stub1"].revision = lambda: "v1", lambda: 7
+        assert {client.score_versioned(PROMPTS, RESPONSES).weights for _ in range(10)} == {("v2", 8)}
+        fleet.stubs["stub0"].version, fleet.stubs["stub0"].revision = lambda: "v1", lambda: 7
+        assert client.score_versioned(PROMPTS, RESPONSES).weights == ("v1", 7)  # both were started again
+
+
+def test_several_servers_that_hang_end_a_call_in_its_time(renderer):
+    fleet = StubFleet(renderer, 3)
+    with fleet.client(renderer=renderer, timeout_seconds=1.0) as client:
+        fleet.hung, started = set(fleet.stubs), time.perf_counter()
+        with pytest.raises(RewardServerUnavailable):
+            client.score(PROMPTS, RESPONSES)
+        assert time.perf_counter() - started < 1.5
 
 
 def test_a_pinned_client_of_one_server_refuses_other_weights(stub, renderer):
