@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9335,
-    "serving": 4663,
+    "serving": 4661,
     "landscape": 3725,
-    "training": 2879,
+    "training": 2876,
     "rl_coupling": 2508,
     "reporting": 2564,
     "interfaces": 2154,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 58,
     "import lines": 5887,
     "import lines inside functions": 347,
-    "lines of code": 36817,
+    "lines of code": 36812,
     "private functions with one caller": 406,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

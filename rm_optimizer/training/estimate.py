@@ -163,21 +163,18 @@ def estimate_run(config: TrainConfig) -> RunEstimate:
     for row in describe_groups(optimizer):
         entry = OPTIMIZERS[row.algorithm if row.algorithm in OPTIMIZERS else config.optimizer.name]
         state += int(row.num_parameters * entry.state_bytes_per_param)
-    flops, operations, sampled = ModelFlops.of_model(model), 0.0, min(SAMPLED_STEPS, steps)
-    micro = [
-        batch
-        for step in range(sampled)
-        for place in [step * steps // sampled]
-        for batch in next(iter(batches.steps(place, place + 1))).micro
-    ]
-    if flops is not None:
-        operations = sum(map(flops.of_batch, micro)) / sampled * steps
+    sampled = min(SAMPLED_STEPS, steps)
+    places = [number * steps // sampled for number in range(sampled)]
+    micro = [batch for place in places for batch in next(iter(batches.steps(place, place + 1))).micro]
+    flops = ModelFlops.of_model(model)
+    operations = None if flops is None else sum(map(flops.of_batch, micro)) / sampled * steps
     largest = max(micro, key=lambda batch: batch.num_padded_tokens)
     half = torch.autocast("cpu", torch.bfloat16, enabled="bf16" in config.hardware.precision)
     with fake, half:
-        activations = kept_bytes(model, largest)
-        model.model.gradient_checkpointing_disable()
-        whole = kept_bytes(model, largest)
+        activations = whole = kept_bytes(model, largest)
+        if config.model.gradient_checkpointing:  # a layer is computed again, and then keeps all of its tensors
+            model.model.gradient_checkpointing_disable()
+            whole = kept_bytes(model, largest)
     parameters = list(model.parameters())
     trainable = [each for each in parameters if each.requires_grad]
     shards = config.hardware.devices if config.hardware.strategy.startswith("fsdp") else 1
@@ -196,7 +193,7 @@ def estimate_run(config: TrainConfig) -> RunEstimate:
         checkpoint=stored + state,
         disk=config.training.keep_checkpoints * (stored + state) + stored + weights,
         steps=steps,
-        operations=None if flops is None else operations,
+        operations=operations,
     )
 
 

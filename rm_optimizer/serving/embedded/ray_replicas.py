@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.core.storage.certificate import ParityCertificate
-from rm_optimizer.core.streaming.workers import load_ray
+from rm_optimizer.core.streaming.workers import connected_ray, load_ray
 from rm_optimizer.errors import EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.serving.embedded.engine import ATTEMPTS, BatchTime, require_owner
@@ -188,11 +188,9 @@ class RayEngine(Engine):
 
     def _deploy(self) -> None:
         os.environ.setdefault("RAY_DISABLE_FAILURE_SIGNAL_HANDLER", "1")  # it would abort this process on SIGTERM
-        ray = load_ray()
+        ray = connected_ray()
         from ray import serve
 
-        if not ray.is_initialized():
-            ray.init(log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
         serve.start(proxy_location="Disabled")
         if APPLICATION in serve.status().applications:
             self._handle = serve.get_app_handle(APPLICATION)
