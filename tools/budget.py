@@ -14,31 +14,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9335,
+    "core": 9140,
     "serving": 4661,
     "landscape": 3725,
-    "training": 2876,
-    "rl_coupling": 2508,
+    "training": 2957,
+    "rl_coupling": 2513,
     "reporting": 2564,
     "interfaces": 2154,
     "experiments": 1672,
     "data_efficiency": 1316,
-    "schema": 1101,
+    "schema": 1119,
     "doctor": 920,
     "explanation": 932,
-    "records": 746,
+    "records": 796,
     "optim": 734,
-    "evaluation": 1086,
+    "evaluation": 1093,
     "modules at the top": 482,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 345,
+    "files": 346,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
-    "import lines": 5887,
+    "import lines": 5899,
     "import lines inside functions": 347,
-    "lines of code": 36812,
-    "private functions with one caller": 406,
+    "lines of code": 36778,
+    "private functions with one caller": 405,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

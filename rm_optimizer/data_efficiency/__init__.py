@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from rm_optimizer.core.pairs.orders import CurriculumSampler as CurriculumSampler
     from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction as AcquisitionFunction
     from rm_optimizer.data_efficiency.acquisition import UncertaintySampling as UncertaintySampling
     from rm_optimizer.data_efficiency.active_learning import ActiveLearner as ActiveLearner
@@ -21,5 +20,6 @@ if TYPE_CHECKING:
     from rm_optimizer.data_efficiency.pool import Pool as Pool
     from rm_optimizer.data_efficiency.pool import read_pool as read_pool
     from rm_optimizer.data_efficiency.votes import noise_ceiling as noise_ceiling
+    from rm_optimizer.training.data.curriculum import CurriculumSampler as CurriculumSampler
 
 export_lazily(globals())

@@ -16,7 +16,6 @@ from scipy.special import expit, log_expit
 
 from rm_optimizer.core.metrics.calibration import flipped_labels
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.orders import CurriculumSampler as CurriculumSampler
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.data_efficiency.pool import read_pool
@@ -24,6 +23,7 @@ from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.ledger import progress
 from rm_optimizer.schema.checks import require
+from rm_optimizer.training.data.curriculum import CurriculumSampler as CurriculumSampler
 
 _WORD = re.compile(r"[^\W_]+(?:'\w+)?")
 

@@ -12,7 +12,7 @@ from typing import Literal, TypeVar, get_args
 import numpy as np
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
-from rm_optimizer.core.pairs.overlap import TrainedPairs
+from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.tokens.audit import DataAudit
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor import data as doctor_data

@@ -20,9 +20,9 @@ import torch
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
-from rm_optimizer.core.pairs.overlap import TrainedOn, TrainedPairs
 from rm_optimizer.core.pairs.pair import Prompt, digest, require_finite
 from rm_optimizer.core.rows.natural import Texts, texts
+from rm_optimizer.core.storage.model_files import TrainedOn, TrainedPairs
 from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.list_rules import BestOfN, best_of_n

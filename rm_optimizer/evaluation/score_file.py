@@ -8,28 +8,42 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import io
+import json
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import IO, Any, Protocol, TypeAlias, runtime_checkable
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 
 from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, digest, require_finite
 from rm_optimizer.core.rows.readers import row_unit
-from rm_optimizer.core.rows.response_files import FileKind, ResponseRow, file_kind, read_responses, write_with_rewards
+from rm_optimizer.core.rows.response_files import (
+    REWARD,
+    FileKind,
+    ResponseRow,
+    file_kind,
+    read_responses,
+    stored_rows,
+)
 from rm_optimizer.core.tokens.chat import Encoding
 from rm_optimizer.errors import DataError
-from rm_optimizer.records.files import as_path, replacing
+from rm_optimizer.records.files import as_path, csv_table, replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 
 Reward: TypeAlias = float | list[float]
 """A row's reward: a number, or a list if the row has a list of responses."""
+_BATCH_ROWS = 512
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -257,8 +271,41 @@ def _write_target(source: Path, target: Path, log: Ledger) -> None:
         rewards = (reward for chunk in log.values() for reward in chunk["rewards"])
         if target.name.endswith(".gz"):
             with gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as packed:
-                write_with_rewards(source, packed, file_kind(target), rewards)  # type: ignore[arg-type]
+                _write_with_rewards(source, packed, file_kind(target), rewards)  # type: ignore[arg-type]
         else:
-            write_with_rewards(source, raw, file_kind(target), rewards)
+            _write_with_rewards(source, raw, file_kind(target), rewards)
         raw.flush()
         os.fsync(raw.fileno())
+
+
+def _write_with_rewards(source: Path, target: IO[bytes], kind: FileKind, rewards: Iterable[Any]) -> None:
+    """Copy a file with the column `reward` added; its own cells stay as they are, also those a spreadsheet would run.
+
+    Args:
+        source: the file that was scored.
+        target: open for writing bytes.
+        kind: format to write: the source's own, or JSONL.
+        rewards: a number, or a list of numbers, for each row in order.
+    """
+    if kind is FileKind.parquet:
+        table, given = pq.ParquetFile(source), iter(rewards)
+        field = pa.field(REWARD, pa.list_(pa.float32()) if "responses" in table.schema_arrow.names else pa.float32())
+        with pq.ParquetWriter(target, table.schema_arrow.append(field)) as writer:
+            for batch in table.iter_batches(batch_size=_BATCH_ROWS):
+                values = pa.array(list(islice(given, batch.num_rows)), field.type)
+                writer.write_batch(batch.append_column(field, values))
+        return
+    rows = ({**row, REWARD: reward} for (_, row), reward in zip(stored_rows(source), rewards, strict=True))
+    text = io.TextIOWrapper(target, encoding="utf-8", newline="")
+    if kind is FileKind.csv:
+        first = next(rows)
+        table = csv_table(text, [*first])
+        table.writeheader()
+        table.writerows(chain([first], rows))
+    else:
+        for row in rows:
+            line = json.dumps(row, ensure_ascii=False, default=str)
+            # Half of a surrogate pair in a column that is not scored can be written as an escape only.
+            text.write((json.dumps(row, default=str) if _SURROGATE.search(line) else line) + "\n")
+    text.flush()
+    text.detach()

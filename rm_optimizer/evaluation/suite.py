@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import yaml  # type: ignore[import-untyped]
 
+from rm_optimizer.core.pairs.layouts import Layout
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, prompt_id
 from rm_optimizer.core.pairs.source_format import ComparedRow, SourceFormat
 from rm_optimizer.core.pairs.sources import DataSource
@@ -23,6 +24,7 @@ from rm_optimizer.core.rows.readers import row_unit, source_files
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.list_rules import RULES, Credit, Rewards, SuiteItem, Tie
 from rm_optimizer.records.codec import from_values
+from rm_optimizer.schema.checks import require_options
 from rm_optimizer.schema.compose import config_root
 from rm_optimizer.schema.data import DataConfig, KwiseRule
 
@@ -143,9 +145,9 @@ class Suite:
             ConfigError: if an option is unknown or has another type.
             TypeError: if an option is missing.
         """
-        _check(cls, shown := f"suite {values.get('name')}", values)
+        require_options(shown := f"suite {values.get('name')}", cls.__annotations__, values)
         for name, each in values.get("sets", {}).items():
-            _check(SuiteSet, f"{shown}: set {name}", each)
+            require_options(f"{shown}: set {name}", SuiteSet.__annotations__, each)
         return from_values(cls, values)
 
     def parts_of(self, average: str) -> dict[str, float]:
@@ -179,32 +181,6 @@ class Suite:
         for weight, inner in parts:
             found |= {leaf: found.get(leaf, 0.0) + weight / total * share for leaf, share in inner.items()}
         return found
-
-
-_FORMS: Mapping[str, tuple[str, Any]] = {
-    "str": ("text", str),
-    "str | tuple": ("text or a list", str | list),
-    "int": ("a number", int),
-    "bool": ("true or false", bool),
-    "tuple": ("a list", list),
-    "Mapping": ("a mapping", Mapping),
-}
-"""Words for the value of an option in YAML, and its type, by the beginning of the option's annotation."""
-
-
-def _check(kind: type[Suite | SuiteSet], shown: str, given: object) -> None:
-    """Refuse unknown options of a dataclass, and values of another kind.
-
-    The kinds are text, number, list and mapping.
-    """
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{shown} must be a mapping, got {given!r}")
-    for name, value in given.items():
-        if name not in kind.__annotations__:
-            raise ConfigError(did_you_mean(f"option of {shown}", str(name), [*kind.__annotations__]))
-        words, form = _FORMS.get(kind.__annotations__[name].partition("[")[0], ("", object))
-        if not isinstance(value, form):
-            raise ConfigError(f"{shown}: {name} must be {words}, got {value!r}")
 
 
 def published_suites() -> dict[str, Path]:
@@ -334,7 +310,7 @@ def read_suite(suite: Suite, sources: Sequence[str], options: DataConfig) -> Sui
 def _items(each: SuiteSet, name: str, path: str, options: DataConfig, notes: list[str]) -> Iterator[SuiteItem | None]:
     """Rows of a file or set; None without a stated preference."""
     for file in chain.from_iterable(part.files for part in source_files(path)):
-        source, tally = DataSource(file, layout=each.layout), RowTally(file, options)
+        source, tally = DataSource(file, Layout.of(each.layout)), RowTally(file, options)
         form, rows = SourceFormat.opened(source, tally)
         for number, row in form.compared(rows, KwiseRule.all_and_ties, tally):
             try:

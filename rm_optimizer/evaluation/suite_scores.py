@@ -22,7 +22,7 @@ from rm_optimizer.core.metrics.effects import ERROR_RATE, holm_adjusted
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import StudentMean, cluster_bootstrap, cluster_totals, with_honest_width
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.overlap import TrainedOn, TrainedPairs
+from rm_optimizer.core.storage.model_files import TrainedOn, TrainedPairs
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.list_rules import BOUNDS, Credit
 from rm_optimizer.evaluation.saved_model import score_distinct

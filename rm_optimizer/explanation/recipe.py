@@ -105,7 +105,7 @@ class RecipeRenderer:
             tokenizer.chat_template = renderer.tokenizer.chat_template
             self.renderers[name] = ConversationRenderer(tokenizer, renderer.max_length, renderer.render_fn)
         self.base = Recipe(renderer.max_length)
-        tokenizer, (start, end) = renderer.tokenizer, renderer.frame
+        tokenizer, (start, end) = renderer.tokenizer, renderer.frame.both
         self.lead = start[0] if start else tokenizer.bos_token_id
         self.lead = tokenizer.cls_token_id if self.lead is None else self.lead
         self.end = end[-1] if end else None

@@ -147,6 +147,18 @@ class VLLMPolicy:
         return [_text(self.tokenizer, list(output.token_ids), {self.tokenizer.eos_token_id}) for output in outputs]
 
 
+def plain_turns(prompt: Prompt) -> list[dict[str, Any]]:
+    """The prompt's messages as TRL's trainers take them, which take nothing beside them.
+
+    Raises:
+        ValueError: if the prompt has tools or other values beside its messages.
+    """
+    context, messages = split_context(as_messages(prompt))
+    if context:
+        raise ValueError(f"the prompt has {', '.join(context)}, which a policy does not read; leave it out")
+    return [message.to_dict() for message in messages]
+
+
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> list[int]:
     """Token ids of a prompt, up to the start of the response.
 

@@ -28,12 +28,11 @@ from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.pairs.pair import Prompt, require_finite
 from rm_optimizer.core.rows.messages import Turns
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
-from rm_optimizer.core.rows.prompts import plain_turns
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import CheckpointError, MissingExtra
 from rm_optimizer.records.randomness import keeping_random_state
-from rm_optimizer.rl_coupling.language_policies import end_ids, load_language_model, require_room
+from rm_optimizer.rl_coupling.language_policies import end_ids, load_language_model, plain_turns, require_room
 from rm_optimizer.schema.rlhf import PolicyAlgorithm, RLHFConfig
 from rm_optimizer.serving.client.reward_function import trl_reward
 
@@ -173,7 +172,7 @@ class TrainedPolicy:
     def _encoded(self, rows: Sequence[Prompt]) -> BatchEncoding:
         """Prompts encoded as in TRL, padded on the left."""
         found = self.tokenizer.apply_chat_template(
-            [plain_turns(prompt, "a policy") for prompt in rows],
+            [plain_turns(prompt) for prompt in rows],
             add_generation_prompt=True,
             tokenize=True,
             padding=True,
@@ -308,7 +307,7 @@ def train_policy(
         if other != resumed:
             shutil.rmtree(other)
     asked = in_order(prompts, config.steps * config.prompts_per_step, seed)
-    rows = Dataset.from_list([{"prompt": plain_turns(prompt, "a policy")} for prompt in asked])
+    rows = Dataset.from_list([{"prompt": plain_turns(prompt)} for prompt in asked])
     with quiet_transformers():
         trainer: Trainer = trainer_kind(
             model=policy.model,

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 
-from rm_optimizer.errors import ConfigError
+from rm_optimizer.errors import ConfigError, did_you_mean
 
 INTERVAL = re.compile(r"([\[(])([^,]+), ([^,]+)([\])])")
 
@@ -123,3 +124,37 @@ def _ends(interval: str) -> tuple[str, ...]:
 def _number(text: str) -> float:
     base, _, power = text.partition("**")
     return float(float(base) ** int(power or 1))
+
+
+_FORMS: Mapping[str, tuple[str, Any]] = {
+    "str": ("text", str),
+    "str | tuple": ("text or a list", str | list),
+    "int": ("a number", int),
+    "float": ("a number", int | float),
+    "bool": ("true or false", bool),
+    "tuple": ("a list", list),
+    "Mapping": ("a mapping", Mapping),
+    "Columns": ("a mapping", Mapping),
+}
+"""Words for the value of an option in YAML, and its type, by the beginning of the option's annotation."""
+
+
+def require_options(shown: str, annotations: Mapping[str, str], given: object) -> None:
+    """Refuse unknown options of a description in YAML, and values of another kind.
+
+    Args:
+        shown: the description, for the message.
+        annotations: types of the options by name.
+        given: the options.
+
+    Raises:
+        ConfigError: naming the option, or if the description is no mapping.
+    """
+    if not isinstance(given, Mapping):
+        raise ConfigError(f"{shown} must be a mapping, got {given!r}")
+    for name, value in given.items():
+        if name not in annotations:
+            raise ConfigError(did_you_mean(f"option of {shown}", str(name), annotations))
+        words, form = _FORMS.get(annotations[name].partition("[")[0], ("", object))
+        if not isinstance(value, form):
+            raise ConfigError(f"{shown}: {name} must be {words}, got {value!r}")

@@ -105,8 +105,8 @@ class Spelling(StrEnum):
         """Name of an option of reading data as the user types it, such as `data.on_bad_row` or `--on-bad-row`."""
         return {"hydra": f"data.{option}", "flags": f"--{option.replace('_', '-')}"}.get(self.value, option)
 
-    def columns(self, mapping: Mapping[str, str | list[str]]) -> str:
-        """A column mapping, our name to the file's or to several, as the user types it.
+    def columns(self, mapping: Mapping[str, str | list[str] | None]) -> str:
+        """A column mapping, our name to the file's or to several, as the user types it; None leaves a column out.
 
         Example:
             >>> Spelling.flags.columns({"prompt": "question", "chosen": "better"})
@@ -114,14 +114,13 @@ class Spelling(StrEnum):
         """
         word = _hydra_word if self == Spelling.hydra else str
         written = {
-            ours: f"[{', '.join(map(word, theirs))}]" if isinstance(theirs, list) else word(theirs)
+            ours: f"[{', '.join(map(word, theirs))}]" if isinstance(theirs, list) else word(theirs or "null")
             for ours, theirs in mapping.items()
         }
         if self == Spelling.flags:
             return " ".join(f"--columns {_shell_word(f'{ours}={theirs}')}" for ours, theirs in written.items())
         if self == Spelling.python:
-            arguments = {ours: None if theirs == "null" else theirs for ours, theirs in mapping.items()}
-            return f"columns={arguments}"
+            return f"columns={dict(mapping)}"
         inside = ", ".join(f"{ours}: {theirs}" for ours, theirs in written.items())
         return _shell_word(f"data.columns={{{inside}}}")
 

@@ -17,9 +17,9 @@ from pytorch_lightning.loggers import Logger
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import is_sharded, load_whole_weights
-from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE
 from rm_optimizer.core.storage.adapter_files import adapter_tensor_names
 from rm_optimizer.core.storage.loading import load_weights, read_checkpoint
+from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE
 from rm_optimizer.core.tokens.audit import length_baseline
 from rm_optimizer.errors import CheckpointError, Interrupted
 from rm_optimizer.evaluation.pair_rewards import PairRewards, ScoringStopped, write_evaluation, write_pair_rewards

@@ -18,9 +18,9 @@ from rm_optimizer.core.classifier.head import head_side_modules, keep_exact, req
 from rm_optimizer.core.classifier.router_loss import RouterBalance
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.orders import PairOrder
-from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.tokens.audit import content_notes, layout_examples
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_training_data
 from rm_optimizer.core.tokens.tokenizer import tokenizer_of_pairs

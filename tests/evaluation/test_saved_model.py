@@ -19,8 +19,9 @@ from rich.console import Console
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs, pair_fingerprints
+from rm_optimizer.core.pairs.overlap import pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation import saved_model

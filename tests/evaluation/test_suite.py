@@ -16,8 +16,9 @@ from typer.testing import CliRunner
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs, pair_fingerprints
+from rm_optimizer.core.pairs.overlap import pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.suite import Suite, published_suites, read_suite
 from rm_optimizer.evaluation.suite_scores import (

@@ -59,7 +59,7 @@ def folder(tmp_path: Path):
 def hub(monkeypatch: pytest.MonkeyPatch) -> dict[Any, Rows]:
     """Rows of public sets by name, configuration and split, which `datasets` loads in place of the hub."""
     found: dict[Any, Rows] = {}
-    monkeypatch.setattr("rm_optimizer.core.rows.hub.hub_obstacle", lambda *asked: None)
+    monkeypatch.setattr("rm_optimizer.records.hub.hub_obstacle", lambda *asked: None)
     monkeypatch.setattr(
         datasets, "load_dataset", lambda name, config, split: datasets.Dataset.from_list(found[name, config, split])
     )

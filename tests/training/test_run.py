@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from rm_optimizer import RunResult, evaluate_checkpoint, train_reward_model
 from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.core.data_loader import load_training_data
-from rm_optimizer.core.pairs.overlap import TrainedPairs
+from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.errors import ConfigError, TrainingDiverged
 from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig

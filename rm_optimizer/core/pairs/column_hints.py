@@ -90,8 +90,7 @@ class Suggestion:
     @property
     def text(self) -> str:
         """The sentence, with the options as the user types them."""
-        mapping = {ours: "null" if theirs is None else theirs for ours, theirs in self.columns.items()}
-        typed = [Spelling.current().columns(mapping)] if mapping else []
+        typed = [Spelling.current().columns(self.columns)] if self.columns else []
         if isinstance(self.winner, list):
             places = zip(("FIRST", "SECOND", "TIE"), self.winner, strict=False)
             typed.append(Spelling.current().winner([place if value == TODO else value for place, value in places]))
@@ -150,13 +149,11 @@ def _numbers(rows: Sequence[Mapping[str, Any]], *names: str) -> list[float]:
 
 def _known_names(names: Sequence[str], rows: Sequence[Row]) -> dict[str, str]:
     by_lower = {name.lower(): name for name in names if not any(_is_object(row.get(name)) for row in rows)}
-    known = {
-        ours: next((by_lower[name] for name in (ours, *others) if name in by_lower), None)
-        for ours, others in _HINTS["names"].items()
-    }
-    found = {ours: theirs for ours, theirs in known.items() if theirs is not None and ours not in names}
-    if "scores" in found and not all(isinstance(row.get(found["scores"]), list) for row in rows):
-        del found["scores"]
+    found: dict[str, str] = {}
+    for ours, others in _HINTS["names"].items():
+        theirs = next((by_lower[name] for name in (ours, *others) if name in by_lower and ours not in names), None)
+        if theirs and (ours != "scores" or all(isinstance(row.get(theirs), list) for row in rows)):
+            found[ours] = theirs
     return found
 
 
@@ -244,23 +241,17 @@ def _of_parts(rows: Sequence[Row], names: Sequence[str], given: Columns) -> Sugg
     return Suggestion(told, inside or {**given, "responses": TODO, "scores": TODO})
 
 
-def require_readable(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> None:
-    """Refuse columns whose values would be lost or misread.
+def objection(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> str | None:
+    """Reason why columns would be lost or misread; None if all are read as they are meant.
+
+    No option defines the values of the winner column, no column has prompts, labels are no probabilities, or a column
+    would change what the model reads.
 
     Args:
         source: the source.
         form: format of its rows.
         rows: its first rows under our names.
-
-    Raises:
-        DataError: if no option defines the values of the winner column, no column has prompts, labels are no
-            probabilities, or a column would change what the model reads.
     """
-    if (reason := _objection(source, form, rows)) is not None:
-        raise DataError(f"{source.path}: {reason}")
-
-
-def _objection(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> str | None:
     typed, columns, names = Spelling.current().columns, source.layout.columns, columns_of(rows)
     if form.name == "winner" and source.layout.winner is None:
         return suggestion(rows, columns).text
@@ -273,17 +264,15 @@ def _objection(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> str 
     num_wrong = sum(not any(0 <= number <= 1 for number in _numbers([{"label": label}], "label")) for label in labels)
     if num_wrong > max(1, _SYSTEMATIC * len(labels)):
         sides = [columns.get(name) or name for name in (*_PAIR, "label")]
-        told = _said(
-            "labels", theirs=sides[2], values=sorted({*map(str, labels)})[:8], without=typed({"label": "null"})
-        )
+        told = _said("labels", theirs=sides[2], values=sorted({*map(str, labels)})[:8], without=typed({"label": None}))
         return Suggestion(told, dict(zip((*_RESPONSES, "winner"), sides, strict=True)), [TODO] * 3).text
     if (lost := next(filter(None, (unread_column(row, columns) for row in rows)), None)) is None:
         return None
-    last, use = lost.rpartition(".")[2], ""
-    for ours, is_meant in (("input", last in ("input", "context")), ("system", "system" in last)):
-        use = _said(f"lost_{ours}", options=typed({ours: lost})) if is_meant else use
-    use = _said("lost_template", options=typed({last: lost})) if last in TEMPLATE_COLUMNS else use
-    return _said("lost", name=lost, use=use, without=typed({lost: "null"}))
+    last = lost.rpartition(".")[2]
+    ours = "system" if "system" in last else "input" if last in ("input", "context") else last
+    kind = "lost_template" if last in TEMPLATE_COLUMNS else f"lost_{ours}"
+    use = _said(kind, options=typed({ours: lost})) if kind in _HINTS["sentences"] else ""
+    return _said("lost", name=lost, use=use, without=typed({lost: None}))
 
 
 _WORD = re.compile(r"[^\W\d_]{2,}")
@@ -324,7 +313,7 @@ def unread_note(rows: Sequence[Row], read: frozenset[str]) -> str | None:
         read: columns that are read.
     """
     unread = _unread_content(rows, read)
-    without = Spelling.current().columns(dict.fromkeys(unread, "null"))
+    without = Spelling.current().columns(dict.fromkeys(unread))
     return _said("content", names=unread, without=without) if unread else None
 
 
@@ -344,11 +333,10 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
         source: the source.
         pairs: its pairs, whose metadata are the unread columns.
     """
-    chosen, rejected = (source.layout.columns.get(name) or name for name in _PAIR)
-    sides = (chosen, rejected)
+    columns = source.layout.columns
+    sides = (columns.get("chosen") or "chosen", columns.get("rejected") or "rejected")
     decided = [(pair.metadata, 1 if pair.label > 0.5 else -1) for pair in pairs if pair.label != 0.5]
-    rows = [row for row, _ in decided]
-    names = columns_of(rows)
+    names = columns_of(rows := [row for row, _ in decided])
     words = (re.findall(r"[A-Za-z]+|\d+", side) for side in sides)
     differing = [both for both in zip(*words, strict=False) if both[0] != both[1]]
     marks = [_PAIR, *(differing if len(differing) == 1 else [])]

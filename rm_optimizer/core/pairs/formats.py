@@ -31,7 +31,6 @@ from rm_optimizer.core.rows.messages import (
 )
 from rm_optimizer.core.rows.prompts import LAST_TURN, as_messages, begins_with_turn, parse_transcript, read_prompt
 from rm_optimizer.core.rows.readers import Row
-from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.compose import described
 from rm_optimizer.schema.data import KwiseRule
 
@@ -118,17 +117,6 @@ def _kinds(row: Row, name: str) -> set[str]:
     return {"present", "other"} if name in row else {"absent"}
 
 
-def row_format(name: str) -> RowFormat:
-    """The format of that name.
-
-    Raises:
-        ConfigError: if there is none.
-    """
-    if name not in FORMATS:
-        raise ConfigError(did_you_mean("data.format", name, ["auto", *FORMATS]))
-    return FORMATS[name]
-
-
 def detect_format(rows: Sequence[Row]) -> RowFormat | None:
     """The format that most of the first rows look like, or None if none of them looks like any.
 
@@ -143,15 +131,15 @@ def detect_format(rows: Sequence[Row]) -> RowFormat | None:
 
 def _of_sides(row: Row, *, are_listed: bool) -> list[Comparison]:
     """Every chosen response against every rejected one."""
-    sides: dict[str, list[Any]] = {}
-    for name in ("chosen", "rejected"):
-        value: Any = row.get(name)
-        is_list = are_listed and isinstance(value, list) and value and not any(map(is_message, value))
-        sides[name] = [*value] if is_list else [value]
-    named = [(name, each) for name in sides for each in sides[name]]
-    num = len(sides["chosen"])
-    of_each = {"index": [*range(num), *range(len(named) - num)]} if are_listed else {}
-    return _comparisons(row, named, itertools.product(range(num), range(num, len(named))), of_each)
+    sides = [row.get("chosen"), row.get("rejected")]
+    listed = [
+        value if are_listed and isinstance(value, list) and value and not any(map(is_message, value)) else [value]
+        for value in sides
+    ]
+    named = [(name, each) for name, side in zip(("chosen", "rejected"), listed, strict=True) for each in side]
+    first, second = map(range, map(len, listed))
+    places = itertools.product(first, range(len(first), len(named)))
+    return _comparisons(row, named, places, {"index": [*first, *second]} if are_listed else {})
 
 
 def _of_winner(row: Row) -> list[Comparison]:
@@ -192,9 +180,7 @@ def _of_responses(row: Row, rule: KwiseRule) -> list[Comparison]:
     of_each: dict[str, Sequence[Any]] = {"index": range(len(responses)), **(row.get(PER_RESPONSE) or {})}
     sign = -1 if told == "ranks" else 1
     scores = [] if are_edges else [read_number(f"each of {told}", value) * sign for value in values]
-    places = [_edge(each, len(responses)) for each in values] if are_edges else kwise_pairs(scores, rule)
-    if are_edges and "scores" in given:
-        places = _by_scores(places, row["scores"], len(responses))
+    places = [_edge(each, responses, row.get("scores")) for each in values] if are_edges else kwise_pairs(scores, rule)
     of_each |= {"score": scores} if told == "scores" else {}
     return _comparisons(row, [("the responses", response) for response in responses], places, of_each, scores)
 
@@ -229,7 +215,7 @@ def _candidates(row: Row, named: Sequence[tuple[str, Any]]) -> tuple[Prompt, lis
         return _parted([_conversation(name, value, prompt) for name, value in named], named)
     texts = [require_text(name, value) for name, value in named]
     begun = [begins_with_turn(text) and ("prompt" not in row or LAST_TURN in text) for text in texts]
-    if not any(begun) or ("prompt" in row and not all(begun)):
+    if not (all(begun) if "prompt" in row else any(begun)):
         return prompt or read_prompt(given), texts
     # Texts that begin a turn inside an answer would pass for turns, so transcripts part at their end alone.
     sides = [_transcript(name, text) for (name, _), text in zip(named, texts, strict=True)]
@@ -271,10 +257,8 @@ def _require_agreement(prompt: Prompt, messages: Sequence[Message]) -> None:
 
 def _transcript(name: str, text: str) -> tuple[Message, ...]:
     before, last, response = text.rpartition(LAST_TURN)
-    if not last:
-        raise ValueError(f"{name} must be a transcript with an 'Assistant:' turn")
-    if "\n\nHuman:" in response:
-        raise ValueError(f"{name} must end with an 'Assistant:' turn, not a 'Human:' one")
+    if not last or "\n\nHuman:" in response:
+        raise ValueError(f"{name} must be a transcript that ends with an 'Assistant:' turn")
     try:
         return (*parse_transcript(before), Message("assistant", response.strip()))
     except ValueError as error:
@@ -325,34 +309,26 @@ def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int
         [(1, 2), (2, 0)]
     """
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
-    candidates: dict[KwiseRule, Iterable[tuple[int, int]]] = {
-        KwiseRule.all: itertools.combinations(order, 2),
-        KwiseRule.all_and_ties: itertools.combinations(order, 2),
-        KwiseRule.best_worst: [(order[0], order[-1])] if order else [],
-        KwiseRule.adjacent: itertools.pairwise(order),
-    }
-    keeps_ties = rule == KwiseRule.all_and_ties
-    return [(better, worse) for better, worse in candidates[rule] if scores[better] > scores[worse] or keeps_ties]
+    if rule == KwiseRule.best_worst:
+        order = [order[0], order[-1]] if order else []
+    pairs = itertools.pairwise(order) if rule == KwiseRule.adjacent else itertools.combinations(order, 2)
+    return [pair for pair in pairs if scores[pair[0]] > scores[pair[1]] or rule == KwiseRule.all_and_ties]
 
 
-def _edge(edge: Any, num_responses: int) -> tuple[int, int]:
-    places = [*edge.values()] if isinstance(edge, Mapping) else edge
-    if isinstance(places, list) and len(places) == 2:
-        places = [place.get("response_id") if isinstance(place, Mapping) else place for place in places]
-        better, worse = places
-        if all(type(place) is int and 0 <= place < num_responses for place in places):
-            return better, worse
-    raise ValueError(f"each of edges must be two places in {num_responses} responses, from 0, got {edge!r}")
-
-
-def _by_scores(places: Sequence[tuple[int, int]], scores: Any, num_responses: int) -> list[tuple[int, int]]:
-    """The places of each edge, that of the higher score first."""
-    if not isinstance(scores, list) or len(scores) != num_responses:
-        raise ValueError("responses and scores must be lists of the same length")
-    values = [read_number("each of scores", score) for score in scores]
-    if equal := [edge for edge in places if values[edge[0]] == values[edge[1]]]:
-        raise ValueError(f"the responses of each of edges must differ in scores, got {[*equal[0]]}")
-    return [(first, second) if values[first] > values[second] else (second, first) for first, second in places]
+def _edge(edge: Any, responses: Sequence[Any], scores: Any) -> tuple[int, int]:
+    """The two places of an edge, the better one first, or that of the higher score where the row has scores."""
+    places = [*edge.values()] if isinstance(edge, Mapping) else edge if isinstance(edge, list) else []
+    places = [place.get("response_id") if isinstance(place, Mapping) else place for place in places]
+    if len(places) != 2 or not all(type(place) is int and 0 <= place < len(responses) for place in places):
+        raise ValueError(f"each of edges must be two places in {len(responses)} responses, from 0, got {edge!r}")
+    if scores is not None:
+        if not isinstance(scores, list) or len(scores) != len(responses):
+            raise ValueError("responses and scores must be lists of the same length")
+        values = {place: read_number("each of scores", scores[place]) for place in places}
+        if len({*values.values()}) < len(places):
+            raise ValueError(f"the responses of each of edges must differ in scores, got {places}")
+        places.sort(key=values.__getitem__, reverse=True)
+    return places[0], places[1]
 
 
 def _ranks_by_name(ranking: Any, names: Iterable[str]) -> list[Any]:

@@ -12,11 +12,9 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError  # type: ignore[import-untyped]
 
-from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat, row_format
+from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat
 from rm_optimizer.core.pairs.winner import Winner
 from rm_optimizer.core.rows.columns import (
     CONTEXT_COLUMNS,
@@ -37,6 +35,7 @@ from rm_optimizer.core.rows.columns import (
 from rm_optimizer.core.rows.messages import is_empty
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.schema.checks import require_options
 from rm_optimizer.schema.compose import config_root, described
 from rm_optimizer.schema.data import Spelling
 from rm_optimizer.schema.registry import Registry
@@ -100,19 +99,24 @@ class Layout:
         """
         if option is None or isinstance(option, Layout):
             return option or cls()
-        text = str(option)
-        if isinstance(option, Mapping) or text in LAYOUTS:
-            return _checked("", option if isinstance(option, Mapping) else LAYOUTS[text])
-        if Path(text).suffix in (".yaml", ".yml"):
-            return _stored(Path(text).expanduser())
-        if (found := published().get(text)) is None:
-            raise ConfigError(did_you_mean("layout", text, [*published(), *LAYOUTS]) + "; or name a .yaml file of one")
-        return found
+        if isinstance(option, Mapping):
+            return _checked("", option)
+        name, known = str(option), {**LAYOUTS, **published()}
+        if (path := Path(name).expanduser()).suffix not in (".yaml", ".yml"):
+            if name not in known:
+                raise ConfigError(did_you_mean("layout", name, known) + "; or name a .yaml file of one")
+            return known[name]
+        try:
+            return _checked(path.stem, described(str(path.absolute())))
+        except (OSError, UnicodeDecodeError, YAMLError) as error:
+            raise ConfigError(f"the layout {path} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
 
     @cached_property
     def named_format(self) -> RowFormat | None:
         """The row format that it names; None where the rows tell."""
-        return None if self.format == "auto" else row_format(self.format)
+        if self.format not in LAYOUTS:
+            raise ConfigError(did_you_mean("data.format", self.format, LAYOUTS))
+        return FORMATS.get(self.format)
 
     @cached_property
     def verdicts(self) -> Winner | None:
@@ -155,12 +159,8 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """Its keys that are set, as its file has them."""
-        values = {key: getattr(self, key) for key in _DEFAULTS}
-        return {
-            key: list(value) if isinstance(value, tuple) else value
-            for key, value in values.items()
-            if value and value != _DEFAULTS[key]
-        }
+        values = {key: value for key in _KEYS if (value := getattr(self, key)) and value != getattr(_OPEN, key)}
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
     @cached_property
     def _ignored(self) -> re.Pattern[str]:
@@ -233,13 +233,15 @@ def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
 
 
+_OPEN = Layout()
+_KEYS = {each.name: str(each.type) for each in fields(Layout) if each.name != "name"}
+"""Keys of a layout's file, with their types."""
+
+
 def _checked(name: str, options: Mapping[Any, Any]) -> Layout:
     shown = f"layout {name}" if name else "a layout"
+    require_options(shown, _KEYS, options)
     for key, value in options.items():
-        if key not in _DEFAULTS:
-            raise ConfigError(did_you_mean(f"option of {shown}", str(key), _DEFAULTS))
-        if key != "winner" and _kind(value) != (kind := _kind(_DEFAULTS[key])):
-            raise ConfigError(f"{shown}: {key} must be {kind}, got {value!r}")
         if "TODO" in str(value):
             raise ConfigError(f"{shown}: put what the rows mean in place of TODO in {key}")
         if key == "tree" and {*value} not in ({"root"}, {"id", "parent"}):
@@ -252,24 +254,6 @@ def _checked(name: str, options: Mapping[Any, Any]) -> Layout:
     return Layout(name=name, **{**options, **lists})
 
 
-def _kind(value: object) -> str:
-    return "a mapping" if isinstance(value, Mapping) else "a list" if isinstance(value, list | tuple) else "one value"
-
-
-_DEFAULTS = {each.name: getattr(Layout(), each.name) for each in fields(Layout) if each.name != "name"}
-"""Keys of a layout's file, with the values of those that are not set."""
-
-
-def _stored(path: Path) -> Layout:
-    try:
-        options = OmegaConf.to_container(OmegaConf.load(path))
-    except (OSError, YAMLError, OmegaConfBaseException) as error:
-        raise ConfigError(f"the layout {path} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
-    if not isinstance(options, dict):
-        raise ConfigError(f"the layout {path} must be a mapping with columns, got {type(options).__name__}")
-    return _checked(path.stem, options)
-
-
 @cache
 def published() -> Mapping[str, Layout]:
     """The layouts of published data sets by name, which `configs/layout` holds."""
@@ -277,8 +261,8 @@ def published() -> Mapping[str, Layout]:
     return {path.stem: _checked(path.stem, described(f"layout/{path.name}")) for path in files}
 
 
-LAYOUTS: Registry[Mapping[str, Any]] = Registry("layout", {name: {"format": name} for name in ("auto", *FORMATS)})
-"""Options of a source by the value of its `format`: the formats, and the layouts of tables that users add."""
+LAYOUTS = Registry("layout", {name: Layout(format=name) for name in ("auto", *FORMATS)})
+"""Layouts by the value of the option `format`: the formats, and the layouts of tables that users add."""
 ALWAYS_READ = frozenset({*OPTIONAL_COLUMNS, *CONTEXT_COLUMNS})
 """Columns that are read by their own names beside those of a format."""
 
@@ -307,5 +291,5 @@ def require_columns(path: str, layout: Layout, rows: Sequence[Row]) -> None:
         items = (item for row in rows for item in _listed(row.get(root)))
         parts = dict.fromkeys(str(part) for item in items if isinstance(item, Mapping) for part in item)
         told = f"the column {root} holds no such part; it has {', '.join(parts) or 'no parts'}"
-        option = Spelling.current().columns({ours: "null" if theirs is None else name})
+        option = Spelling.current().columns({ours: theirs and name})
         raise DataError(f"{path}: {option}: {told if root in known else did_you_mean('column', name, known)}")

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rm_optimizer.core.pairs.column_hints import (
     no_format,
-    require_readable,
+    objection,
     suggestion,
     unread_note,
     unread_options,
@@ -104,7 +104,8 @@ class SourceFormat:
         lost = [each for each in near if ": prompt is not read by layout" in each]
         notes += [f"read as format {form.name}, not as {each}" for each in lost[:1]]
         unread = unread_options(source, form)
-        require_readable(source, form, rows)
+        if (reason := objection(source, form, rows)) is not None:
+            raise DataError(f"{source.path}: {reason}")
         has_one_response = form.name == "kwise" and "responses" not in ours[0]
         notes += [*found, unread, unread_note(rows, form.columns | SINGLE_RESPONSE | ALWAYS_READ)]
         return cls(
@@ -282,7 +283,8 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[D
         layouts.append(Layout(format=general.name))
     for layout in layouts:
         tally = RowTally.of_trial(source.path)
-        candidate = replace(source, layout=replace(layout, encoding=source.layout.encoding))
+        own = source.layout.to_dict() | {"columns": {**layout.columns, **source.layout.columns}}
+        candidate = replace(source, layout=replace(layout, **own))
         try:
             form = SourceFormat.of(candidate, first)
             pairs = [pair for _, pair in form.pairs(first, KwiseRule.all, tally)]

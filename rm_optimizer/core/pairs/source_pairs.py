@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rm_optimizer.core.pairs.column_hints import contrary_notes
-from rm_optimizer.core.pairs.layouts import LAYOUTS
+from rm_optimizer.core.pairs.layouts import LAYOUTS, Layout
 from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.source_format import SourceFormat
@@ -158,7 +158,8 @@ def register_layout(
         >>> register_layout("votes", layout, rows=[row], pairs=[PreferencePair("2 + 2?", "4", "5")])
     """
     with Spelling.python.used():
-        found = load_source(DataSource("rows", layout=layout, rows=[dict(row) for row in rows]), DataConfig())
+        made = Layout.of(layout)
+        found = load_source(DataSource("rows", made, rows=[dict(row) for row in rows]), DataConfig())
     got, expected = ([{**pair.to_dict(), "metadata": {}} for pair in each] for each in (found.pairs, pairs))
     if got != expected:
         both = itertools.zip_longest(expected, got)
@@ -166,5 +167,5 @@ def register_layout(
         raise ConfigError(
             f"layout '{name}' must read its rows as the given pairs, but pair {place} is {read}, not {wanted}"
         )
-    if dict(LAYOUTS).get(name) != layout:  # a cell of a notebook may run again
-        LAYOUTS.add(name, {**layout})
+    if dict(LAYOUTS).get(name) != made:  # a cell of a notebook may run again
+        LAYOUTS.add(name, made)

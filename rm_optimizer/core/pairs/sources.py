@@ -9,7 +9,7 @@ from typing import Any
 
 from rm_optimizer.core.pairs.formats import READ_COLUMNS
 from rm_optimizer.core.pairs.layouts import LAYOUTS, Layout
-from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, OPTIONAL_COLUMNS, Columns, read_number
+from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, OPTIONAL_COLUMNS, read_number
 from rm_optimizer.core.rows.readers import NamedFiles, Report, Row, read_rows, source_files, source_name
 from rm_optimizer.errors import ConfigError, did_you_mean, nearest
 from rm_optimizer.schema.data import DataConfig
@@ -21,14 +21,9 @@ class DataSource:
 
     Args:
         path: a file, a saved `datasets` folder or a hub name.
+        layout: description of its rows.
         weight: its share in a mixture: each pair counts `weight` times; a fraction takes a random part.
-        format: name of a row format or of a registered layout, whose options hold where the source has none; or "auto".
-        columns: column mapping, our name to the file's or to a path such as `answer.text`; None leaves the column out.
-        winner: meaning of the `winner` column, as `Winner.parse` reads it.
-        label: the preference probability of rows that carry none, 0.5 for a file of ties.
         inherited: names of the options that are those of all sources.
-        layout: name, YAML file or mapping of a layout, whose options hold where the source has none; of a made source
-            the `Layout` with the options of both, by which its rows are read.
         name: name of the source, which pairs carry as `metadata["source"]`; that of the path if it is empty.
         is_named: True if the name also replaces one in the rows, which then is the subset.
         rows: rows in memory, which are read in place of a file.
@@ -38,31 +33,19 @@ class DataSource:
     """
 
     path: str
+    layout: Layout = field(default_factory=Layout)
     weight: float = 1.0
-    format: str = "auto"
-    columns: Columns = field(default_factory=dict)
-    winner: Any = None
-    label: float = 1.0
     inherited: frozenset[str] = field(default=frozenset(), compare=False)
-    layout: Any = None
     name: str = ""
     is_named: bool = False
     rows: Sequence[Row] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        if self.format not in LAYOUTS:
-            raise ConfigError(did_you_mean("data.format", self.format, LAYOUTS))
-        layout, named = Layout.of(self.layout), Layout.of(LAYOUTS[self.format]).to_dict()
-        own = {
-            name: value for name, value in (("winner", self.winner), ("label", self.label)) if value not in (None, 1.0)
-        }
-        columns = {**layout.columns, **named.pop("columns", {}), **self.columns}
-        layout = replace(layout, columns=columns, **named | own)
+        layout = self.layout
         if not 0 < self.weight < float("inf"):
             raise ConfigError(f"the weight of source {self.path} must be positive, got {self.weight}")
         if not 0 <= layout.label <= 1:
             raise ConfigError(f"the label of source {self.path} must lie in [0, 1], got {layout.label}")
-        object.__setattr__(self, "layout", layout)
         object.__setattr__(self, "name", self.name or source_name(self.path))
         _ = layout.named_format, layout.verdicts
         ours = {*READ_COLUMNS, *OPTIONAL_COLUMNS, *CONTEXT_COLUMNS}
@@ -116,10 +99,21 @@ def parse_sources(source: object, options: DataConfig) -> tuple[DataSource, ...]
         path = own.get("path")
         if not isinstance(path, str | os.PathLike) or not str(path):
             raise ConfigError(f"a data source must be a path, a data-set name or {{path: …}}, got {item!r}")
-        values = {**defaults, **own, "path": os.fspath(path), "is_named": bool(own.get("name"))}
+        values = {"label": 1.0, "weight": 1.0, **defaults, **own}
         try:
-            values |= {name: read_number(name, own[name]) for name in ("weight", "label") if name in own}
+            values |= {name: read_number(name, values[name]) for name in ("weight", "label")}
         except ValueError as error:
             raise ConfigError(f"data source {path}: {error}") from error
-        found.append(DataSource(**values, inherited=frozenset(defaults.keys() - own.keys())))
+        inherited = frozenset(defaults.keys() - own.keys())
+        name, layout = str(own.get("name") or ""), _layout_of(values)
+        found.append(DataSource(os.fspath(path), layout, values["weight"], inherited, name, bool(name)))
     return tuple(found)
+
+
+def _layout_of(options: Mapping[str, Any]) -> Layout:
+    """The layout of a source's options; `format`, `columns`, `winner` and `label` count more than its keys."""
+    layout, form = Layout.of(options["layout"]), options["format"]
+    named = LAYOUTS[form].to_dict() if form in LAYOUTS else {"format": form}
+    own = {name: options[name] for name in ("winner", "label") if options[name] not in (None, 1.0)}
+    columns = {**layout.columns, **named.pop("columns", {}), **options["columns"]}
+    return replace(layout, columns=columns, **named | own)

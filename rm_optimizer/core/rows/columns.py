@@ -303,18 +303,14 @@ def structured_columns(path: str, rows: Sequence[Row], named_format: str) -> tup
         first = Spelling.current().columns({name: f"{name}.0" for name, counts in kinds.items() if counts})
         told = f"read the first turn with {first}, or write conversations as messages"
         raise DataError(f"{path}: prompt holds lists of texts, one for each turn; {told}")
-    found, notes = set[str](), list[str]()
-    if num := kinds["prompt"]["messages"]:
-        cells = f"{num} of the first {kinds['prompt'].total()} prompts"
-        notes.append(f"{cells} are messages written as text, which are read as messages")
     lists = {name for row in rows if "responses" in row for name in _LISTS if isinstance(row.get(name), str)}
-    if lists:
-        notes.append(f"{', '.join(sorted(lists))} hold lists written as text, which are read as lists")
+    spelled = {"messages": ["prompt"] if kinds["prompt"]["messages"] else [], "lists": sorted(lists)}
+    found, notes = set[str](), list[str]()
     for names in _SIDES:
         odd, listed = sum(kinds[name]["messages"] for name in names), [name for name in names if most[name] == "texts"]
         if {most[name] for name in names} == {"messages"} and named_format in ("auto", "messages", "winner"):
             found.update(names)
-            notes.append(f"{', '.join(names)} hold messages written as text, which are read as messages")
+            spelled["messages"] += names
         elif odd:
             cells = f"{odd} of {sum(kinds[name].total() for name in names)} cells of {', '.join(names)}"
             notes.append(f"{cells} look like messages and are read as text")
@@ -324,6 +320,8 @@ def structured_columns(path: str, rows: Sequence[Row], named_format: str) -> tup
             as_text = "holds lists of texts written as text, which are read as text"
             option = Spelling.current().option("format", "lists")
             notes.append(f"{' and '.join(listed)} {as_text}; {option} reads each as several responses")
+    written = "{} hold {kind} written as text, which are read as {kind}"
+    notes += [written.format(", ".join(names), kind=kind) for kind, names in spelled.items() if names]
     return frozenset(found), notes
 
 

@@ -71,22 +71,6 @@ def split_context(messages: Sequence[Message]) -> tuple[Mapping[str, Any], tuple
     return (messages[0].fields, tuple(messages[1:])) if is_there else (MappingProxyType({}), tuple(messages))
 
 
-def plain_turns(prompt: Prompt, reader: str) -> list[dict[str, Any]]:
-    """The prompt's messages as chat templates take them, for a reader that takes nothing beside them.
-
-    Args:
-        prompt: text or messages.
-        reader: who reads them, for the message.
-
-    Raises:
-        ValueError: if the prompt has tools or other values beside its messages.
-    """
-    context, messages = split_context(as_messages(prompt))
-    if context:
-        raise ValueError(f"the prompt has {', '.join(context)}, which {reader} does not read; leave it out")
-    return [message.to_dict() for message in messages]
-
-
 def as_messages(prompt: Prompt) -> tuple[Message, ...]:
     """The prompt as messages; text that is neither a transcript nor the JSON of messages is one user turn.
 

@@ -378,7 +378,7 @@ def _saved_folder(path: Path) -> Iterator[tuple[int, Row]]:
 def _hub(location: str) -> Iterator[tuple[int, Row]]:
     import datasets
 
-    from rm_optimizer.core.rows.hub import hub_obstacle, restored_hub
+    from rm_optimizer.records.hub import hub_obstacle, restored_hub
 
     found = _HUB_NAME.fullmatch(location)
     assert found is not None, location

@@ -1,19 +1,12 @@
-"""Files of prompts and responses: read row by row, and copied with rewards in bounded memory."""
+"""Files of prompts and responses, read row by row."""
 
 from __future__ import annotations
 
-import io
-import json
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from itertools import chain, islice
 from pathlib import Path
-from typing import IO, Any, NoReturn
-
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import Any, NoReturn
 
 from rm_optimizer.core.rows.columns import row_prompt
 from rm_optimizer.core.rows.messages import (
@@ -26,7 +19,6 @@ from rm_optimizer.core.rows.messages import (
 )
 from rm_optimizer.core.rows.readers import Report, Row, each, read_rows, row_unit
 from rm_optimizer.errors import DataError
-from rm_optimizer.records.files import csv_table
 
 REWARD = "reward"
 
@@ -141,40 +133,3 @@ def _is_response(value: object) -> bool:
 def _shown(value: Any) -> str:
     text = "null" if value is None else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-BATCH_ROWS = 512
-_SURROGATE = re.compile("[\ud800-\udfff]")
-
-
-def write_with_rewards(source: Path, target: IO[bytes], kind: FileKind, rewards: Iterable[Any]) -> None:
-    """Copy a file with the column `reward` added; its own cells stay as they are, also those a spreadsheet would run.
-
-    Args:
-        source: the file that was scored.
-        target: open for writing bytes.
-        kind: format to write: the source's own, or JSONL.
-        rewards: a number, or a list of numbers, for each row in order.
-    """
-    if kind is FileKind.parquet:
-        table, given = pq.ParquetFile(source), iter(rewards)
-        field = pa.field(REWARD, pa.list_(pa.float32()) if "responses" in table.schema_arrow.names else pa.float32())
-        with pq.ParquetWriter(target, table.schema_arrow.append(field)) as writer:
-            for batch in table.iter_batches(batch_size=BATCH_ROWS):
-                values = pa.array(list(islice(given, batch.num_rows)), field.type)
-                writer.write_batch(batch.append_column(field, values))
-        return
-    rows = ({**row, REWARD: reward} for (_, row), reward in zip(stored_rows(source), rewards, strict=True))
-    text = io.TextIOWrapper(target, encoding="utf-8", newline="")
-    if kind is FileKind.csv:
-        first = next(rows)
-        table = csv_table(text, [*first])
-        table.writeheader()
-        table.writerows(chain([first], rows))
-    else:
-        for row in rows:
-            line = json.dumps(row, ensure_ascii=False, default=str)
-            # Half of a surrogate pair in a column that is not scored can be written as an escape only.
-            text.write((json.dumps(row, default=str) if _SURROGATE.search(line) else line) + "\n")
-    text.flush()
-    text.detach()

@@ -43,7 +43,6 @@ from rm_optimizer.core.classifier.head import head_name, require_trained_head
 from rm_optimizer.core.classifier.heads import token_types, with_token_types
 from rm_optimizer.core.classifier.quantization import is_quantized, keep_packing, quantization_arguments
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
-from rm_optimizer.core.rows.hub import restored_hub
 from rm_optimizer.core.storage.adapter_files import (
     BaseModel,
     StoredAdapter,
@@ -63,6 +62,7 @@ from rm_optimizer.core.tokens.tokenizer import TOKENIZER_FILE, read_otherwise
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean, needs_import
 from rm_optimizer.records.codec import from_values
+from rm_optimizer.records.hub import restored_hub
 from rm_optimizer.records.locations import ADAPTER_FILE, EXPORT_FILE, Source, SourceKind, resolve_source
 from rm_optimizer.records.randomness import keeping_random_state
 

@@ -1,4 +1,4 @@
-"""Files of a stored model: checks of them before anything is loaded, and `export.json` with its digests.
+"""Files of a stored model: checks before anything is loaded, `export.json` with its digests, training pairs.
 
 This module does not import torch.
 """
@@ -9,16 +9,22 @@ import hashlib
 import json
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from rm_optimizer.core.rows.hub import hub_obstacle, restored_hub
+from rm_optimizer.core.pairs.overlap import pair_fingerprints
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.errors import CheckpointError, nearest, no_trained_head
-from rm_optimizer.records.locations import EXPORT_FILE, Source, SourceKind, resolve_source
+from rm_optimizer.records.files import replacing
+from rm_optimizer.records.hub import hub_obstacle, restored_hub
+from rm_optimizer.records.locations import BEST_FOLDER, EXPORT_FILE, Source, SourceKind, resolve_source
 from rm_optimizer.schema.compose import config_root
 
 TOKENIZER_FILES = (
@@ -193,3 +199,97 @@ def _rows_of_one(folder: Path) -> Iterator[bool]:
             for name in stored.keys():  # noqa: SIM118, no dictionary
                 shape = stored.get_slice(name).get_shape()
                 yield len(shape) == 2 and shape[0] == 1
+
+
+TRAINED_PAIRS_FILE = "trained_pairs.npz"
+"""In a run folder and in its exported model: the fingerprints of the training pairs."""
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """Overlap of an evaluation's data with a model's training data.
+
+    Args:
+        num_pairs: pairs evaluated that training read, in either order.
+        num_pairs_of_prompts: pairs evaluated whose prompt training read; those of `num_pairs` are among them.
+        num_prompts: different prompts of these.
+    """
+
+    num_pairs: int
+    num_pairs_of_prompts: int
+    num_prompts: int
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedPairs:
+    """Fingerprints of a model's training pairs.
+
+    Args:
+        pairs: fingerprints of the pairs, sorted, each once.
+        prompts: fingerprints of their prompts, likewise.
+    """
+
+    pairs: NDArray[np.uint64]
+    prompts: NDArray[np.uint64]
+
+    @classmethod
+    def of(cls, *parts: NDArray[np.uint64]) -> TrainedPairs:
+        """Fingerprints from the arrays of `pair_fingerprints`."""
+        both = np.concatenate([np.zeros((0, 2), dtype=np.uint64), *parts])
+        return cls(np.unique(both[:, 0]), np.unique(both[:, 1]))
+
+    def merged(self, other: TrainedPairs) -> TrainedPairs:
+        """Union of both."""
+        return TrainedPairs(np.union1d(self.pairs, other.pairs), np.union1d(self.prompts, other.prompts))
+
+    def count(self, pairs: Sequence[PreferencePair]) -> TrainedOn:
+        """Numbers of these pairs and of their prompts among the training data."""
+        marks = pair_fingerprints(pairs)
+        seen_prompt = np.isin(marks[:, 1], self.prompts)
+        return TrainedOn(
+            num_pairs=int(np.isin(marks[:, 0], self.pairs).sum()),
+            num_pairs_of_prompts=int(seen_prompt.sum()),
+            num_prompts=len(np.unique(marks[seen_prompt, 1])),
+        )
+
+    def write(self, path: Path) -> Path:
+        """Write the file, whole or not at all.
+
+        Raises:
+            OSError: if it cannot be written.
+        """
+        with replacing(path) as temporary, temporary.open("wb") as file:
+            np.savez(file, pairs=self.pairs, prompts=self.prompts)
+        return path
+
+    @classmethod
+    def read(cls, path: Path) -> TrainedPairs:
+        """Read the file of `write`.
+
+        Raises:
+            CheckpointError: if the file is damaged.
+        """
+        try:
+            with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
+                return cls(arrays["pairs"], arrays["prompts"])
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            told = "so it is unknown what the model was trained on; remove it to evaluate without"
+            raise CheckpointError(f"{path} is damaged, {told}") from error
+
+    @classmethod
+    def recorded(cls, source: str | Path) -> TrainedPairs | None:
+        """Recorded training pairs of a model, beside it or in its run folder; None without a record.
+
+        Args:
+            source: anything `BradleyTerryRM.from_pretrained` loads.
+
+        Raises:
+            CheckpointError: if the record is damaged.
+        """
+        given = Path(source).expanduser()
+        if not given.exists():
+            return None  # a hub id
+        starts = (given.absolute(), given.resolve())
+        places = [folder for path in starts for folder in (path, path / BEST_FOLDER, *path.parents[:2])]
+        files = (folder / TRAINED_PAIRS_FILE for folder in places)
+        return next((cls.read(file) for file in files if file.is_file()), None)

@@ -12,7 +12,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.orders import epoch_order
-from rm_optimizer.core.pairs.overlap import TrainedPairs
 from rm_optimizer.core.rows.bad_rows import SkippedRow, require_few_bad
 from rm_optimizer.core.streaming.blocks import Block, BlockTokens, PairArrays
 from rm_optimizer.core.streaming.workers import TokenizerPool
@@ -37,6 +36,7 @@ class StreamTally:
     Attributes:
         skipped: the first rows that gave no pair.
         num_skipped: number of rows that gave none.
+        fingerprints: `pair_fingerprints` of the pairs of each block seen.
     """
 
     def __init__(self, blocks: Sequence[Block] = ()) -> None:
@@ -49,7 +49,7 @@ class StreamTally:
         self.skipped: list[SkippedRow] = []
         self.num_skipped = 0
         self._kept: dict[Block, int] = {}
-        self._fingerprints: list[NDArray[np.uint64]] = []
+        self.fingerprints: list[NDArray[np.uint64]] = []
         self._cut = Counter(cut_counts(np.zeros((0, 2, 2), dtype=np.int32)))
         self._tokens_cut = 0
         self._of_length: NDArray[np.int64] = np.zeros(1, dtype=np.int64)
@@ -58,10 +58,6 @@ class StreamTally:
     def num_kept(self) -> int:
         """Pairs of the blocks seen, those identical after cutting left out."""
         return sum(self._kept.values())
-
-    def trained(self) -> TrainedPairs:
-        """Fingerprints of the pairs of the blocks seen."""
-        return TrainedPairs.of(*self._fingerprints)
 
     def kept(self, block: Block) -> int | None:
         """Pairs of one block, or None if it was not seen yet."""
@@ -76,7 +72,7 @@ class StreamTally:
         if block in self._kept:
             return
         self._kept[block] = len(tokens.pairs)
-        self._fingerprints.append(tokens.fingerprints)
+        self.fingerprints.append(tokens.fingerprints)
         rows, file = tokens.rows, block.file
         self._num_read[file] += block.part.num_rows
         self._num_rows[file] += rows.num_rows

@@ -22,7 +22,7 @@ from rm_optimizer.core.rows.prompts import split_context
 from rm_optimizer.core.tokens.content_rules import ContentRules
 from rm_optimizer.core.tokens.conversation_text import ChatTemplate, plain_prompt
 from rm_optimizer.core.tokens.template_fields import Turn
-from rm_optimizer.core.tokens.tokenizer import added_tokens, require_one_template
+from rm_optimizer.core.tokens.tokenizer import Frame, require_one_template
 from rm_optimizer.errors import CheckpointError, ConfigError, ConversationRefused, DataError
 from rm_optimizer.schema.data import SpecialTokens, Thinking
 
@@ -79,27 +79,17 @@ class ConversationRenderer:
         self.tokenizer = tokenizer
         self.max_length = max_length
         self.render_fn = render_fn
-        # A sequence is framed by what the tokenizer adds, and by EOS (or SEP) if it adds no end.
-        start, end = self._added = added_tokens(tokenizer)
-        stop = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
-        self.frame = start, end or (() if stop is None else (int(stop),))
         if render_fn is None:
             require_one_template(tokenizer)
-        self._lead, self._end = ((), ()) if self.is_written else self.frame
-        self._openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
-        self._blank: dict[int, bool] = {}
+        self.frame = Frame(tokenizer, is_written=self.is_written)
         self._template = ChatTemplate(tokenizer)
         self.refused_tokens: dict[int, str] = {}
-        if max_length <= (special := len(self._lead) + len(self._end)):
+        if max_length <= (special := len(self.frame.lead) + len(self.frame.end)):
             raise ValueError(f"max_length must exceed the {special} special tokens of a sequence, got {max_length}")
         if self.kind == "chat_template":
             self._template.pin()
-        self._closing = self.closing() if self.is_written else ()
+        self.frame.closing = self.closing() if self.is_written else ()
         self.template_hash, self.probe_rendering = self._probe()
-
-    def has_lead(self, ids: Sequence[int]) -> bool:
-        """True if a sequence starts with BOS or CLS, or the tokenizer adds none."""
-        return not self.frame[0] or bool(self._lead_width(ids))
 
     def refuse_tokens_from(self, num_embeddings: int) -> None:
         """Refuse conversations with an added token whose id has no row among the `num_embeddings` of the model."""
@@ -194,7 +184,7 @@ class ConversationRenderer:
             ValueError: if the numbers of prompts and responses differ.
             DataError: if the chat template refuses a conversation's roles or their order.
         """
-        sequences = [self._framed(ids) for ids in self._ids(self._texts(prompts, responses))]
+        sequences = [self.frame.framed(ids) for ids in self._ids(self._texts(prompts, responses))]
         too_long = [i for i, ids in enumerate(sequences) if len(ids) > self.max_length]
         encodings = self._cut([prompts[i] for i in too_long], [sequences[i] for i in too_long])
         cut = dict(zip(too_long, encodings, strict=True))
@@ -208,8 +198,8 @@ class ConversationRenderer:
             max_length: most tokens of a sequence.
         """
         encodings = []
-        for ids in map(self._framed, self._ids(list(texts))):
-            lead, cut = self._lead_width(ids), max(0, len(ids) - max_length)
+        for ids in map(self.frame.framed, self._ids(list(texts))):
+            lead, cut = self.frame.lead_width(ids), max(0, len(ids) - max_length)
             encodings.append(Encoding(tuple(ids[:lead] + ids[lead + cut :]), cut, 0))
         return encodings
 
@@ -228,10 +218,10 @@ class ConversationRenderer:
         opening, closing = self._rendered_frame
         completed = []
         for ids in rows:
-            lead, end = self._added
+            lead, end = self.frame.added
             if closing and tuple(ids[-len(closing) :]) == closing:
-                ids, lead, end = self._framed(ids), opening, ()
-            is_begun = tuple(ids[: len(lead)]) == lead or (ids and ids[0] in self._openers)
+                ids, lead, end = self.frame.framed(ids), opening, ()
+            is_begun = tuple(ids[: len(lead)]) == lead or (ids and ids[0] in self.frame.openers)
             is_ended = tuple(ids[-len(end) :]) == end
             completed.append([*(() if is_begun else lead), *ids, *(() if is_ended else end)])
         return completed
@@ -240,7 +230,7 @@ class ConversationRenderer:
     def _rendered_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Ids with which every rendered conversation begins, if they are BOS or CLS, and ends."""
         rendered = self.probe_ids(PROBES[:1])[0]
-        return tuple(rendered[: self._lead_width(rendered)]), self.closing()
+        return tuple(rendered[: self.frame.lead_width(rendered)]), self.closing()
 
     def probe_ids(self, probes: Sequence[tuple[Prompt, str]] = PROBES, *, adds_frame: bool = True) -> list[list[int]]:
         """Token ids of the conversations that the template accepts, with or without the added BOS and EOS."""
@@ -251,7 +241,7 @@ class ConversationRenderer:
             except (DataError, ValueError):
                 continue
             ids = self._ids([text])[0]
-            found.append(self._framed(ids) if adds_frame else ids)
+            found.append(self.frame.framed(ids) if adds_frame else ids)
         return found
 
     def identity(self) -> dict[str, Any]:
@@ -294,7 +284,7 @@ class ConversationRenderer:
                     raise DataError(f"a single user message and its response cannot be rendered: {error}") from error
                 seen.append("refused")
             else:
-                seen.append([text, self._framed(self._ids([text])[0])])
+                seen.append([text, self.frame.framed(self._ids([text])[0])])
         rules = {} if self.rules == ContentRules() else {"rules": [self.rules.thinking, self.rules.special_tokens]}
         return digest({"probes": seen, "pinned_date": self.pinned_date, **rules}), seen[0][0]
 
@@ -351,33 +341,6 @@ class ConversationRenderer:
                 raise ConversationRefused(f"the model's embedding has no row for the token {token}; {told}")
         return ids
 
-    def _framed(self, ids: list[int]) -> list[int]:
-        """The ids with BOS and EOS, each added if it is missing."""
-        ended = ids if not self._end or self._end_width(ids) else [*ids, *self._end]
-        return ended if self._lead_width(ended) else [*self._lead, *ended]
-
-    def _lead_width(self, ids: Sequence[int]) -> int:
-        """Number of leading ids that are BOS or CLS."""
-        if self._lead and tuple(ids[: len(self._lead)]) == self._lead:
-            return len(self._lead)
-        return int(bool(ids) and ids[0] in self._openers)
-
-    def _end_width(self, ids: Sequence[int]) -> int:
-        """Number of trailing ids that are EOS and the blanks after it; 0 if the sequence does not end with EOS."""
-        if self._closing:
-            return len(self._closing) * (tuple(ids[-len(self._closing) :]) == self._closing)
-        stop = len(ids)
-        while stop:
-            token = ids[stop - 1]
-            if token not in self._blank:
-                is_special = token in self.tokenizer.all_special_ids
-                self._blank[token] = not is_special and not self.tokenizer.decode([token]).strip()
-            if not self._blank[token]:
-                break
-            stop -= 1
-        start = max(0, stop - len(self._end))
-        return len(ids) - start if self._end and tuple(ids[start:stop]) == self._end else 0
-
     def _cut(self, prompts: Sequence[Prompt], sequences: Sequence[list[int]]) -> list[Encoding]:
         """Encodings of sequences that are too long; a response starts where its sequence leaves the prompt alone."""
         texts = [self.prompt_text(prompt) for prompt in prompts]
@@ -385,13 +348,13 @@ class ConversationRenderer:
         ids_of = dict(zip(distinct, self._ids(distinct), strict=True))
         encodings = []
         for text, ids in zip(texts, sequences, strict=True):
-            alone = ids_of[text] if self._lead_width(ids_of[text]) else [*self._lead, *ids_of[text]]
+            alone = ids_of[text] if self.frame.lead_width(ids_of[text]) else [*self.frame.lead, *ids_of[text]]
             pairs = enumerate(zip(alone, ids, strict=False))
             start = next((i for i, (a, b) in pairs if a != b), min(len(alone), len(ids)))
-            excess, lead = len(ids) - self.max_length, self._lead_width(ids)
+            excess, lead = len(ids) - self.max_length, self.frame.lead_width(ids)
             prompt_cut = min(excess, max(0, start - lead))
             kept = ids[:lead] + ids[lead + prompt_cut :]
-            tail = kept[len(kept) - self._end_width(ids) :][: self.max_length - lead]
+            tail = kept[len(kept) - self.frame.end_width(ids) :][: self.max_length - lead]
             kept = kept[: self.max_length - len(tail)] + tail
             encodings.append(Encoding(tuple(kept), prompt_cut, excess - prompt_cut))
         return encodings

@@ -105,6 +105,64 @@ def added_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[tuple[int, ...], t
     return tuple(framed[:start]), tuple(framed[start + len(bare) :])
 
 
+class Frame:
+    """Special tokens around the ids of a conversation.
+
+    Args:
+        tokenizer: tokenizer of the ids.
+        is_written: True if the text has all special tokens, so that none is added.
+
+    Attributes:
+        added: ids that the tokenizer adds at the start and at the end of a text.
+        both: start and end of a sequence: what the tokenizer adds, and EOS (or SEP) if it adds no end.
+        lead: ids added at the start.
+        end: ids added at the end.
+        openers: BOS and CLS.
+        closing: ids that a text which is written whole ends with.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, *, is_written: bool) -> None:
+        self._tokenizer = tokenizer
+        start, end = self.added = added_tokens(tokenizer)
+        stop = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else tokenizer.sep_token_id
+        self.both = start, end or (() if stop is None else (int(stop),))
+        self.lead, self.end = ((), ()) if is_written else self.both
+        self.openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
+        self.closing: tuple[int, ...] = ()
+        self._blank: dict[int, bool] = {}
+
+    def has_lead(self, ids: Sequence[int]) -> bool:
+        """True if a sequence starts with BOS or CLS, or the tokenizer adds none."""
+        return not self.both[0] or bool(self.lead_width(ids))
+
+    def framed(self, ids: list[int]) -> list[int]:
+        """The ids with BOS and EOS, each added if it is missing."""
+        ended = ids if not self.end or self.end_width(ids) else [*ids, *self.end]
+        return ended if self.lead_width(ended) else [*self.lead, *ended]
+
+    def lead_width(self, ids: Sequence[int]) -> int:
+        """Number of leading ids that are BOS or CLS."""
+        if self.lead and tuple(ids[: len(self.lead)]) == self.lead:
+            return len(self.lead)
+        return int(bool(ids) and ids[0] in self.openers)
+
+    def end_width(self, ids: Sequence[int]) -> int:
+        """Number of trailing ids that are EOS and the blanks after it; 0 if the sequence does not end with EOS."""
+        if self.closing:
+            return len(self.closing) * (tuple(ids[-len(self.closing) :]) == self.closing)
+        stop = len(ids)
+        while stop and self._is_blank(ids[stop - 1]):
+            stop -= 1
+        start = max(0, stop - len(self.end))
+        return len(ids) - start if self.end and tuple(ids[start:stop]) == self.end else 0
+
+    def _is_blank(self, token: int) -> bool:
+        if token not in self._blank:
+            is_special = token in self._tokenizer.all_special_ids
+            self._blank[token] = not is_special and not self._tokenizer.decode([token]).strip()
+        return self._blank[token]
+
+
 def read_otherwise(tokenizer: PreTrainedTokenizerBase, file: str | Path) -> str | None:
     """Sentence on a plain text that gets other ids from the tokenizer than from its own `tokenizer.json`, or None.
 

@@ -57,9 +57,9 @@ class TemplateWriter:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         renderer = ConversationRenderer(tokenizer, _ENOUGH)
-        self._frame = renderer.frame
+        self._frame = renderer.frame.both
         self._framed, self._written = renderer.probe_ids(), renderer.probe_ids(adds_frame=False)
-        self._has_lead = all(renderer.has_lead(ids) for ids in self._written)
+        self._has_lead = all(renderer.frame.has_lead(ids) for ids in self._written)
         try:
             self._closing: tuple[int, ...] | None = renderer.closing()
         except DataError:  # the template renders no single turn

@@ -126,8 +126,8 @@ def _audited(
 
 
 def _tokenizer(source: str | None, datasets: Iterable[PreferenceDataset]) -> PreTrainedTokenizerBase:
-    from rm_optimizer.core.rows.hub import hub_obstacle, restored_hub
     from rm_optimizer.core.tokens.tokenizer import tokenizer_of_pairs
+    from rm_optimizer.records.hub import hub_obstacle, restored_hub
 
     if source is None:
         pairs = [pair for data in datasets for pair in data.pairs]

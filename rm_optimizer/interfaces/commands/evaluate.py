@@ -376,7 +376,7 @@ def doctor(
 
     Exits with 4 if a check fails, and with 0 if there are only warnings.
     """
-    from rm_optimizer.core.pairs.overlap import TrainedPairs
+    from rm_optimizer.core.storage.model_files import TrainedPairs
     from rm_optimizer.doctor.doctor import diagnose
     from rm_optimizer.records.ledger import stages
     from rm_optimizer.records.locations import resolve_source

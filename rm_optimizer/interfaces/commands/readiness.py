@@ -161,7 +161,7 @@ def readiness(
     """
     options = sizes.options()
     oracle.check(context, responses)
-    from rm_optimizer.core.pairs.overlap import TrainedPairs
+    from rm_optimizer.core.storage.model_files import TrainedPairs
     from rm_optimizer.data_efficiency.votes import votes_of
     from rm_optimizer.doctor.diagnosis import FAILED_EXIT_CODE
     from rm_optimizer.interfaces.outputs import printed_beside, write_json

@@ -17,9 +17,9 @@ from rm_optimizer.core.metrics.intervals import clustered_share
 from rm_optimizer.core.model.features import features
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
-from rm_optimizer.core.pairs.overlap import TrainedPairs
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
 from rm_optimizer.core.rows.natural import Prompts, flat_groups, prompts_of
+from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor.diagnosis import Check, Status
 from rm_optimizer.doctor.doctor import diagnose

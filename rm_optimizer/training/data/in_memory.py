@@ -14,8 +14,9 @@ import pytorch_lightning as pl
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.orders import PairOrder
-from rm_optimizer.core.pairs.overlap import TrainedPairs, pair_fingerprints
+from rm_optimizer.core.pairs.overlap import pair_fingerprints
 from rm_optimizer.core.rows.bad_rows import SkippedRow
+from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.tokens.batching import MacroBatch, pair_collator
 from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer

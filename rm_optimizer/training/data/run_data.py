@@ -13,11 +13,11 @@ import numpy as np
 from jaxtyping import Float
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.orders import BINS, CurriculumSampler, PairOrder
-from rm_optimizer.core.pairs.overlap import TrainedPairs
+from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.rows.readers import read_rows
+from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.streaming.dataset import RayPreferenceDataset
 from rm_optimizer.core.streaming.order import MacroBatchStream, StreamPosition, StreamTally
 from rm_optimizer.core.tokens.batching import MacroBatch
@@ -33,6 +33,7 @@ from rm_optimizer.core.tokens.dataset import (
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.schema.data import OWN_MARGINS, OverLong, Streaming
+from rm_optimizer.training.data.curriculum import BINS, CurriculumSampler
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 
 
@@ -376,7 +377,7 @@ class StreamingDataModule(PreferenceDataModule):
 
     def trained_pairs(self) -> TrainedPairs:
         """Fingerprints of the training pairs read by this process."""
-        return self._tally.trained()
+        return TrainedPairs.of(*self._tally.fingerprints)
 
     def truncation(self) -> dict[str, Any]:
         """Token and truncation counts of the pairs read, and of validation."""

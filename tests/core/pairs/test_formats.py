@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.pairs.formats import (
     FORMATS,
     Comparison,
     detect_format,
     kwise_pairs,
-    row_format,
 )
 from rm_optimizer.core.pairs.pair import Message, prompt_id
 from rm_optimizer.core.rows.gathering import PER_RESPONSE, gather_responses
@@ -74,7 +74,7 @@ def test_a_broken_first_row_does_not_hide_the_format():
 
 def test_an_unknown_format_gets_a_hint():
     with pytest.raises(ConfigError, match=r"unknown data\.format 'kwize'; did you mean 'kwise'\?"):
-        row_format("kwize")
+        PreferenceDataset([EXAMPLES["explicit"][0]], format="kwize")
 
 
 def test_the_prompt_of_a_transcript_is_everything_before_the_last_assistant_turn():
@@ -97,8 +97,11 @@ def test_the_prompt_of_a_transcript_is_everything_before_the_last_assistant_turn
             {"rejected": "\n\nHuman: Hi\n\nAssistant: No.\n\nHuman: Oh?\n\nAssistant: No."},
             "prompts of chosen and rejected differ, from turn 2 on",
         ),
-        ({"chosen": "\n\nHuman: Hi"}, "chosen must be a transcript with an 'Assistant:' turn"),
-        ({"chosen": HH["chosen"] + "\n\nHuman: Bye"}, "chosen must end with an 'Assistant:' turn"),
+        ({"chosen": "\n\nHuman: Hi"}, "chosen must be a transcript that ends with an 'Assistant:' turn"),
+        (
+            {"chosen": HH["chosen"] + "\n\nHuman: Bye"},
+            "chosen must be a transcript that ends with an 'Assistant:' turn",
+        ),
         ({"chosen": "Hi\n\nAssistant: Hello!"}, "chosen: a transcript must begin with 'Human:'"),
         ({"rejected": None}, "rejected must be text, got nothing"),
     ],

@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from rm_optimizer.core.pairs.layouts import Layout
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.pairs.source_pairs import SourcePairs, load_source, mixed
 from rm_optimizer.core.pairs.sources import DataSource, parse_sources
@@ -25,7 +26,8 @@ def write(path: Path, *rows: dict[str, Any]) -> str:
 
 
 def load(path: str, on_bad_row: OnBadRow = OnBadRow.error, **options: Any) -> SourcePairs:
-    return load_source(DataSource(path, **options), DataConfig(on_bad_row=on_bad_row, max_bad_share=1.0))
+    (source,) = parse_sources({"path": path, **options}, DataConfig())
+    return load_source(source, DataConfig(on_bad_row=on_bad_row, max_bad_share=1.0))
 
 
 def test_optional_columns_become_fields_and_the_rest_metadata(tmp_path: Path):
@@ -193,9 +195,9 @@ def test_an_option_names_one_source_or_many():
         DataConfig(format="explicit", columns={"prompt": "p"}),
     )
     assert sources == (
-        DataSource("a.csv", format="explicit", columns={"prompt": "p"}),
-        DataSource("b.csv", weight=0.5, format="hh", columns={"prompt": "p"}),
-        DataSource("c.csv", format="explicit", columns={"prompt": "q"}),
+        DataSource("a.csv", Layout(format="explicit", columns={"prompt": "p"})),
+        DataSource("b.csv", Layout(format="hh", columns={"prompt": "p"}), 0.5),
+        DataSource("c.csv", Layout(format="explicit", columns={"prompt": "q"})),
     )
     assert parse_sources("a.csv", DataConfig()) == (DataSource("a.csv"),)
 

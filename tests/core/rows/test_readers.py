@@ -242,7 +242,7 @@ def test_a_data_set_by_a_script_is_read_as_the_parquet_of_the_hub(monkeypatch: p
         return datasets.Dataset.from_list(ROWS)
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    monkeypatch.setattr("rm_optimizer.core.rows.hub.hub_obstacle", lambda *asked: None)
+    monkeypatch.setattr("rm_optimizer.records.hub.hub_obstacle", lambda *asked: None)
     assert [row for _, row in rows_of("owner/name:harmless:test")] == ROWS
 
 

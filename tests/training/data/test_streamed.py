@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rm_optimizer.core.pairs.overlap import TRAINED_PAIRS_FILE, TrainedPairs
+from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.streaming import dataset as ray_dataset
 from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
 from rm_optimizer.errors import ConfigError, DataError

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rm_optimizer.core.pairs.orders import exact_counts
 from rm_optimizer.data_efficiency import CurriculumSampler
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.training.data.curriculum import exact_counts
 
 MARGINS = np.linspace(0, 1, 1001)
 

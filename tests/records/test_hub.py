@@ -11,12 +11,12 @@ from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.rows.hub import hub_obstacle
 from rm_optimizer.core.rows.readers import read_rows
 from rm_optimizer.core.storage.model_files import refuse_by_files
 from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.interfaces.commands.data import data_check
 from rm_optimizer.interfaces.inputs import PairOptions
+from rm_optimizer.records.hub import hub_obstacle
 
 RESPONSE = httpx.Response(404, request=httpx.Request("GET", "https://hub"))
 
