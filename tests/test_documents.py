@@ -122,7 +122,7 @@ WAYS: dict[str, Run] = {
     "make check": Run("make --dry-run check", in_checkout=True, prints="mypy"),
     "rm-opt --help": Run(prints="Train and analyze:"),
     "rm-opt info": Run(prints="presets in"),
-    "rm-opt estimate -d pairs.jsonl hardware=h100 --chip H100": Run(prints="on one H100"),
+    "rm-opt estimate -m qwen -d pairs.jsonl hardware=h100": Run(prints="on one H100"),
     "rm-opt data check pairs.jsonl": Run(prints="longer wins"),
     # without a hub the presets that download one are composed, and the embedded one is trained
     "rm-opt train model=minilm data.train=pairs.jsonl hydra.run.dir=outputs/run": Run(

@@ -17,10 +17,10 @@ ROOMS: Mapping[str, int] = {
     "core": 9140,
     "serving": 4661,
     "landscape": 3725,
-    "training": 2957,
+    "training": 3011,
     "rl_coupling": 2513,
     "reporting": 2564,
-    "interfaces": 2154,
+    "interfaces": 2157,
     "experiments": 1672,
     "data_efficiency": 1316,
     "schema": 1119,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 346,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
-    "import lines": 5899,
-    "import lines inside functions": 347,
-    "lines of code": 36778,
-    "private functions with one caller": 405,
+    "import lines": 5904,
+    "import lines inside functions": 349,
+    "lines of code": 36835,
+    "private functions with one caller": 406,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from types import MappingProxyType
@@ -30,8 +32,10 @@ from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.compose import model_overrides
 from rm_optimizer.schema.diagnose import counterpart
 from rm_optimizer.training.callbacks.evaluation_plan import PairMetric
+from rm_optimizer.training.callbacks.memory_profile import CPU_MEMORY, GPU_MEMORY, PROFILE_FILE
 from rm_optimizer.training.callbacks.run_callback import require_callbacks
 from rm_optimizer.training.data.run_data import pairs_in_memory
+from rm_optimizer.training.estimate import count_run, duration, size
 from rm_optimizer.training.fitting import fit
 from rm_optimizer.training.folder.lock import run_lock
 from rm_optimizer.training.folder.record import RunResult
@@ -211,6 +215,7 @@ def run_training(
         run = prepare(config, start, data, order, metrics)
         if is_first_rank:
             write_record(run.record, config.data if data is None else None, run_dir)
+            log.info("%s\n%s", *count_run(config, run.module.model, run.datamodule).sentences()[:2])
         with StopSignal() as stop, open_loggers(config.logger, run_dir, run.record.options) as loggers:
             try:
                 result = fit(run, stop, start.checkpoint, callbacks, loggers)
@@ -222,3 +227,26 @@ def run_training(
             if is_first_rank:
                 log_outcome(loggers, result, log_model=config.logger.log_model)
             return result
+
+
+def measured(config: TrainConfig, steps: int) -> str:
+    """Run three steps in a temporary folder, and tell the time of a run and the memory in one sentence.
+
+    Args:
+        config: the composed options, changed in place.
+        steps: optimizer steps of the run.
+    """
+    config.training.max_steps, config.training.eval_at_start, config.profile_memory = 3, False, True
+    config.training.suites, config.schedule.warmup_steps, config.schedule.warmup_ratio = None, None, 0.0
+    config.logger = replace(config.logger, tensorboard=False, wandb=False)
+    with tempfile.TemporaryDirectory() as folder:
+        config.output_dir = folder
+        run_training(config)
+        profile = json.loads((Path(folder) / PROFILE_FILE).read_text(encoding="utf-8"))
+    median = profile["median"]
+    memory = next(median[name] for name in (GPU_MEMORY[0], CPU_MEMORY[1]) if name in median)
+    return (
+        f"measured: {median['step_seconds']:.3g} s a step on {profile['device']}, "
+        f"{duration(median['step_seconds'] * steps)} for all without evaluations; "
+        f"{size(memory)} ({profile['memory']})"
+    )

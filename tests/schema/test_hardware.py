@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,19 +11,10 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.training import estimate
 
 MODELS = ("tiny", "minilm", "deberta", "modernbert", "qwen", "llama")
-WIDTHS = {"hidden_size": 768, "num_attention_heads": 12}
-DEBERTA = {"relative_attention": True, "position_buckets": 256, "norm_rel_ebd": "layer_norm", "share_att_key": True}
-ARCHITECTURES: dict[str, dict[str, Any]] = {
-    "minilm": {"model_type": "bert", "hidden_size": 384, "intermediate_size": 1536, "num_attention_heads": 12},
-    "deberta": {"model_type": "deberta-v2", "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}
-    | {"intermediate_size": 3072, "type_vocab_size": 0}
-    | (WIDTHS | DEBERTA),
-    "modernbert": {"model_type": "modernbert", "intermediate_size": 1152} | WIDTHS,
-    "qwen": {"model_type": "qwen2", "hidden_size": 896, "intermediate_size": 4864}
-    | {"num_attention_heads": 14, "num_key_value_heads": 2},
-}
+PUBLISHED = json.loads(Path(estimate.__file__).with_name("published.json").read_text(encoding="utf-8"))
 LAYERS = {"minilm": 6, "deberta": 12, "modernbert": 22, "qwen": 24}
 PARAMETERS = {"minilm": 22.7e6, "deberta": 184e6, "modernbert": 149e6, "qwen": 494e6}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -59,9 +51,10 @@ def test_an_h100_compiles_pins_and_loads_ahead_and_nothing_else_does():
 
 def kept_bytes(model: str, layers: int, tokens: int) -> int:
     """Bytes that a forward pass under bf16 autocast keeps for the backward pass, weights left out."""
-    fields = ARCHITECTURES[model] | TOKEN_IDS | {"vocab_size": 128, "num_labels": 1, "pad_token_id": 0}
+    own = {"vocab_size": 128, "num_labels": 1, "pad_token_id": 0, "num_hidden_layers": layers}
+    fields = PUBLISHED[composed(f"model={model}").model.path] | TOKEN_IDS | own
     dropout = NO_DROPOUT if model in ("minilm", "deberta") else {}
-    config = AutoConfig.for_model(**fields, **dropout, num_hidden_layers=layers)
+    config = AutoConfig.for_model(**fields, **dropout)
     network = AutoModelForSequenceClassification.from_config(config).train()
     weights = {parameter.untyped_storage().data_ptr() for parameter in network.parameters()}
     kept: dict[int, Tensor] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import re
 import subprocess
 import sys
@@ -14,9 +15,9 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training.data.run_data import data_module, load_data
-from rm_optimizer.training.estimate import estimate_run, kept_bytes, measured
+from rm_optimizer.training.estimate import estimate_run, kept_bytes
 from rm_optimizer.training.preparation import trainable_model
-from rm_optimizer.training.run import run_training
+from rm_optimizer.training.run import measured, run_training
 from tests.builders import tiny_model, tiny_tokenizer
 
 LARGER = (
@@ -28,7 +29,7 @@ LARGER = (
 
 
 @pytest.mark.parametrize("options", [(), ("hardware.precision=bf16-mixed",), ("adapter=lora",), ("optimizer=muon",)])
-def test_the_estimate_is_the_run(small_config, tmp_path, options):
+def test_the_estimate_is_the_run(small_config, tmp_path, caplog, options):
     config = small_config(tmp_path / "run", *LARGER, *options, "training.max_steps=2")
     found = estimate_run(small_config(tmp_path / "run", *LARGER, *options, "training.max_steps=2"))
     data = load_data(config)
@@ -44,7 +45,10 @@ def test_the_estimate_is_the_run(small_config, tmp_path, options):
     with torch.autocast("cpu", torch.bfloat16, enabled="bf16" in config.hardware.precision):
         kept = kept_bytes(model, largest)
     assert found.activations == pytest.approx(kept, rel=0.1)
-    run_training(config)
+    with caplog.at_level(logging.INFO, "rm_optimizer"):
+        run_training(config)
+    told = next(record.getMessage() for record in caplog.records if record.getMessage().startswith("memory: "))
+    assert told.splitlines() == list(found.sentences()[:2])
     last = max(RunFolder(tmp_path / "run").checkpoints.items())[1]
     assert last.stat().st_size == pytest.approx(found.checkpoint, rel=0.02, abs=2e5)
 
@@ -64,6 +68,26 @@ def test_an_encoder_is_estimated_from_its_configuration_alone(small_overrides, t
     assert "on one H100 if it reaches 35% of its bfloat16 peak" in time
     with pytest.raises(ConfigError, match=r"--chip must be one of A10, A100, .*, got 'Z1'"):
         found.sentences("Z1")
+
+
+@pytest.mark.parametrize("model", [("qwen", 494_033_664), ("llama", 7_504_928_768), ("minilm", 22_713_601)])
+def test_a_preset_is_counted_without_the_hub(model, tmp_path, caplog):
+    name, size = model
+    few = ("data.synthetic.num_train=32", "data.synthetic.num_val=8")
+    found = estimate_run(typed(compose([f"model={name}", *few, f"output_dir={tmp_path}"]), TrainConfig))
+    assert found.parameters == size
+    assert "counted by its published configuration" in caplog.text
+
+
+def test_a_model_whose_pass_reads_values_is_estimated_without_it(small_overrides, tmp_path):
+    tokenizer = tiny_tokenizer("llama")
+    tiny_model("opt", tokenizer).config.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    others = [line for line in small_overrides if not line.startswith("model.")]
+    own = ["model=custom", f"model.path={tmp_path / 'base'}", "model.max_length=64", f"output_dir={tmp_path}"]
+    found = estimate_run(typed(compose([*others, *own]), TrainConfig))
+    assert found.memory == found.weights + found.gradients + found.optimizer
+    assert "without the backward pass of" in found.sentences()[0]
 
 
 @pytest.mark.slow

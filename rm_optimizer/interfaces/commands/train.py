@@ -66,9 +66,14 @@ def estimate(
     """
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.schema import TrainConfig
-    from rm_optimizer.training.estimate import estimate_run, measured
+    from rm_optimizer.training.callbacks.memory_profile import PEAK_BF16_FLOPS
+    from rm_optimizer.training.estimate import estimate_run, peak_of_chip
+    from rm_optimizer.training.run import measured
 
     overrides = [*flags.overrides(), *ctx.args]
+    chip = chip or next((name for name in PEAK_BF16_FLOPS if f"hardware={name.lower()}" in overrides), None)
+    if chip is not None:
+        peak_of_chip(chip)
     found = estimate_run(checked(overrides, TrainConfig, writable=False))
     print(*found.sentences(chip), sep="\n")
     if measure:
