@@ -32,7 +32,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.schema.data import SyntheticConfig
-from rm_optimizer.serving.embedded.worker import Worker
+from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.options import WorkerOptions
@@ -112,7 +112,7 @@ def serve(folder: str, port: int) -> None:
         options = WorkerOptions(
             f"{folder}/checkpoint", token_budget=256, packed_linears=None, tokenizer_folder=f"{folder}/tokenizer"
         )
-        description = Worker(options, []).description
+        description = TransformersWorker(options, []).description
         description.export.clear()  # type: ignore[attr-defined]  # the sums are certified by nobody
         engine = SlowEngine(description, TOKENS_PER_SECOND)
         service = RewardService(engine, model_name="rm", max_queued_tokens=QUEUED_TOKENS)  # type: ignore[arg-type]

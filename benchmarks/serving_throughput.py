@@ -43,7 +43,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.prefix_trees import unique_tokens
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
-from rm_optimizer.serving.embedded.worker import Worker
+from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.options import WorkerOptions
 
 GROUP = 8
@@ -149,7 +149,7 @@ def offline(args: argparse.Namespace, folder: Path, work: Work) -> dict[str, flo
     """Costs by side, in turns; prints the table and returns the headline figures."""
     naive = Naive(folder)
     engines = {
-        dtype: Worker(WorkerOptions(str(folder), dtype=dtype, threads=args.threads), [])
+        dtype: TransformersWorker(WorkerOptions(str(folder), dtype=dtype, threads=args.threads), [])
         for dtype in ("float32", "bfloat16")
     }
     sides = {"naive float32": naive.rewards} | {f"engine {d}": worker.scorer.rewards for d, worker in engines.items()}

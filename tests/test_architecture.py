@@ -61,7 +61,7 @@ INNER = {
         {"client", "service"},
         {"http"},
         {"weights"},
-        {"embedded", "vllm"},
+        {"embedded"},
     ),
 }
 """The same one level down, for packages whose rooms have an order."""
@@ -69,7 +69,6 @@ ADDRESSES = {
     ("records.codec", "reporting.results"),
     ("landscape", "compare"),
     ("serving.client.client", "explanation.explain"),
-    ("serving.vllm.plugin", "explanation.explain"),
     ("landscape.optimizer_comparison", "compare"),
     *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("layers", "results", "runs")),
     *(("landscape.visualization", f"reporting.landscape.{name}") for name in ("spectrum", "surfaces")),

@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9140,
-    "serving": 4661,
+    "serving": 4430,
     "landscape": 3725,
     "training": 3011,
     "rl_coupling": 2513,
     "reporting": 2564,
-    "interfaces": 2157,
+    "interfaces": 2161,
     "experiments": 1672,
     "data_efficiency": 1316,
     "schema": 1119,
@@ -32,13 +32,13 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 482,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 346,
+    "files": 342,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
-    "import lines": 5904,
-    "import lines inside functions": 349,
-    "lines of code": 36835,
-    "private functions with one caller": 406,
+    "import lines": 5849,
+    "import lines inside functions": 347,
+    "lines of code": 36608,
+    "private functions with one caller": 397,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections import deque
+from pathlib import Path
 from types import FrameType
 
 from rm_optimizer.errors import RMOptimizerError
@@ -19,8 +20,7 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 def end_with_parent() -> None:
     """Ask the kernel to kill this process when its parent ends, also after an `exec`; Linux only.
 
-    A process that leads no session and whose parent is in another one has lost its parent already. SIGTERM is not
-    enough: vLLM 0.32 hangs on one that arrives while it starts.
+    A process that leads no session and whose parent is in another one has lost its parent already.
     """
     if _LIBC is None:
         return
@@ -28,6 +28,15 @@ def end_with_parent() -> None:
     session = os.getsid(0)
     if session not in (os.getpid(), os.getsid(os.getppid())):
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def resident_bytes(process: int) -> int:
+    """Memory of a process in bytes; 0 if it has ended, or where the system has no /proc."""
+    try:
+        pages = int(Path(f"/proc/{process}/statm").read_text(encoding="ascii").split()[1])
+    except (OSError, IndexError):
+        return 0
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 MOST_RESTARTS = 5

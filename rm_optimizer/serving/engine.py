@@ -178,6 +178,12 @@ def check_rewards(rewards: Sequence[float], probe: WeightProbe | None, dtype: st
             )
 
 
+def on_top(committed: Sequence[StagedWeights], weights: StagedWeights) -> tuple[StagedWeights, ...]:
+    """Updates of a model after a further one, without those that it replaces entirely."""
+    names = {spec.name for spec in weights.tensors}
+    return *(kept for kept in committed if not names.issuperset(spec.name for spec in kept.tensors)), weights
+
+
 LIST_FILE = "committed.json"
 
 
@@ -202,11 +208,6 @@ class WeightHistory:
         found = map(STAGED.validate_python, values)
         return tuple(replace(weights, file=folder / weights.file.name) for weights in found)
 
-    @property
-    def files(self) -> list[str]:
-        """Files of the updates, oldest first."""
-        return [str(weights.file) for weights in self.committed]
-
     def keep(self, weights: StagedWeights) -> StagedWeights:
         """Move the update's file into this folder, and return the update with its new path.
 
@@ -227,10 +228,8 @@ class WeightHistory:
         Raises:
             WeightsRefused: if the record cannot be written; the earlier one remains then.
         """
-        names = {spec.name for spec in weights.tensors}
-        earlier = [kept for kept in self.committed if not names.issuperset(spec.name for spec in kept.tensors)]
         try:
-            self._record((*earlier, replace(weights, probe=None)))
+            self._record(on_top(self.committed, replace(weights, probe=None)))
         except OSError as error:
             raise WeightsRefused(f"the update cannot be recorded: {error.strerror}") from error
 
@@ -282,6 +281,11 @@ class Engine(ABC):
     def committed(self) -> Sequence[StagedWeights]:
         """Updates that serve on top of the checkpoint, oldest first."""
         return self._history.committed
+
+    @property
+    def replica_bytes(self) -> Mapping[str, int]:
+        """Memory of each process that serves the model, in bytes, by the name of the replica."""
+        return {}
 
     @property
     @abstractmethod

@@ -91,8 +91,8 @@ class ServeOptions:
                 require_key(option, key)
         if self.weights_root is not None and not self.weights_root.is_dir():
             raise ConfigError(f"--weights-root must be a folder that exists, got {self.weights_root}")
-        if self.engine == "vllm" and self.has_state:
-            raise ConfigError("--replicas, --ray and --state need --engine transformers; see docs/fleet.md for vLLM")
+        if self.engine == "vllm" and self.ray:
+            raise ConfigError("--ray needs --engine transformers; --replicas alone starts several processes of vLLM")
         if self.ray and self.check is not None:
             raise ConfigError("--check is not possible with --ray; compare with rm-opt why once the server is ready")
         if self.update_key is not None and not self.takes_updates:
@@ -159,6 +159,8 @@ class WorkerOptions:
         packed_linears: least speed-up for which oneDNN's layout is used; None never uses it.
         replica: number of the replica, which chooses its GPU where there are several.
         tokenizer_folder: folder for the model's tokenizer, which the server reads; empty writes none.
+        engine: `transformers` or `vllm`.
+        vllm_folder: folder for the model in the form that vLLM loads, written by the worker with a tokenizer folder.
     """
 
     checkpoint: str
@@ -169,6 +171,8 @@ class WorkerOptions:
     packed_linears: float | None = LEAST_GAIN
     replica: int = 0
     tokenizer_folder: str = ""
+    engine: str = "transformers"
+    vllm_folder: str = ""
 
 
 def is_loopback(host: str) -> bool:

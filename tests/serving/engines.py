@@ -13,7 +13,7 @@ from fastapi import FastAPI
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import EngineUnavailable
-from rm_optimizer.serving.embedded.worker import Worker
+from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.options import WorkerOptions
@@ -35,6 +35,7 @@ class FakeEngine:
         self.version, self.revision = "v0", 1
         self.is_up = True
         self.num_restarts = 0
+        self.replica_bytes = {"0": 4096}
         self.gate = asyncio.Event()
         self.gate.set()
         self.batches: list[list[tuple[int, ...]]] = []
@@ -60,9 +61,10 @@ class InProcessEngine:
     """The real worker, called directly."""
 
     def __init__(self, options: WorkerOptions) -> None:
-        self.worker = Worker(options, [])
+        self.worker = TransformersWorker(options, [])
         self.is_up = True
         self.num_restarts = 0
+        self.replica_bytes = {"0": 4096}
         self.gate = asyncio.Event()
         self.gate.set()
         self.score_nan = False

@@ -1,112 +1,45 @@
-"""What the vLLM engine is made of, without a vLLM: lock, history, checks, command line, supervisor."""
+"""Workers of vLLM on a fake of its engine, and the parts that need none: history, checks and exported folders."""
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from argparse import Namespace
-from collections.abc import Callable
-from contextlib import AbstractAsyncContextManager
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
+import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from starlette.datastructures import State
 
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.export import save_adapter
-from rm_optimizer.errors import (
-    CheckpointError,
-    EngineUnavailable,
-    HandshakeFailed,
-    MissingExtra,
-    RMOptimizerError,
-    WeightsRefused,
-)
+from rm_optimizer.errors import CheckpointError, MissingExtra, PublishFailed, WeightsRefused
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.publish import RewardModelTrainingMode
+from rm_optimizer.serving.embedded.vllm_model import prepare_model, suits_vllm
+from rm_optimizer.serving.embedded.vllm_worker import VllmWorker, engine_arguments, latest_tensors
 from rm_optimizer.serving.engine import StagedWeights, WeightHistory
-from rm_optimizer.serving.options import ServeOptions
+from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 from rm_optimizer.serving.update_protocol import TensorSpec
-from rm_optimizer.serving.vllm.engine import ReadWriteLock, ReloadEngine
-from rm_optimizer.serving.vllm.folder import prepare_model, require_unchanged, suits_vllm
-from rm_optimizer.serving.vllm.plugin import RewardApplication, RewardEndpoint
-from rm_optimizer.serving.vllm.supervisor import (
-    FAILED_FILE,
-    RESTARTS_VARIABLE,
-    SETTINGS_VARIABLE,
-    Supervisor,
-    VllmSettings,
-    command,
-    environment,
-)
-from rm_optimizer.serving.vllm.worker import RewardWorkerExtension, latest_tensors
 from rm_optimizer.serving.weights.live_weights import checked_tensors, checkpoint_version, tensor_specs
-from rm_optimizer.serving.weights.sending import manifest
-from tests.serving.engines import exported, fake_description
+from rm_optimizer.serving.weights.publisher import create_rm_publisher
+from rm_optimizer.serving.weights.sending import manifest, sent_tensors, weight_probe
+from tests.serving.engines import exported
+from tests.serving.running import free_socket, wait_ready
+from tests.serving.server_processes import START
+from tests.serving.test_update_faults import asked_all_the_time, assert_whole, models_of
+from tests.serving.test_weight_sync import PROMPTS, RESPONSES
+from tests.serving.trained import moved
 
 FULL, HEAD = RewardModelTrainingMode.full, RewardModelTrainingMode.head_only
-
-
-def test_a_writer_waits_for_readers_and_keeps_new_ones_out():
-    events: list[str] = []
-
-    async def read(lock: ReadWriteLock, name: str, seconds: float) -> None:
-        async with lock.reading():
-            events.append(f"{name} in")
-            await asyncio.sleep(seconds)
-            events.append(f"{name} out")
-
-    async def write(lock: ReadWriteLock) -> None:
-        async with lock.writing():
-            events.append("write in")
-            await asyncio.sleep(0.01)
-            events.append("write out")
-
-    async def scene() -> None:
-        lock = ReadWriteLock()
-        first = asyncio.create_task(read(lock, "first", 0.02))
-        await asyncio.sleep(0.005)
-        writer = asyncio.create_task(write(lock))
-        await asyncio.sleep(0.005)
-        await asyncio.gather(first, writer, read(lock, "late", 0.0))
-
-    asyncio.run(scene())
-    assert events == ["first in", "first out", "write in", "write out", "late in", "late out"]
-
-
-def test_a_reader_keeps_a_writer_out_until_it_is_cancelled():
-    entered: list[str] = []
-
-    async def enter(lock_side: AbstractAsyncContextManager[None], name: str) -> None:
-        async with lock_side:
-            entered.append(name)
-            if name == "reader":
-                await asyncio.Event().wait()
-
-    async def scene() -> None:
-        lock = ReadWriteLock()
-        reader = asyncio.create_task(enter(lock.reading(), "reader"))
-        writer = asyncio.create_task(enter(lock.writing(), "writer"))
-        assert not (await asyncio.wait([writer], timeout=0.05))[0]
-        assert entered == ["reader"]
-        reader.cancel()
-        assert (await asyncio.wait([writer], timeout=5))[0]
-        assert entered == ["reader", "writer"]
-
-    asyncio.run(scene())
 
 
 def staged(folder: Path, name: str, tensors: dict[str, torch.Tensor], mode=FULL) -> StagedWeights:
@@ -130,8 +63,9 @@ def test_history_survives_a_restart_and_keeps_what_is_not_replaced(tmp_path):
     history.keep(staged(incoming, "v4", {"a": torch.ones(2), "b": torch.ones(1)}))  # staged, never committed
     again = WeightHistory(kept)
     assert [(weights.version, weights.revision) for weights in again.committed] == [("v1", 1), ("v3", 3)]
-    assert sorted(map(str, kept.glob("*.safetensors"))) == sorted(again.files)
-    assert {name: value.tolist() for name, value in latest_tensors(again.files)} == {"a": [0.0, 0.0], "b": [3.0]}
+    files = [str(weights.file) for weights in again.committed]
+    assert sorted(map(str, kept.glob("*.safetensors"))) == sorted(files)
+    assert {name: value.tolist() for name, value in latest_tensors(files)} == {"a": [0.0, 0.0], "b": [3.0]}
 
 
 @pytest.mark.parametrize("fault", ["nan", "digest", "shape", "missing", "extra", "truncated"])
@@ -154,35 +88,6 @@ def test_files_that_are_not_their_manifest_are_refused(tmp_path, fault):
         os.truncate(file, file.stat().st_size - 4)
     with pytest.raises(WeightsRefused):
         dict(checked_tensors(file, specs))
-
-
-class FakeWorker(RewardWorkerExtension):
-    """vLLM's worker as far as the extension knows it; a tensor `bad` cannot be loaded."""
-
-    def __init__(self) -> None:
-        self.loaded: dict[str, float] = {}
-
-    def reload_weights(self, weights_iterator) -> None:
-        for name, tensor in weights_iterator:
-            if name == "bad":
-                raise ValueError("no such parameter")
-            self.loaded[name] = float(tensor)
-
-
-def test_a_load_that_fails_half_way_ends_with_the_old_weights(tmp_path):
-    worker, old = FakeWorker(), staged(tmp_path, "old", {"a": torch.zeros(()), "b": torch.zeros(())})
-    worker.rm_restore([str(old.file)])
-    new = staged(tmp_path, "new", {"a": torch.ones(()), "bad": torch.ones(())})
-    assert worker.rm_stage(str(new.file), [spec.model_dump() for spec in new.tensors]) is None
-    assert worker.loaded == {"a": 0.0, "b": 0.0}
-    assert "no such parameter" in str(worker.rm_commit())
-    worker.rm_restore([str(old.file)])
-    assert worker.loaded == {"a": 0.0, "b": 0.0}
-    assert worker.rm_commit() == "no weights are staged; begin the update again"
-
-
-def options_for(checkpoint: Path, **changes: object) -> ServeOptions:
-    return ServeOptions(str(checkpoint), api_key="sesame", **changes)
 
 
 def test_an_export_is_served_as_it_is_and_described_from_its_files(tmp_path):
@@ -210,24 +115,8 @@ def test_an_adapter_is_served_beside_its_base(tmp_path):
     assert own.keys() == base.keys()
     assert all(torch.equal(own[name], base[name]) for name in base if name != "score.weight")
     assert torch.equal(own["score.weight"], model.reward_head.weight)
-    words = command(options_for(tmp_path), prepared)
-    assert "--enable-lora" in words
-    assert words[words.index("--max-lora-rank") + 1] == "8"
-
-
-def test_the_key_is_in_neither_the_command_line_nor_a_file_that_others_read(tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")
-    exported("llama", tmp_path / "export")
-    options = options_for(tmp_path / "export", threads=1)
-    prepared = prepare_model(options.checkpoint, tmp_path, options.dtype)
-    settings = VllmSettings(work=tmp_path / "work", model=prepared, options=options)
-    file = settings.write()
-    variables = environment(options, file)
-    assert not any("sesame" in word for word in [*command(options, prepared), *variables.values()])
-    assert file.stat().st_mode & 0o077 == 0
-    assert (variables["VLLM_SERVER_DEV_MODE"], variables["VLLM_PLUGINS"]) == ("0", "rm_optimizer")
-    monkeypatch.setenv(SETTINGS_VARIABLE, str(file))
-    assert VllmSettings.read() == settings
+    arguments = engine_arguments(WorkerOptions(str(tmp_path)), prepared)
+    assert (arguments["enable_lora"], arguments["max_lora_rank"]) == (True, 8)
 
 
 def test_auto_gives_only_decoders_in_folders_to_vllm(tmp_path):
@@ -243,38 +132,6 @@ def test_asking_for_a_vllm_that_is_missing_names_the_extra(tmp_path):
         serve(ServeOptions(str(tmp_path), engine="vllm"))
 
 
-def supervised(tmp_path: Path, program: str) -> Supervisor:
-    started = tmp_path / "started"
-    return Supervisor([sys.executable, "-c", program], os.environ | {"STARTED": str(started)}, started)
-
-
-DYING = f"""
-import os, pathlib, time
-pathlib.Path(os.environ["STARTED"]).touch()
-with open(os.environ["STARTED"] + ".log", "a") as log:
-    log.write(os.environ["{RESTARTS_VARIABLE}"])
-os._exit(1)
-"""
-
-
-def test_a_server_that_dies_is_started_again_but_not_for_ever(tmp_path):
-    with pytest.raises(RMOptimizerError, match="vLLM's server ended 6 times within"):
-        supervised(tmp_path, DYING).run()
-    assert (tmp_path / "started.log").read_text() == "012345"
-
-
-def test_a_check_that_fails_ends_the_server(tmp_path):
-    write = f"Path(os.environ['STARTED']).with_name({FAILED_FILE!r}).write_text('other rewards')"
-    program = f"import os; from pathlib import Path; {write}"
-    with pytest.raises(HandshakeFailed, match="other rewards"):
-        supervised(tmp_path, program).run()
-
-
-def test_a_server_that_never_was_up_is_not_started_again(tmp_path):
-    with pytest.raises(RMOptimizerError, match="ended with code 3 before it was up"):
-        supervised(tmp_path, "raise SystemExit(3)").run()
-
-
 def is_gone_soon(process: int) -> bool:
     stat = Path(f"/proc/{process}/stat")
     deadline = time.monotonic() + 10
@@ -282,47 +139,6 @@ def is_gone_soon(process: int) -> bool:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return True
-
-
-def test_sigterm_ends_the_server_and_what_it_left_behind(tmp_path):
-    program = """
-import os, pathlib, signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-pathlib.Path(os.environ["STARTED"]).write_text(str(child.pid))
-signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-time.sleep(60)
-"""
-    started = tmp_path / "started"
-
-    def stop() -> None:
-        while not (started.exists() and started.read_text()):
-            time.sleep(0.01)
-        os.kill(os.getpid(), signal.SIGTERM)
-
-    threading.Thread(target=stop).start()
-    supervised(tmp_path, program).run()
-    assert is_gone_soon(int(started.read_text()))
-
-
-@pytest.mark.slow
-def test_a_supervisor_that_is_killed_takes_a_server_along_that_is_still_starting(tmp_path):
-    """It has called nothing of ours."""
-    program = (
-        "import os, pathlib, time; pathlib.Path(os.environ['STARTED']).write_text(str(os.getpid())); time.sleep(60)"
-    )
-    supervisor = f"""
-import os, pathlib, sys
-from rm_optimizer.serving.vllm.supervisor import Supervisor
-started = pathlib.Path({str(tmp_path / "started")!r})
-Supervisor([sys.executable, "-c", {program!r}], os.environ | {{"STARTED": str(started)}}, started).run()
-"""
-    started = tmp_path / "started"
-    with subprocess.Popen([sys.executable, "-c", supervisor]) as process:
-        while not (started.exists() and started.read_text()):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.kill()
-    assert is_gone_soon(int(started.read_text()))
 
 
 def test_a_process_whose_parent_ended_before_it_asked_ends_too(tmp_path):
@@ -347,182 +163,139 @@ def test_a_manifest_may_name_no_type_that_no_file_holds(tmp_path):
         dict(checked_tensors(tmp_path / "a.safetensors", [TensorSpec(name="a", shape=[1], dtype="float99")]))
 
 
-def test_vllm_hears_of_sigterm_when_open_requests_are_answered():
-    events: list[str] = []
-    statuses: list[int] = []
-
-    async def nothing(*_: object) -> None: ...
-
-    async def note(message) -> None:
-        statuses.append(message.get("status", 0))
-
-    async def scene() -> None:
-        loop, may_answer = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_signal_handler(signal.SIGINT, events.append, "vllm ends")
-
-        async def reward_app(*_: object) -> None:
-            await may_answer.wait()
-            events.append("answered")
-
-        outer = RewardApplication(nothing)
-        config = SimpleNamespace(limit_concurrency=None)
-        state = SimpleNamespace(reward_app=reward_app, server=SimpleNamespace(config=config))
-        scope = {"type": "http", "app": SimpleNamespace(state=state)}
-        await outer(scope | {"type": "lifespan"}, nothing, nothing)
-        assert config.limit_concurrency >= 16
-        early = asyncio.create_task(outer(scope, nothing, nothing))
-        await asyncio.sleep(0)
-        os.kill(os.getpid(), signal.SIGTERM)
-        await asyncio.sleep(0.05)
-        await outer(scope, nothing, note)
-        may_answer.set()
-        await early
-        while len(events) < 2:
-            await asyncio.sleep(0.01)
-        loop.remove_signal_handler(signal.SIGINT)
-        loop.remove_signal_handler(signal.SIGTERM)
-
-    asyncio.run(scene())
-    assert events == ["answered", "vllm ends"]
-    assert statuses[0] == 503
+FAKE = Path(__file__).with_name("fake_vllm")
 
 
-class FakeClient:
-    """vLLM's engine client as far as an update knows it."""
-
-    errored = False
-
-    def __init__(self, answers: dict[str, str | None]) -> None:
-        self.answers = answers
-        self.calls: list[str] = []
-        self.is_awake = asyncio.Event()
-
-    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
-        assert (mode, clear_cache) == ("wait", True)
-        self.calls.append("pause")
-
-    async def resume_generation(self) -> None:
-        self.calls.append("resume")
-
-    async def collective_rpc(self, method: str, args: tuple[object, ...] = ()) -> list[str | None]:
-        self.calls.append(method)
-        if method == "rm_alive":
-            await self.is_awake.wait()
-            return [None]
-        if method not in self.answers:
-            raise RuntimeError(f"{method} failed in a worker")
-        return [None, self.answers[method]]
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """A worker on the fake engine, and the model that it serves."""
+    monkeypatch.syspath_prepend(FAKE)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    sys.modules.pop("vllm", None)
+    model = exported("llama", tmp_path / "export")
+    folders = {"tokenizer_folder": str(tmp_path / "tokenizer"), "vllm_folder": str(tmp_path / "vllm")}
+    yield VllmWorker(WorkerOptions(str(tmp_path / "export"), engine="vllm", **folders), ()), model
+    sys.modules.pop("vllm", None)
 
 
-def engine_on(client: FakeClient, folder: Path) -> ReloadEngine:
-    client.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))  # type: ignore[attr-defined]
-    model = SimpleNamespace(description=fake_description(), folder=folder, adapter=None)
-    return ReloadEngine(client, SimpleNamespace(history_folder=folder, model=model, num_restarts=0))
+def rewards(worker: VllmWorker, model: BradleyTerryRM) -> tuple[torch.Tensor, int]:
+    """Rewards of the conversations, and the revision that computed them."""
+    rows = [encoding.ids for encoding in model.renderer.encode_batch(PROMPTS, RESPONSES)]
+    scored = worker.score(rows)
+    return torch.tensor(scored.rewards), scored.revision
 
 
-def committing(
-    tmp_path: Path, client: FakeClient, verify: Callable[[], None] = lambda: None
-) -> tuple[ReloadEngine, list[int], BaseException | None]:
-    """A commit over the client: the engine after it, the SIGTERMs sent, and what it raised."""
-    signals: list[int] = []
-
-    async def check(*_: object) -> None: ...
-
-    async def scene() -> tuple[ReloadEngine, BaseException | None]:
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, signals.append, signal.SIGTERM)
-        engine = engine_on(client, tmp_path)
-        engine._verify, engine._check = verify, check
-        [raised] = await asyncio.gather(
-            engine._swap_in(staged(tmp_path, "v1", {"a": torch.ones(1)})), return_exceptions=True
-        )
-        await asyncio.sleep(0.01)
-        loop.remove_signal_handler(signal.SIGTERM)
-        return engine, raised
-
-    engine, raised = asyncio.run(scene())
-    return engine, signals, raised
+def update(folder: Path, model: BradleyTerryRM, revision: int, mode=FULL, **changes: torch.Tensor) -> StagedWeights:
+    tensors = {name: tensor.detach().clone() for name, tensor in sent_tensors(model, mode).items()} | changes
+    file = folder / f"{revision}.safetensors"
+    save_file(tensors, file)
+    return StagedWeights(f"v{revision}", revision, mode, file, tuple(manifest(tensors)), weight_probe(model))
 
 
-def test_an_update_serves_once_all_workers_have_it(tmp_path):
-    client = FakeClient({"rm_commit": None})
-    engine, signals, raised = committing(tmp_path, client)
-    assert raised is None
-    assert (engine.version, engine.revision, engine.is_up, signals) == ("v1", 1, True, [])
-    assert client.calls == ["pause", "rm_commit", "resume"]
+def prepare(worker: VllmWorker, weights: StagedWeights) -> None:
+    worker.expect(weights.revision)
+    worker.stage(weights)
+    worker.rehearse(weights.revision)
 
 
-def test_an_update_that_one_worker_cannot_load_is_taken_back_in_all(tmp_path):
-    client = FakeClient({"rm_commit": "no such parameter", "rm_restore": None})
-    engine, signals, raised = committing(tmp_path, client)
-    assert isinstance(raised, WeightsRefused)
-    assert (engine.version, engine.is_up, signals) == ("v0", True, [])
-    assert client.calls == ["pause", "rm_commit", "resume", "pause", "rm_restore", "resume"]
+def test_a_worker_of_vllm_serves_the_old_weights_until_the_new_ones_are_loaded(worker, tmp_path):
+    worker, model = worker
+    own = worker.revision
+    assert rewards(worker, model)[0] == pytest.approx(model.score(PROMPTS, RESPONSES), abs=1e-5)
+    old, new = rewards(worker, model), moved(BradleyTerryRM.from_pretrained(tmp_path / "export"), 1)
+    prepare(worker, update(tmp_path, new, 5))
+    assert torch.equal(rewards(worker, model)[0], old[0])
+    worker.load(5)
+    expected = new.score(PROMPTS, RESPONSES)
+    found, revision = rewards(worker, model)
+    assert revision == 5  # no answer of the new weights carries the old revision
+    assert found == pytest.approx(expected, abs=1e-5)
+    worker.expect(None)  # another replica refused them
+    found, revision = rewards(worker, model)
+    assert revision == own
+    assert found == pytest.approx(old[0], abs=1e-5)
+    prepare(worker, update(tmp_path, new, 6))
+    worker.commit(6)
+    head = moved(new, 2, head_only=True)
+    prepare(worker, update(tmp_path, head, 7, HEAD))
+    worker.load(7)
+    worker.expect(8)  # another update begins
+    found, revision = rewards(worker, model)
+    assert (revision, worker.version) == (6, "v6")
+    assert found == pytest.approx(expected, abs=1e-5)
 
 
-def test_an_engine_whose_weights_are_unknown_answers_nobody_and_ends(tmp_path):
-    engine, signals, raised = committing(tmp_path, FakeClient({"rm_commit": "no such parameter"}))
-    assert isinstance(raised, RuntimeError)
-    assert (engine.version, engine.is_up, signals) == ("v0", False, [signal.SIGTERM])
-    with pytest.raises(EngineUnavailable):
-        asyncio.run(engine.score([[1, 2]]))
+@pytest.mark.parametrize("fault", ["half", "probe"])
+def test_weights_that_do_not_load_are_taken_back(worker, tmp_path, fault):
+    worker, model = worker
+    old = rewards(worker, model)
+    new = moved(BradleyTerryRM.from_pretrained(tmp_path / "export"), 1)
+    wrong = torch.full_like(new.reward_head.weight, 13.0 if fault == "half" else 0.5).detach()
+    prepare(worker, update(tmp_path, new, 5, **{"score.weight": wrong}))
+    with pytest.raises(WeightsRefused, match="cannot load the new weights" if fault == "half" else r"probe\[0\]"):
+        worker.load(5)
+    found, revision = rewards(worker, model)
+    assert revision == old[1]
+    assert found == pytest.approx(old[0], abs=1e-5)
+    with pytest.raises(WeightsRefused, match="not staged any more"):
+        worker.commit(5)
 
 
-REPLACED = "replaced while it was served, so start the server again"
-
-
-def test_an_update_is_not_taken_back_to_a_checkpoint_that_was_replaced(tmp_path):
-    exported("llama", tmp_path / "export")
-    model = prepare_model(str(tmp_path / "export"), tmp_path, "float32")
+def test_weights_are_not_taken_back_to_a_checkpoint_that_was_replaced(worker, tmp_path):
+    worker, _ = worker
+    new = moved(BradleyTerryRM.from_pretrained(tmp_path / "export"), 1)
+    prepare(worker, update(tmp_path, new, 5))
+    worker.load(5)
     shutil.rmtree(tmp_path / "export")
     exported("llama", tmp_path / "export", seed=1)
-    client = FakeClient({"rm_commit": "no such parameter", "rm_restore": None})
-    engine, signals, raised = committing(tmp_path, client, partial(require_unchanged, model))
-    assert isinstance(raised, CheckpointError)
-    assert REPLACED in str(raised)
-    assert (engine.is_up, signals) == (False, [signal.SIGTERM])
+    with pytest.raises(CheckpointError, match="replaced while it was served, so start the server again"):
+        worker.expect(None)
 
 
-@pytest.mark.parametrize("change", ["nothing", "weights", "max_length", "removed"])
-def test_a_server_that_is_started_again_loads_the_same_checkpoint_or_ends_for_good(tmp_path, monkeypatch, change):
-    exported("llama", tmp_path / "export")
-    options = options_for(tmp_path / "export")
-    model = prepare_model(options.checkpoint, tmp_path, options.dtype)
-    settings = VllmSettings(work=tmp_path / "work", model=model, options=options)
-    monkeypatch.setenv(SETTINGS_VARIABLE, str(settings.write()))
-    monkeypatch.setattr("rm_optimizer.serving.vllm.plugin.show_server_log", lambda: None)
-    settings.started_file.touch()
-    if change != "nothing":
-        shutil.rmtree(tmp_path / "export")
-    if change in ("weights", "max_length"):
-        exported("llama", tmp_path / "export", **({"seed": 1} if change == "weights" else {"max_length": 60}))
-    client = FakeClient({})
-    client.vllm_config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_batched_tokens=64))  # type: ignore[attr-defined]
-    if change == "nothing":  # it goes on to score the certificate's conversations, which needs vLLM
-        with pytest.raises(EngineUnavailable):
-            asyncio.run(RewardEndpoint().init_state(client, State(), Namespace()))
-    else:
-        with pytest.raises(CheckpointError, match="no model at" if change == "removed" else REPLACED):
-            asyncio.run(RewardEndpoint().init_state(client, State(), Namespace()))
-    assert settings.started_file.exists() == (change == "nothing")  # without it, the supervisor starts no other
+def test_a_later_worker_loads_what_the_first_one_prepared(worker, tmp_path):
+    _, model = worker
+    BradleyTerryRM.from_pretrained(tmp_path / "export").save_pretrained(tmp_path / "run")
+    (tmp_path / "run" / "export.json").unlink()
+    options = WorkerOptions(str(tmp_path / "run"), engine="vllm", vllm_folder=str(tmp_path / "vllm"))
+    VllmWorker(WorkerOptions(**{**vars(options), "tokenizer_folder": str(tmp_path / "tokenizer")}), ())
+    shutil.rmtree(tmp_path / "run")
+    later = VllmWorker(options, (update(tmp_path, moved(model, 1), 5),))
+    found, revision = rewards(later, model)
+    assert revision == 5
+    assert found == pytest.approx(model.score(PROMPTS, RESPONSES), abs=1e-5)
 
 
-def test_an_engine_that_stands_still_ends_its_server(tmp_path, monkeypatch):
-    ended: list[int] = []
-
-    async def scene() -> None:
-        client = FakeClient({})
-        engine = engine_on(client, tmp_path)
-        monkeypatch.setattr(os, "_exit", lambda code: (ended.append(code), engine.give_up()))
-        monkeypatch.setattr(os, "kill", lambda *_: None)
-        client.is_awake.set()
-        watching = asyncio.create_task(engine.watch(every=0.01, silence=0.1))
-        await asyncio.sleep(0.2)
-        assert len(client.calls) > 3
-        assert ended == []
-        client.is_awake.clear()
-        await asyncio.wait_for(watching, timeout=5)
-
-    asyncio.run(scene())
-    assert len(ended) == 1
-    assert ended[0] != 0
+@pytest.mark.slow
+def test_two_processes_of_vllm_behind_one_port_serve_one_version_or_the_other(tmp_path):
+    original, models = exported("llama", tmp_path / "export"), models_of(tmp_path / "export", 3)
+    with free_socket() as taken:
+        port = taken.getsockname()[1]
+    command = [sys.executable, "-c", START, "serve", str(tmp_path / "export"), "--port", str(port), "--engine", "vllm"]
+    command += ["--replicas", "2", "--threads", "1", "--state", str(tmp_path / "state")]
+    path = os.pathsep.join([str(FAKE), *sys.path])
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+    server = SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process)
+    answers = []
+    try:
+        wait_ready(server)
+        while "rm_replicas 2.0" not in httpx.get(f"{server.url}/metrics").text:
+            time.sleep(0.1)
+        served = httpx.get(f"{server.url}/version").json()["version"]
+        known = {served: original.score(PROMPTS, RESPONSES)}
+        known |= {f"v{number}": model.score(PROMPTS, RESPONSES) for number, model in enumerate(models)}
+        with create_rm_publisher(server.url) as publisher, asked_all_the_time(server.url, answers):
+            publisher.publish(models[0], "v0")
+            state = dict(models[1].model.state_dict())
+            with pytest.raises(PublishFailed, match="cannot load the new weights"):
+                publisher.publish(state | {"score.weight": torch.full_like(state["score.weight"], 13.0)}, "bad")
+            publisher.publish(models[1], "v1")
+            front = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+            os.kill(front, signal.SIGKILL)
+            wait_ready(server)
+            publisher.publish(models[2], "v2")
+    finally:
+        process.terminate()
+        assert process.wait(timeout=60) == 0
+    assert_whole(answers, known)
+    assert {"v0", "v1"} <= {answer.version for answer in answers}
+    assert not (tmp_path / "state" / "vllm").exists()

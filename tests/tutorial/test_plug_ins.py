@@ -24,7 +24,7 @@ from rm_optimizer.doctor.model import plain_forward
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.schema.config import AdapterConfig, AdapterKind
-from rm_optimizer.serving.vllm.folder import prepare_model
+from rm_optimizer.serving.embedded.vllm_model import prepare_model
 from tests.builders import fresh_reward_model
 from tests.tutorial.test_training import ROWS, SMALL
 

@@ -61,17 +61,14 @@ def serve(options: ServeOptions) -> None:
         refuse_by_files(options.checkpoint)
         if options.check is not None and not Path(options.check).is_file():
             refuse_by_files(options.check)
-        takes_vllm = options.engine == "vllm"
-        if options.engine == "auto" and not options.has_state and importlib.util.find_spec("vllm") is not None:
-            from rm_optimizer.serving.vllm.folder import suits_vllm
+        if options.engine == "auto":
+            takes_vllm = False
+            if not options.ray and importlib.util.find_spec("vllm") is not None:
+                from rm_optimizer.serving.embedded.vllm_model import suits_vllm
 
-            takes_vllm = suits_vllm(options.checkpoint)
-        if not takes_vllm:
-            _serve(options, listening)
-            return
-    from rm_optimizer.serving.vllm.supervisor import serve_with_vllm
-
-    serve_with_vllm(options)  # it binds itself
+                takes_vllm = suits_vllm(options.checkpoint)
+            options = replace(options, engine="vllm" if takes_vllm else "transformers")
+        _serve(options, listening)
 
 
 @contextmanager
@@ -119,7 +116,7 @@ def _serve(options: ServeOptions, listening: socket.socket) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
     import uvicorn  # the imports take seconds, in which a signal ends the command at once
 
-    from rm_optimizer.serving.embedded.engine import TransformersEngine
+    from rm_optimizer.serving.embedded.engine import WorkerEngine
     from rm_optimizer.serving.http.app import show_server_log
     from rm_optimizer.serving.http.gate import MAX_BACKLOG, most_connections
     from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
@@ -130,7 +127,11 @@ def _serve(options: ServeOptions, listening: socket.socket) -> None:
         if threads is None and options.replicas > 1:
             threads = max(1, (os.cpu_count() or 1) // options.replicas)
         worker = WorkerOptions(
-            options.checkpoint, dtype=options.dtype, token_budget=options.token_budget, threads=threads
+            options.checkpoint,
+            dtype=options.dtype,
+            token_budget=options.token_budget,
+            threads=threads,
+            engine=options.engine,
         )
         engine: Engine
         if options.ray:
@@ -139,7 +140,7 @@ def _serve(options: ServeOptions, listening: socket.socket) -> None:
             assert options.state is not None, "a folder is made where none is given"
             engine = RayEngine(worker, replicas=options.replicas, folder=options.state)
         else:
-            engine = TransformersEngine(worker, replicas=options.replicas, folder=options.state)
+            engine = WorkerEngine(worker, replicas=options.replicas, folder=options.state)
         app, receiver = create_server(engine, options)
         config = uvicorn.Config(
             app,
@@ -235,7 +236,8 @@ async def _load(service: RewardService, options: ServeOptions) -> None:
     if service.obstacle is not None:
         raise RMOptimizerError(f"{options.checkpoint} cannot be served: {service.obstacle}")
     print(
-        f"rm-opt serve: ready: {url} serves '{service.model_name}' ({description.architecture}, {description.dtype}, "
-        f"{description.device}, passes of {description.token_budget} tokens; {shown}); API at {url}/docs",
+        f"rm-opt serve: ready: {url} serves '{service.model_name}' ({description.engine}, {description.architecture}, "
+        f"{description.dtype}, {description.device}, passes of {description.token_budget} tokens; {shown}); "
+        f"API at {url}/docs",
         flush=True,
     )

@@ -1,1 +1,1 @@
-"""The embedded engine: a transformers model in a separate process."""
+"""The embedded engine: processes that hold a model, on transformers or in vLLM."""

@@ -1,4 +1,4 @@
-"""Embedded engine: a `transformers` model in a separate process, restarted from its last good weights."""
+"""Engine with the model in separate processes, restarted from its last good weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -23,7 +23,7 @@ from typing import Any
 
 from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.records.files import write_text
-from rm_optimizer.serving.child_process import MOST_FLEET_RESTARTS, RestartLimit
+from rm_optimizer.serving.child_process import MOST_FLEET_RESTARTS, RestartLimit, resident_bytes
 from rm_optimizer.serving.engine import (
     Engine,
     EngineDescription,
@@ -240,6 +240,8 @@ OWNER_FILE = "checkpoint"
 """File with the fingerprint of the checkpoint whose updates a folder keeps."""
 SWAP_SECONDS = 60.0
 """Seconds allowed for a swap of weights, its probe excluded."""
+LOAD_SECONDS = 600.0
+"""Seconds allowed for vLLM to load weights and score their probe."""
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -307,7 +309,7 @@ def require_owner(folder: Path, version: str, *, has_updates: bool) -> None:
     write_text(file, version)
 
 
-class TransformersEngine(Engine):
+class WorkerEngine(Engine):
     """Engine that scores in one or more worker processes and restarts them after a failure.
 
     An update is prepared by every worker: read, checked, and its probe scored. Then it is recorded, which decides it,
@@ -332,7 +334,8 @@ class TransformersEngine(Engine):
         self._folder = folder or Path(tempfile.mkdtemp(prefix="rm-serve-"))
         self._is_temporary = folder is None
         super().__init__(WeightHistory(self._folder / "history"))
-        self.options = replace(options, tokenizer_folder=str(self._folder / "tokenizer"))
+        tokenizer, vllm = str(self._folder / "tokenizer"), str(self._folder / "vllm")
+        self.options = replace(options, tokenizer_folder=tokenizer, vllm_folder=vllm)
         self.limits = limits
         limits_of_restarts = [RestartLimit("the worker process")]
         if replicas > 1:
@@ -347,6 +350,12 @@ class TransformersEngine(Engine):
     def is_up(self) -> bool:
         """True while a replica serves."""
         return bool(self._live) and self.failure is None and not self._is_stopped
+
+    @property
+    def replica_bytes(self) -> Mapping[str, int]:
+        """Memory of each worker process that serves; see `Engine.replica_bytes`."""
+        processes = {one.number: one.link.process.pid for one in self._live if one.link is not None}
+        return {str(number): resident_bytes(pid) for number, pid in processes.items() if pid is not None}
 
     @property
     def _updates(self) -> Sequence[StagedWeights]:
@@ -390,8 +399,7 @@ class TransformersEngine(Engine):
             watcher.cancel()
         await asyncio.gather(*self._watchers, return_exceptions=True)
         await asyncio.gather(*(replica.link.close() for replica in self._replicas if replica.link is not None))
-        if self._is_temporary:
-            shutil.rmtree(self._folder, ignore_errors=True)
+        shutil.rmtree(self._folder if self._is_temporary else self.options.vllm_folder, ignore_errors=True)
 
     async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
         """Rewards of the sequences; a batch whose worker dies goes to the next worker. See `Engine.score`."""
@@ -421,7 +429,8 @@ class TransformersEngine(Engine):
         await link.ask("rehearse", weights.revision, seconds=SWAP_SECONDS + self._time.limit(num_tokens))
 
     async def _swap_in(self, weights: StagedWeights) -> None:
-        self._require_live()
+        if self.description.engine == "vllm":  # whose probe is scored by loaded weights alone
+            await self._on_all(lambda link: link.ask("load", weights.revision, seconds=LOAD_SECONDS))
         self._history.remember(weights)  # a worker that does not swap it in any more restarts with it
         self.version, self.revision = weights.version, weights.revision
 
@@ -436,7 +445,7 @@ class TransformersEngine(Engine):
 
     async def _discard(self) -> None:
         if self.is_up:
-            await self._on_all(lambda link: link.ask("expect", None, seconds=SWAP_SECONDS))
+            await self._on_all(lambda link: link.ask("expect", None, seconds=LOAD_SECONDS))
 
     async def _on_all(self, ask: Callable[[WorkerLink], Coroutine[Any, Any, object]]) -> None:
         """Ask every live worker, of which those that die do not count while one remains.
@@ -463,7 +472,7 @@ class TransformersEngine(Engine):
         for weights in self._updates:
             if weights.revision not in known:
                 await self._prepare(link, weights)
-                await link.ask("commit", weights.revision, seconds=SWAP_SECONDS)
+                await link.ask("commit", weights.revision, seconds=LOAD_SECONDS)
         if self._staged is not None:
             await self._prepare(link, self._staged)
 

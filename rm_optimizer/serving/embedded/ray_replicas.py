@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,7 +22,7 @@ from rm_optimizer.core.streaming.workers import connected_ray, load_ray
 from rm_optimizer.errors import EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.serving.embedded.engine import ATTEMPTS, BatchTime, require_owner
-from rm_optimizer.serving.embedded.worker import Worker
+from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.engine import Engine, EngineDescription, ScoredBatch, StagedWeights, WeightHistory
 from rm_optimizer.serving.options import WorkerOptions
 
@@ -53,8 +52,7 @@ class Replica:
         self._source = options.checkpoint, options.dtype, folder
         self._history = Path(folder) / "history"
         Path(folder).mkdir(parents=True, exist_ok=True)
-        tokenizer = tempfile.mkdtemp(prefix="tokenizer-", dir=folder)
-        self._worker = Worker(replace(options, tokenizer_folder=tokenizer), ())
+        self._worker = TransformersWorker(options, ())
         self._applied = {self._worker.revision}
         self._thread = ThreadPoolExecutor(1)  # a call that is cancelled still ends before the next one begins
         record = self._worker.description.export
@@ -63,8 +61,10 @@ class Replica:
         self._certified = dict(zip(map(tuple, rows), self._worker.score(rows).rewards, strict=True))
 
     async def describe(self) -> EngineDescription:
-        """Description of the model."""
-        return self._worker.description
+        """Description of the model, whose tokenizer is written for the server that asks."""
+        folder = str(self._history.with_name("tokenizer"))
+        self._worker.model.tokenizer.save_pretrained(folder)
+        return replace(self._worker.description, tokenizer_folder=folder)
 
     async def source(self) -> tuple[str, str, str]:
         """Checkpoint, type of its weights, and folder of the updates."""
@@ -117,10 +117,7 @@ class Replica:
             try:
                 self._worker.commit(weights.revision)  # it was prepared
             except WeightsRefused:
-                self._worker.expect(weights.revision)
-                self._worker.stage(weights)
-                self._worker.rehearse(weights.revision)
-                self._worker.commit(weights.revision)
+                self._worker.apply(weights)
             self._applied.add(weights.revision)
 
 

@@ -1,9 +1,10 @@
-"""Process that holds a model on `transformers`, with the token budget that it measures."""
+"""Process that holds a model, on `transformers` or in vLLM, and answers the questions of its server."""
 
 from __future__ import annotations
 
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
@@ -87,8 +88,80 @@ ALIVE_SECONDS = 1.0
 """Seconds between two signs of life."""
 
 
-class Worker:
-    """Loaded model with the name and number of its weights, and the staged weights.
+class Worker(ABC):
+    """Loaded model with the name and number of its weights, and the staged weights with their tensors.
+
+    Args:
+        description: description of the model with the checkpoint's own weights.
+    """
+
+    def __init__(self, description: EngineDescription) -> None:
+        self.description = description
+        self.version, self.revision = description.version, checkpoint_revision(description.version)
+        self.staged: tuple[StagedWeights, Any] | None = None
+        self.expected: int | None = None
+
+    def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
+        """Rewards of the sequences; see `Engine.score`."""
+        return ScoredBatch(tuple(self._rewards(sequences, group_sizes)), self.version, self.revision)
+
+    def expect(self, revision: int | None) -> None:
+        """Discard the staged weights and accept only this revision from now on; None accepts none."""
+        self.staged, self.expected = None, revision
+
+    def stage(self, weights: StagedWeights) -> None:
+        """Read and check new weights, and keep them if they are still expected afterwards.
+
+        Raises:
+            WeightsRefused: if a check fails.
+        """
+        tensors = self._read(weights)
+        if self.expected == weights.revision:
+            self.staged = weights, tensors
+
+    @abstractmethod
+    def rehearse(self, revision: int) -> None:
+        """Check the probe of the staged weights, after which the old ones serve again.
+
+        Raises:
+            WeightsRefused: if nothing of this revision is staged, or the probe fails; nothing is staged then.
+        """
+
+    @abstractmethod
+    def commit(self, revision: int) -> None:
+        """Swap in the staged weights.
+
+        Raises:
+            WeightsRefused: if nothing of this revision is staged.
+        """
+
+    def apply(self, weights: StagedWeights) -> None:
+        """Serve committed weights.
+
+        Raises:
+            WeightsRefused: if they cannot be loaded.
+        """
+        self.expect(weights.revision)
+        self.stage(weights)
+        self.rehearse(weights.revision)
+        self.commit(weights.revision)
+
+    @abstractmethod
+    def _rewards(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None) -> Sequence[float]:
+        """Rewards by the model in its present state."""
+
+    @abstractmethod
+    def _read(self, weights: StagedWeights) -> Any:
+        """Read and check the tensors; the model stays unchanged."""
+
+    def _staged(self, revision: int) -> tuple[StagedWeights, Any]:
+        if self.staged is None or self.staged[0].revision != revision:
+            raise WeightsRefused("the new weights are not staged any more; begin the update again")
+        return self.staged
+
+
+class TransformersWorker(Worker):
+    """Worker with a classifier of `transformers`, whose swap moves pointers only.
 
     Args:
         options: checkpoint, device and data types.
@@ -107,8 +180,7 @@ class Worker:
         source = resolve_source(options.checkpoint)
         record = read_record(Path(source.location))
         folder = Path(source.location) if source.kind is SourceKind.FOLDER else None
-        self.version = checkpoint_version(self.model.model, folder, {} if folder is None else record)
-        self.revision = checkpoint_revision(self.version)
+        version = checkpoint_version(self.model.model, folder, {} if folder is None else record)
         packed = options.packed_linears is not None and install_packed_linears(
             self.model.model, least_gain=options.packed_linears
         )
@@ -116,12 +188,12 @@ class Worker:
         self.scorer = SequenceScorer(self.model, budget)
         if options.tokenizer_folder:
             self.model.tokenizer.save_pretrained(options.tokenizer_folder)
-        self.description = EngineDescription(
+        description = EngineDescription(
             engine="transformers",
             architecture=type(self.model.model).__name__,
             dtype=dtype_name(self.model.model.dtype),
             device=self.model.device.type,
-            version=self.version,
+            version=version,
             max_length=self.model.max_length,
             vocab_size=self.model.model.get_input_embeddings().weight.shape[0],
             token_budget=self.scorer.token_budget,
@@ -133,66 +205,38 @@ class Worker:
             identity=self.model.renderer.identity(),
             export=record,
         )
-        self.staged: tuple[StagedWeights, Update] | None = None
-        self.expected: int | None = None
+        super().__init__(description)
         for weights in committed:
-            self.expect(weights.revision)
-            self.stage(weights)
-            self.rehearse(weights.revision)
-            self.commit(weights.revision)
-
-    def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
-        """Rewards of the sequences; see `Engine.score`."""
-        rows = [np.array(row, dtype=np.int32) for row in sequences]
-        groups = None
-        if group_sizes is not None:
-            groups = [range(stop - size, stop) for size, stop in zip(group_sizes, accumulate(group_sizes), strict=True)]
-        return ScoredBatch(tuple(self.scorer.rewards(rows, groups).tolist()), self.version, self.revision)
-
-    def expect(self, revision: int | None) -> None:
-        """Discard the staged weights and accept only this revision from now on; None accepts none."""
-        self.staged, self.expected = None, revision
-
-    def stage(self, weights: StagedWeights) -> None:
-        """Read and check new weights, and keep them if they are still expected afterwards.
-
-        Raises:
-            WeightsRefused: if a check fails.
-        """
-        update = read_update(self.model.model, weights.file, weights.tensors, weights.mode)
-        if self.expected == weights.revision:
-            self.staged = (weights, update)
+            self.apply(weights)
 
     def rehearse(self, revision: int) -> None:
-        """Swap in the staged weights, check their probe, and swap back.
-
-        Raises:
-            WeightsRefused: if nothing of this revision is staged, or the probe fails; nothing is staged then.
-        """
+        """Swap in the staged weights, check their probe, and swap back; see `Worker.rehearse`."""
         weights, update = self._staged(revision)
         self.staged = None
         replaced = swap(self.model.model, update)
         try:
-            rewards = self.scorer.rewards(probe_sequences(weights.probe, self.model.max_length)).tolist()
+            rewards = self._rewards(probe_sequences(weights.probe, self.model.max_length), None)
             check_rewards(rewards, weights.probe, self.description.dtype)
         finally:
             swap(self.model.model, replaced)
         self.staged = weights, update
 
     def commit(self, revision: int) -> None:
-        """Swap in the staged weights, which moves pointers only.
-
-        Raises:
-            WeightsRefused: if nothing of this revision is staged.
-        """
+        """Swap in the staged weights; see `Worker.commit`."""
         weights, update = self._staged(revision)
         swap(self.model.model, update)
         self.staged, self.version, self.revision = None, weights.version, revision
 
-    def _staged(self, revision: int) -> tuple[StagedWeights, Update]:
-        if self.staged is None or self.staged[0].revision != revision:
-            raise WeightsRefused("the new weights are not staged any more; begin the update again")
-        return self.staged
+    def _rewards(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None) -> Sequence[float]:
+        rows = [np.array(row, dtype=np.int32) for row in sequences]
+        groups = None
+        if group_sizes is not None:
+            groups = [range(stop - size, stop) for size, stop in zip(group_sizes, accumulate(group_sizes), strict=True)]
+        rewards: list[float] = self.scorer.rewards(rows, groups).tolist()
+        return rewards
+
+    def _read(self, weights: StagedWeights) -> Update:
+        return read_update(self.model.model, weights.file, weights.tensors, weights.mode)
 
 
 def run_worker(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:
@@ -222,7 +266,13 @@ def run_worker(connection: Connection, options: WorkerOptions, committed: Sequen
 
     threading.Thread(target=show_life, name="rm-worker-alive", daemon=True).start()
     try:
-        worker = Worker(options, committed)
+        worker: Worker
+        if options.engine == "vllm":
+            from rm_optimizer.serving.embedded.vllm_worker import VllmWorker
+
+            worker = VllmWorker(options, committed)
+        else:
+            worker = TransformersWorker(options, committed)
     except RMOptimizerError as error:
         send("failed", type(error).__name__, str(error))
         return

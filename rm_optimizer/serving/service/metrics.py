@@ -56,6 +56,9 @@ class ServerMetrics:
             registry=here,
         )
         self.revision = Gauge("rm_weights_revision", "Serial number of the weights that answer.", registry=here)
+        self.replicas = Gauge("rm_replicas", "Processes that serve the model.", registry=here)
+        held = "Resident memory of a process that serves the model."
+        self.replica_bytes = Gauge("rm_replica_memory_bytes", held, ["replica"], registry=here)
         self.ready = Gauge("rm_ready", "1 where /ready answers 200.", registry=here)
         self.weights = Info("rm_weights", "Version of the weights that answer.", registry=here)
         for collector in (ProcessCollector, PlatformCollector, GCCollector):

@@ -276,5 +276,10 @@ class RewardService:
         self.metrics.restarts.inc(self.engine.num_restarts - self._counted_restarts)
         self._counted_restarts = self.engine.num_restarts
         self.metrics.revision.set(self.engine.revision)
+        memory = self.engine.replica_bytes
+        self.metrics.replicas.set(len(memory))
+        self.metrics.replica_bytes.clear()
+        for replica, size in memory.items():
+            self.metrics.replica_bytes.labels(replica).set(size)
         self.metrics.weights.info({"version": self.engine.version})
         return self.metrics.text()

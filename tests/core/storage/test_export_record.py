@@ -20,7 +20,7 @@ from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.core.storage.model_files import weight_digests
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
-from rm_optimizer.serving.vllm.folder import prepare_model
+from rm_optimizer.serving.embedded.vllm_model import prepare_model
 from tests.builders import tiny_reward_model
 
 PROMPTS, RESPONSES = ["Hi", "What is 2 + 2?"], ["Hello.", "4"]

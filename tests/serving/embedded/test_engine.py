@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, WeightsRefused
 from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.embedded.engine import TransformersEngine, WorkerLimits
+from rm_optimizer.serving.embedded.engine import WorkerEngine, WorkerLimits
 from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.weights.live_weights import tensor_specs
@@ -49,7 +49,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
     save_file(state | {"score.weight": torch.full((1, 32), torch.nan)}, tmp_path / "nan.safetensors")
 
     async def scenario():
-        engine = TransformersEngine(WorkerOptions(str(tmp_path / "model"), threads=1, token_budget=256), LIMITS)
+        engine = WorkerEngine(WorkerOptions(str(tmp_path / "model"), threads=1, token_budget=256), LIMITS)
         await engine.start()
         await engine.restore()
         try:
@@ -122,7 +122,7 @@ def test_a_killed_worker_comes_back_with_its_last_good_weights_and_loses_no_requ
 @pytest.mark.usefixtures("forked_workers")
 def test_a_checkpoint_that_is_not_there_is_told_in_one_sentence(tmp_path):
     async def scenario():
-        engine = TransformersEngine(WorkerOptions(str(tmp_path / "nothing")))
+        engine = WorkerEngine(WorkerOptions(str(tmp_path / "nothing")))
         try:
             await engine.start()
         finally:
@@ -139,7 +139,7 @@ def test_a_checkpoint_replaced_while_it_is_served_ends_the_engine_at_the_next_re
     exported("llama", tmp_path / "model")
 
     async def scenario():
-        engine = TransformersEngine(WorkerOptions(str(tmp_path / "model"), threads=1, token_budget=256), LIMITS)
+        engine = WorkerEngine(WorkerOptions(str(tmp_path / "model"), threads=1, token_budget=256), LIMITS)
         await engine.start()
         await engine.restore()
         try:

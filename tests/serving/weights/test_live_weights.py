@@ -7,7 +7,7 @@ from safetensors.torch import load_file, save_file
 
 from rm_optimizer.errors import WeightsRefused
 from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.embedded.worker import Worker
+from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.update_protocol import TensorSpec, WeightProbe
 from rm_optimizer.serving.weights.live_weights import checkpoint_version, tensor_sha256, tensor_specs
@@ -27,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(params=[None, 0.0], ids=["plain", "packed"])
 def worker(request, folder, tmp_path):
-    return Worker(options_of(folder, tmp_path / "tokenizer", packed_linears=request.param), [])
+    return TransformersWorker(options_of(folder, tmp_path / "tokenizer", packed_linears=request.param), [])
 
 
 def other_state(seed=1):
@@ -154,13 +154,13 @@ def test_committed_updates_come_back_in_a_new_worker(worker, folder, tmp_path):
     for weights in (full, head):
         stage(worker, weights)
         worker.commit(weights.revision)
-    again = Worker(options_of(folder, tmp_path / "tokenizer"), [full, head])
+    again = TransformersWorker(options_of(folder, tmp_path / "tokenizer"), [full, head])
     assert again.version == "v2"
     np.testing.assert_allclose(rewards(again), rewards(worker), atol=1e-5)
 
 
 def test_any_changed_value_is_another_version(folder, tmp_path):
-    worker = Worker(options_of(folder, tmp_path / "tokenizer"), [])
+    worker = TransformersWorker(options_of(folder, tmp_path / "tokenizer"), [])
     model = worker.model.model
     stored, held = checkpoint_version(model, folder, {}), checkpoint_version(model, None, {})
     assert stored == worker.version

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
@@ -20,9 +22,11 @@ from rm_optimizer.core.storage.adapter_files import write_adapter
 from rm_optimizer.core.storage.loading import refuse_unread
 from rm_optimizer.core.storage.model_files import read_record, require_exported_weights
 from rm_optimizer.errors import CheckpointError
+from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import EngineDescription
+from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.weights.live_weights import checkpoint_version, tensor_specs
 from rm_optimizer.serving.weights.weight_file import tensor_files
 
@@ -45,6 +49,27 @@ class VllmModel:
     adapter: Path | None
     rank: int
     description: EngineDescription
+
+
+_MODEL = TypeAdapter(VllmModel)
+
+
+def shared_model(options: WorkerOptions) -> VllmModel:
+    """Model of the worker's folder for vLLM, which the worker with a tokenizer folder prepares for all others.
+
+    Raises:
+        RMOptimizerError: if it cannot be loaded or exported.
+    """
+    work = Path(options.vllm_folder)
+    file = work / "model.json"
+    if options.tokenizer_folder:
+        shutil.rmtree(work, ignore_errors=True)
+        work.mkdir(parents=True)
+        write_text(file, _MODEL.dump_json(prepare_model(options.checkpoint, work, options.dtype)).decode())
+    model = _MODEL.validate_json(file.read_bytes())
+    if model.adapter is None:
+        require_unchanged(model)
+    return model
 
 
 def suits_vllm(checkpoint: str) -> bool:

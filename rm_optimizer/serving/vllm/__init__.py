@@ -1,1 +1,0 @@
-"""The vLLM engine: plugin, launch, and weights of a running vLLM server."""
