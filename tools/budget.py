@@ -14,21 +14,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9140,
-    "serving": 4430,
+    "core": 9175,
+    "serving": 4429,
     "landscape": 3725,
     "training": 3011,
     "rl_coupling": 2513,
     "reporting": 2564,
-    "interfaces": 2161,
+    "interfaces": 2175,
     "experiments": 1672,
-    "data_efficiency": 1316,
+    "data_efficiency": 1306,
     "schema": 1119,
     "doctor": 920,
     "explanation": 932,
     "records": 796,
     "optim": 734,
-    "evaluation": 1093,
+    "evaluation": 1076,
     "modules at the top": 482,
 }
 LIMITS: Mapping[str, int] = {
@@ -36,9 +36,9 @@ LIMITS: Mapping[str, int] = {
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
     "import lines": 5849,
-    "import lines inside functions": 347,
-    "lines of code": 36608,
-    "private functions with one caller": 397,
+    "import lines inside functions": 345,
+    "lines of code": 36629,
+    "private functions with one caller": 396,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 
@@ -19,7 +16,7 @@ from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, require_finite
 from rm_optimizer.core.rows.natural import table_rows
-from rm_optimizer.core.streaming.workers import connected_ray
+from rm_optimizer.core.streaming.workers import map_chunks
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.ledger import open_ledger
@@ -176,8 +173,8 @@ def read_pool(
         on_progress(start)
         firsts = range(start, len(pairs), BLOCK_PAIRS)
         tasks = ((pairs[first : first + BLOCK_PAIRS], first, token_budget) for first in firsts)
-        on_workers = _scored_on_ray(model, tasks, ray_workers) if ray_workers else None
-        for first, (block, margins) in zip(firsts, on_workers or (scored_block(model, *t) for t in tasks), strict=True):
+        blocks = map_chunks(lambda model, task: scored_block(model, *task), model, tasks, ray_workers or None)
+        for first, (block, margins) in zip(firsts, blocks, strict=True):
             kept[first : first + len(block)] = block
             yield margins
             on_progress(first + len(block))
@@ -232,19 +229,3 @@ def scored_block(
     require_finite(rewards.tolist(), lambda index: f"pair {first + index % len(pairs) + 1} of the pool")
     num = len(pairs)
     return vectors[:num] - vectors[num:], rewards[:num] - rewards[num:]
-
-
-def _scored_on_ray(
-    model: BradleyTerryRM, tasks: Iterator[tuple[Any, ...]], num_workers: int
-) -> Iterator[tuple[Float[np.ndarray, "block hidden"], Float[np.ndarray, " block"]]]:
-    """Results of `scored_block(model, *task)` in the order of the tasks, by workers that receive the model once.
-
-    At most `num_workers` tasks run at a time. Each uses a GPU if this machine has one.
-    """
-    ray = connected_ray()
-    remote = ray.remote(num_cpus=1, num_gpus=1 if torch.cuda.is_available() else 0)(scored_block)
-    shared = ray.put(model)
-    waiting = deque(remote.remote(shared, *task) for task in islice(tasks, num_workers))
-    while waiting:
-        yield ray.get(waiting.popleft())
-        waiting.extend(remote.remote(shared, *task) for task in islice(tasks, 1))

@@ -10,6 +10,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self
@@ -23,6 +24,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley
 from rm_optimizer.core.pairs.pair import Prompt, digest, require_finite
 from rm_optimizer.core.rows.natural import Texts, texts
 from rm_optimizer.core.storage.model_files import TrainedOn, TrainedPairs
+from rm_optimizer.core.streaming.workers import map_chunks
 from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.list_rules import BestOfN, best_of_n
@@ -49,6 +51,7 @@ def score_responses(
     *,
     token_budget: int,
     partial_dir: Path,
+    num_workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[PairRewards, TruncationReport]:
     """Rewards of all pairs, and a report of their truncation.
@@ -62,6 +65,7 @@ def score_responses(
         data: the pairs.
         token_budget: tokens, padding included, of one pass.
         partial_dir: folder of the file.
+        num_workers: actors on Ray, with one thread or one GPU each; None scores in this process.
         on_progress: function called with the number of responses done and the number of all; at the start, the
             responses of an earlier call count as done.
 
@@ -79,7 +83,13 @@ def score_responses(
     sides = np.array(places, dtype=np.int64).reshape(-1, 2)
     conversations = [(prompt, text) for (_, text), prompt in items.items()]
     rows = score_distinct(
-        model, conversations, data.fingerprint, token_budget=token_budget, folder=partial_dir, on_progress=on_progress
+        model,
+        conversations,
+        data.fingerprint,
+        token_budget=token_budget,
+        folder=partial_dir,
+        num_workers=num_workers,
+        on_progress=on_progress,
     )
     rewards = np.array([row.reward for row in rows], dtype=float)
     lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)[sides]
@@ -114,6 +124,7 @@ def score_distinct(
     *,
     token_budget: int,
     folder: Path,
+    num_workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
     keeps: bool = False,
 ) -> list[ScoredResponse]:
@@ -127,6 +138,7 @@ def score_distinct(
         fingerprint: identity of the conversations.
         token_budget: tokens, padding included, of one pass.
         folder: folder of the file of rewards, whose name depends on the model and the conversations.
+        num_workers: actors on Ray, with one thread or one GPU each; None scores in this process.
         on_progress: function called with the number of responses done and the number of all.
         keeps: True to keep the file of a completed call.
 
@@ -139,10 +151,11 @@ def score_distinct(
     with open_ledger(path, identity, other="the rewards of another model or data") as log:
         done = sum(len(chunk) for chunk in log.values())
         on_progress(done, len(conversations))
-        while done < len(conversations):
-            chunk = conversations[done : done + CHUNK_RESPONSES]
-            log.append(_scored(model, chunk, token_budget))
-            done += len(chunk)
+        firsts = range(done, len(conversations), CHUNK_RESPONSES)
+        chunks = (conversations[first : first + CHUNK_RESPONSES] for first in firsts)
+        for entry in map_chunks(partial(_scored, token_budget=token_budget), model, chunks, num_workers):
+            log.append(entry)
+            done += len(entry)
             on_progress(done, len(conversations))
         rows = [row for chunk in log.values() for row in chunk]
         if not keeps:
@@ -254,6 +267,7 @@ def evaluate_model(
     by: Texts = (),
     thresholds: Iterable[float] = (),
     partial_dir: str | os.PathLike[str] | None = None,
+    num_workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Evaluate a model on pairs, and write metrics, distributions and per-pair rewards.
@@ -269,6 +283,7 @@ def evaluate_model(
         by: columns of the pairs' metadata whose values are reported separately, in addition to source and subset.
         thresholds: rewards at which to report the rates of true and false positives.
         partial_dir: folder of the rewards so far, from which a repeated call continues; None means `output_dir`.
+        num_workers: actors on Ray that score, with one thread or one GPU each; None scores in this process.
         on_progress: function called with the number of responses done and the number of all.
 
     Raises:
@@ -291,6 +306,7 @@ def evaluate_model(
             pairs,
             token_budget=token_budget,
             partial_dir=folder if partial_dir is None else as_path("partial_dir", partial_dir),
+            num_workers=num_workers,
             on_progress=on_progress,
         )
         chosen, rejected = rewards.chosen, rewards.rejected

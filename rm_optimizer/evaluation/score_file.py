@@ -12,16 +12,15 @@ import io
 import json
 import os
 import re
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, Any, Protocol, TypeAlias, runtime_checkable
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import torch
 
 from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -35,6 +34,7 @@ from rm_optimizer.core.rows.response_files import (
     read_responses,
     stored_rows,
 )
+from rm_optimizer.core.streaming.workers import map_chunks
 from rm_optimizer.core.tokens.chat import Encoding
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import as_path, csv_table, replacing
@@ -151,23 +151,23 @@ def score_file(
     if not num_rows:
         raise DataError(f"{source}: there are no rows to score")
     content = _content_digest(source)
-    partial = target.with_name(f"{target.name}.partial")
+    kept = target.with_name(f"{target.name}.partial")
     identity = digest([content, scorer_name, chunk_rows])
-    with open_ledger(partial, identity, other="scores of another input, model, length limit or chunk size") as log:
+    with open_ledger(kept, identity, other="scores of another input, model, length limit or chunk size") as log:
         done = sum(len(chunk["rewards"]) for chunk in log.values())
         on_progress(done)
         rows = islice(read_responses(source), done, None)
         chunks = iter(lambda: list(islice(rows, chunk_rows)), [])
-        score = (_scored(scorer, chunk, source) for chunk in chunks)
-        for entry in score if num_workers is None else _scored_on_ray(scorer, chunks, source, num_workers):
+        compute = partial(_scored, source=source)
+        for entry in map_chunks(compute, scorer, chunks, num_workers):
             log.append(entry)
             done += len(entry["rewards"])
             on_progress(done)
         if _content_digest(source) != content:
-            raise DataError(f"{source}: was changed while it was scored; remove {partial} and score it again")
+            raise DataError(f"{source}: was changed while it was scored; remove {kept} and score it again")
         _write_target(source, target, log)
         result = summed_counts({"num_rows": len(chunk.pop("rewards")), **chunk} for chunk in log.values())
-        partial.unlink()
+        kept.unlink()
     return result
 
 
@@ -187,46 +187,6 @@ def _content_digest(source: Path) -> str:
     """Digest of the file's bytes, without its path and its time."""
     with source.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-class _RayScorer:
-    """Actor with a scorer, which each call brings by a reference in a list, since Ray would unpack it anew."""
-
-    _scorer: Any = None
-
-    def scored(self, shared: Sequence[Any], chunk: Sequence[ResponseRow], source: Path) -> dict[str, Any]:
-        import ray
-
-        torch.set_num_threads(1)  # a sum's last bits depend on the number
-        self._scorer = self._scorer or ray.get(shared[0])
-        return _scored(self._scorer, chunk, source)
-
-
-def _scored_on_ray(
-    scorer: Scorer | CountingScorer, chunks: Iterable[Sequence[ResponseRow]], source: Path, num_workers: int
-) -> Iterator[dict[str, Any]]:
-    """Entries of the chunks in their order; a worker has at most two chunks at a time, and Ray replaces a dead one."""
-    from rm_optimizer.core.streaming.workers import connected_ray
-
-    ray = connected_ray()
-    shared = [ray.put(scorer)]
-    cores = int("RAY_ADDRESS" in os.environ)  # a cluster places workers by their cores; on one machine they share them
-    need = {"num_gpus": 1} if torch.cuda.is_available() else {"num_cpus": cores}
-    actor = ray.remote(**need, max_restarts=-1, max_task_retries=-1)(_RayScorer)
-    workers = [actor.remote() for _ in range(num_workers)]
-    waiting = deque[Any]()
-    try:
-        for number, chunk in enumerate(chunks):
-            if len(waiting) == 2 * num_workers:
-                yield ray.get(waiting.popleft())
-            waiting.append(workers[number % num_workers].scored.remote(shared, chunk, source))
-        while waiting:
-            yield ray.get(waiting.popleft())
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
-    finally:
-        for worker in workers:
-            ray.kill(worker)
 
 
 def _scored(scorer: Scorer | CountingScorer, chunk: Sequence[ResponseRow], source: Path) -> dict[str, Any]:

@@ -234,3 +234,28 @@ def test_an_evaluation_writes_into_no_run_and_no_folder_in_use(model: BradleyTer
         evaluated(model, SHORT, busy)
     os.close(descriptor)
     assert not [*busy.iterdir()]
+
+
+@pytest.mark.slow
+def test_any_number_of_workers_on_ray_gives_the_same_bits_and_continues_a_stopped_evaluation(
+    model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    import ray
+
+    monkeypatch.setattr(saved_model, "CHUNK_RESPONSES", 3)
+
+    def stop(done: int, total: int) -> None:
+        if done == 6:
+            raise KeyboardInterrupt
+
+    found = {}
+    try:
+        for workers in (None, 1, 2):
+            folder = tmp_path / str(workers)
+            with pytest.raises(KeyboardInterrupt):
+                evaluated(model, SHORT, folder, num_workers=2, on_progress=stop)
+            evaluated(model, SHORT, folder, num_workers=workers, checkpoint="narrow")
+            found[workers] = [(folder / name).read_bytes() for name in ("pair_rewards.jsonl", "metrics.json")]
+    finally:
+        ray.shutdown()
+    assert found[None] == found[1] == found[2]

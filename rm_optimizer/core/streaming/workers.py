@@ -1,4 +1,4 @@
-"""Ray processes that tokenize blocks; they start with little memory and output, and end with the stream."""
+"""Ray processes that tokenize blocks or compute with a model; they start with little memory and output."""
 
 from __future__ import annotations
 
@@ -6,13 +6,19 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
-from typing import Any
+from typing import Any, TypeVar
+
+import torch
 
 from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
 from rm_optimizer.errors import DataError, DataStalled, MissingExtra
 
+Model = TypeVar("Model")
+Chunk = TypeVar("Chunk")
+Result = TypeVar("Result")
 _MEGABYTE = 2**20
 _START_SECONDS = 300
 _CANCEL_SECONDS = 10
@@ -169,6 +175,58 @@ def connected_ray(address: str | None = None) -> Any:
     if not ray.is_initialized():
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     return ray
+
+
+class _Computer:
+    """Actor with an object, which each call brings by a reference in a list, since Ray would unpack it anew."""
+
+    _object: Any = None
+
+    def computed(self, compute: Callable[[Any, Any], Any], shared: Sequence[Any], chunk: Any) -> Any:
+        torch.set_num_threads(1)  # a sum's last bits depend on the number
+        if self._object is None:
+            self._object = load_ray().get(shared[0])
+        return compute(self._object, chunk)
+
+
+def map_chunks(
+    compute: Callable[[Model, Chunk], Result], model: Model, chunks: Iterable[Chunk], num_workers: int | None
+) -> Iterator[Result]:
+    """Results of the chunks in their order, the same for any number of workers on Ray.
+
+    A worker has at most two chunks at a time, and Ray replaces one that dies.
+
+    Args:
+        compute: function of the model and a chunk.
+        model: object that every worker receives once.
+        chunks: read as they are needed.
+        num_workers: actors with one thread or one GPU each; None computes in this process.
+
+    Raises:
+        MissingExtra: if Ray is not installed.
+    """
+    if num_workers is None:
+        yield from (compute(model, chunk) for chunk in chunks)
+        return
+    ray = connected_ray()
+    shared = [ray.put(model)]
+    cores = int("RAY_ADDRESS" in os.environ)  # a cluster places workers by their cores; on one machine they share them
+    need = {"num_gpus": 1} if torch.cuda.is_available() else {"num_cpus": cores}
+    actor = ray.remote(**need, max_restarts=-1, max_task_retries=-1)(_Computer)
+    workers = [actor.remote() for _ in range(num_workers)]
+    waiting = deque[Any]()
+    try:
+        for number, chunk in enumerate(chunks):
+            if len(waiting) == 2 * num_workers:
+                yield ray.get(waiting.popleft())
+            waiting.append(workers[number % num_workers].computed.remote(compute, shared, chunk))
+        while waiting:
+            yield ray.get(waiting.popleft())
+    except ray.exceptions.RayTaskError as error:
+        raise error.cause from None
+    finally:
+        for worker in workers:
+            ray.kill(worker)
 
 
 def _start(ray: Any, num_workers: int, store_mb: int) -> None:

@@ -13,7 +13,7 @@ from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, TypeAlias
 
 from typer import Argument, Context, Exit, Option
 
@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from rm_optimizer.evaluation.suite_scores import SuiteScores
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
+RayWorkers: TypeAlias = Annotated[
+    int | None,
+    Option("--ray", metavar="N", min=1, help="Score by N workers on Ray, with the same rewards for any N."),
+]
+"""Option of commands that score on Ray."""
 RESULTS = Path("outputs", "evaluate")
 """Default folder of results."""
 
@@ -65,13 +70,25 @@ def evaluate(
     ] = 16384,
     bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the resamples.")] = 0,
+    ray: RayWorkers = None,
 ) -> None:
     """Measure a reward model on preference pairs, or models on a benchmark.
 
     Prints a table, and writes JSON and plots. Repeat a stopped command to continue it.
     """
     if suite is not None:
-        unread = ("format", "columns", "winner", "layout", "kwise_rule", "label", "over_long", "by", "thresholds")
+        unread = (
+            "format",
+            "columns",
+            "winner",
+            "layout",
+            "kwise_rule",
+            "label",
+            "over_long",
+            "by",
+            "thresholds",
+            "ray",
+        )
         refuse_unread(context, "with --suite", *unread)
         models = [saved, *(replace(saved, checkpoint=name) for name in others or ())]
         _evaluate_suite(models, suite, sources, pair_options, output, token_budget, bootstrap, seed)
@@ -114,6 +131,7 @@ def evaluate(
                     seed=seed,
                     by=by,
                     thresholds=thresholds,
+                    num_workers=ray,
                     on_progress=show,
                 )
         draw_evaluation(folder, evaluation.metrics)
@@ -230,10 +248,7 @@ def score(
     penalty: Annotated[
         float, Option("--penalty", min=0, help="Standard deviations that uwo subtracts from the mean.")
     ] = 1.0,
-    ray: Annotated[
-        int | None,
-        Option("--ray", metavar="N", min=1, help="Score a file by N workers on Ray, with the same rewards for any N."),
-    ] = None,
+    ray: RayWorkers = None,
 ) -> None:
     """Print rewards of responses, or add them to a file.
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
@@ -229,9 +230,14 @@ def _spawned(options: WorkerOptions, committed: Sequence[StagedWeights]) -> tupl
 
 def _run(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:
     """Run the worker, whose imports load torch and models, which the server's process does not need."""
-    from rm_optimizer.serving.embedded.worker import run_worker
+    from rm_optimizer.serving.embedded.worker import TransformersWorker, Worker, run_worker
 
-    run_worker(connection, options, committed)
+    kind: Callable[[WorkerOptions, Sequence[StagedWeights]], Worker] = TransformersWorker
+    if options.engine == "vllm":
+        from rm_optimizer.serving.embedded.vllm_worker import VllmWorker
+
+        kind = VllmWorker
+    run_worker(connection, partial(kind, options, committed))
 
 
 ATTEMPTS = 3

@@ -239,7 +239,7 @@ class TransformersWorker(Worker):
         return read_update(self.model.model, weights.file, weights.tensors, weights.mode)
 
 
-def run_worker(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:
+def run_worker(connection: Connection, load: Callable[[], Worker]) -> None:
     """Main function of the process: load, report, and answer until the pipe closes.
 
     A question is its number, the name of a method of `Worker` and its arguments; None ends the process. The answer is
@@ -266,13 +266,7 @@ def run_worker(connection: Connection, options: WorkerOptions, committed: Sequen
 
     threading.Thread(target=show_life, name="rm-worker-alive", daemon=True).start()
     try:
-        worker: Worker
-        if options.engine == "vllm":
-            from rm_optimizer.serving.embedded.vllm_worker import VllmWorker
-
-            worker = VllmWorker(options, committed)
-        else:
-            worker = TransformersWorker(options, committed)
+        worker = load()
     except RMOptimizerError as error:
         send("failed", type(error).__name__, str(error))
         return
