@@ -23,11 +23,11 @@ ROOMS: Mapping[str, int] = {
     "interfaces": 2175,
     "experiments": 1672,
     "data_efficiency": 1306,
-    "schema": 1119,
+    "schema": 1123,
     "doctor": 920,
     "explanation": 932,
     "records": 796,
-    "optim": 734,
+    "optim": 752,
     "evaluation": 1076,
     "modules at the top": 482,
 }
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 342,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
-    "import lines": 5849,
+    "import lines": 5850,
     "import lines inside functions": 345,
-    "lines of code": 36629,
+    "lines of code": 36651,
     "private functions with one caller": 396,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -52,7 +52,7 @@ def optimizer_reference() -> str:
     for name, kind in OPTIMIZER_OPTIONS.items():
         size = OPTIMIZERS[name].state_bytes_per_param
         amount = f"{size:g} bytes" if size else "Less than a byte"
-        text = f"{kind.__doc__} {amount} of float32 state for each weight of a hidden matrix."
+        text = f"{kind.__doc__} {amount} of state for each weight of a hidden matrix."
         parts.append(_table(f"`optimizer={name}`", _optimizer_rows(name, kind), " ".join(text.split())))
     return "\n".join(parts)
 

@@ -17,6 +17,7 @@ from rm_optimizer.optim.registry import AVERAGES, BFLOAT16, CLIPPED, FLAT, GLOBA
 from rm_optimizer.schema.optimizers import (
     AdafactorConfig,
     AdamConfig,
+    AdamW8bitConfig,
     AdamWConfig,
     AdEMAMixConfig,
     LionConfig,
@@ -41,6 +42,23 @@ def build_adam(params: ParamPartition, config: AdamConfig, num_steps: int | None
 def build_adamw(params: ParamPartition, config: AdamConfig, num_steps: int | None) -> Optimizer:
     """`torch.optim.AdamW`."""
     return torch.optim.AdamW(params.groups(config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
+
+
+@built_in(AdamW8bitConfig, "elementwise", 2 + 2 * 4 / 256, refuses=CLIPPED | WHOLE, extra="qlora")
+def build_adamw_8bit(params: ParamPartition, config: AdamW8bitConfig, num_steps: int | None) -> Optimizer:
+    """`bitsandbytes.optim.AdamW8bit`, with whole moments for embeddings (as in transformers) and small parameters."""
+    base: Any = _load("AdamW8bit", "bitsandbytes.optim", "qlora")
+
+    class AdamW8bit(base):  # type: ignore[misc]
+        def get_config(self, gindex: int, pindex: int, group: dict[str, Any]) -> dict[str, Any]:
+            given: dict[str, Any] = super().get_config(gindex, pindex, group)
+            return given | {"optim_bits": 32} if group["role"] == Role.embedding else given
+
+    groups = params.groups(config)
+    for group in groups:
+        group["algorithm"] = "adamw" if group["role"] == Role.embedding else config.name
+    options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
+    return cast("Optimizer", AdamW8bit(groups, is_paged=config.paged, **options))
 
 
 @built_in(SGDConfig, "elementwise", 4, refuses=CLIPPED)
@@ -182,11 +200,12 @@ def _adam_like(name: str, params: ParamPartition, config: AdamConfig, **options:
     return _load(name)(params.groups(config), **adam | options)
 
 
-def _load(name: str) -> Callable[..., Optimizer]:
-    """A class of pytorch_optimizer, imported when first needed because the import takes seconds."""
+def _load(name: str, module: str = "pytorch_optimizer", extra: str = POPT) -> Callable[..., Optimizer]:
+    """A class of another package, imported when first needed because the import takes seconds."""
+    package = module.partition(".")[0]
     try:
-        return cast("Callable[..., Optimizer]", getattr(import_module("pytorch_optimizer"), name))
+        return cast("Callable[..., Optimizer]", getattr(import_module(module), name))
     except ModuleNotFoundError as error:
-        if error.name != "pytorch_optimizer":
+        if error.name != package:
             raise
-        raise MissingExtra("pytorch-optimizer", "optimizers") from error
+        raise MissingExtra(package.replace("_", "-"), extra) from error

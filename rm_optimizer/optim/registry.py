@@ -201,7 +201,7 @@ def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule
     """Refuse an optimizer that would be another algorithm in this setup.
 
     Raises:
-        ConfigError: if the combination is refused, with the reason.
+        ConfigError: if the combination is refused, with the reason, or moments are to be paged without a GPU.
     """
     refuses = OPTIMIZERS[config.name].refuses
     kinds: dict[str, TrainingSetup] = {SHARDED_STRATEGY: "fsdp2", "fsdp": "fsdp1", "deepspeed": "deepspeed"}
@@ -209,6 +209,11 @@ def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule
     setups: list[tuple[TrainingSetup, str]] = [] if kind is None else [(kind, f"hardware.strategy={hardware.strategy}")]
     if schedule.name is not ScheduleName.constant:
         setups.append(("decay", f"schedule.name={schedule.name.value}"))
+    if getattr(config, "paged", False) and not torch.cuda.is_available():
+        raise ConfigError(
+            "optimizer.paged=true moves moments between the memories of a GPU and of the processor, and torch finds no "
+            "GPU here; leave it out"
+        )
     for setup, option in setups:
         if setup in refuses:
             raise ConfigError(f"optimizer={config.name} does not go with {option}: {refuses[setup]}; {HINTS[setup]}")

@@ -77,6 +77,15 @@ class AdamWConfig(AdamConfig):
 
 
 @dataclass(kw_only=True)
+class AdamW8bitConfig(AdamConfig):
+    """AdamW with moments in eight bits, by blocks of 256 (Dettmers et al., 2022); embeddings keep whole moments."""
+
+    name: str = "adamw_8bit"
+    paged: bool = False
+    """Let the driver move the moments into the processor's memory when the GPU's is full."""
+
+
+@dataclass(kw_only=True)
 class SGDConfig(OptimizerConfig):
     """Stochastic gradient descent with momentum."""
 

@@ -15,30 +15,32 @@ from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig
 
 WIDTH = 32
+WIDE = {"adamw_8bit": 128}
+"""Width for an optimizer that treats small matrices in another way."""
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.dense = nn.Linear(WIDTH, WIDTH)
-        self.norm = nn.LayerNorm(WIDTH)
+        self.dense = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width)
 
 
 class Backbone(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(6, WIDTH)
-        self.layers = nn.ModuleList([Block(), Block()])
-        self.norm = nn.LayerNorm(WIDTH)
+        self.embed = nn.Embedding(6, width)
+        self.layers = nn.ModuleList([Block(width), Block(width)])
+        self.norm = nn.LayerNorm(width)
 
 
 class ToyRewardModel(nn.Module):
     base_model_prefix = "model"
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.model = Backbone()
-        self.score = nn.Linear(WIDTH, 1)
+        self.model = Backbone(width)
+        self.score = nn.Linear(width, 1)
 
     def losses(self, targets: list[Tensor]) -> Tensor:
         pairs = zip(self.parameters(), targets, strict=True)
@@ -49,10 +51,12 @@ HEAD = ("score.weight", "score.bias")
 
 
 @pytest.fixture
-def toy() -> Callable[..., ToyRewardModel]:
-    def build(dtype: torch.dtype = torch.float32, seed: int = 0) -> ToyRewardModel:
+def toy(request: pytest.FixtureRequest) -> Callable[..., ToyRewardModel]:
+    name = request.getfixturevalue("entry").name if "entry" in request.fixturenames else "adamw"
+
+    def build(dtype: torch.dtype = torch.float32, seed: int = 0, width: int = WIDE.get(name, WIDTH)) -> ToyRewardModel:
         torch.manual_seed(seed)
-        return ToyRewardModel().to(dtype)
+        return ToyRewardModel(width).to(dtype)
 
     return build
 

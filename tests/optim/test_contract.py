@@ -189,7 +189,9 @@ def test_state_has_the_stated_size(entry, toy, preset, head):
     matrix = model.model.layers[0].dense.weight
     # Adafactor keeps one row and one column; step counters are a few bytes.
     allowance = 4 * (2 * matrix.shape[0] + 4) / matrix.numel()
-    measured = bytes_in(optimizer.state[matrix]) / matrix.numel()
+    state = optimizer.state[matrix]
+    shared = sum(bytes_in(state[name]) for name in ("qmap1", "qmap2") if name in state)  # values of the 256 codes
+    measured = (bytes_in(state) - shared) / matrix.numel()
     assert entry.state_bytes_per_param <= measured <= entry.state_bytes_per_param + allowance
 
 
@@ -220,6 +222,21 @@ def test_refuses_what_it_says_and_nothing_else(entry, preset):
                 check_compatible(config, HardwareConfig(**options), schedule)
         else:
             check_compatible(config, HardwareConfig(**options), schedule)
+
+
+def test_paged_moments_need_a_gpu(monkeypatch, preset):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    config = preset("adamw_8bit", paged="true")
+    with pytest.raises(ConfigError, match=r"optimizer\.paged=true moves moments .* torch finds no GPU here"):
+        check_compatible(config, HardwareConfig(), CONSTANT)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_compatible(config, HardwareConfig(), CONSTANT)
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_paging_reaches_the_library(paged, toy, preset, head):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    assert build_optimizer(toy(), preset("adamw_8bit", paged=paged), head_names=head).is_paged is paged
 
 
 def test_parameters_without_gradient_stay(entry, toy, preset, head):

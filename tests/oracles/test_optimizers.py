@@ -24,6 +24,7 @@ ADAM = {"beta1": 0.85, "beta2": 0.97, "eps": 1e-3}
 CASES: dict[str, list[dict[str, Any]]] = {
     "adam": [ADAM],
     "adamw": [ADAM],
+    "adamw_8bit": [ADAM | {"paged": True}],  # parameters as small as these keep whole moments
     "sgd": [{"momentum": 0.6, "nesterov": True}, {"momentum": 0.6, "nesterov": False}],
     "adafactor": [{"beta2_decay": -0.6, "clip": 1.3}],
     "lion": [{"beta1": 0.8, "beta2": 0.95}],
@@ -197,7 +198,7 @@ def mars(p: Tensor, g: Tensor, s: dict[str, Any], o: dict[str, Any], lr: float, 
 
 RULES: dict[str, Callable[..., Tensor]] = {
     **{"adam": adam, "adamw": adam_step, "sgd": sgd, "adafactor": adafactor, "lion": lion, "ademamix": ademamix},
-    **{"mars": mars, "muon": muon, "sam": adam_step},
+    **{"adamw_8bit": adam_step, "mars": mars, "muon": muon, "sam": adam_step},
 }
 
 
@@ -287,6 +288,7 @@ def by_library(name: str, o: dict[str, Any]) -> dict[str, Tensor]:
     return followed(model, optimizer)
 
 
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported on CPU")
 @pytest.mark.parametrize(("name", "options"), RUNS)
 def test_twenty_steps_are_the_papers(name: str, options: dict[str, Any]):
     rates = {} if name == "prodigy" else {"head_lr_factor": HEAD_FACTOR, "layer_lr_decay": LAYER_DECAY}
@@ -302,9 +304,10 @@ def test_twenty_steps_are_the_papers(name: str, options: dict[str, Any]):
     model = toy()
     optimizer = build_optimizer(model, config, head_names=("score.weight", "score.bias"), num_steps=STEPS)
     found = followed(model, optimizer)
+    precision = 1e-5 if name == "adamw_8bit" else 1e-6  # its moments are in float32
     for key in PLACES:
         torch.testing.assert_close(
-            found[key], expected[key], rtol=1e-6, atol=1e-7, msg=lambda m, key=key: f"{key}: {m}"
+            found[key], expected[key], rtol=precision, atol=precision / 10, msg=lambda m, key=key: f"{key}: {m}"
         )
     if name == "schedulefree":
         set_train_mode(optimizer, True)
