@@ -15,30 +15,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9175,
-    "serving": 4429,
+    "serving": 4519,
     "landscape": 3725,
     "training": 3011,
     "rl_coupling": 2513,
     "reporting": 2564,
-    "interfaces": 2175,
+    "interfaces": 2176,
     "experiments": 1672,
     "data_efficiency": 1306,
     "schema": 1123,
     "doctor": 920,
     "explanation": 932,
-    "records": 796,
+    "records": 795,
     "optim": 752,
     "evaluation": 1076,
     "modules at the top": 482,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 342,
+    "files": 344,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
-    "import lines": 5850,
-    "import lines inside functions": 345,
-    "lines of code": 36651,
-    "private functions with one caller": 396,
+    "import lines": 5875,
+    "import lines inside functions": 353,
+    "lines of code": 36741,
+    "private functions with one caller": 398,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -128,7 +128,7 @@ def locked_if_possible(file: IO[Any] | int, folder: Path, work: str) -> bool:
 
 
 @contextmanager
-def held(folder: Path, work: str) -> Iterator[None]:
+def held(folder: Path, work: str, *, remedy: str = "choose another output folder") -> Iterator[None]:
     """Hold a folder of results for this process; a folder made for it is removed if nothing was written.
 
     The folder itself is locked, so no file is left behind. A block inside, on the same thread, shares the lock.
@@ -137,6 +137,7 @@ def held(folder: Path, work: str) -> Iterator[None]:
     Args:
         folder: the folder, made if missing.
         work: work that one process at a time does there, for the messages.
+        remedy: last choice of the message for a folder in use.
 
     Raises:
         ConfigError: if another process holds it.
@@ -150,8 +151,7 @@ def held(folder: Path, work: str) -> Iterator[None]:
     try:
         if not locked_if_possible(descriptor, folder, work):
             raise ConfigError(
-                f"{folder} is in use: another process writes an {work} there; wait for it, stop it, or choose "
-                "another output folder"
+                f"{folder} is in use: another process writes an {work} there; wait for it, stop it, or {remedy}"
             )
         _HELD.add(place)
         remove_left(folder)

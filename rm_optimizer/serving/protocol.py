@@ -139,6 +139,12 @@ class TemplateValues(RequestModel):
         return {name: getattr(self, name) for name in TemplateValues.model_fields}
 
 
+_ITEM: Any = {"prompt": "What is 2 + 2?", "responses": ["It is 4.", "I do not know."]}
+_CONVERSATION: Any = [{"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "It is 4."}]
+_TEXT = "Prompt: What is 2 + 2?\n\nResponse: "
+_QUERY: Any = {"query": [f"{_TEXT}It is 4."], "prompts": [_TEXT]}
+
+
 class ClassifyRequest(TemplateValues):
     """`POST /classify`: vLLM's request for one label.
 
@@ -148,6 +154,7 @@ class ClassifyRequest(TemplateValues):
     refuses what it would cut.
     """
 
+    model_config = ConfigDict(json_schema_extra={"examples": [{"input": [[1, 15, 2]]}, {"messages": _CONVERSATION}]})
     model: StrictStr | None = None
     input: ClassifyInput | None = None
     messages: WireMessages | None = None
@@ -189,7 +196,7 @@ class ScoreItem(TemplateValues):
 class ScoringRequest(RequestModel):
     """`POST /rm/score`: conversations that the server renders as training did."""
 
-    model_config = ConfigDict(frozen=True)
+    model_config = ConfigDict(frozen=True, json_schema_extra={"examples": [{"items": [_ITEM]}]})
     model: StrictStr | None = None
     items: Items[ScoreItem] = Field(min_length=1)
     use_activation: StrictBool | None = None
@@ -198,7 +205,7 @@ class ScoringRequest(RequestModel):
 class OpenRLHFRequest(BaseModel):
     """`POST /get_reward`: OpenRLHF's remote reward model; `query` holds whole texts, prompt and response."""
 
-    model_config = ConfigDict(extra="ignore")
+    model_config = ConfigDict(extra="ignore", json_schema_extra={"examples": [_QUERY]})
 
     query: Items[StrictStr] = Field(
         description="Texts; an empty list, by which OpenRLHF probes a server, has no rewards."

@@ -29,7 +29,7 @@ from rm_optimizer.serving.client.client import AsyncRewardClient
 from tests.builders import decoder_tokenizer, tiny_reward_model
 from tests.rl_coupling.policies import save_policy
 from tests.serving.engines import InProcessEngine, options_of
-from tests.serving.running import engine_running
+from tests.serving.running import engine_running, serve_process
 
 TEMPLATE = (
     "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
@@ -49,10 +49,15 @@ def expected(model) -> list[float]:
     return model.score(PROMPTS, RESPONSES).tolist()
 
 
-@pytest.fixture(scope="module")
-def url(model, tmp_path_factory):
+@pytest.fixture(scope="module", params=["one", pytest.param("fleet", marks=pytest.mark.slow)])
+def url(request, model, tmp_path_factory):
+    """A server in this process, or the front of two replicas."""
     folder = tmp_path_factory.mktemp("served")
     model.save_pretrained(folder / "model")
+    if request.param == "fleet":
+        with serve_process(folder / "model", "--replicas", "2", "--served-model-name", "rm") as server:
+            yield server.url
+        return
     with engine_running(lambda: InProcessEngine(options_of(folder / "model", folder / "scratch"))) as server:
         yield server.url
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import resource
 import socket
 import time
@@ -149,7 +150,7 @@ def test_every_refusal_has_our_form_and_is_counted():
     assert 'rm_requests_total{route="/classify",status="503"} 1.0' in text
 
 
-def test_the_page_of_the_api_says_what_to_read_without_the_internet():
+def test_the_page_of_the_api_needs_no_internet_and_no_script():
     async def main() -> tuple[str, dict[str, object]]:
         async with client_of(application(api_key="score")) as client:
             page = await client.get("/docs", headers=bearer("score"))
@@ -157,6 +158,8 @@ def test_the_page_of_the_api_says_what_to_read_without_the_internet():
 
     page, described = asyncio.run(main())
     assert '<a href="/openapi.json">' in page
+    assert not re.search(r"<script|<link|src=|href=.http", page)
+    assert all(f" {path}</code>" in page for path in described["paths"])
     assert described["components"]["securitySchemes"]["key"]["scheme"] == "bearer"
     operations = [operation for path in described["paths"].values() for operation in path.values()]
     assert all(operation["security"] == [{"key": []}] for operation in operations)

@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import httpx
 import psutil
 import pytest
+import yaml
 
 from rm_optimizer.serving.client.client import RewardClient
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
@@ -32,7 +34,11 @@ def cluster(tmp_path, monkeypatch):
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    with free_socket() as taken:  # serve deploy speaks to the dashboard
+        port = taken.getsockname()[1]
+    head = {"num_cpus": 1, "include_dashboard": True, "dashboard_port": port, "dashboard_host": "127.0.0.1"}
+    monkeypatch.setenv("RAY_DASHBOARD_ADDRESS", f"http://127.0.0.1:{port}")
+    cluster = Cluster(initialize_head=True, head_node_args=head)
     try:
         cluster.add_node(num_cpus=1)
         monkeypatch.setenv("RAY_ADDRESS", cluster.address)
@@ -61,6 +67,7 @@ def test_replicas_of_two_nodes_serve_one_version_and_a_killed_one_joins_with_it(
     try:
         wait_ready(server)
         wait_for(lambda: len(replicas()) == 2, 60)
+        wait_for(lambda: httpx.get(f"{server.url}/metrics").text.count('rm_replica_memory_bytes{replica="') == 2, 60)
         served = httpx.get(f"{server.url}/version").json()["version"]
         rewards = {served: original.score(PROMPTS, RESPONSES)}
         rewards |= {f"v{number}": model.score(PROMPTS, RESPONSES) for number, model in enumerate(models)}
@@ -83,3 +90,34 @@ def test_replicas_of_two_nodes_serve_one_version_and_a_killed_one_joins_with_it(
         process.terminate()
         assert process.wait(timeout=60) == 0
     wait_for(lambda: not replicas())
+
+
+def test_the_application_of_the_file_in_deploy_serves_behind_a_listener_and_outlives_it(cluster, tmp_path):
+    original, checkpoint = exported("llama", tmp_path / "export"), tmp_path / "export"
+    config = yaml.safe_load((Path(__file__).parents[2] / "deploy" / "ray-serve.yaml").read_text(encoding="utf-8"))
+    [application] = config["applications"]
+    own = {"checkpoint": str(checkpoint), "folder": str(tmp_path / "state"), "threads": 1, "token_budget": 512}
+    assert application["args"].keys() <= own.keys()
+    application["args"] = own
+    application["deployments"][0]["ray_actor_options"] = {"num_cpus": 1}  # there are no GPUs here
+    (tmp_path / "ray-serve.yaml").write_text(yaml.safe_dump(config))
+    serve = Path(sys.executable).with_name("serve")
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    subprocess.run([serve, "deploy", tmp_path / "ray-serve.yaml"], env=environment, check=True, timeout=120)
+    with free_socket() as taken:
+        port = taken.getsockname()[1]
+    command = [sys.executable, "-c", START, "serve", str(checkpoint), "--port", str(port)]
+    command += ["--replicas", "2", "--ray", "--state", str(tmp_path / "state")]
+    process = subprocess.Popen(command, env=environment)
+    server = SimpleNamespace(url=f"http://127.0.0.1:{port}", process=process)
+    try:
+        wait_ready(server)
+        wait_for(lambda: len(replicas()) == 2, 60)
+        with RewardClient(server.url) as client:
+            assert client.score(PROMPTS, RESPONSES) == pytest.approx(original.score(PROMPTS, RESPONSES), abs=1e-4)
+    finally:
+        process.terminate()
+        assert process.wait(timeout=60) == 0
+    assert len(replicas()) == 2  # the listener ends what it deployed alone
+    subprocess.run([serve, "shutdown", "-y"], env=environment, check=True, timeout=120)
+    wait_for(lambda: not replicas(), 60)

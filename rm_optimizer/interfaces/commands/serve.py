@@ -84,7 +84,7 @@ def kept_state(options: ServeOptions) -> Iterator[ServeOptions]:
     folder = Path(tempfile.mkdtemp(prefix="rm-state-")) if options.state is None else options.state.resolve()
     starter = os.getpid()
     try:
-        with held(folder, "update"):
+        with held(folder, "update", remedy="choose another --state"):
             if options.replicas > 1 or options.ray:
                 for module in LISTENER_MODULES:  # a restart forks this process, and so imports nothing
                     importlib.import_module(module)
@@ -119,6 +119,7 @@ def _serve(options: ServeOptions, listening: socket.socket) -> None:
     from rm_optimizer.serving.embedded.engine import WorkerEngine
     from rm_optimizer.serving.http.app import show_server_log
     from rm_optimizer.serving.http.gate import MAX_BACKLOG, most_connections
+    from rm_optimizer.serving.http.tracing import install_tracing
     from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
     from rm_optimizer.serving.weights.weight_routes import create_server
 
@@ -160,6 +161,7 @@ def _serve(options: ServeOptions, listening: socket.socket) -> None:
         finally:
             await receiver.close()
 
+    install_tracing()
     show_server_log()
     asyncio.run(main())
 

@@ -22,6 +22,7 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any
 
+from rm_optimizer.core.tokens.prefix_trees import LEAST_SHARED
 from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.records.files import write_text
 from rm_optimizer.serving.child_process import MOST_FLEET_RESTARTS, RestartLimit, resident_bytes
@@ -411,7 +412,7 @@ class WorkerEngine(Engine):
         """Rewards of the sequences; a batch whose worker dies goes to the next worker. See `Engine.score`."""
         tokens, num_deaths = sum(map(len, sequences)), 0
         while num_deaths < ATTEMPTS:
-            replica, link = await self._least_busy()
+            replica, link = await self._chosen(sequences[0][:LEAST_SHARED])
             started = time.monotonic()
             replica.tokens += tokens
             try:
@@ -557,15 +558,22 @@ class WorkerEngine(Engine):
         async with self._changed:
             self._changed.notify_all()
 
-    async def _least_busy(self) -> tuple[_Replica, WorkerLink]:
+    async def _chosen(self, start: Sequence[int]) -> tuple[_Replica, WorkerLink]:
         """Return the live replica with the fewest tokens, once there is one.
+
+        vLLM keeps prefixes over batches. So of its replicas that are about as busy, batches with one start go to one.
 
         Raises:
             EngineUnavailable: if there will be none.
         """
         async with self._changed:
             await self._changed.wait_for(lambda: self._live or self._is_stopped or self.failure is not None)
-        replica = min(self._require_live(), key=lambda replica: replica.tokens)
+        live = self._require_live()
+        least = min(replica.tokens for replica in live)
+        if least and self.description.engine == "vllm":
+            least += self.description.token_budget
+        near = [replica for replica in live if replica.tokens <= least]
+        replica = max(near, key=lambda replica: hash((replica.number, *start)))
         assert replica.link is not None, "a live replica has a process"
         return replica, replica.link
 

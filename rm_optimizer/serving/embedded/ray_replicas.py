@@ -10,7 +10,7 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -21,6 +21,7 @@ from rm_optimizer.core.storage.certificate import ParityCertificate
 from rm_optimizer.core.streaming.workers import connected_ray, load_ray
 from rm_optimizer.errors import EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.records.codec import from_values
+from rm_optimizer.serving.child_process import resident_bytes
 from rm_optimizer.serving.embedded.engine import ATTEMPTS, BatchTime, require_owner
 from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.engine import Engine, EngineDescription, ScoredBatch, StagedWeights, WeightHistory
@@ -30,6 +31,7 @@ APPLICATION, DEPLOYMENT = "rm-opt", "Replica"
 HEALTH_SECONDS = 2.0
 """Seconds between two checks of a replica's health; Ray Serve replaces one that fails three."""
 DRAIN_SECONDS = 30.0
+POLL_SECONDS = 0.5
 START_SECONDS = 600.0
 """Longest time until the first replica has loaded its model, in seconds."""
 OPEN_REQUESTS = 2
@@ -69,6 +71,12 @@ class Replica:
     async def source(self) -> tuple[str, str, str]:
         """Checkpoint, type of its weights, and folder of the updates."""
         return self._source
+
+    async def memory(self) -> tuple[str, int]:
+        """Name of this replica, and the memory of its process in bytes."""
+        from ray import serve
+
+        return serve.get_replica_context().replica_id.unique_id, resident_bytes(os.getpid())
 
     async def check_health(self) -> None:
         """Return at once; a stopped process does not."""
@@ -155,6 +163,7 @@ class RayEngine(Engine):
         super().__init__(WeightHistory(folder / "history"))
         self._options, self._num_replicas, self._folder = options, replicas, folder
         self._time, self._num_running = BatchTime(), 0
+        self._bytes: dict[str, int] = {}
         self._is_restored = self._is_stopped = False
         self._handle: Any = None
         self._watcher: asyncio.Task[None] | None = None
@@ -164,14 +173,23 @@ class RayEngine(Engine):
         """True while a replica runs."""
         return self._num_running > 0 and not self._is_stopped
 
+    @property
+    def replica_bytes(self) -> Mapping[str, int]:
+        """Memory of each replica at the last check; see `Engine.replica_bytes`."""
+        return self._bytes
+
     async def start(self) -> None:
         """Deploy the replicas, or find them; see `Engine.start`."""
         await asyncio.to_thread(self._deploy)
         try:
             async with asyncio.timeout(START_SECONDS):
+                await self._running()
                 description, source = await self._handle.describe.remote(), await self._handle.source.remote()
         except TimeoutError as error:
-            raise EngineUnavailable(f"no replica loaded the model within {START_SECONDS:.0f} s") from error
+            raise EngineUnavailable(
+                f"no replica loaded the model within {START_SECONDS:.0f} s; see serve status, and lower --replicas or "
+                "--threads if the cluster has too few cores or GPUs"
+            ) from error
         expected = self._options.checkpoint, self._options.dtype, str(self._folder)
         if source != expected:
             raise RMOptimizerError(
@@ -179,7 +197,6 @@ class RayEngine(Engine):
                 f"{' '.join(source)}; give the same model, --dtype and --state, or end it with serve shutdown"
             )
         self._description = replace(description, replicas=self._num_replicas)
-        self._num_running = 1
         self._serve_checkpoint()
         self._watcher = asyncio.create_task(self._watch(), name="rm-ray-watch")
 
@@ -196,22 +213,40 @@ class RayEngine(Engine):
         arguments = {**vars(self._options), "folder": str(self._folder), "replicas": self._num_replicas}
         built = application({**arguments, "resources": resources})
         (self._folder / "deployed").touch()
-        try:
-            self._handle = serve.run(built, name=APPLICATION, route_prefix=None)
-        except RuntimeError as error:
-            reason = str(error).splitlines()[0]
-            raise RMOptimizerError(f"Ray Serve cannot start the replicas (--replicas, --ray): {reason}") from error
+        target = serve.RunTarget(target=built, name=APPLICATION, route_prefix=None)
+        [self._handle] = serve.run_many([target], wait_for_applications_running=False)
 
-    async def _watch(self) -> None:
-        """Count the running replicas."""
+    async def _running(self) -> None:
+        """Wait until a replica runs.
+
+        Raises:
+            RMOptimizerError: if Ray Serve gives up.
+        """
+        while not self._num_running:
+            found = await self._status()
+            if found.status == "DEPLOY_FAILED":
+                reason = found.message.strip().splitlines()[-1]
+                raise RMOptimizerError(f"Ray Serve cannot start the replicas (--replicas, --ray): {reason}")
+            await asyncio.sleep(POLL_SECONDS)
+
+    async def _status(self) -> Any:
+        """Status of the application, after counting its running replicas."""
         from ray import serve
 
+        found: Any = (await asyncio.to_thread(serve.status)).applications[APPLICATION]
+        if DEPLOYMENT in found.deployments:
+            self._num_running = found.deployments[DEPLOYMENT].replica_states.get("RUNNING", 0)
+        return found
+
+    async def _watch(self) -> None:
+        """Count the running replicas, and ask for their memory."""
         while True:
             await asyncio.sleep(HEALTH_SECONDS)
             with suppress(Exception):  # the controller restarts
-                found = (await asyncio.to_thread(serve.status)).applications[APPLICATION].deployments[DEPLOYMENT]
-                states: Any = found.replica_states
-                self._num_running = states.get("RUNNING", 0)
+                await self._status()
+                async with asyncio.timeout(HEALTH_SECONDS):
+                    answers = await self._handle.broadcast("memory").results_async(return_exceptions=True)
+                    self._bytes = dict(answer for answer in answers if isinstance(answer, tuple))
 
     async def stop(self) -> None:
         """End the application that this server deployed; a second call does nothing."""

@@ -13,13 +13,13 @@ from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
-from fastapi.openapi.docs import get_swagger_ui_html
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
 
 import rm_optimizer
 from rm_optimizer.serving import protocol
 from rm_optimizer.serving.http import gate
+from rm_optimizer.serving.http.documents import api_page
 from rm_optimizer.serving.service.api_errors import NotReady, error_responses, install_error_answers
 from rm_optimizer.serving.service.inputs import TokenSequence, refuse_cuts
 from rm_optimizer.serving.service.service import RewardService
@@ -78,7 +78,7 @@ async def _scored(
     return numbers, {"model": service.model_name, "usage": usage, **weights}
 
 
-@router.post("/classify", responses=_SCORING)
+@router.post("/classify", responses=_SCORING, tags=["rewards"])
 async def classify(
     body: protocol.ClassifyRequest, request: Request, response: Response, service: Service
 ) -> protocol.ClassifyResponse:
@@ -98,7 +98,7 @@ async def classify(
     return protocol.ClassifyResponse(id=f"classify-{uuid.uuid4().hex}", created=int(time.time()), data=data, **shared)
 
 
-@router.post("/rm/score", responses=_SCORING)
+@router.post("/rm/score", responses=_SCORING, tags=["rewards"])
 async def score(
     body: protocol.ScoringRequest, request: Request, response: Response, service: Service
 ) -> protocol.ScoringResponse:
@@ -109,7 +109,7 @@ async def score(
     return protocol.ScoringResponse(rewards=[[next(left) for _ in item.responses] for item in body.items], **shared)
 
 
-@router.post("/get_reward", responses=_SCORING)
+@router.post("/get_reward", responses=_SCORING, tags=["rewards"])
 async def get_reward(
     body: protocol.OpenRLHFRequest, request: Request, response: Response, service: Service
 ) -> protocol.OpenRLHFResponse:
@@ -130,15 +130,15 @@ async def get_reward(
     )
 
 
-@router.get("/ping", responses=_READING)
-@router.get("/health", responses=_READING)
+@router.get("/ping", responses=_READING, tags=["operation"])
+@router.get("/health", responses=_READING, tags=["operation"])
 async def health(service: Service) -> dict[str, str]:
     """200 while the server runs, also while it loads; `/ready` reports if it can answer."""
     engine = service.engine
     return {"status": "alive", "version": engine.version, "revision": str(engine.revision)}
 
 
-@router.get("/ready", responses=_READING)
+@router.get("/ready", responses=_READING, tags=["operation"])
 async def ready(service: Service) -> dict[str, str]:
     """200 once the weights are loaded and the parity probe has passed."""
     if service.obstacle is not None:
@@ -146,8 +146,8 @@ async def ready(service: Service) -> dict[str, str]:
     return {"status": "ready", "version": service.engine.version, "revision": str(service.engine.revision)}
 
 
-@router.get("/version", responses=_READING)
-@router.get("/rm/version", responses=_READING)
+@router.get("/version", responses=_READING, tags=["operation"])
+@router.get("/rm/version", responses=_READING, tags=["operation"])
 async def version(response: Response, service: Service) -> protocol.VersionResponse:
     """The weights that answer now."""
     service.require_loaded()
@@ -163,7 +163,7 @@ async def version(response: Response, service: Service) -> protocol.VersionRespo
     return answer
 
 
-@router.get("/v1/models", responses=_READING)
+@router.get("/v1/models", responses=_READING, tags=["operation"])
 async def models(service: Service) -> protocol.ModelList:
     """The served model in OpenAI's form."""
     card = protocol.ModelCard(
@@ -172,7 +172,7 @@ async def models(service: Service) -> protocol.ModelList:
     return protocol.ModelList(data=[card])
 
 
-@router.get("/rm/info", responses=_READING)
+@router.get("/rm/info", responses=_READING, tags=["operation"])
 async def info(service: Service) -> protocol.InfoResponse:
     """Properties of the server that a client verifies."""
     reader, engine, description = service.require_loaded(), service.engine, service.engine.description
@@ -198,16 +198,12 @@ async def info(service: Service) -> protocol.InfoResponse:
     )
 
 
-@router.get("/metrics", responses=_READING, response_class=PlainTextResponse)
+@router.get("/metrics", responses=_READING, tags=["operation"], response_class=PlainTextResponse)
 async def metrics(service: Service) -> Response:
     """Counts for Prometheus."""
     return Response(service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-_OFFLINE = (
-    "<p>This page takes its scripts from cdn.jsdelivr.net. Where it stays empty, read "
-    '<a href="/openapi.json">/openapi.json</a>, which needs no internet.</p>'
-)
 CLIENT_CLOSED = 499
 """nginx's status for a client that disconnected; only the metrics use it."""
 
@@ -250,14 +246,10 @@ def create_app(
         else [Depends(HTTPBearer(scheme_name="key", auto_error=False))],  # documented
     )
     app.state.service = service
-    page = get_swagger_ui_html(openapi_url="/openapi.json", title=app.title).body
-    place = b'<div id="swagger-ui">'
-    assert place in page, "Swagger's page has the place that its script fills"
-    html = bytes(page).replace(place, place + _OFFLINE.encode())
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> HTMLResponse:
-        return HTMLResponse(html)
+        return HTMLResponse(api_page(app.openapi()))
 
     for routes in (router, *routers):
         app.include_router(routes)

@@ -26,6 +26,7 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rm_optimizer.serving.http.tracing import request_span
 from rm_optimizer.serving.service import api_errors
 from rm_optimizer.serving.service.api_errors import ApiError, InvalidRequest, TooLarge
 from rm_optimizer.serving.service.batcher import CLIENT, FairShare
@@ -199,8 +200,8 @@ class Gate:
             scope = {**scope, "method": "GET"}
         status, started = 500, time.perf_counter()
         given = Headers(scope=scope).get(REQUEST_ID, "")
-        entry = {"id": given if _ID.fullmatch(given) else uuid.uuid4().hex, "client": (scope.get("client") or [""])[0]}
-        entry |= {"method": scope["method"], "path": scope["path"]}
+        entry: dict[str, Any] = {"id": given if _ID.fullmatch(given) else uuid.uuid4().hex}
+        entry |= {"client": (scope.get("client") or [""])[0], "method": scope["method"], "path": scope["path"]}
         ENTRY.set(entry)
 
         async def noting(message: Message) -> None:
@@ -210,20 +211,21 @@ class Gate:
                 MutableHeaders(scope=message)[REQUEST_ID] = entry["id"]
             await send(message)
 
-        try:
-            if refusal is not None:
-                raise refusal
-            answer = self._admitted if scope["method"] == "POST" else self.app
-            await answer(scope, timed(receive, self.seconds, self.least_rate), noting)
-        except ApiError as error:  # nothing has been sent: an answer begins once the body is read
-            await api_errors.error_answer(error)(scope, receive, noting)
-        finally:
-            route = getattr(scope.get("route"), "path", OTHER_ROUTE)
-            self.metrics.requests.labels(route, str(status)).inc()
-            seconds = time.perf_counter() - started
-            self.metrics.seconds.labels(route).observe(seconds)
-            if self.access_log != "off":
-                _access.info(log_line(entry | {"status": status, "seconds": round(seconds, 6)}, self.access_log))
+        with request_span(scope, entry):
+            try:
+                if refusal is not None:
+                    raise refusal
+                answer = self._admitted if scope["method"] == "POST" else self.app
+                await answer(scope, timed(receive, self.seconds, self.least_rate), noting)
+            except ApiError as error:  # nothing has been sent: an answer begins once the body is read
+                await api_errors.error_answer(error)(scope, receive, noting)
+            finally:
+                route = getattr(scope.get("route"), "path", OTHER_ROUTE)
+                self.metrics.requests.labels(route, str(status)).inc()
+                entry |= {"status": status, "seconds": round(time.perf_counter() - started, 6)}
+                self.metrics.seconds.labels(route).observe(entry["seconds"])
+                if self.access_log != "off":
+                    _access.info(log_line(entry, self.access_log))
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then pass the request on; a request opens once its body is read.

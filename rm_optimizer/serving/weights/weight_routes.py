@@ -62,7 +62,7 @@ def weight_router(receiver: WeightReceiver) -> APIRouter:
     Args:
         receiver: receiver of the updates, to close when the application ends.
     """
-    router = APIRouter(prefix="/rm/weights", tags=["weights"], route_class=JsonRoute)
+    router = APIRouter(prefix="/rm/weights", tags=["weight updates"], route_class=JsonRoute)
 
     @router.post("/begin", responses=_FAILURES)
     async def begin(body: Begin) -> Ready:

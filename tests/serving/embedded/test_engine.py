@@ -7,6 +7,8 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.weights.live_weights import tensor_specs
 from tests.builders import tiny_reward_model
 from tests.fork_server import forked_by
-from tests.serving.engines import exported
+from tests.serving.engines import exported, fake_description
 
 FULL = RewardModelTrainingMode.full
 SEQUENCES = [list(range(5, 60)), [7, 8, 9], [*range(5, 58), 9]]
@@ -155,3 +157,23 @@ def test_a_checkpoint_replaced_while_it_is_served_ends_the_engine_at_the_next_re
             await engine.stop()
 
     asyncio.run(scenario())
+
+
+def test_batches_with_one_start_go_to_one_of_the_replicas_of_vllm_that_are_about_as_busy(tmp_path):
+    async def scene(kind: str) -> list[set[int]]:
+        engine = WorkerEngine(WorkerOptions(str(tmp_path)), replicas=3)
+        engine._description = replace(fake_description(token_budget=64), engine=kind)
+        for replica in engine._replicas:
+            replica.is_up, replica.link = True, SimpleNamespace(ended=asyncio.Event())
+        found = []
+        for loads in ((0, 0, 0), (10, 40, 70), (0, 64, 64), (10, 10, 200)):
+            for replica, tokens in zip(engine._replicas, loads, strict=True):
+                replica.tokens = tokens
+            chosen = [(await engine._chosen((start, 7)))[0].number for start in (*range(50), *range(50))]
+            assert chosen[:50] == chosen[50:]
+            found.append(set(chosen))
+        shutil.rmtree(engine._folder)
+        return found
+
+    assert asyncio.run(scene("vllm")) == [{0, 1, 2}, {0, 1, 2}, {0}, {0, 1}]
+    assert asyncio.run(scene("transformers")) == [{0, 1, 2}, {0}, {0}, {0, 1}]

@@ -6,11 +6,13 @@ import asyncio
 import json
 import logging
 import re
+import sys
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.serving.http.tracing import install_tracing
 from rm_optimizer.serving.options import ServeOptions
 from tests.serving.engines import InProcessEngine, client_of, exported, options_of, served
 
@@ -107,3 +109,43 @@ def test_metrics_tell_waiting_from_computing_and_describe_the_process(answers):
 def test_an_unknown_form_of_the_log_is_refused():
     with pytest.raises(ConfigError, match="unknown --access-log 'jsno'; did you mean 'json'"):
         ServeOptions("model", access_log="jsno")
+
+
+def test_the_examples_of_the_document_are_answered(answers):
+    (told,) = answers(("GET", "/openapi.json", {}))
+    document = told.json()
+    requests = []
+    for path, operations in document["paths"].items():
+        content = operations.get("post", {}).get("requestBody", {}).get("content", {})
+        kind = content.get("application/json", {}).get("schema", {}).get("$ref", "").rpartition("/")[2]
+        examples = document["components"]["schemas"].get(kind, {}).get("examples", ())
+        requests += [("POST", path, {"json": example}) for example in examples]
+    assert {path for _, path, _ in requests} == {"/classify", "/rm/score", "/get_reward"}
+    assert [answer.text for answer in answers(*requests) if answer.status_code != 200] == []
+    tags = {tag for operations in document["paths"].values() for each in operations.values() for tag in each["tags"]}
+    assert tags == {"rewards", "operation"}
+
+
+def test_a_request_has_a_span_below_its_senders(answers, monkeypatch):
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    spans, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(spans))
+    monkeypatch.setattr("opentelemetry.trace.get_tracer", provider.get_tracer)
+    sender = {"traceparent": f"00-{7:032x}-{9:016x}-01", "x-request-id": "a"}
+    answers(("POST", "/rm/score", {"json": BODY, "headers": sender}), ("POST", "/nowhere", {}))
+    scored, missing = spans.get_finished_spans()
+    assert (scored.name, scored.context.trace_id, scored.parent.span_id) == ("POST /rm/score", 7, 9)
+    assert (scored.attributes["rm.id"], scored.attributes["rm.sequences"]) == ("a", 2)
+    assert scored.attributes["rm.engine_seconds"] > 0
+    assert (missing.name, missing.parent, missing.attributes["http.response.status_code"]) == ("POST", None, 404)
+
+
+def test_a_collector_without_a_package_to_reach_it_is_named(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4318")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
+    with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_ENDPOINT is set, but opentelemetry.* pip install"):
+        install_tracing()
