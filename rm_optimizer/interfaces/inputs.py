@@ -66,10 +66,7 @@ class PairOptions:
         """
         from rm_optimizer.core.rows.readers import require_files, source_files
 
-        given = {name: value for name, value in vars(self).items() if name in ReadOptions.__annotations__}
-        given |= {"columns": self.column_mapping(), "layout": _spelled(self.layout)}
-        options = read_config("rm-opt", cast(ReadOptions, given), Spelling.flags)
-        sources = [_source(each) for each in ([source] if isinstance(source, str) else source)]
+        sources = [source_options(each) for each in ([source] if isinstance(source, str) else source)]
         paths = [str(each["path"]) for each in sources]
         for name in paths:
             require_files(name)
@@ -80,10 +77,20 @@ class PairOptions:
         from rm_optimizer.core.tokens.dataset import load_pairs
 
         with Spelling.flags.used():
-            data = load_pairs([{"label": self.label, **each} for each in sources], options)
+            data = load_pairs([{"label": self.label, **each} for each in sources], self.reading())
         for note in (*data.notes, *(layout_examples(data) if shows_layouts else ())):
             _log.warning(note)
         return data
+
+    def reading(self) -> DataConfig:
+        """Options of reading rows.
+
+        Raises:
+            ConfigError: if a flag's value is unknown.
+        """
+        given = {name: value for name, value in vars(self).items() if name in ReadOptions.__annotations__}
+        given |= {"columns": self.column_mapping(), "layout": _spelled(self.layout)}
+        return read_config("rm-opt", cast(ReadOptions, given), Spelling.flags)
 
     def bad_rows(self) -> DataConfig:
         """The treatment of bad rows alone.
@@ -104,7 +111,7 @@ class PairOptions:
         """
         if len(set(sources)) < len(sources):
             raise ConfigError(f"{named} must name each source once, got {', '.join(sources)}")
-        names = [Path(_source(source)["path"]).name or source for source in sources]
+        names = [Path(source_options(source)["path"]).name or source for source in sources]
         keys = names if len(set(names)) == len(names) else sources
         return {key: self.load(each, shows_layouts=shows_layouts) for key, each in zip(keys, sources, strict=True)}
 
@@ -135,7 +142,7 @@ def _spelled(option: str | None) -> Any:
         raise ConfigError(f"expected a mapping such as {{path: a.csv, weight: 2}}, got '{option}'") from error
 
 
-def _source(text: str) -> dict[str, Any]:
+def source_options(text: str) -> dict[str, Any]:
     """Options of one source: its path alone, or a mapping as in `data.train`, such as `{path: a.csv, weight: 2}`."""
     found = _spelled(text)
     if isinstance(found, str):

@@ -184,6 +184,13 @@ def test_data_check_suggests_a_layout_to_paste(pairs):
     Path("mine.yaml").write_text(printed.replace("prompt: TODO", "prompt: ask").replace("[TODO, TODO, TODO]", "[0, 1]"))
     assert "trained on this data" in rm_opt("data", "check", "asked.jsonl", "--layout", "mine.yaml")
     assert "chosen (better)" in rm_opt("data", "check", pairs, "--suggest")
+    named = "{path: asked.jsonl, columns: {prompt: ask}, layout: {encoding: utf-8}}"
+    printed = rm_opt("data", "check", named, "--suggest", "--winner", "0,1")
+    assert "columns: {prompt: ask, response_a" in printed
+    assert 'encoding: "utf-8"' in printed
+    assert "is read by these options, as layout mine" in rm_opt(
+        "data", "check", "{path: asked.jsonl, layout: mine.yaml}", "--suggest"
+    )
 
 
 def test_data_check_tells_of_huge_responses_at_once_and_trains_no_tokenizer_on_them(pairs):

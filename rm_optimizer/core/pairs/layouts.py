@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from fnmatch import translate
 from functools import cache, cached_property
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from rm_optimizer.core.rows.columns import (
     root_of,
     texts_in,
 )
-from rm_optimizer.core.rows.messages import is_empty
+from rm_optimizer.core.rows.messages import is_empty, parsed
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.schema.checks import require_options
@@ -63,8 +64,8 @@ class Layout:
         columns: our column name to the table's, as the option `columns` has it.
         winner: meaning of the winner column, as the option `winner` has it.
         label: preference probability of rows that carry none.
-        where: values that a row must have, by column or path: a value, a list of them, or `{not: …}`. A row is left out
-            if any item of a list differs.
+        where: values that a row must have, by column or path: a value, a list of them, or `{not: …}`. Of a list of
+            objects, only those that differ are left out.
         group: columns that single responses of one prompt must share to be compared.
         tree: columns of a tree of messages, as `gather_trees` takes them.
         range: least and greatest number of a column of ours.
@@ -178,15 +179,27 @@ class Layout:
             return found
         return {name: cell for name, cell in found.items() if name in self.columns or not self.ignores(name)}
 
-    def left_out(self, row: Row) -> str | None:
-        """Reason why the row does not belong to the comparisons; None if it does."""
+    def belonging(self, row: Row) -> tuple[Row | None, str | None]:
+        """The row without the answers that `where` leaves out, and the reason of these.
+
+        An answer is an object in a list, or an item of a column with a path for name and of those beside it. The row is
+        None if no answer is left.
+        """
+        reason = None
         for path, wanted in self.where.items():
-            refused, found = isinstance(wanted, Mapping), cell(row, path)
+            refused, found = isinstance(wanted, Mapping), _listed(cell(row, path))
             values = [*map(str, _listed(wanted["not"] if refused else wanted))]
-            for value in _listed(found):
-                if (str(value) in values) == refused:
-                    return f"left out, since {path} is {value}"
-        return None
+            belong = [(str(value) in values) != refused for value in found]
+            if not all(belong):
+                reason = f"left out, since {path} is {found[belong.index(False)]}"
+                beside = path.rpartition(".")[0]
+                if not any(belong) or not beside:
+                    return None, reason
+                steps = list[str]()
+                if not (columns := [name for name in row if name == beside or name.startswith(f"{beside}.")]):
+                    columns, steps = [root_of(path)], beside.split(".")[1:]
+                row = row | {name: _kept(row[name], steps, belong) for name in columns}
+        return row, reason
 
     def require_read(self, stored: Row, row: Row, read: Iterable[str]) -> None:
         """Refuse a row that would be misread.
@@ -231,6 +244,14 @@ def as_yaml(options: Mapping[str, Any]) -> list[str]:
 
 def _listed(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list | tuple) else [value]
+
+
+def _kept(value: Any, steps: Sequence[str], belong: Sequence[bool]) -> Any:
+    """The value with only the items that belong of the list at a path."""
+    value = parsed(value)
+    if steps:
+        return {**value, steps[0]: _kept(value[steps[0]], steps[1:], belong)}
+    return [*compress(value, belong)] if isinstance(value, list) and len(value) == len(belong) else value
 
 
 _OPEN = Layout()

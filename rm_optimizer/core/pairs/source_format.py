@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any, NamedTuple
@@ -248,14 +249,15 @@ def _is_json(value: object) -> bool:
 
 
 def _belonging(layout: Layout, rows: Iterable[tuple[int, Row]], tally: RowTally) -> Iterator[tuple[int, Row]]:
-    """The rows that a layout compares, with its trees gathered; the tally takes note of the others."""
+    """The rows and answers that a layout compares, with its trees gathered; the tally takes note of the others."""
 
     def wanted() -> Iterator[tuple[int, Row]]:
         for number, row in rows:
-            if (reason := layout.left_out(row)) is None:
-                yield number, row
-            else:
-                tally.skip(number, reason)
+            kept, reason = layout.belonging(row)
+            if reason is not None:
+                tally.skip(number, reason if kept is None else f"one or more of its answers are {reason}")
+            if kept is not None:
+                yield number, kept
 
     return gather_trees(wanted(), layout.tree, tally.report) if layout.tree else wanted()
 
@@ -321,19 +323,20 @@ def suggested_layout(source: DataSource, first: Sequence[tuple[int, Row]]) -> tu
     """The shortest layout of rows as a mapping, with `TODO` where only a person can tell, and a sentence on it.
 
     Args:
-        source: source without a format or mapping.
+        source: source, whose own options are part of the layout.
         first: its first rows, numbered.
 
     Raises:
         DataError: if two published layouts fit, or the rows hold no comparisons.
     """
-    rows, layout = [row for _, row in first], _recognized(source, first)[0].layout
-    form = detect_format(rows)
-    if form is not None and form.name != "winner" and not layout.name:
-        layout = Layout(format=form.name)
-    if not layout.is_open:
-        return layout.to_dict(), f"{source.path} is read without an option, as {layout.shown}, which is:"
-    found = suggestion(rows, {})
+    read = _recognized(source, first)[0] if source.layout.is_open else source
+    with suppress(DataError):
+        form = SourceFormat.of(read, first).form.name
+        layout = read.layout if read.layout.name else replace(read.layout, format=form)
+        with_options = "by these options" if read is source and not read.layout.is_open else "without an option"
+        return layout.to_dict(), f"{source.path} is read {with_options}, as {layout.shown}, which is:"
+    rows = [source.layout.ours(row) for _, row in first]
+    found = suggestion(rows, source.layout.columns)
     told = {name: value for name, value in (("columns", found.columns), ("winner", found.winner)) if value}
     if not told:
         raise DataError(f"{source.path}: {found.text}")
@@ -342,4 +345,4 @@ def suggested_layout(source: DataSource, first: Sequence[tuple[int, Row]]) -> tu
         note += ", with what the rows mean in place of TODO"
         if values := few_values(rows, str(found.columns.get("winner", "winner"))):
             note += f"; the winner is {', '.join(values)}: name those of the first, the second and ties"
-    return told, note
+    return source.layout.to_dict() | told, note

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from rm_optimizer.errors import CheckpointError, ConfigError
-from rm_optimizer.interfaces.inputs import PairOptions, SavedModel, TokenizedPairOptions
+from rm_optimizer.interfaces.inputs import PairOptions, SavedModel, TokenizedPairOptions, source_options
 from rm_optimizer.interfaces.outputs import printed_beside, write_json
 
 if TYPE_CHECKING:
@@ -47,26 +47,26 @@ def data_check(
     """
     if suggest:
         for path in paths:
-            _suggest(path)
+            _suggest(path, pair_options)
         return
     with printed_beside(json_file):
         audit = _audited(paths, pair_options, tokenizer, max_length)
     write_json(json_file, audit.to_json())
 
 
-def _suggest(path: str) -> None:
+def _suggest(path: str, pair_options: PairOptions) -> None:
     """Print the layout of a source as a file of one, and a pair as it reads it if nothing is left to fill in."""
     from rm_optimizer.core.pairs.layouts import as_yaml
     from rm_optimizer.core.pairs.source_format import first_rows, suggested_layout
-    from rm_optimizer.core.pairs.sources import DataSource
-    from rm_optimizer.core.rows.readers import source_files
+    from rm_optimizer.core.pairs.sources import parse_sources
     from rm_optimizer.core.tokens.dataset import PreferenceDataset
     from rm_optimizer.reporting.data_audit import print_example
     from rm_optimizer.schema.data import Spelling
 
-    source = DataSource(source_files(path)[0].files[0])
-    first = first_rows(source)
     with Spelling.flags.used():
+        (source,) = parse_sources(source_options(path), pair_options.reading())
+        source = replace(source, path=source.files()[0].files[0])
+        first = first_rows(source)
         layout, note = suggested_layout(source, first)
     print(f"# {note}")
     lines = as_yaml(layout)

@@ -555,6 +555,34 @@ def test_annotations_that_were_taken_back_are_left_out():
     assert (len(data), data.skipped[0].reason) == (NUM - 1, "left out, since annotations.was_cancelled is True")
 
 
+TAKEN_BACK: dict[str, tuple[Callable[[Row], list[Row]], str]] = {
+    "label-studio": (lambda row: row["annotations"], "annotations.was_cancelled is True"),
+    "argilla-label": (lambda row: row["responses"]["preference"], "responses.preference.status is discarded"),
+    "argilla-ranking": (lambda row: row["responses"]["ranking"], "responses.ranking.status is draft"),
+}
+
+
+@pytest.mark.parametrize("name", [*TAKEN_BACK, "argilla-flat", "argilla-flat-ranking"])
+def test_only_the_answer_that_was_taken_back_is_left_out(name: str, tmp_path: Path):
+    expected, rows = [*map(meaning, PreferenceDataset(rows_of(name)))], rows_of(name)
+    if name in TAKEN_BACK:
+        answers, reason = TAKEN_BACK[name][0](rows[0]), TAKEN_BACK[name][1]
+        other = json.loads(json.dumps(answers[0]).replace("left", "RIGHT").replace("response1", "response2"))
+        field, _, value = reason.rpartition(".")[2].partition(" is ")
+        answers.append(other | {field: value == "True" or value})
+    else:
+        (answers,) = (column for column in rows[0] if column.endswith(".responses"))
+        reason = f"{answers}.status is discarded"
+        rows[0][answers] *= 2
+        rows[0][f"{answers}.users"] *= 2
+        rows[0][f"{answers}.status"] = ["discarded", "submitted"]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    data = PreferenceDataset(str(path))
+    assert [*map(meaning, data)] == expected
+    assert [row.reason for row in data.skipped] == [f"one or more of its answers are left out, since {reason}"]
+
+
 def test_truth_written_as_text_is_a_score(tmp_path: Path):
     rows = [f"{row['prompt']},{row['completion']},{row['label']}\n" for row in rows_of("trl-unpaired")]
     (tmp_path / "kto.csv").write_text("prompt,completion,label\n" + "".join(rows))
