@@ -26,7 +26,10 @@ from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, digest, require_finite
 from rm_optimizer.core.rows.readers import row_unit
-from rm_optimizer.core.rows.response_files import (
+from rm_optimizer.core.streaming.workers import map_chunks
+from rm_optimizer.core.tokens.chat import Encoding
+from rm_optimizer.errors import DataError
+from rm_optimizer.evaluation.response_files import (
     REWARD,
     FileKind,
     ResponseRow,
@@ -34,9 +37,6 @@ from rm_optimizer.core.rows.response_files import (
     read_responses,
     stored_rows,
 )
-from rm_optimizer.core.streaming.workers import map_chunks
-from rm_optimizer.core.tokens.chat import Encoding
-from rm_optimizer.errors import DataError
 from rm_optimizer.records.files import as_path, csv_table, replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 

@@ -10,8 +10,8 @@ from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.pairs.synthetic import Gold, PreferenceWorld
-from rm_optimizer.core.rows.response_files import read_prompts
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.evaluation.response_files import read_prompts
 from rm_optimizer.records.locations import ENSEMBLE_FILE
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.ensemble_folder import load_ensemble, reference_responses, save_ensemble

@@ -23,10 +23,10 @@ from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.rows.columns import row_prompt
 from rm_optimizer.core.rows.messages import read_response
 from rm_optimizer.core.rows.readers import row_unit
-from rm_optimizer.core.rows.response_files import REWARD, FileKind, stored_rows
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.tokenizer import added_tokens
 from rm_optimizer.errors import ConfigError, DataError, NeedsImport
+from rm_optimizer.evaluation.response_files import REWARD, FileKind, stored_rows
 from rm_optimizer.explanation.probes import Conversation, conversation
 
 ScoreTexts: TypeAlias = Callable[[Sequence[Conversation]], list[float]]

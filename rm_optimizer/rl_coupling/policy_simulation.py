@@ -20,8 +20,8 @@ from rm_optimizer.core.pairs.pair import Prompt, digest, prompt_id, prompt_json,
 from rm_optimizer.core.rows.messages import read_response, response_json
 from rm_optimizer.core.rows.natural import Prompts, flat_groups, prompts_of
 from rm_optimizer.core.rows.prompts import read_prompt
-from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.evaluation.response_files import read_responses
 from rm_optimizer.evaluation.score_file import ScoredFile, require_new, score_counted, summed_counts
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.ledger import open_ledger

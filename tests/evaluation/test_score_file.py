@@ -17,8 +17,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rm_optimizer.core.rows.response_files import file_kind, read_responses
 from rm_optimizer.errors import CheckpointError, DataError
+from rm_optimizer.evaluation.response_files import file_kind, read_responses
 from rm_optimizer.evaluation.score_file import score_file
 from rm_optimizer.interfaces.cli import app
 from tests.builders import decoder_tokenizer, tiny_model

@@ -1,4 +1,4 @@
-"""Digests by which results of the same model are recognized."""
+"""Digests by which results of the same model are recognized, and its rendering."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.pairs.pair import digest
+from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import json_values
 
 _NOT_THE_MODEL = ("_name_or_path", "name_or_path", "transformers_version")
@@ -69,3 +71,20 @@ def _reading(model: ClassifierRewardModel) -> list[Any]:
     config = json.loads(model.model.config.to_json_string(use_diff=False))
     kept = {name: value for name, value in config.items() if name not in _NOT_THE_MODEL}
     return [kept, model.renderer.identity(), json_values(model.pad_choice)]
+
+
+def require_rendering(renderer: ConversationRenderer, stored: Mapping[str, Any]) -> None:
+    """Compare a renderer with the `identity` of the one in training; `max_length` may differ.
+
+    Raises:
+        CheckpointError: if conversations are rendered or tokenized differently than in training.
+    """
+    if stored.get("template_hash") == renderer.template_hash:
+        return
+    if stored.get("kind") == "custom" and renderer.kind != "custom":
+        raise CheckpointError("the model was trained with a render_fn of its own; pass the same one as render_fn")
+    raise CheckpointError(
+        f"the model was trained with rendering {stored.get('template_hash')}, but its tokenizer now gives "
+        f"{renderer.template_hash}: the probe reads {renderer.probe_rendering!r} instead of "
+        f"{stored.get('rendering')!r}; restore the tokenizer and chat template that were saved with the model"
+    )

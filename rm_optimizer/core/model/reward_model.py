@@ -17,6 +17,7 @@ from rm_optimizer.core.classifier.limits import refuse_measured
 from rm_optimizer.core.classifier.pooling import pooling_head_of, set_pooling_head
 from rm_optimizer.core.classifier.quantization import computing_dtype
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel, SequenceScorer
+from rm_optimizer.core.model.identity import require_rendering
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.storage.certificate import ParityCertificate, require_parity
@@ -175,7 +176,7 @@ class BradleyTerryRM(ClassifierRewardModel):
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         self.eval()
         if recorded:
-            self.renderer.check_identity(recorded["template"])
+            require_rendering(self.renderer, recorded["template"])
             self.head_init = recorded["head_init"]
             self.beta = float(recorded.get("beta", 1.0))
             pad_choice = from_values(PadChoice, recorded["pad_token"])

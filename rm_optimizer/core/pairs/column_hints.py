@@ -20,6 +20,7 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.pairs.winner import TODO, few_values, named_side, named_values
 from rm_optimizer.core.rows.columns import (
+    TOOLS,
     UNREAD_COLUMNS,
     Columns,
     columns_of,
@@ -120,7 +121,9 @@ def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
     known = _known_names(names, rows)
     given = {**columns, **({} if "prompt" in names else {"prompt": known.get("prompt", TODO)})}
     for name in names:
-        if len(sides := [value for value in few_values(rows, name) if value in names and value != name]) == 2:
+        sides = [value for value in few_values(rows, name) if value in names and value != name]
+        # A winner may also be the name of a column that holds the name of a model.
+        if len(sides) == 2 and any(len(str(row.get(sides[0])).split()) > 1 for row in rows):
             return _of_two(rows, given, sides, name)
     if known and (form := detect_format([with_lists(Layout(columns=known).ours(row)) for row in rows])):
         read = {name: theirs for name, theirs in known.items() if name in form.columns}
@@ -270,7 +273,8 @@ def objection(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> str |
         return None
     last = lost.rpartition(".")[2]
     ours = "system" if "system" in last else "input" if last in ("input", "context") else last
-    kind = "lost_template" if last in TEMPLATE_COLUMNS else f"lost_{ours}"
+    ours = "tools" if TOOLS(last) and last != "tool_calls" else ours
+    kind = "lost_template" if ours in TEMPLATE_COLUMNS else f"lost_{ours}"
     use = _said(kind, options=typed({ours: lost})) if kind in _HINTS["sentences"] else ""
     return _said("lost", name=lost, use=use, without=typed({lost: None}))
 
@@ -333,6 +337,8 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
         source: the source.
         pairs: its pairs, whose metadata are the unread columns.
     """
+    if losing := sum(pair.label < 0.5 for pair in pairs):
+        yield f"{source.path}: {_said('losing', losing=losing, num=len(pairs))}"
     columns = source.layout.columns
     sides = (columns.get("chosen") or "chosen", columns.get("rejected") or "rejected")
     decided = [(pair.metadata, 1 if pair.label > 0.5 else -1) for pair in pairs if pair.label != 0.5]

@@ -143,10 +143,10 @@ def _of_sides(row: Row, *, are_listed: bool) -> list[Comparison]:
 
 
 def _of_winner(row: Row) -> list[Comparison]:
-    """The better response first; `winner` is a `Verdict`, or the probability that `response_a` is the better one."""
+    """The better response first; `winner` is a `Verdict`."""
     if row.get("label") not in (None, ""):
         raise ValueError("a row has both a label and a winner; leave one out")
-    verdict: Verdict = row["winner"] if isinstance(row["winner"], Verdict) else Verdict(float(row["winner"]))
+    verdict: Verdict = row["winner"]
     prompt, texts = _candidates(row, [(name, row.get(name)) for name in ("response_a", "response_b")])
     better = int(verdict.label < 0.5)
     extra: dict[str, Any] = {}

@@ -159,8 +159,7 @@ class SourceFormat:
             if reason is not None:
                 tally.report(number, f"a pair of it is bad ({reason}), and left out" if pairs else reason)
             elif not pairs:
-                listed = row.row.get("responses")
-                is_single = isinstance(listed, list) and len(listed) == 1
+                is_single = len(row.row.get("responses") or ()) == 1
                 differing = "no two responses that differ in text and score"
                 tally.skip(number, f"no pair: {'its prompt has one response alone' if is_single else differing}")
             yield from ((number, pair) for pair in pairs)

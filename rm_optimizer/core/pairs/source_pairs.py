@@ -162,10 +162,8 @@ def register_layout(
         found = load_source(DataSource("rows", made, rows=[dict(row) for row in rows]), DataConfig())
     got, expected = ([{**pair.to_dict(), "metadata": {}} for pair in each] for each in (found.pairs, pairs))
     if got != expected:
-        both = itertools.zip_longest(expected, got)
-        place, (wanted, read) = next((i, each) for i, each in enumerate(both, 1) if each[0] != each[1])
-        raise ConfigError(
-            f"layout '{name}' must read its rows as the given pairs, but pair {place} is {read}, not {wanted}"
-        )
+        both = enumerate(itertools.zip_longest(got, expected), 1)
+        told = next(f"pair {place} is {each[0]}, not {each[1]}" for place, each in both if each[0] != each[1])
+        raise ConfigError(f"layout '{name}' must read its rows as the given pairs, but {told}")
     if dict(LAYOUTS).get(name) != made:  # a cell of a notebook may run again
         LAYOUTS.add(name, made)

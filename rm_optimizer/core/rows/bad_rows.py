@@ -113,7 +113,8 @@ class RowTally:
         if not self.stops:
             return row
         verb, option = "use" if self.entrance == Spelling.flags else "set", self.entrance.option("on_bad_row", "drop")
-        raise DataError(f"{row}; correct it, or {verb} {option} to leave bad rows out")
+        by = f" (layout {self.layout})" if self.layout and self.layout not in reason else ""
+        raise DataError(f"{row}{by}; correct it, or {verb} {option} to leave bad rows out")
 
     def skip(self, number: int, reason: str) -> None:
         """Take note of a row that gives no pair."""

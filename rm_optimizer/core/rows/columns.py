@@ -15,6 +15,7 @@ from rm_optimizer.core.rows.messages import (
     TEMPLATE_COLUMNS,
     Message,
     Prompt,
+    are_objects,
     are_texts,
     is_assistant,
     is_empty,
@@ -34,6 +35,8 @@ UNREAD_COLUMNS = frozenset({
     "audio", "audios", "video", "videos",
 })  # fmt: skip
 """Columns that would change what the model reads, and that are not read unless they are mapped."""
+TOOLS = re.compile(r"(?:^|[_ .-])(?:tools?|functions?)(?:$|[_ .-])", re.IGNORECASE).search
+"""Search for the name of a column that holds descriptions of tools, if its cells are lists of objects."""
 OPTIONAL_COLUMNS = ("margin", "label", "weight")
 """Columns of numbers that a pair of any format may have."""
 
@@ -92,6 +95,7 @@ def unread_column(row: Row, columns: Mapping[str, str | None]) -> str | None:
     for name, value in row.items():
         outer, _, last = name.rpartition(".")
         is_lost = name in UNREAD_COLUMNS and not (name == "input" and reads_input)
+        is_lost |= name != "tools" and TOOLS(name) is not None and are_objects(parsed(value))
         if (is_lost or (outer and (is_context(last) or is_message(value)))) and not is_empty(value):
             return name
     return None
@@ -117,14 +121,10 @@ def with_lists(row: Row, structured: frozenset[str] = frozenset()) -> Row:
         structured: columns of responses whose text is read as the list that it spells, as `structured_columns` finds
             them. Lists of responses and scores always are.
     """
-    lists: Row = {}
-    for name in row.keys() & _CANDIDATES:
-        value = row[name]
-        if name in structured or name in _LISTS:
-            value = parsed(value)
-        if isinstance(value := [value] if is_message(value) else value, list):
-            lists[name] = value
-    return row | lists
+    spelled = structured.union(_LISTS)
+    read = {name: parsed(row[name]) if name in spelled else row[name] for name in _CANDIDATES & row.keys()}
+    lists = {name: [value] if is_message(value) else value for name, value in read.items()}
+    return row | {name: value for name, value in lists.items() if isinstance(value, list)}
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:

@@ -23,7 +23,7 @@ from rm_optimizer.core.tokens.content_rules import ContentRules
 from rm_optimizer.core.tokens.conversation_text import ChatTemplate, plain_prompt
 from rm_optimizer.core.tokens.template_fields import Turn
 from rm_optimizer.core.tokens.tokenizer import Frame, require_one_template
-from rm_optimizer.errors import CheckpointError, ConfigError, ConversationRefused, DataError
+from rm_optimizer.errors import ConfigError, ConversationRefused, DataError
 from rm_optimizer.schema.data import SpecialTokens, Thinking
 
 RenderFn: TypeAlias = Callable[[tuple[Message, ...], str], str]
@@ -253,22 +253,6 @@ class ConversationRenderer:
             "pinned_date": self.pinned_date,
             "max_length": self.max_length,
         }
-
-    def check_identity(self, stored: Mapping[str, Any]) -> None:
-        """Compare with the `identity` stored in training; `max_length` may differ.
-
-        Raises:
-            CheckpointError: if conversations are rendered or tokenized differently than in training.
-        """
-        if stored.get("template_hash") == self.template_hash:
-            return
-        if stored.get("kind") == "custom" and self.kind != "custom":
-            raise CheckpointError("the model was trained with a render_fn of its own; pass the same one as render_fn")
-        raise CheckpointError(
-            f"the model was trained with rendering {stored.get('template_hash')}, but its tokenizer now gives "
-            f"{self.template_hash}: the probe reads {self.probe_rendering!r} instead of {stored.get('rendering')!r}; "
-            "restore the tokenizer and chat template that were saved with the model"
-        )
 
     def _probe(self) -> tuple[str, str]:
         """Digest of the texts and ids of the fixed probe conversations, and the text of the first one."""

@@ -56,7 +56,7 @@ def bon(
     responses.check(context, "n")
     if policy not in (None, WORLD) and responses.prompts is None:
         raise ConfigError("--policy MODEL needs --prompts FILE")
-    from rm_optimizer.core.rows.response_files import read_prompts
+    from rm_optimizer.evaluation.response_files import read_prompts
     from rm_optimizer.evaluation.score_file import cut_counts
     from rm_optimizer.records.ledger import progress
     from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, rank_file, read_ranked

@@ -103,7 +103,7 @@ class PolicyOptions:
             from rm_optimizer.core.pairs.synthetic import PreferenceWorld
 
             return list(PreferenceWorld(0).prompts()[:most])
-        from rm_optimizer.core.rows.response_files import read_prompts
+        from rm_optimizer.evaluation.response_files import read_prompts
 
         found = [prompt for _, prompt in zip(range(most), read_prompts(self.prompts), strict=False)]
         if not found:

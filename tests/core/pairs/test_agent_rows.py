@@ -14,8 +14,8 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.messages import CONTEXT_ROLE, Message, Turns, read_messages, response_of, turns_of
 from rm_optimizer.core.rows.prompts import as_messages, split_context, with_context
-from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import DataError
+from rm_optimizer.evaluation.response_files import read_responses
 from rm_optimizer.serving.client.reward_function import conversations
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"properties": {"a": {"type": "integer"}}}}}]

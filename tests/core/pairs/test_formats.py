@@ -14,6 +14,7 @@ from rm_optimizer.core.pairs.formats import (
     kwise_pairs,
 )
 from rm_optimizer.core.pairs.pair import Message, prompt_id
+from rm_optimizer.core.pairs.winner import Verdict
 from rm_optimizer.core.rows.gathering import PER_RESPONSE, gather_responses
 from rm_optimizer.core.rows.prompts import parse_transcript, read_prompt
 from rm_optimizer.errors import ConfigError
@@ -37,9 +38,9 @@ EXAMPLES: dict[str, list[dict[str, Any]]] = {
         {"prompt": [USER], "chosen": "Hello!", "rejected": ["No."]},
     ],
     "winner": [
-        {"prompt": "Hi", "response_a": "Hello!", "response_b": "No.", "winner": 1.0},
-        {"prompt": "Hi", "response_a": "No.", "response_b": "Hello!", "winner": 0.0},
-        {"response_a": [USER, GOOD], "response_b": [USER, BAD], "winner": 1.0},
+        {"prompt": "Hi", "response_a": "Hello!", "response_b": "No.", "winner": Verdict(1.0)},
+        {"prompt": "Hi", "response_a": "No.", "response_b": "Hello!", "winner": Verdict(0.0)},
+        {"response_a": [USER, GOOD], "response_b": [USER, BAD], "winner": Verdict(1.0)},
     ],
     "kwise": [
         {"prompt": "Hi", "responses": ["No.", "Hello!"], "scores": [0, 1]},

@@ -13,8 +13,8 @@ from rm_optimizer.core.pairs.pair import PreferencePair, prompt_id
 from rm_optimizer.core.rows.columns import in_context
 from rm_optimizer.core.rows.messages import Message, read_messages
 from rm_optimizer.core.rows.prompts import as_messages, read_prompt
-from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import DataError
+from rm_optimizer.evaluation.response_files import read_responses
 
 TURNS = [("user", "Hi"), ("assistant", "Hello!"), ("user", "Bye?")]
 EXPECTED = tuple(Message(role, text) for role, text in TURNS)

@@ -14,8 +14,8 @@ import pytest
 
 from rm_optimizer.core.data_loader import PreferenceDataset, load_training_data
 from rm_optimizer.core.rows.readers import is_hub_name, read_rows, row_unit, source_name
-from rm_optimizer.core.rows.response_files import read_responses
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.evaluation.response_files import read_responses
 from rm_optimizer.interfaces.inputs import PairOptions
 from rm_optimizer.schema import DataConfig
 

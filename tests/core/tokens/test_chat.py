@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from rm_optimizer.core.model.identity import require_rendering
 from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.conversation_text import PINNED_DATE, pin_dates
@@ -367,9 +368,9 @@ def test_identity_is_checked_when_a_model_is_loaded():
     assert stored["kind"] == "chat_template"
     assert stored["pinned_date"] == PINNED_DATE
     assert "Today Date: 26 Jul 2024" in stored["rendering"]
-    ConversationRenderer(llama(), 50).check_identity(stored)
+    require_rendering(ConversationRenderer(llama(), 50), stored)
     with pytest.raises(CheckpointError, match="restore the tokenizer and chat template"):
-        ConversationRenderer(chatml(), 100).check_identity(stored)
+        require_rendering(ConversationRenderer(chatml(), 100), stored)
 
 
 def shout(messages: tuple[Message, ...], response: str) -> str:
@@ -384,7 +385,7 @@ def test_a_rendering_of_ones_own_is_used_cut_and_remembered():
     assert tokenizer.decode(cut.ids).endswith("XX >> there<|im_end|>")
     assert cut.response_cut == 0
     with pytest.raises(CheckpointError, match="pass the same one as render_fn"):
-        ConversationRenderer(tokenizer, 20).check_identity(renderer.identity())
+        require_rendering(ConversationRenderer(tokenizer, 20), renderer.identity())
 
 
 def test_a_limit_without_room_is_refused():
