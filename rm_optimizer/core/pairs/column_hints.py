@@ -108,7 +108,7 @@ def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
         columns: its mapping of columns.
     """
     names, ours = columns_of(rows), ("prompt", *_PAIR)
-    if tokens := [name for name in names if "input_ids" in name]:
+    if tokens := [name for name in names if re.search(r"input_ids|(chosen|rejected)_ids$", name)]:
         return Suggestion(_said("tokens", names=" and ".join(tokens)))
     if detect_format(rows) is not None:
         theirs, values = columns.get("winner") or "winner", few_values(rows, "winner") or ["many values"]
@@ -122,8 +122,7 @@ def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
     given = {**columns, **({} if "prompt" in names else {"prompt": known.get("prompt", TODO)})}
     for name in names:
         sides = [value for value in few_values(rows, name) if value in names and value != name]
-        # A winner may also be the name of a column that holds the name of a model.
-        if len(sides) == 2 and any(len(str(row.get(sides[0])).split()) > 1 for row in rows):
+        if len(sides) == 2 and "model" not in sides[0]:  # such a column may hold the name of a model
             return _of_two(rows, given, sides, name)
     if known and (form := detect_format([with_lists(Layout(columns=known).ours(row)) for row in rows])):
         read = {name: theirs for name, theirs in known.items() if name in form.columns}

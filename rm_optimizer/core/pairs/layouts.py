@@ -74,6 +74,7 @@ class Layout:
         optional: columns of ours whose column or path may be missing.
         ignore: columns and paths, also with `*`, that are neither read nor kept.
         encoding: encoding of a text file that is not in UTF-8.
+        tokenizer: hub id or folder of the tokenizer that made a table's token ids.
     """
 
     name: str = ""
@@ -90,6 +91,7 @@ class Layout:
     optional: tuple[str, ...] = ()
     ignore: tuple[str, ...] = ()
     encoding: str | None = None
+    tokenizer: str | None = None
 
     @classmethod
     def of(cls, option: object) -> Layout:
@@ -127,7 +129,9 @@ class Layout:
     @cached_property
     def is_open(self) -> bool:
         """True if the rows tell how they are read, since it names neither a format nor columns."""
-        return not self.to_dict().keys() - {"columns", "label", "encoding"} and not any(self.columns.values())
+        return not self.to_dict().keys() - {"columns", "label", "encoding", "tokenizer"} and not any(
+            self.columns.values()
+        )
 
     @property
     def shown(self) -> str:

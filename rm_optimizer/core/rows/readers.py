@@ -363,7 +363,8 @@ def _saved_folder(path: Path) -> Iterator[tuple[int, Row]]:
         names = json.loads(splits.read_text(encoding="utf-8")).get("splits", [])
         raise DataError(f"{path}: the folder holds the splits {', '.join(names)}; name one, such as {path / names[0]}")
     if not (path / "state.json").exists():
-        raise DataError(f"{path}: the folder was not written by datasets' save_to_disk; name one of its files")
+        files = ", ".join(sorted(entry.name for entry in path.iterdir() if _suffix(entry) in _READERS)[:8]) or "none"
+        raise DataError(f"{path}: the folder was not written by datasets' save_to_disk; name one of its files: {files}")
     from datasets import load_from_disk
 
     try:

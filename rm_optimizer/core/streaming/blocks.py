@@ -121,8 +121,9 @@ def stream_files(sources: Sequence[DataSource]) -> tuple[SourceFormat, ...]:
                 f"the weight of streamed source {source.path} must be a whole number, got {source.weight:g}; a "
                 "fraction needs the whole source in memory"
             )
-        if source.layout.encoding is not None:
-            raise DataError(f"{source.path}: streaming reads files in UTF-8; convert it, or set data.streaming=off")
+        if source.layout.encoding is not None or source.layout.tokenizer is not None:
+            told = "streaming reads texts in UTF-8; convert it, or set data.streaming=off"
+            raise DataError(f"{source.path}: {told}")
         found = [name for part in source_files(source.path) for name in part.files]
         for name in found:
             if Path(name).suffix.lower() not in _ENDINGS or Path(name).is_dir():

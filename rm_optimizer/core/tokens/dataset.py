@@ -26,6 +26,7 @@ from rm_optimizer.core.rows.messages import response_json
 from rm_optimizer.core.rows.natural import table_rows
 from rm_optimizer.core.tokens.cache import encoded_chunks, over_long_rows
 from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
+from rm_optimizer.core.tokens.tokenizer import with_texts
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import DataConfig, OverLong, ReadOptions, Spelling, read_config
 
@@ -298,7 +299,7 @@ def _read(data: Any, options: DataConfig) -> SourcePairs:
     if isinstance(data, Iterator):
         data = list(data)
     if names_files(data):
-        return read_pairs(parse_sources(data, options), options)
+        return read_pairs([*map(with_texts, parse_sources(data, options))], options)
     rows = table_rows("data", data)
     kind = PreferencePair if rows and isinstance(rows[0], PreferencePair) else Mapping
     for place, row in enumerate(rows):
@@ -310,7 +311,7 @@ def _read(data: Any, options: DataConfig) -> SourcePairs:
     if kind is PreferencePair or not rows:
         return SourcePairs(tuple(rows))
     (source,) = parse_sources("pairs", options)
-    return replace(read_pairs([replace(source, rows=rows)], options), sources=())
+    return replace(read_pairs([with_texts(replace(source, rows=rows))], options), sources=())
 
 
 def names_files(data: object) -> bool:

@@ -1,23 +1,30 @@
-"""Tokenizer trained on the run's own texts, for models that start from a configuration instead of a download."""
+"""Tokenizers: trained on the run's own texts, their special tokens, and texts of token ids in rows."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
+from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
+from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.messages import Turns
 from rm_optimizer.core.rows.prompts import split_context
+from rm_optimizer.core.rows.readers import Row, each, row_unit
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
-from rm_optimizer.errors import CheckpointError
+from rm_optimizer.errors import CheckpointError, DataError
 
 TOKENIZER_FILE = "tokenizer.json"
 _PLAIN_TEXTS = (
@@ -192,3 +199,80 @@ def require_one_template(tokenizer: PreTrainedTokenizerBase) -> None:
             f"the tokenizer has several chat templates ({', '.join(sorted(named))}) and none named 'default'; "
             "save it with the one that the model reads as chat_template.jinja"
         )
+
+
+_TOKEN_COLUMN = re.compile(r"(^|_)((input_)?ids|attention_mask|token_type_ids|labels)($|_(chosen|rejected)$)").search
+_SPEAKERS = ("user", "assistant")
+
+
+def with_texts(source: DataSource) -> DataSource:
+    """The source with conversations in place of token ids, where its layout names the tokenizer that made them.
+
+    Columns have the names that TRL's trainers give them, with the ids of whole conversations, or of responses beside
+    those of their prompt.
+
+    Raises:
+        DataError: naming the row, if it has no token ids, or the tokenizer does not give its ids for what they spell.
+    """
+    if source.layout.tokenizer is None:
+        return source
+    tokenizer = AutoTokenizer.from_pretrained(source.layout.tokenizer)
+    forms, rows = [*_forms(tokenizer)], list[Row]()
+
+    def read(row: Row) -> Row:
+        found = {name: cell for name, cell in row.items() if not _TOKEN_COLUMN(name)}
+        prompt = row.get("prompt_input_ids") or row.get("prompt_ids") or []
+        for side in ("chosen", "rejected"):
+            names = (f"{side}_input_ids", f"{side}_ids", f"input_ids_{side}")
+            if (ids := next(filter(None, map(row.get, names)), None)) is None:
+                raise ValueError(f"there are no token ids of {side}; leave layout's tokenizer out")
+            found[side] = _spelled(tokenizer, forms, [*prompt, *ids])
+        return found
+
+    for file in (file for part in source.files() for file in part.files):
+
+        def refuse(number: int, reason: str, file: str = file) -> NoReturn:
+            raise DataError(f"{file}, {row_unit(file)} {number}: {reason}")
+
+        rows += [row for _, row in each(replace(source, path=file).stored(refuse), read, refuse)]
+    return replace(source, rows=rows)
+
+
+def _forms(tokenizer: PreTrainedTokenizerBase) -> Iterator[list[str]]:
+    """Texts around the contents of two turns of each speaker, without and with a system turn before them."""
+    marks = zip(_SPEAKERS * 2, "\ue000\ue001\ue002\ue003", strict=True)
+    turns = [{"role": role, "content": mark} for role, mark in marks]
+    for system in ([], [{"role": "system", "content": "\ue004"}]):
+        with suppress(TemplateError, ValueError):
+            text = tokenizer.apply_chat_template([*system, *turns], tokenize=False)
+            yield re.split("[\ue000-\ue004]", text)
+
+
+def _spelled(
+    tokenizer: PreTrainedTokenizerBase, forms: Sequence[Sequence[str]], ids: list[int]
+) -> str | list[dict[str, str]]:
+    """The messages whose rendering has these ids, or the text that has them.
+
+    Raises:
+        ValueError: if there is neither.
+    """
+    text, stop = tokenizer.decode(ids), tokenizer.eos_token or ""
+    if tokenizer(text, add_special_tokens=False)["input_ids"] == ids:
+        for *starts, to_answer, to_user, _, end in forms:
+            if not text.startswith(starts[0]):
+                continue
+            body, messages = text.removeprefix(starts[0]), list[dict[str, str]]()
+            if len(starts) > 1:
+                system, _, body = body.partition(starts[1])
+                messages.append({"role": "system", "content": system})
+            body = body.removesuffix(end + stop if body.endswith(end + stop) else end)
+            for turn in body.split(to_user):
+                contents = turn.partition(to_answer)[::2]
+                messages += [{"role": role, "content": each} for role, each in zip(_SPEAKERS, contents, strict=True)]
+            rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+            if text in (rendered, rendered + stop):
+                return messages
+    plain: str = tokenizer.decode(ids, skip_special_tokens=True)
+    if ids in (tokenizer(plain)["input_ids"], tokenizer(plain, add_special_tokens=False)["input_ids"]):
+        return plain
+    raise ValueError("the named tokenizer and its chat template give other token ids for what the ids spell")

@@ -329,7 +329,7 @@ SIDES = {"response_a": "x", "response_b": "y"}
         ),
         (
             [{"chosen_input_ids": [1, 2], "rejected_input_ids": [3], "chosen_attention_mask": [1, 1]}],
-            "chosen_input_ids and rejected_input_ids cannot be read: token ids do not tell by which template",
+            r"chosen_input_ids and rejected_input_ids are token ids: .* by a layout such as {tokenizer: NAME}",
             "name yours",
         ),
         (

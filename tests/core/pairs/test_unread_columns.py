@@ -158,11 +158,12 @@ def test_a_second_account_of_the_preference_is_counted_and_said(name: str, tmp_p
     rows = [own | {key: each[i] if isinstance(each, list) else each for key, each in unread.items()} for i in range(4)]
     path = tmp_path / "pairs.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (note,) = PreferenceDataset(str(path), columns=columns).notes
+    *labels, note = notes = PreferenceDataset(str(path), columns=columns).notes
     assert re.match(f"{re.escape(str(path))}: {says}", note)
-    assert RayPreferenceDataset(str(path), columns=columns).notes == (note,)
+    assert labels == [f"{path}: the label prefers rejected in 4 of 4 pairs"] * ("label" in unread)
+    assert RayPreferenceDataset(str(path), columns=columns).notes == notes
     if not columns:
-        assert PreferenceDataset(rows).notes == (note.replace(str(path), "pairs", 1),)
+        assert PreferenceDataset(rows).notes == tuple(each.replace(str(path), "pairs", 1) for each in notes)
 
 
 def test_every_sentence_and_pattern_of_the_hints_has_a_use():

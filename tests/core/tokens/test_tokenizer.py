@@ -1,20 +1,25 @@
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Message, PreferencePair
+from rm_optimizer.core.pairs.pair import Message, PreferencePair, as_messages
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.tokenizer import tokenizer_of_pairs, train_tokenizer
 from rm_optimizer.core.tokens.written_template import TemplateWriter
+from rm_optimizer.errors import DataError
 from rm_optimizer.schema import TrainConfig, compose, config_root, typed
 from rm_optimizer.schema.data import SyntheticConfig
+from tests.builders import byte_tokenizer
 from tests.serving.test_agent_rows import ROWS
 
 PRESETS = ["tiny", "minilm", "deberta", "modernbert", "qwen", "llama"]
@@ -115,3 +120,73 @@ def test_a_tokenizer_of_agents_rows_writes_every_field_and_one_of_plain_rows_has
         renderer = ConversationRenderer(tokenizer, 4096)
         assert renderer.refusal(pair) is None
         assert renderer.text(pair.prompt, pair.chosen).startswith(renderer.prompt_text(pair.prompt)[:-11])
+
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+TOKENIZED: dict[str, Callable[[str], str]] = {
+    "input_ids_chosen": "input_ids_{}".format,
+    "chosen_input_ids": "{}_input_ids".format,
+    "chosen_ids": "{}_ids".format,
+}
+TALKS: dict[str, list[dict[str, str]]] = {
+    "one turn": [{"role": "user", "content": "Why, in line\n3?"}],
+    "a system turn": [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}],
+    "several turns": [
+        {"role": role, "content": f"Text {place}."} for place, role in enumerate(["user", "assistant"] * 2 + ["user"])
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = str(tmp_path_factory.mktemp("tokenizer"))
+    byte_tokenizer(CHATML).save_pretrained(folder)
+    return folder
+
+
+def tokenized(folder: str, name: str, prompt: list[dict[str, str]], stop: bool) -> dict[str, Any]:
+    own, row = AutoTokenizer.from_pretrained(folder), dict[str, Any]()
+    for side in ("chosen", "rejected"):
+        ids = own.apply_chat_template([*prompt, {"role": "assistant", "content": side}], return_dict=False)
+        row[TOKENIZED[name](side)] = [*ids, *[own.eos_token_id] * stop]
+        row[f"attention_mask_{side}"] = [1] * len(ids)
+    return row
+
+
+@pytest.mark.parametrize("stop", [False, True])
+@pytest.mark.parametrize("name", TOKENIZED)
+def test_token_ids_are_read_as_the_conversations_that_they_spell(name, stop, chat_folder, tmp_path):
+    rows = [tokenized(chat_folder, name, prompt, stop) for prompt in TALKS.values()]
+    path = tmp_path / "tokens.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for data in (rows, str(path)):
+        found = PreferenceDataset(data, layout={"tokenizer": chat_folder})
+        assert [(pair.chosen, pair.rejected) for pair in found] == [("chosen", "rejected")] * len(TALKS)
+        assert [[message.to_dict() for message in as_messages(pair.prompt)] for pair in found] == [*TALKS.values()]
+        assert not found.notes
+
+
+def test_ids_of_responses_follow_those_of_their_prompt_and_plain_text_is_read(chat_folder):
+    row = tokenized(chat_folder, "chosen_input_ids", TALKS["one turn"], stop=False)
+    num = next(i for i, (a, b) in enumerate(zip(*list(row.values())[::2], strict=False)) if a != b)
+    apart = {"prompt_input_ids": row["chosen_input_ids"][:num]}
+    apart |= {name: ids[num:] for name, ids in row.items() if name.endswith("_ids")}
+    assert PreferenceDataset([apart], layout={"tokenizer": chat_folder})[0].chosen == "chosen"
+    own = AutoTokenizer.from_pretrained(chat_folder)
+    texts = {side: f"\n\nHuman: Why?\n\nAssistant: {side}" for side in ("chosen", "rejected")}
+    plain = {f"{side}_ids": own(text)["input_ids"] for side, text in texts.items()}
+    assert PreferenceDataset([plain], layout={"tokenizer": chat_folder})[0].rejected == "rejected"
+
+
+def test_token_ids_that_cannot_be_read_exactly_are_refused_by_their_row(chat_folder):
+    rows = [tokenized(chat_folder, "chosen_ids", TALKS["one turn"], stop=False) for _ in range(3)]
+    rows[1]["chosen_ids"] = [*rows[1]["chosen_ids"][:5], 1, *rows[1]["chosen_ids"][5:]]
+    with pytest.raises(DataError, match=r"row 2: the named tokenizer and its chat template give other token ids"):
+        PreferenceDataset(rows, layout={"tokenizer": chat_folder})
+    with pytest.raises(DataError, match=r"are token ids: name the tokenizer .* by a layout such as {tokenizer: NAME}"):
+        PreferenceDataset(rows)
+    with pytest.raises(DataError, match=r"row 1: there are no token ids of chosen; leave layout's tokenizer out"):
+        PreferenceDataset([{"prompt": "a?", "chosen": "b", "rejected": "c"}], layout={"tokenizer": chat_folder})
