@@ -213,18 +213,7 @@ class ConversationRenderer:
             adds_frame: True to add special tokens.
         """
         rows = self._ids(list(texts))
-        if not adds_frame:
-            return rows
-        opening, closing = self._rendered_frame
-        completed = []
-        for ids in rows:
-            lead, end = self.frame.added
-            if closing and tuple(ids[-len(closing) :]) == closing:
-                ids, lead, end = self.frame.framed(ids), opening, ()
-            is_begun = tuple(ids[: len(lead)]) == lead or (ids and ids[0] in self.frame.openers)
-            is_ended = tuple(ids[-len(end) :]) == end
-            completed.append([*(() if is_begun else lead), *ids, *(() if is_ended else end)])
-        return completed
+        return [self.frame.completed(ids, *self._rendered_frame) for ids in rows] if adds_frame else rows
 
     @cached_property
     def _rendered_frame(self) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -16,7 +16,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.pairs.sources import DataSource
@@ -147,6 +147,21 @@ class Frame:
         ended = ids if not self.end or self.end_width(ids) else [*ids, *self.end]
         return ended if self.lead_width(ended) else [*self.lead, *ended]
 
+    def completed(self, ids: list[int], opening: Sequence[int], closing: tuple[int, ...]) -> list[int]:
+        """The ids with the special tokens that the tokenizer adds to a text, none of them twice.
+
+        Args:
+            ids: ids of a text.
+            opening: ids with which every rendered conversation begins.
+            closing: ids with which every rendered conversation ends; a text that ends so is framed as one.
+        """
+        lead, end = self.added
+        if closing and tuple(ids[-len(closing) :]) == closing:
+            ids, lead, end = self.framed(ids), tuple(opening), ()
+        is_begun = tuple(ids[: len(lead)]) == lead or (ids and ids[0] in self.openers)
+        is_ended = tuple(ids[-len(end) :]) == end
+        return [*(() if is_begun else lead), *ids, *(() if is_ended else end)]
+
     def lead_width(self, ids: Sequence[int]) -> int:
         """Number of leading ids that are BOS or CLS."""
         if self.lead and tuple(ids[: len(self.lead)]) == self.lead:
@@ -216,7 +231,13 @@ def with_texts(source: DataSource) -> DataSource:
     """
     if source.layout.tokenizer is None:
         return source
-    tokenizer = AutoTokenizer.from_pretrained(source.layout.tokenizer)
+    from transformers import AutoTokenizer  # takes a second
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.layout.tokenizer)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise DataError(f"{source.path}: the tokenizer {source.layout.tokenizer} cannot be loaded: {reason}") from error
     forms, rows = [*_forms(tokenizer)], list[Row]()
 
     def read(row: Row) -> Row:

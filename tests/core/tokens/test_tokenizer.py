@@ -188,5 +188,7 @@ def test_token_ids_that_cannot_be_read_exactly_are_refused_by_their_row(chat_fol
         PreferenceDataset(rows, layout={"tokenizer": chat_folder})
     with pytest.raises(DataError, match=r"are token ids: name the tokenizer .* by a layout such as {tokenizer: NAME}"):
         PreferenceDataset(rows)
+    with pytest.raises(DataError, match=r"pairs: the tokenizer ./absent cannot be loaded: "):
+        PreferenceDataset(rows, layout={"tokenizer": "./absent"})
     with pytest.raises(DataError, match=r"row 1: there are no token ids of chosen; leave layout's tokenizer out"):
         PreferenceDataset([{"prompt": "a?", "chosen": "b", "rejected": "c"}], layout={"tokenizer": chat_folder})
