@@ -15,7 +15,7 @@ from statistics import median
 from typing import Any, TypeGuard
 
 from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat, detect_format
-from rm_optimizer.core.pairs.layouts import Layout
+from rm_optimizer.core.pairs.layouts import Layout, is_undecided
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.pairs.winner import TODO, few_values, named_side, named_values
@@ -347,6 +347,7 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
     marks = [_PAIR, *(differing if len(differing) == 1 else [])]
     seconds = set[str | None]()
     for name in names:
+        undecided = [row[name] for row in rows if is_undecided(name, row.get(name))]
         told = [*marks, sides] if _NAMES["preferences"](name) else [sides]
         others = [_of_other_side(name, *mark) for mark in marks if _NAMES["numbers_of_sides"](name)]
         seconds.add(other := next((each for each in others if each != name and each in names), None))
@@ -362,6 +363,9 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
         if against:
             by = name if other is None else f"{name} beside {other}"
             yield f"{source.path}: {_said('contrary', by=by, against=against, among=among)}"
+        elif undecided:
+            parts = {"name": name, "value": undecided[0], "num": len(undecided), "among": len(rows)}
+            yield f"{source.path}: {_said('undecided', **parts)}"
         elif not (among or name in seconds or len(told) == 1 or _NAMES["better"](sides[0])) and len(values) > 1:
             yield f"{source.path}: {_said('own_values', name=name, values=values, sides=' and '.join(sides))}"
 

@@ -225,7 +225,7 @@ class Layout:
         unread = {name: value for name, value in row.items() if name not in read and not is_empty(value)}
         unread |= {name: stored[name] for name in self._overwritten if not is_empty(stored.get(name))}
         for name, value in unread.items():
-            if isinstance(value, str) and value.strip().casefold() in _UNDECIDED:
+            if is_undecided(name, value):
                 raise ValueError(f"{name} is {value}, which layout {self.name} does not read")
         content = [name for name in unread if name.rpartition(".")[2] in _CONTENT]
         known = {folded(text) for each in read for text in texts_in(row.get(each))} if content else set()
@@ -238,6 +238,12 @@ class Layout:
         """Columns of our names that are read from other columns, and not ignored."""
         roots = {root_of(path) for paths in self.paths.values() for path in paths}
         return [name for name in self.columns if name not in roots and not self.ignores(name)]
+
+
+def is_undecided(name: str, value: object) -> bool:
+    """True for a cell that takes the preference of its row back, by its text or as true in a column of ties."""
+    text = str(value).strip().casefold()
+    return text in _UNDECIDED or (text == "true" and re.search(r"(^|[_ .-])ties?$", name.casefold()) is not None)
 
 
 def as_yaml(options: Mapping[str, Any]) -> list[str]:

@@ -294,6 +294,7 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[D
             continue
         causes = tally.causes()
         near += [f"{layout.shown}: {cause}" for cause, _ in causes.most_common(1)]
+        near += [f"{layout.shown}: {row.reason}" for row in tally.skipped[:1] if not pairs and not causes]
         if pairs:
             (fits if causes.total() <= _MOST_BAD * len(rows) else some).append(form)
             meanings[layout.shown] = tuple((each.prompt_id, each.chosen, each.rejected, each.label) for each in pairs)

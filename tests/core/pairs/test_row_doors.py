@@ -270,3 +270,31 @@ def test_a_layout_means_the_same_comparisons_or_is_refused(tmp_path, layout):
 def test_most_layouts_that_can_be_read_are(tmp_path):
     found = [outcome(layout, tmp_path) for layout in LAYOUTS if layout.is_readable]
     assert found.count("right") > 0.75 * len(found)
+
+
+@pytest.mark.parametrize("name", ["available_tools", "functions", "Tool definitions"])
+@pytest.mark.parametrize("write", [list, json.dumps])
+def test_tools_under_another_name_are_refused_until_they_are_mapped(tmp_path, name, write):
+    row = {"prompt": "Why?", "chosen": "Because.", "rejected": "No.", name: write(TOOLS)}
+    with pytest.raises(DataError, match=rf"the column {name} is not read .* columns=\{{'tools': '{name}'\}}, or leave"):
+        loaded(tmp_path, [row])
+    (pair,) = loaded(tmp_path, [row], columns={"tools": name})
+    assert pair.prompt[0].fields["tools"] == TOOLS
+    assert len(loaded(tmp_path, [row | {name: 3}], columns={} if name != "functions" else {name: None})) == 1
+
+
+def test_a_winner_may_be_the_name_of_a_column_with_the_name_of_a_model(tmp_path):
+    sides = {f"messages_{side}": [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": f"{side}."}]
+             for side in "ab"}  # fmt: skip
+    rows = [sides | {"model_a": "x", "model_b": "y", "winner": f"model_{side}"} for side in "ab"]
+    with pytest.raises(DataError, match=r"'response_a': 'messages_a', .*'winner': 'winner'} winner=.model_a,model_b."):
+        loaded(tmp_path, rows)
+
+
+def test_a_bad_row_of_a_published_layout_names_it(tmp_path):
+    rows = [{"input": "Why?", "output_1": "So.", "output_2": "No.", "label": label} for label in (1, 2, 1, 0)]
+    with pytest.raises(DataError, match=r"line 4: winner must be one of 1, 2, got 0 \(layout llmbar\); correct it"):
+        loaded(tmp_path, rows)
+    unpaired = [{"prompt": f"{i}?", "completion": f"{i}.", "label": True} for i in range(3)]
+    with pytest.raises(DataError, match="nearest is layout trl-unpaired: no pair: its prompt has one response alone"):
+        loaded(tmp_path, unpaired)
