@@ -320,8 +320,11 @@ def structured_columns(path: str, rows: Sequence[Row], named_format: str) -> tup
             as_text = "holds lists of texts written as text, which are read as text"
             option = Spelling.current().option("format", "lists")
             notes.append(f"{' and '.join(listed)} {as_text}; {option} reads each as several responses")
-    written = "{} hold {kind} written as text, which are read as {kind}"
-    notes += [written.format(", ".join(names), kind=kind) for kind, names in spelled.items() if names]
+    notes += [
+        f"{', '.join(each)} {'hold' if len(each) > 1 else 'holds'} {kind} written as text, which are read as {kind}"
+        for kind, each in spelled.items()
+        if each
+    ]
     return frozenset(found), notes
 
 

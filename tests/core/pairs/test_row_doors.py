@@ -141,7 +141,7 @@ def test_a_prompt_of_messages_as_text_is_read_as_messages(tmp_path, write):
     pd.DataFrame(rows).to_csv(path, index=False)
     data = PreferenceDataset(path)
     assert data.pairs[1].prompt == (Message("user", 'Say "1" isn\'t\n\\d.'),)
-    assert data.notes == (f"{path}: prompt hold messages written as text, which are read as messages",)
+    assert data.notes == (f"{path}: prompt holds messages written as text, which are read as messages",)
 
 
 def test_lists_of_responses_as_text_are_read_as_lists_and_that_is_said(tmp_path):
