@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9175,
+    "core": 9198,
     "serving": 4519,
     "landscape": 3725,
     "training": 3011,
     "rl_coupling": 2513,
     "reporting": 2564,
-    "interfaces": 2176,
+    "interfaces": 2178,
     "experiments": 1672,
     "data_efficiency": 1306,
     "schema": 1123,
@@ -28,17 +28,17 @@ ROOMS: Mapping[str, int] = {
     "explanation": 932,
     "records": 795,
     "optim": 752,
-    "evaluation": 1076,
+    "evaluation": 1133,
     "modules at the top": 482,
 }
 LIMITS: Mapping[str, int] = {
     "files": 344,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
-    "import lines": 5875,
+    "import lines": 5890,
     "import lines inside functions": 353,
-    "lines of code": 36741,
-    "private functions with one caller": 398,
+    "lines of code": 36823,
+    "private functions with one caller": 400,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -353,7 +353,7 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
         seconds.add(other := next((each for each in others if each != name and each in names), None))
         values = few_values(rows, name)
         if other is None:
-            named = {value: float(named_side(value, told)) for value in values}
+            named = {value: float(named_side(value, *told)) for value in values}
             found = [sign * named.get(str(row.get(name)), 0.0) for row, sign in decided]
         else:
             better = -1 if "rank" in name.lower() else 1

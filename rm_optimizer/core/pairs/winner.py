@@ -167,29 +167,33 @@ def few_values(rows: Sequence[Mapping[str, Any]], name: str) -> list[str]:
 
 
 def named_values(rows: Sequence[Row], name: str, sides: Sequence[str]) -> list[Any]:
-    """Values of a column that name the first of two sides, the second and ties; `TODO` where they do not say so.
+    """Values of a column that name the first of two sides, the second and ties; `TODO` where they do not say so."""
+    places: dict[int, list[str]] = {1: [], -1: [], 0: [], 2: []}
+    for value in few_values(rows, name):
+        places[named_side(value, sides) or (0 if _TIES.match(value.casefold()) else 2)].append(value)
+    if not (places[1] and places[-1]):
+        return [TODO] * 3
+    listed = [each[0] if len(each) == 1 else each for each in (places[1], places[-1], places[0]) if each]
+    return [*listed[:2], TODO] if places[2] else listed
+
+
+def named_side(value: Any, *sides: Sequence[str]) -> int:
+    """1 for a value that names the first of two sides, -1 for the second, and 0 for any other.
 
     A value names a side by its whole name, or by the letter that tells the sides apart, alone or behind a word. The
     numbers 0 and 1 mean either side in one data set or another.
+
+    Args:
+        value: cell of a column.
+        sides: names of the two sides, in one or several ways.
     """
-    marks = [re.search(r"(?:^|[\W_])([a-z])$", side.casefold()) for side in sides]
-    names = [
-        rf"{re.escape(side.casefold())}" + (f"|({_NOUNS})?{mark[1]}" if mark else "")
-        for side, mark in zip(sides, marks, strict=True)
-    ]
-    places: tuple[list[str], ...] = ([], [], [], [])
-    for value in few_values(rows, name):
-        named = [re.fullmatch(pattern, value.casefold()) is not None for pattern in names]
-        places[named.index(True) if sum(named) == 1 else 2 if _TIES.match(value.casefold()) else 3].append(value)
-    if not all(places[:2]):
-        return [TODO] * 3
-    listed = [each[0] if len(each) == 1 else each for each in places[:3] if each]
-    return [*listed[:2], TODO] if places[3] else listed
-
-
-def named_side(value: Any, sides: Sequence[tuple[str, str]]) -> int:
-    """1 for a value that names the first of two sides, -1 for the second, and 0 for any other."""
     text = str(value).casefold()
-    names = (text, (re.findall(r"[^\W_]+", text) or [""])[-1])
-    first, second = (any(side[i].casefold() in names for side in sides) for i in (0, 1))
-    return first - second
+    for both in sides:
+        marks = [re.search(r"(?:^|[\W_])([a-z])$", side.casefold()) for side in both]
+        names = [
+            re.escape(side.casefold()) + (f"|{mark[1]}" if mark else "") for side, mark in zip(both, marks, strict=True)
+        ]
+        first, second = (re.fullmatch(rf"(?:{_NOUNS})?(?:{name})", text) is not None for name in names)
+        if first != second:
+            return 1 if first else -1
+    return 0
