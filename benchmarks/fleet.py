@@ -2,19 +2,26 @@
 
     python benchmarks/fleet.py --updates 20
     python benchmarks/fleet.py --updates 20 --ray
+    python benchmarks/fleet.py --rounds 0 --updates 0 --pool 10000 --rows 2048
 
 The rewards a second of one and of two replicas are taken in turn, by the same clients, with one thread a replica. Then
 two sets of weights are published in turn while clients score, and before each update one process is killed (`-9`) or
 stopped at a random moment: a replica, or the process that listens. An answer is mixed if it is neither set's, a request
 lost if it raises, a version wrong if the answer names one set and holds the other's rewards. `recovery_seconds_max` is
 the longest time from a fault until a request that was sent after it is answered.
+
+`--pool` sends the rewards of an RL trainer's step to four replicas by one asynchronous client, in more requests than
+the server's queue holds: those that are refused come again. `--rows` scores a Parquet file by one and by two workers on
+Ray, kills the command in between, and compares the bytes of the outputs.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import random
+import re
 import signal
 import socket
 import statistics
@@ -30,11 +37,18 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
+import ray
 import torch
 from serving_consistency import Tally, ask, build_checkpoint, conversations, two_models, wait_ready
 
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import RMOptimizerError
-from rm_optimizer.serving.client.client import RewardClient
+from rm_optimizer.evaluation.score_file import score_file
+from rm_optimizer.interfaces.commands.evaluate import LocalScorer
+from rm_optimizer.serving.client.client import AsyncRewardClient, RewardClient
+from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
 
 FAULT_SECONDS = 1.0
@@ -199,12 +213,86 @@ def measure_faults(args: argparse.Namespace, checkpoint: Path) -> None:
     print(f"wrong_versions: {tally.wrong}")
 
 
+PART = 100
+"""Rewards of one call of the pool."""
+QUEUED_TOKENS = 40_000
+"""Most tokens in the server's queue while the pool asks; a call has about 8,000."""
+
+
+def measure_pool(args: argparse.Namespace, checkpoint: Path) -> None:
+    prompts, responses = conversations(args.pool)
+    model = BradleyTerryRM.from_pretrained(checkpoint)
+    expected = model.score(prompts[:PART], responses[:PART])
+    limits = ("--max-queued-tokens", str(QUEUED_TOKENS))
+
+    async def step(url: str) -> list[ScoredBatch | BaseException]:
+        async with AsyncRewardClient(url, concurrency=32, timeout_seconds=600) as client:
+            firsts = range(0, args.pool, PART)
+            calls = [client.score_versioned(prompts[i : i + PART], responses[i : i + PART]) for i in firsts]
+            return await asyncio.gather(*calls, return_exceptions=True)
+
+    with fleet(checkpoint, 4, *limits, *args.options) as (url, _):
+        started = time.perf_counter()
+        answers = asyncio.run(step(url))
+        seconds = time.perf_counter() - started
+        metrics = httpx.get(f"{url}/metrics", timeout=20, trust_env=False).text
+    refused = re.search(r'rm_requests_total\{route="/rm/score",status="503"\} (\S+)', metrics)
+    whole = [answer for answer in answers if isinstance(answer, ScoredBatch)]
+    print(f"pool_rewards: {sum(len(answer.rewards) for answer in whole)}")
+    print(f"pool_rewards_per_second: {args.pool / seconds:.1f}")
+    print(f"pool_refused_and_repeated_requests: {0 if refused is None else float(refused[1]):.0f}")
+    print(f"pool_lost_calls: {len(answers) - len(whole)}")
+    print(f"pool_versions: {len({answer.weights for answer in whole})}")
+    print(f"pool_largest_difference: {float((torch.tensor(answers[0].rewards) - expected).abs().max()):.1g}")
+
+
+def score_command(checkpoint: Path, source: Path, target: Path, workers: int) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-c", "from rm_optimizer.interfaces.cli import app; app()", "score", str(checkpoint)]
+    return subprocess.Popen([*command, str(source), str(target), "--ray", str(workers)], stdout=subprocess.DEVNULL)
+
+
+def measure_files(args: argparse.Namespace, checkpoint: Path, scratch: Path) -> None:
+    source = scratch / "rows.parquet"
+    prompts, responses = conversations(args.rows)
+    pq.write_table(pa.table({"prompt": prompts, "response": responses}), source)
+    outputs, rates = {}, {}
+    for workers in (1, 2):
+        times: list[tuple[int, float]] = []  # rows done, and when; the first chunks wait for the start of the workers
+        outputs[workers] = scratch / f"by-{workers}.parquet"
+        score_file(
+            LocalScorer(BradleyTerryRM.from_pretrained(checkpoint), 4096),
+            source,
+            outputs[workers],
+            scorer_name="benchmark",
+            num_workers=workers,
+            on_progress=lambda rows, times=times: times.append((rows, time.perf_counter())),
+        )
+        (first, began), (last, ended) = times[1 + workers], times[-1]
+        rates[workers] = (last - first) / (ended - began)
+        print(f"rows_per_second_{workers}: {rates[workers]:.1f}")
+    ray.shutdown()
+    print(f"rows_speedup: {rates[2] / rates[1]:.2f}")
+    killed, partial = scratch / "killed.parquet", scratch / "killed.parquet.partial"
+    driver = score_command(checkpoint, source, killed, 2)
+    wait_until(lambda: partial.exists() and len(partial.read_bytes().splitlines()) > 1, 300.0)
+    driver.kill()
+    driver.wait()
+    kept = len(partial.read_bytes().splitlines()) - 1
+    if score_command(checkpoint, source, killed, 1).wait():
+        raise SystemExit("the resumed command failed")
+    print(f"chunks_kept_after_a_kill: {kept}")
+    same = outputs[1].read_bytes() == outputs[2].read_bytes() == killed.read_bytes()
+    print(f"files_equal_to_the_bit: {same}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--updates", type=int, default=20, help="updates, each with a fault")
     parser.add_argument("--clients", type=int, default=4, help="threads that score the whole time")
     parser.add_argument("--seconds", type=float, default=8.0, help="seconds of each measurement of speed")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of speed; 0 measures none")
+    parser.add_argument("--pool", type=int, default=0, help="rewards of one step over four replicas; 0 measures none")
+    parser.add_argument("--rows", type=int, default=0, help="rows of the file for Ray's workers; 0 measures none")
     parser.add_argument("--seed", type=int, default=0, help="of the faults")
     parser.add_argument("--ray", action="store_const", const=["--ray"], default=[], dest="options", help="on Ray Serve")
     args = parser.parse_args()
@@ -216,6 +304,10 @@ def main() -> None:
             measure_speed(args, checkpoint)
         if args.updates:
             measure_faults(args, checkpoint)
+        if args.pool:
+            measure_pool(args, checkpoint)
+        if args.rows:
+            measure_files(args, checkpoint, Path(scratch))
 
 
 if __name__ == "__main__":

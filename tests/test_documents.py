@@ -83,6 +83,28 @@ EGG = '{"items": [{"prompt": "How do I boil an egg?", "responses": ["In water, s
 WAYS: dict[str, Run] = {
     "pip install -e .": Run("python -c 'import rm_optimizer'"),
     "pip install 'rm-optimizer[serve]'": Run("python -c 'import fastapi, uvicorn, prometheus_client'"),
+    "rm-opt train experiment=quickstart hydra.run.dir=outputs/first": Run(
+        f"rm-opt train experiment=quickstart {FEW} hydra.run.dir=outputs/first", prints="gold reward", slow=True
+    ),
+    "export RM_OPT_API_KEY=change-me": Run(),
+    # there is no Docker here
+    "MODEL=$PWD/outputs/first docker compose -f deploy/compose.yaml --profile metrics up -d": Run(
+        'python -c \'import yaml; print(yaml.safe_load(open("deploy/compose.yaml"))["services"].keys())\'',
+        in_checkout=True,
+        prints="grafana",
+    ),
+    # two replicas without Docker, on another port
+    "rm-opt train experiment=quickstart hydra.run.dir=outputs/next publish.url=http://localhost:8000 "
+    "publish.api_key_env=RM_OPT_API_KEY": Run(
+        "export RM_OPT_API_KEY=change-me; "
+        "rm-opt serve outputs/first --replicas 2 --port 8793 >served 2>&1 & server=$!; "
+        "export RM_OPT_API_KEY=change-me; until curl -sf -H 'Authorization: Bearer change-me' localhost:8793/ready; "
+        f"do sleep 0.5; done; rm-opt train experiment=quickstart {FEW} hydra.run.dir=outputs/next "
+        "publish.url=http://localhost:8793 publish.api_key_env=RM_OPT_API_KEY; "
+        "curl -s -H 'Authorization: Bearer change-me' localhost:8793/metrics; kill $server; wait $server",
+        prints='rm_updates_total{outcome="committed"}',
+        slow=True,
+    ),
     "rm-opt serve outputs/run/best --port 8000": Run("rm-opt serve --help", prints="--api-key"),
     # a server on another port, asked until it answers, then stopped
     f"curl -s localhost:8000/rm/score -H 'content-type: application/json' -d '{EGG}'": Run(

@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import torch
 
 from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
-from rm_optimizer.errors import DataError, DataStalled, MissingExtra
+from rm_optimizer.errors import DataError, DataStalled, MissingExtra, RMOptimizerError
 
 Model = TypeVar("Model")
 Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
+_LOCAL = "local"
+"""Address of a Ray of this process alone; without an address Ray joins any cluster that it finds on this machine."""
 _MEGABYTE = 2**20
 _START_SECONDS = 300
 _CANCEL_SECONDS = 10
@@ -173,6 +175,7 @@ def connected_ray(address: str | None = None) -> Any:
     """
     ray = load_ray()
     if not ray.is_initialized():
+        address = address or os.environ.get("RAY_ADDRESS") or _LOCAL
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
     return ray
 
@@ -204,6 +207,7 @@ def map_chunks(
 
     Raises:
         MissingExtra: if Ray is not installed.
+        RMOptimizerError: if Ray ends.
     """
     if num_workers is None:
         yield from (compute(model, chunk) for chunk in chunks)
@@ -224,6 +228,11 @@ def map_chunks(
             yield ray.get(waiting.popleft())
     except ray.exceptions.RayTaskError as error:
         raise error.cause from None
+    except ray.exceptions.RayError as error:
+        reason = str(error).splitlines()[0]
+        raise RMOptimizerError(
+            f"Ray's workers ended ({reason}); the same command continues from what is done"
+        ) from error
     finally:
         for worker in workers:
             ray.kill(worker)
@@ -235,7 +244,12 @@ def _start(ray: Any, num_workers: int, store_mb: int) -> None:
     options: dict[str, Any] = {"logging_level": logging.ERROR, "configure_logging": False, "log_to_driver": False}
     if not os.environ.get("RAY_ADDRESS"):
         memory = store_mb * _MEGABYTE
-        options |= {"num_cpus": num_workers, "object_store_memory": memory, "include_dashboard": False}
+        options |= {
+            "address": _LOCAL,
+            "num_cpus": num_workers,
+            "object_store_memory": memory,
+            "include_dashboard": False,
+        }
     try:
         ray.init(**options)
     finally:

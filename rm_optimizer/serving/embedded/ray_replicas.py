@@ -206,28 +206,30 @@ class RayEngine(Engine):
         from ray import serve
 
         serve.start(proxy_location="Disabled")
-        if APPLICATION in serve.status().applications:
-            self._handle = serve.get_app_handle(APPLICATION)
+        if APPLICATION in serve.status().applications:  # maybe not deployed whole yet
             return
         resources = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": self._options.threads or 1}
         arguments = {**vars(self._options), "folder": str(self._folder), "replicas": self._num_replicas}
         built = application({**arguments, "resources": resources})
         (self._folder / "deployed").touch()
         target = serve.RunTarget(target=built, name=APPLICATION, route_prefix=None)
-        [self._handle] = serve.run_many([target], wait_for_applications_running=False)
+        serve.run_many([target], wait_for_applications_running=False)
 
     async def _running(self) -> None:
-        """Wait until a replica runs.
+        """Wait until a replica runs, and get the application's handle.
 
         Raises:
             RMOptimizerError: if Ray Serve gives up.
         """
+        from ray import serve
+
         while not self._num_running:
             found = await self._status()
             if found.status == "DEPLOY_FAILED":
                 reason = found.message.strip().splitlines()[-1]
                 raise RMOptimizerError(f"Ray Serve cannot start the replicas (--replicas, --ray): {reason}")
             await asyncio.sleep(POLL_SECONDS)
+        self._handle = await asyncio.to_thread(serve.get_app_handle, APPLICATION)
 
     async def _status(self) -> Any:
         """Status of the application, after counting its running replicas."""
