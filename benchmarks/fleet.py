@@ -260,14 +260,14 @@ def measure_files(args: argparse.Namespace, checkpoint: Path, scratch: Path) -> 
         times: list[tuple[int, float]] = []  # rows done, and when; the first chunks wait for the start of the workers
         outputs[workers] = scratch / f"by-{workers}.parquet"
         score_file(
-            LocalScorer(BradleyTerryRM.from_pretrained(checkpoint), 4096),
+            LocalScorer(BradleyTerryRM.from_pretrained(checkpoint), 16384),
             source,
             outputs[workers],
             scorer_name="benchmark",
             num_workers=workers,
             on_progress=lambda rows, times=times: times.append((rows, time.perf_counter())),
         )
-        (first, began), (last, ended) = times[1 + workers], times[-1]
+        (first, began), (last, ended) = times[workers], times[-1]
         rates[workers] = (last - first) / (ended - began)
         print(f"rows_per_second_{workers}: {rates[workers]:.1f}")
     ray.shutdown()

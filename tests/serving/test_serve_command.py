@@ -20,7 +20,8 @@ from typer.testing import CliRunner
 from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.interfaces.commands import serve as serve_module
-from rm_optimizer.interfaces.commands.serve import bound_socket
+from rm_optimizer.interfaces.commands.serve import bound_socket, kept_state
+from rm_optimizer.records.files import held
 from rm_optimizer.serving.options import ServeOptions, name_of
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
 from rm_optimizer.serving.service.inputs import stored_tokenizer
@@ -249,3 +250,19 @@ def test_the_process_that_speaks_http_imports_no_model_and_reads_the_tokenizer_b
     read = subprocess.run([sys.executable, "-c", IMPORTED, tmp_path], capture_output=True, text=True, check=True)
     assert read.stdout.splitlines() == [str(known("A dog.")["input_ids"]), "[]"]
     assert type(stored_tokenizer(tmp_path)) is type(known)
+
+
+def test_a_folder_of_state_that_another_server_holds_is_refused_by_its_option(tmp_path):
+    refusals: list[str] = []
+
+    def other_server() -> None:
+        with pytest.raises(ConfigError) as refused, kept_state(ServeOptions("model", state=tmp_path / "state")):
+            raise AssertionError("two servers hold one folder")
+        refusals.append(str(refused.value))
+
+    with held(tmp_path / "state", "update"):
+        thread = threading.Thread(target=other_server)
+        thread.start()
+        thread.join()
+    assert len(refusals) == 1
+    assert refusals[0].endswith("choose another --state")
