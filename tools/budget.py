@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9210,
-    "serving": 4519,
+    "serving": 4520,
     "landscape": 3725,
     "training": 3011,
     "rl_coupling": 2513,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 344,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
-    "import lines": 5891,
+    "import lines": 5892,
     "import lines inside functions": 354,
-    "lines of code": 36835,
+    "lines of code": 36836,
     "private functions with one caller": 400,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

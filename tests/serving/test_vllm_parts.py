@@ -20,12 +20,12 @@ from safetensors.torch import load_file, save_file
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.export import save_adapter
-from rm_optimizer.errors import CheckpointError, MissingExtra, PublishFailed, WeightsRefused
+from rm_optimizer.errors import CheckpointError, MissingExtra, PublishFailed, RMOptimizerError, WeightsRefused
 from rm_optimizer.interfaces.commands.serve import serve
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.embedded.vllm_model import prepare_model, suits_vllm
-from rm_optimizer.serving.embedded.vllm_worker import VllmWorker, engine_arguments, latest_tensors
+from rm_optimizer.serving.embedded.vllm_worker import VllmWorker, choose_device, engine_arguments, latest_tensors
 from rm_optimizer.serving.engine import StagedWeights, WeightHistory
 from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 from rm_optimizer.serving.update_protocol import TensorSpec
@@ -263,6 +263,16 @@ def test_a_later_worker_loads_what_the_first_one_prepared(worker, tmp_path):
     found, revision = rewards(later, model)
     assert revision == 5
     assert found == pytest.approx(model.score(PROMPTS, RESPONSES), abs=1e-5)
+
+
+@pytest.mark.parametrize(("visible", "chosen"), [("", "1"), ("4,7", "7")])
+def test_each_replica_has_a_gpu_and_there_are_no_more_of_them(monkeypatch, visible, chosen):
+    monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": visible})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    choose_device(WorkerOptions("model", replica=1))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen
+    with pytest.raises(RMOptimizerError, match="--replicas must be at most 2 with vLLM"):
+        choose_device(WorkerOptions("model", replica=2))
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import logging
 import math
+import os
 import shutil
 import signal
 import tempfile
@@ -231,6 +232,7 @@ def _spawned(options: WorkerOptions, committed: Sequence[StagedWeights]) -> tupl
 
 def _run(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:
     """Run the worker, whose imports load torch and models, which the server's process does not need."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # no import may fix the GPUs before a worker has chosen one
     from rm_optimizer.serving.embedded.worker import TransformersWorker, Worker, run_worker
 
     kind: Callable[[WorkerOptions, Sequence[StagedWeights]], Worker] = TransformersWorker

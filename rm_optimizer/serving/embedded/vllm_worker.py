@@ -80,9 +80,9 @@ def choose_device(options: WorkerOptions) -> None:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
         os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    if not torch.cuda.is_available():
+    count = torch.cuda.device_count()  # which does not initialize CUDA
+    if not count:
         return
-    count = torch.cuda.device_count()
     if options.replica >= count:
         raise RMOptimizerError(f"--replicas must be at most {count} with vLLM, the number of GPUs")
     named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
