@@ -168,6 +168,9 @@ WAYS: dict[str, Run] = {
         "--cfg job",
         prints="streaming: ray",
     ),
+    "torchrun --standalone --nproc-per-node 2 --no-python rm-opt evaluate outputs/run --data pairs.jsonl": Run(
+        prints="metrics, rewards and plots", slow=True
+    ),
     "torchrun --standalone --nproc-per-node 2 -m rm_optimizer.train hardware=fsdp hardware.accelerator=cpu": Run(
         "python -m rm_optimizer.train hardware=fsdp hardware.accelerator=cpu --cfg job", prints="strategy: "
     ),

@@ -173,7 +173,7 @@ def read_pool(
         on_progress(start)
         firsts = range(start, len(pairs), BLOCK_PAIRS)
         tasks = ((pairs[first : first + BLOCK_PAIRS], first, token_budget) for first in firsts)
-        blocks = map_chunks(lambda model, task: scored_block(model, *task), model, tasks, ray_workers or None)
+        blocks = map_chunks(_block_of, model, tasks, ray_workers or None)
         for first, (block, margins) in zip(firsts, blocks, strict=True):
             kept[first : first + len(block)] = block
             yield margins
@@ -194,6 +194,10 @@ def read_pool(
             ledger.append(block.tolist())
             done.extend(block.tolist())
     return Pool(np.array(done)[None], lengths, known, np.load(path, mmap_mode="r"), pairs, model)
+
+
+def _block_of(model: BradleyTerryRM, task: tuple[Any, ...]) -> tuple[Any, Any]:
+    return scored_block(model, *task)
 
 
 def _sides(pairs: Sequence[PreferencePair]) -> tuple[list[Prompt], list[str], list[str]]:

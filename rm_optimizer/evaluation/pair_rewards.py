@@ -20,6 +20,9 @@ from jaxtyping import Float, Int
 from numpy.typing import NDArray
 from torch import Tensor, distributed
 
+from rm_optimizer.core.classifier.attention import HALF
+from rm_optimizer.core.classifier.quantization import computing_dtype
+from rm_optimizer.core.classifier.scoring import SequenceScorer
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import in_step, is_sharded, most_over_ranks, spare_batch
@@ -47,6 +50,8 @@ PARITY_PAIRS = 8
 """Number of pairs on which `auto` compares the rewards with and without sharing."""
 PARITY_TOLERANCE = 1e-4
 """Largest reward difference, in float32, that counts as rounding."""
+PARITY_SPREADS = 0.25
+"""The same for half types, in standard deviations of the rewards; a wrong mask changes them by about one."""
 
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 
@@ -324,7 +329,12 @@ def shares_prefixes(model: BradleyTerryRM, tokenized: PairTokens, mode: PrefixSh
         raise ConfigError(f"batching.prefix_sharing=on is not possible: {obstacle}; set it to auto or off")
     if obstacle is None:
         pairs = [(tokenized.chosen(i), tokenized.rejected(i)) for i in range(min(PARITY_PAIRS, len(tokenized)))]
-        if not (difference := model.prefix_parity(pairs)) <= PARITY_TOLERANCE:
+        allowed = PARITY_TOLERANCE
+        if computing_dtype(model.model) in HALF:
+            with model.inference():
+                alone = SequenceScorer(model, 1).padded([ids for pair in pairs for ids in pair])
+            allowed = PARITY_SPREADS * float(alone.std(correction=0))
+        if not (difference := model.prefix_parity(pairs)) <= allowed:
             obstacle = f"rewards of the first pairs would differ by {difference:.2g}"
     if obstacle is not None:
         _log.info("pairs are padded in batches of like length, without prefix sharing: %s", obstacle)

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import yaml  # type: ignore[import-untyped]
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.locations import resolve_source
 from rm_optimizer.schema.data import DataConfig, ReadOptions, Spelling, read_config
+from rm_optimizer.training.processes import launched_processes
 
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -206,8 +209,40 @@ class SavedModel:
             if self.max_length is None or "max_length" not in text:
                 raise
             raise ConfigError(f"--{text.removeprefix('model.').replace('max_length', 'max-length', 1)}") from error
-        model.to(device or devices()[0])
+        found = devices()
+        model.to(device or found[int(os.environ.get("LOCAL_RANK", 0)) % len(found)])
         return model
+
+
+def follows(context: Context, load: Callable[[], Any], other: int | None = None) -> bool:
+    """True in a process of torchrun but the first, after it has computed all chunks that the first one dealt.
+
+    Args:
+        context: context of the command, whose end ends the other processes.
+        load: function that loads what the first process scores with.
+        other: workers that another option asks for; None or 0 for none.
+
+    Raises:
+        ConfigError: if another launcher started several processes, or there are also workers.
+    """
+    processes = launched_processes()
+    if processes is None or (processes.world_size == 1 and processes.launcher != "torchrun"):
+        return False
+    if processes.launcher != "torchrun":
+        raise ConfigError("expected one process, or several of torchrun, got tasks of SLURM; write srun torchrun …")
+    if other:
+        raise ConfigError("torchrun has started the processes that score; leave the option for workers on Ray out")
+    from torch import distributed
+
+    from rm_optimizer.core.streaming.workers import end_chunks, follow_chunks, lead_chunks
+
+    distributed.init_process_group("gloo", timeout=timedelta(days=1))  # the first one may read data for hours
+    if processes.rank:
+        follow_chunks(load())
+        return True
+    lead_chunks()
+    context.call_on_close(end_chunks)
+    return False
 
 
 def devices() -> list[str]:

@@ -12,14 +12,19 @@ from safetensors.torch import load_file, save_file
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.storage.adapter_files import adapter_tensor_names, separate_base
 from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.core.storage.loading import PAYLOAD_KEY, checkpoint_payload, read_checkpoint
+from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
+from rm_optimizer.core.tokens.prefix_trees import PackedTrees
 from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.evaluation.pair_rewards import shares_prefixes
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
+from rm_optimizer.schema.config import PrefixSharing
 from rm_optimizer.training.preparation import trainable_model
 from rm_optimizer.training.run import run_training
 from tests.builders import tiny_model, tiny_tokenizer
@@ -107,6 +112,22 @@ def test_frozen_weights_in_bfloat16_train_the_rest_in_float32(config, tmp_path, 
         losses[dtype] = run_training(options).metrics.nll.value
     assert losses["bfloat16"] == pytest.approx(losses["float32"], abs=0.02)
     assert losses["bfloat16"] != losses["float32"]
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_prompts_are_shared_by_half_weights_unless_the_mask_is_wrong(tmp_path, monkeypatch, is_wrong):
+    folder = base_folder(tmp_path / "base", hidden_size=64)
+    model = BradleyTerryRM.from_pretrained(folder, new_head=True, dtype="bfloat16")
+    pairs = [PreferencePair(f"Name number {i}.", f"It is {i} and more.", f"It is {i * i}!") for i in range(8)]
+    tokens = tokenize_pairs(pairs, model.renderer, None)
+    if is_wrong:  # as if the second branch saw the first
+        monkeypatch.setattr("rm_optimizer.core.classifier.attention.tree_mask", causal_mask)
+    assert shares_prefixes(model, tokens, PrefixSharing.auto) is not is_wrong
+
+
+def causal_mask(trees: PackedTrees, window: int | None) -> torch.Tensor:
+    rows, tokens = trees.input_ids.shape
+    return torch.ones(rows, 1, tokens, tokens, dtype=torch.bool).tril()
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,11 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import import_module
+from itertools import islice
 from typing import Any, TypeVar
 
 import torch
+from torch import distributed
 
 from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
 from rm_optimizer.errors import DataError, DataStalled, MissingExtra, RMOptimizerError
@@ -192,10 +194,69 @@ class _Computer:
         return compute(self._object, chunk)
 
 
+_leads = threading.Event()
+"""Set in the first process of several while the others wait in `follow_chunks`."""
+
+
+def lead_chunks() -> None:
+    """Let `map_chunks` deal chunks to the other processes of torch.distributed until `end_chunks`."""
+    torch.set_num_threads(1)  # a sum's last bits depend on the number
+    _leads.set()
+
+
+def end_chunks() -> None:
+    """End the other processes, unless an error has interrupted a chunk, after which the launcher ends them."""
+    if _leads.is_set():
+        _leads.clear()
+        distributed.scatter_object_list([None], [None] * distributed.get_world_size())
+        distributed.destroy_process_group()
+
+
+def follow_chunks(model: Any) -> None:
+    """Compute chunks that the first process deals until it ends.
+
+    Args:
+        model: the object that the first process gives to `map_chunks`.
+    """
+    torch.set_num_threads(1)
+    while True:
+        received: list[Any] = [None]
+        distributed.scatter_object_list(received)
+        if received[0] is None:
+            distributed.destroy_process_group()
+            return
+        distributed.gather_object(_answer(model, *received[0]))
+
+
+def _answer(model: Any, compute: Callable[[Any, Any], Any], chunk: Any) -> Any:
+    """Result of a chunk, or the error that ends the command; None for a chunk that fills a round."""
+    try:
+        return None if chunk is None else compute(model, chunk)
+    except RMOptimizerError as error:
+        return error
+
+
+def _over_processes(compute: Callable[[Any, Any], Any], model: Any, chunks: Iterable[Any]) -> Iterator[Any]:
+    """Results of chunks, one for each process in a round."""
+    rest, size = iter(chunks), distributed.get_world_size()
+    for dealt in iter(lambda: list(islice(rest, size)), []):
+        tasks = [(compute, chunk) for chunk in [*dealt, *[None] * (size - len(dealt))]]
+        own: list[Any] = [None]
+        answers: list[Any] = [None] * size
+        _leads.clear()
+        distributed.scatter_object_list(own, tasks)
+        distributed.gather_object(_answer(model, *own[0]), answers)
+        _leads.set()
+        for answer in answers[: len(dealt)]:
+            if isinstance(answer, RMOptimizerError):
+                raise answer
+            yield answer
+
+
 def map_chunks(
     compute: Callable[[Model, Chunk], Result], model: Model, chunks: Iterable[Chunk], num_workers: int | None
 ) -> Iterator[Result]:
-    """Results of the chunks in their order, the same for any number of workers on Ray.
+    """Results of the chunks in their order, the same for any number of workers on Ray or of processes of torchrun.
 
     A worker has at most two chunks at a time, and Ray replaces one that dies.
 
@@ -203,14 +264,14 @@ def map_chunks(
         compute: function of the model and a chunk.
         model: object that every worker receives once.
         chunks: read as they are needed.
-        num_workers: actors with one thread or one GPU each; None computes in this process.
+        num_workers: actors with one thread or one GPU each; None computes in this process, and in those that it leads.
 
     Raises:
         MissingExtra: if Ray is not installed.
         RMOptimizerError: if Ray ends.
     """
     if num_workers is None:
-        yield from (compute(model, chunk) for chunk in chunks)
+        yield from _over_processes(compute, model, chunks) if _leads.is_set() else (compute(model, c) for c in chunks)
         return
     ray = connected_ray()
     shared = [ray.put(model)]

@@ -25,6 +25,7 @@ from rm_optimizer.interfaces.outputs import filling, made_folder, printed_beside
 from rm_optimizer.records.files import write_text
 from rm_optimizer.schema.data import Spelling
 from rm_optimizer.schema.registry import import_plugins
+from rm_optimizer.training.processes import launched_processes
 
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -90,6 +91,8 @@ def evaluate(
             "ray",
         )
         refuse_unread(context, "with --suite", *unread)
+        if (processes := launched_processes()) is not None and processes.world_size > 1:
+            raise ConfigError("--suite uses every device of this machine by itself; start it without torchrun or srun")
         models = [saved, *(replace(saved, checkpoint=name) for name in others or ())]
         _evaluate_suite(models, suite, sources, pair_options, output, token_budget, bootstrap, seed)
         return
@@ -97,6 +100,8 @@ def evaluate(
         raise ConfigError("missing option '--data'; name the pairs, or a benchmark with --suite")
     if others:
         raise ConfigError(f"several models need --suite NAME, got {saved.checkpoint} and {', '.join(others)}")
+    if inputs.follows(context, saved.load, ray):
+        return
 
     data = pair_options.load(sources)
     known = {name for pair in data.pairs for name in pair.metadata}
@@ -233,6 +238,7 @@ REPORT_SUFFIX = ".report.json"
 
 
 def score(
+    context: Context,
     saved: SavedModel,
     in_file: Annotated[Path | None, Argument(help="JSONL (also .gz), CSV or Parquet file to score.")] = None,
     out_file: Annotated[Path | None, Argument(help="File for the same rows with a column `reward`.")] = None,
@@ -272,6 +278,8 @@ def score(
         where, default = f"{scorer.model.max_length} tokens", length_note(scorer.model)
     else:
         scorer, where, default = _ensemble(saved, ensemble, penalty, token_budget), "the members' lengths", None
+    if inputs.follows(context, lambda: scorer, ray):
+        return
     if in_file is None or out_file is None:
         num_cut, stream = _print_scores(scorer, prompt or "", responses), sys.stderr
         num = len(responses)

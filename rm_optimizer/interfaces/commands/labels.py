@@ -12,7 +12,7 @@ from typer import Argument, Context, Option
 from rm_optimizer.errors import ConfigError, Interrupted
 from rm_optimizer.interfaces.commands.compare import Executors, Workers
 from rm_optimizer.interfaces.field_flags import refuse_unread
-from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
+from rm_optimizer.interfaces.inputs import PairOptions, SavedModel, follows
 
 if TYPE_CHECKING:
     import numpy as np
@@ -70,6 +70,8 @@ def select(
         refuse_unread(context, "with an ensemble, whose members have features of their own", "cache", "workers")
     require_question_file(out, "--out")
     require_new(out)
+    if follows(context, lambda: None if model is None else _scorer(model, max_length), workers):
+        return
     pairs, is_labeled = _pool(source, pool, labeled, subsample, seed)
     if not (left := int((~is_labeled).sum())):
         raise ConfigError(f"--labeled names all {len(is_labeled):,} pairs of {pool}, so there is none to choose from")

@@ -1,0 +1,106 @@
+"""`evaluate`, `score` and `select` by torchrun: the same bits for any number of processes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+from rm_optimizer.core.streaming.workers import end_chunks, follow_chunks, lead_chunks, map_chunks
+from rm_optimizer.errors import CheckpointError
+from rm_optimizer.interfaces.cli import app
+from tests.builders import tiny_reward_model
+from tests.training.launched import environment
+
+RM_OPT = Path(sys.executable).with_name("rm-opt")
+
+
+def chunk_of(number: int, chunk: int) -> int:
+    if chunk == 3:
+        raise CheckpointError("chunk 3 is bad")
+    return number * chunk
+
+
+def process(rank: int, size: int, folder: str) -> None:
+    distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
+    if rank:
+        follow_chunks(10)
+        return
+    lead_chunks()
+    assert [*map_chunks(chunk_of, 10, iter((0, 1, 2)), None)] == [0, 10, 20]
+    with pytest.raises(CheckpointError, match="chunk 3 is bad"):
+        [*map_chunks(chunk_of, 10, range(7), None)]
+    assert [*map_chunks(chunk_of, 10, [5], None)] == [50]
+    end_chunks()
+    assert [*map_chunks(chunk_of, 10, [1, 2], None)] == [10, 20]  # alone again
+    Path(folder, "done").touch()
+
+
+@pytest.mark.slow
+def test_chunks_are_dealt_in_order_and_errors_raised_by_the_first_process(tmp_path):
+    torch.multiprocessing.spawn(process, (2, str(tmp_path)), nprocs=2)
+    assert (tmp_path / "done").exists()
+
+
+def test_tasks_of_slurm_and_workers_beside_torchrun_are_refused(tmp_path, monkeypatch, capsys):
+    tiny_reward_model("llama").save_pretrained(tmp_path / "model")
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text(json.dumps({"prompt": "Why?", "chosen": "So.", "rejected": "No."}) + "\n")
+    words = ["evaluate", str(tmp_path / "model"), "--data", str(pairs)]
+
+    def refused(*more: str) -> str:
+        with pytest.raises(SystemExit):
+            app([*words, *more])
+        return capsys.readouterr().err
+
+    for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    assert "expected one process, or several of torchrun, got tasks of SLURM" in refused()
+    for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    assert "torchrun has started the processes that score" in refused("--ray", "2")
+    assert "--suite uses every device of this machine by itself" in refused("--suite", "rewardbench")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", ["evaluate", "score", "select"])
+def test_one_two_and_four_processes_write_the_same_bits(command, tmp_path):
+    tiny_reward_model("llama").save_pretrained(tmp_path / "model")
+    rows = [{"prompt": f"Number {i % 90}?", "chosen": f"It is {i}.", "rejected": f"No, {i * i}."} for i in range(700)]
+    sides = [{"prompt": row["prompt"], "response": row["chosen"]} for row in rows]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sides))
+    words = {
+        "evaluate": ["evaluate", "model", "--data", "pairs.jsonl", "--bootstrap", "20", "--output", "{at}"],
+        "score": ["score", "model", "in.jsonl", "{at}/out.jsonl"],
+        "select": [
+            "select",
+            "pairs.jsonl",
+            "--k",
+            "40",
+            "--model",
+            "model",
+            "--cache",
+            "{at}/cache",
+            "--out",
+            "{at}/out.jsonl",
+        ],
+    }[command]
+    written = []
+    for size in (1, 2, 4):
+        at = tmp_path / str(size)
+        at.mkdir()
+        start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "--no-python", RM_OPT]
+        full = [sys.executable, *start, *(word.replace("{at}", str(at)) for word in words)]
+        done = subprocess.run(full, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        names = ("pair_rewards.jsonl", "metrics.json", "out.jsonl", "differences.npy")
+        files = {path.name: path.read_bytes() for path in at.rglob("*") if path.name in names}
+        assert len(files) == {"evaluate": 2, "score": 1, "select": 2}[command]
+        written.append(files)
+    assert written[0] == written[1] == written[2]
