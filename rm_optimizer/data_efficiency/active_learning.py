@@ -17,7 +17,8 @@ import numpy as np
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
 from rm_optimizer.core.rows.natural import table_rows
-from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
+from rm_optimizer.core.tokens.splits import TrainVal
 from rm_optimizer.data_efficiency.acquisition import AcquisitionFunction as AcquisitionFunction
 from rm_optimizer.data_efficiency.acquisition import RandomSampling
 from rm_optimizer.data_efficiency.acquisition import UncertaintySampling as UncertaintySampling

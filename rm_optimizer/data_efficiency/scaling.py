@@ -12,7 +12,7 @@ from jaxtyping import Float
 
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate, IntervalKind
 from rm_optimizer.core.metrics.intervals import student_mean
-from rm_optimizer.core.tokens.dataset import load_training_data
+from rm_optimizer.core.tokens.splits import load_training_data
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.study import OnTrial, PlannedTrial, Study, publish
 from rm_optimizer.experiments.training_trials import TRAIN, training_trial

@@ -13,7 +13,8 @@ import torch
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
-from rm_optimizer.core.tokens.dataset import PreferenceDataset, load_pairs, load_training_data
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, load_pairs
+from rm_optimizer.core.tokens.splits import load_training_data
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.draws import PairSample, draw_pairs
 from rm_optimizer.landscape.estimates.by_pair import DescribedPair, pair_indices

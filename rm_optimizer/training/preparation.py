@@ -22,7 +22,8 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.tokens.audit import content_notes, layout_examples
-from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal, load_training_data
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
+from rm_optimizer.core.tokens.splits import TrainVal, load_training_data
 from rm_optimizer.core.tokens.tokenizer import tokenizer_of_pairs
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.optim.param_groups import partition

@@ -22,7 +22,8 @@ from pytorch_lightning.callbacks import Callback
 
 from rm_optimizer.core.model.losses import MarginLoss, PairLoss, loss_named, register_loss
 from rm_optimizer.core.pairs.orders import PairOrder
-from rm_optimizer.core.tokens.dataset import TrainVal, names_files
+from rm_optimizer.core.tokens.dataset import names_files
+from rm_optimizer.core.tokens.splits import TrainVal
 from rm_optimizer.errors import ConfigError, Interrupted, TrainingDiverged, did_you_mean
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.records.files import write_text

@@ -22,7 +22,7 @@ from rm_optimizer.core.data_loader import (
 )
 from rm_optimizer.core.pairs.overlap import conversation_groups, folded_prompt_id, prompt_keys
 from rm_optimizer.core.pairs.pair import Message, PreferencePair
-from rm_optimizer.core.tokens.dataset import num_leaked_pairs
+from rm_optimizer.core.tokens.splits import num_leaked_pairs
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema import DataConfig
 from rm_optimizer.schema.data import KwiseRule, OnBadRow, SyntheticConfig

@@ -14,7 +14,7 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.streaming.blocks import BlockTokenizer
 from rm_optimizer.core.streaming.dataset import RayPreferenceDataset
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.core.tokens.dataset import TrainVal
+from rm_optimizer.core.tokens.splits import TrainVal
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.saved_model import evaluate_model
 from rm_optimizer.interfaces.cli import app

@@ -15,7 +15,7 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.losses import bradley_terry_pair_losses, configured_pair_losses, score_pair_losses
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import PairBatch
-from rm_optimizer.core.tokens.dataset import TrainVal
+from rm_optimizer.core.tokens.splits import TrainVal
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.pair_rewards import PairRewards
 from rm_optimizer.landscape.hessian import HessianAnalyzer

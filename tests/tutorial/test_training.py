@@ -18,7 +18,8 @@ from torch import Tensor
 
 from rm_optimizer import BaseRewardModel, BradleyTerryRM, create_dataloader, evaluate_checkpoint, evaluate_model
 from rm_optimizer.core.model.losses import LOSSES, register_loss
-from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
+from rm_optimizer.core.tokens.splits import TrainVal
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError
 from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.schema import compose, typed

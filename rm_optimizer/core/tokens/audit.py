@@ -19,7 +19,8 @@ from rm_optimizer.core.rows.messages import shown_response, turns_of
 from rm_optimizer.core.tokens.cache import cut_counts, encoded_chunks
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.content_rules import READINGS, control_tokens
-from rm_optimizer.core.tokens.dataset import PreferenceDataset, num_leaked_pairs, prompt_ids
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, prompt_ids
+from rm_optimizer.core.tokens.splits import num_leaked_pairs
 from rm_optimizer.core.tokens.template_fields import split_thinking
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.schema.data import SpecialTokens

@@ -19,7 +19,8 @@ import numpy as np
 
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.pairs.pair import digest
-from rm_optimizer.core.tokens.dataset import PreferenceDataset, load_pairs, require_disjoint_prompts
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, load_pairs
+from rm_optimizer.core.tokens.splits import require_disjoint_prompts
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.experiments.cost import steps_of
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import TASK, arm_trial

@@ -86,7 +86,7 @@ def _audited(
     from rm_optimizer.core.rows.bad_rows import cause_of
     from rm_optimizer.core.tokens.audit import audit_pairs
     from rm_optimizer.core.tokens.chat import ConversationRenderer
-    from rm_optimizer.core.tokens.dataset import label_note
+    from rm_optimizer.core.tokens.splits import label_note
     from rm_optimizer.data_efficiency.votes import votes_of
     from rm_optimizer.reporting.data_audit import print_audit, print_example
     from rm_optimizer.reporting.tables import output_console, summary_table

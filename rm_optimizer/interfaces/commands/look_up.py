@@ -71,7 +71,7 @@ def params(
 
 def groups_of(model: str, optimizer: str) -> tuple[GroupRow, ...]:
     """Rows of the table, one for each parameter group."""
-    from rm_optimizer.core.tokens.dataset import load_training_data
+    from rm_optimizer.core.tokens.splits import load_training_data
     from rm_optimizer.interfaces.command_line import checked
     from rm_optimizer.optim import build_optimizer
     from rm_optimizer.optim.param_groups import describe_groups

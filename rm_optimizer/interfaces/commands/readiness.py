@@ -232,7 +232,7 @@ def _validation_pairs(checkpoint: str) -> PreferenceDataset:
         ConfigError: if it belongs to no run, or to one with streamed pairs.
         DataError: if the pairs are no longer those of the run.
     """
-    from rm_optimizer.core.tokens.dataset import load_training_data
+    from rm_optimizer.core.tokens.splits import load_training_data
     from rm_optimizer.records.codec import from_values
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.data import DataConfig, Streaming

@@ -20,8 +20,9 @@ from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.tokens.batching import MacroBatch, pair_collator
 from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.core.tokens.dataset import PreferenceDataset, TrainVal
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader, StepLoader
+from rm_optimizer.core.tokens.splits import TrainVal
 from rm_optimizer.errors import ConversationRefused, DataError
 from rm_optimizer.evaluation.pair_rewards import PairRewards, score_pairs, shares_prefixes
 from rm_optimizer.schema import TrainConfig

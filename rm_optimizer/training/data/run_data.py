@@ -21,15 +21,8 @@ from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.streaming.dataset import RayPreferenceDataset
 from rm_optimizer.core.streaming.order import MacroBatchStream, StreamPosition, StreamTally
 from rm_optimizer.core.tokens.batching import MacroBatch
-from rm_optimizer.core.tokens.dataset import (
-    PreferenceDataset,
-    TrainVal,
-    distinct_prompts,
-    load_pairs,
-    load_training_data,
-    require_disjoint_prompts,
-    split_off,
-)
+from rm_optimizer.core.tokens.dataset import PreferenceDataset, distinct_prompts, load_pairs
+from rm_optimizer.core.tokens.splits import TrainVal, load_training_data, require_disjoint_prompts, split_off
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.schema.data import OWN_MARGINS, OverLong, Streaming

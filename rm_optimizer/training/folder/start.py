@@ -20,7 +20,7 @@ from typing import Any
 from rm_optimizer.core.pairs.orders import PairOrder, identity_of
 from rm_optimizer.core.storage.loading import read_checkpoint
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE
-from rm_optimizer.core.tokens.dataset import TrainVal
+from rm_optimizer.core.tokens.splits import TrainVal
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.files import write_text
