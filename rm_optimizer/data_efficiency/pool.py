@@ -11,10 +11,11 @@ import numpy as np
 from jaxtyping import Bool, Float
 from numpy.typing import NDArray
 
+from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.model.features import scored_features
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, require_finite
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest
 from rm_optimizer.core.rows.natural import table_rows
 from rm_optimizer.core.streaming.workers import map_chunks
 from rm_optimizer.core.tokens.dataset import PreferenceDataset

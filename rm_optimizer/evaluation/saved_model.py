@@ -18,10 +18,11 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 import torch
 
+from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
-from rm_optimizer.core.pairs.pair import Prompt, digest, require_finite
+from rm_optimizer.core.pairs.pair import Prompt, digest
 from rm_optimizer.core.rows.natural import Texts, texts
 from rm_optimizer.core.storage.model_files import TrainedOn, TrainedPairs
 from rm_optimizer.core.streaming.workers import map_chunks

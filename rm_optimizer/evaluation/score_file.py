@@ -23,8 +23,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, digest, require_finite
+from rm_optimizer.core.pairs.pair import Prompt, digest
 from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.streaming.workers import map_chunks
 from rm_optimizer.core.tokens.chat import Encoding

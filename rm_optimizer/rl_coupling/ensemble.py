@@ -18,10 +18,11 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.shared_backbone import SharedBackbone, adapter_key
-from rm_optimizer.core.pairs.pair import Prompt, digest, prompt_id, require_finite
+from rm_optimizer.core.pairs.pair import Prompt, digest, prompt_id
 from rm_optimizer.core.rows.natural import Prompts, Texts, listed, paired, texts
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.score_file import CountedRewards

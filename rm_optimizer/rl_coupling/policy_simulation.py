@@ -14,9 +14,10 @@ import numpy as np
 from jaxtyping import Float
 
 from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, digest, prompt_id, prompt_json, require_finite
+from rm_optimizer.core.pairs.pair import Prompt, digest, prompt_id, prompt_json
 from rm_optimizer.core.rows.messages import read_response, response_json
 from rm_optimizer.core.rows.natural import Prompts, flat_groups, prompts_of
 from rm_optimizer.core.rows.prompts import read_prompt

@@ -25,7 +25,8 @@ from transformers import (
 )
 
 from rm_optimizer.core.base import Scorer
-from rm_optimizer.core.pairs.pair import Prompt, require_finite
+from rm_optimizer.core.metrics.estimate import require_finite
+from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.rows.messages import Turns
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.storage.loading import quiet_transformers

@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeAlias
 from torch import nn
 
 from rm_optimizer.core.base import Scorer
-from rm_optimizer.core.pairs.pair import Message, Prompt, require_finite
+from rm_optimizer.core.metrics.estimate import require_finite
+from rm_optimizer.core.pairs.pair import Message, Prompt
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.schema.checks import require
 from rm_optimizer.serving.client.client import AsyncRewardClient

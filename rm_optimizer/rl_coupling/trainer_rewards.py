@@ -20,8 +20,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import Prompt, require_finite
+from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.rows.natural import Prompts, Texts
 from rm_optimizer.core.rows.prompts import read_prompt
 from rm_optimizer.core.storage.model_files import read_record

@@ -34,7 +34,7 @@ from rm_optimizer.core.classifier.pooling import (
     pools_last_token,
 )
 from rm_optimizer.core.classifier.router_loss import RouterBalance
-from rm_optimizer.core.pairs.pair import require_finite
+from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
 from rm_optimizer.core.tokens.chat import MODEL_RENDERERS, ConversationRenderer, Encoding, RenderFn

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from jaxtyping import Float64
 from numpy.typing import ArrayLike
 
-from rm_optimizer.errors import DataError
+from rm_optimizer.errors import CheckpointError, DataError
 from rm_optimizer.records.codec import JsonRecord
 
 CONFIDENCE = 0.95
@@ -113,6 +113,23 @@ def finite_array(values: ArrayLike, name: str, axes: Sequence[str]) -> Float64[n
         where = ", ".join(f"{axis} {index + 1}" for axis, index in zip(axes, place, strict=True))
         raise DataError(f"{name} must be finite, got {array[tuple(place)]} in {where}; leave it out or check the model")
     return array
+
+
+def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None:
+    """Refuse rewards that are NaN or infinite; called before rewards are returned, printed or written.
+
+    Args:
+        rewards: rewards of one model, in any order.
+        name: function of an index that returns the reward's name for the message, such as `response 3`.
+
+    Raises:
+        CheckpointError: if there are such rewards, with their number and the first one.
+    """
+    broken = [index for index, reward in enumerate(rewards) if not math.isfinite(reward)]
+    if broken:
+        found = f"{len(broken)} of {len(rewards)} rewards are not finite, the first is {rewards[broken[0]]}"
+        told = "the model's weights are broken, or overflow in the type it computes in; give another checkpoint"
+        raise CheckpointError(f"{found} for {name(broken[0])}: {told}")
 
 
 def _misfit(values: Any, axes: Sequence[str], before: str = "") -> str | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -13,7 +12,7 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
-from yaml import YAMLError  # type: ignore[import-untyped]
+import yaml  # type: ignore[import-untyped]
 
 from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat
 from rm_optimizer.core.pairs.winner import Winner
@@ -48,8 +47,6 @@ _CONTENT = {
 """Names of columns that a layout must read or ignore, unless their texts also stand in what it reads."""
 _ACCOUNTS = ("has", "lacks", "optional", "ignore", "range")
 """Keys of a layout that recognize a table and account for its columns."""
-_QUOTED = re.compile(r'"(?!(?:true|false|yes|no|on|off|null|y|n)")([A-Za-z_][\w.]*)"', re.IGNORECASE)
-"""Text in JSON that YAML reads as the same text without quotes."""
 _UNDECIDED = frozenset({"tie", "both_bad", "bothbad", "tie (bothbad)", "draw", "discarded", "skipped", "invalid"})
 """Cells that take the preference of a row back, in a column that the layout must read or ignore."""
 
@@ -111,7 +108,7 @@ class Layout:
             return known[name]
         try:
             return _checked(path.stem, described(str(path.absolute())))
-        except (OSError, UnicodeDecodeError, YAMLError) as error:
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
             raise ConfigError(f"the layout {path} cannot be read: {(str(error).splitlines() or [''])[0]}") from error
 
     @cached_property
@@ -248,7 +245,8 @@ def is_undecided(name: str, value: object) -> bool:
 
 def as_yaml(options: Mapping[str, Any]) -> list[str]:
     """Lines of the file of a layout with these keys."""
-    values = (_QUOTED.sub(r"\1", json.dumps(value, ensure_ascii=False)) for value in options.values())
+    form = {"default_flow_style": True, "allow_unicode": True, "sort_keys": False, "width": float("inf")}
+    values = (yaml.safe_dump(value, **form).strip().removesuffix("...").strip() for value in options.values())
     return [f"{key}: {value}" for key, value in zip(options, values, strict=True)]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from numbers import Real
 from types import MappingProxyType
@@ -24,7 +24,6 @@ from rm_optimizer.core.rows.messages import (
 )
 from rm_optimizer.core.rows.prompts import as_messages as as_messages
 from rm_optimizer.core.rows.prompts import split_context
-from rm_optimizer.errors import CheckpointError
 
 
 def digest(value: Any) -> str:
@@ -140,20 +139,3 @@ class PreferencePair:
             "metadata": dict(self.metadata),
             **context,
         }
-
-
-def require_finite(rewards: Sequence[float], name: Callable[[int], str]) -> None:
-    """Refuse rewards that are NaN or infinite; called before rewards are returned, printed or written.
-
-    Args:
-        rewards: rewards of one model, in any order.
-        name: function of an index that returns the reward's name for the message, such as `response 3`.
-
-    Raises:
-        CheckpointError: if there are such rewards, with their number and the first one.
-    """
-    broken = [index for index, reward in enumerate(rewards) if not math.isfinite(reward)]
-    if broken:
-        found = f"{len(broken)} of {len(rewards)} rewards are not finite, the first is {rewards[broken[0]]}"
-        told = "the model's weights are broken, or overflow in the type it computes in; give another checkpoint"
-        raise CheckpointError(f"{found} for {name(broken[0])}: {told}")

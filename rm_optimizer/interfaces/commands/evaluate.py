@@ -329,7 +329,7 @@ def _print_scores(scorer: LocalScorer | RewardModelEnsemble, prompt: str, respon
 
     An ensemble also prints the spread over its members.
     """
-    from rm_optimizer.core.pairs.pair import require_finite
+    from rm_optimizer.core.metrics.estimate import require_finite
 
     prompts = [prompt] * len(responses)
     if isinstance(scorer, LocalScorer):

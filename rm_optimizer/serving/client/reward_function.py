@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rm_optimizer.core.base import Scorer
-from rm_optimizer.core.pairs.pair import require_finite
+from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, Prompt, read_response, turns_of
 from rm_optimizer.core.rows.natural import listed
 from rm_optimizer.core.rows.prompts import read_prompt, with_context

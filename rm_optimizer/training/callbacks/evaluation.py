@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from scipy.stats import spearmanr
 
+from rm_optimizer.core.metrics.estimate import require_finite as require_finite_numbers
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.losses import configured_pair_losses, score_targets
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import require_finite as require_finite_numbers
 from rm_optimizer.core.tokens.chat import Encoding
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
