@@ -180,7 +180,7 @@ def test_data_check_suggests_a_layout_to_paste(pairs):
     assert printed.startswith(
         "# asked.jsonl: save this as mine.yaml for --layout mine.yaml, with what the rows mean in place of"
     )
-    assert 'columns: {prompt: TODO, response_a: answer 1, response_b: answer 2, winner: verdict}' in printed
+    assert "columns: {prompt: TODO, response_a: answer 1, response_b: answer 2, winner: verdict}" in printed
     Path("mine.yaml").write_text(printed.replace("prompt: TODO", "prompt: ask").replace("[TODO, TODO, TODO]", "[0, 1]"))
     assert "trained on this data" in rm_opt("data", "check", "asked.jsonl", "--layout", "mine.yaml")
     assert "chosen (better)" in rm_opt("data", "check", pairs, "--suggest")

@@ -9,9 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-SHUFFLED = "shuffled"
-"""Identity of the order in which the seed shuffles the pairs of each epoch."""
-
 
 @dataclass(frozen=True)
 class PairOrder:
@@ -35,11 +32,6 @@ class PairOrder:
         """Name, and digest of the first epoch."""
         first = np.asarray(self.positions(0), dtype="<i8")
         return f"{self.name}-{hashlib.sha256(first.tobytes()).hexdigest()[:16]}"
-
-
-def identity_of(order: PairOrder | None) -> str:
-    """Identity of an order; None is the shuffle by the seed."""
-    return SHUFFLED if order is None else order.identity
 
 
 def epoch_order(num: int, seed: int, epoch: int, *window: int) -> NDArray[np.int64]:

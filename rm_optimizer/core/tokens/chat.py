@@ -235,13 +235,8 @@ class ConversationRenderer:
 
     def identity(self) -> dict[str, Any]:
         """Description of the rendering as JSON values, stored with a model so that it never scores with another one."""
-        return {
-            "kind": self.kind,
-            "template_hash": self.template_hash,
-            "rendering": self.probe_rendering,
-            "pinned_date": self.pinned_date,
-            "max_length": self.max_length,
-        }
+        probed = {"template_hash": self.template_hash, "rendering": self.probe_rendering}
+        return {"kind": self.kind, **probed, "pinned_date": self.pinned_date, "max_length": self.max_length}
 
     def _probe(self) -> tuple[str, str]:
         """Digest of the texts and ids of the fixed probe conversations, and the text of the first one."""

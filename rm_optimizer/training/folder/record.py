@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
-from rm_optimizer.core.pairs.orders import SHUFFLED
 from rm_optimizer.core.rows.readers import is_hub_name
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.run_folder import RESULT_FILE
+
+SHUFFLED = "shuffled"
+"""Identity of the order in which the seed shuffles the pairs of each epoch."""
 
 
 class RunStatus(StrEnum):

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rm_optimizer.core.pairs.orders import PairOrder, identity_of
+from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.storage.loading import read_checkpoint
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE
 from rm_optimizer.core.tokens.splits import TrainVal
@@ -43,6 +43,7 @@ from rm_optimizer.schema import DataConfig
 from rm_optimizer.schema.config import Resume, TrainConfig
 from rm_optimizer.training.folder.record import (
     RUN_KEY,
+    SHUFFLED,
     DataSummary,
     RunRecord,
     RunResult,
@@ -243,6 +244,11 @@ def require_same_pairs(before: RunRecord | DataSummary, data: TrainVal | None) -
                 f"(fingerprint was {was}, is {now}); bring them back, set resume=restart, or choose another "
                 "hydra.run.dir"
             )
+
+
+def identity_of(order: PairOrder | None) -> str:
+    """Identity of an order; None is the shuffle by the seed."""
+    return SHUFFLED if order is None else order.identity
 
 
 def require_same_order(before: RunRecord | DataSummary, order: PairOrder | None) -> None:
