@@ -265,8 +265,9 @@ def _forms(tokenizer: PreTrainedTokenizerBase) -> Iterator[list[str]]:
     turns = [{"role": role, "content": mark} for role, mark in marks]
     for system in ([], [{"role": "system", "content": "\ue004"}]):
         with suppress(TemplateError, ValueError):
-            text = tokenizer.apply_chat_template([*system, *turns], tokenize=False)
-            yield re.split("[\ue000-\ue004]", text)
+            parts = re.split("[\ue000-\ue004]", tokenizer.apply_chat_template([*system, *turns], tokenize=False))
+            if len(parts) == len(system) + len(turns) + 1:
+                yield parts
 
 
 def _spelled(
@@ -279,7 +280,7 @@ def _spelled(
     """
     text, stop = tokenizer.decode(ids), tokenizer.eos_token or ""
     if tokenizer(text, add_special_tokens=False)["input_ids"] == ids:
-        for *starts, to_answer, to_user, _, end in forms:
+        for *starts, to_answer, to_user, to_last, end in forms:
             if not text.startswith(starts[0]):
                 continue
             body, messages = text.removeprefix(starts[0]), list[dict[str, str]]()
@@ -287,12 +288,14 @@ def _spelled(
                 system, _, body = body.partition(starts[1])
                 messages.append({"role": "system", "content": system})
             body = body.removesuffix(end + stop if body.endswith(end + stop) else end)
-            for turn in body.split(to_user):
-                contents = turn.partition(to_answer)[::2]
+            for place, turn in enumerate(turns := body.split(to_user), 1):
+                # A template may write an empty thinking block before the last answer.
+                contents = turn.partition(to_last if place == len(turns) and to_last in turn else to_answer)[::2]
                 messages += [{"role": role, "content": each} for role, each in zip(_SPEAKERS, contents, strict=True)]
-            rendered = tokenizer.apply_chat_template(messages, tokenize=False)
-            if text in (rendered, rendered + stop):
-                return messages
+            with suppress(TemplateError):
+                rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+                if text in (rendered, rendered + stop):
+                    return messages
     plain: str = tokenizer.decode(ids, skip_special_tokens=True)
     if ids in (tokenizer(plain)["input_ids"], tokenizer(plain, add_special_tokens=False)["input_ids"]):
         return plain

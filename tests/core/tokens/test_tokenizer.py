@@ -123,7 +123,9 @@ def test_a_tokenizer_of_agents_rows_writes_every_field_and_one_of_plain_rows_has
 
 
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if loop.last and message.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}"
+    "{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 TOKENIZED: dict[str, Callable[[str], str]] = {
