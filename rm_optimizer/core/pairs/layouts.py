@@ -101,11 +101,13 @@ class Layout:
             return option or cls()
         if isinstance(option, Mapping):
             return _checked("", option)
-        name, known = str(option), {**LAYOUTS, **published()}
+        if (name := str(option)) in LAYOUTS:  # which loads the plug-ins for a name that it lacks
+            return LAYOUTS[name]
         if (path := Path(name).expanduser()).suffix not in (".yaml", ".yml"):
-            if name not in known:
+            if (found := published().get(name)) is None:
+                known = [*published(), *LAYOUTS]
                 raise ConfigError(did_you_mean("layout", name, known) + "; or name a .yaml file of one")
-            return known[name]
+            return found
         try:
             return _checked(path.stem, described(str(path.absolute())))
         except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -235,7 +237,7 @@ class Layout:
 
 def is_undecided(name: str, value: object) -> bool:
     """True for a cell that takes the preference of its row back, by its text or as true in a column of ties."""
-    text = str(value).strip().casefold()
+    text = str(value).strip().casefold() if isinstance(value, str | bool) else ""
     return text in _UNDECIDED or (text == "true" and re.search(r"(^|[_ .-])ties?$", name.casefold()) is not None)
 
 
