@@ -347,7 +347,6 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
     marks = [_PAIR, *(differing if len(differing) == 1 else [])]
     seconds = set[str | None]()
     for name in names:
-        undecided = [row[name] for row in rows if is_undecided(name, row.get(name))]
         told = [*marks, sides] if _NAMES["preferences"](name) else [sides]
         others = [_of_other_side(name, *mark) for mark in marks if _NAMES["numbers_of_sides"](name)]
         seconds.add(other := next((each for each in others if each != name and each in names), None))
@@ -363,9 +362,10 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
         if against:
             by = name if other is None else f"{name} beside {other}"
             yield f"{source.path}: {_said('contrary', by=by, against=against, among=among)}"
-        elif undecided:
-            parts = {"name": name, "value": undecided[0], "num": len(undecided), "among": len(rows)}
-            yield f"{source.path}: {_said('undecided', **parts)}"
+        elif undecided := [value for value in values if is_undecided(name, value)]:
+            num = sum(str(row.get(name)) in undecided for row in rows)
+            told_of = {"name": name, "value": undecided[0], "num": num, "among": len(rows)}
+            yield f"{source.path}: {_said('undecided', **told_of)}"
         elif not (among or name in seconds or len(told) == 1 or _NAMES["better"](sides[0])) and len(values) > 1:
             yield f"{source.path}: {_said('own_values', name=name, values=values, sides=' and '.join(sides))}"
 

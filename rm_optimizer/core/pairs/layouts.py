@@ -222,9 +222,7 @@ class Layout:
         if not self.name:
             return
         unread = {name: value for name, value in row.items() if name not in read and not is_empty(value)}
-        roots = {root_of(path) for paths in self.paths.values() for path in paths}
-        over = [name for name in self.columns if name not in roots and not self.ignores(name)]  # read from elsewhere
-        unread |= {name: stored[name] for name in over if not is_empty(stored.get(name))}
+        unread |= {name: stored[name] for name in self._overwritten if not is_empty(stored.get(name))}
         for name, value in unread.items():
             if is_undecided(name, value):
                 raise ValueError(f"{name} is {value}, which layout {self.name} does not read")
@@ -233,6 +231,12 @@ class Layout:
         for name in content:
             if not known.issuperset(map(folded, texts_in(unread[name]))):
                 raise ValueError(f"{name} is not read by layout {self.name} and would be lost")
+
+    @cached_property
+    def _overwritten(self) -> Sequence[str]:
+        """Columns of our names that are read from other columns, and not ignored."""
+        roots = {root_of(path) for paths in self.paths.values() for path in paths}
+        return [name for name in self.columns if name not in roots and not self.ignores(name)]
 
 
 def is_undecided(name: str, value: object) -> bool:

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from functools import reduce
+from functools import cache, reduce
 from typing import Any
 
 from rm_optimizer.core.rows.messages import (
@@ -35,7 +35,7 @@ UNREAD_COLUMNS = frozenset({
     "audio", "audios", "video", "videos",
 })  # fmt: skip
 """Columns that would change what the model reads, and that are not read unless they are mapped."""
-TOOLS = re.compile(r"(?:^|[_ .-])(?:tools?|functions?)(?:$|[_ .-])", re.IGNORECASE).search
+TOOLS = cache(re.compile(r"(?:^|[_ .-])(?:tools?|functions?)(?:$|[_ .-])", re.IGNORECASE).search)
 """Search for the name of a column that holds descriptions of tools, if its cells are lists of objects."""
 OPTIONAL_COLUMNS = ("margin", "label", "weight")
 """Columns of numbers that a pair of any format may have."""
