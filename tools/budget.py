@@ -14,10 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9247,
+    "core": 9243,
     "serving": 4520,
     "landscape": 3725,
-    "training": 3011,
+    "training": 3014,
     "rl_coupling": 2513,
     "reporting": 2564,
     "interfaces": 2203,
@@ -32,12 +32,12 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 482,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 344,
+    "files": 345,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 58,
-    "import lines": 5903,
+    "import lines": 5917,
     "import lines inside functions": 356,
-    "lines of code": 36906,
+    "lines of code": 36905,
     "private functions with one caller": 401,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

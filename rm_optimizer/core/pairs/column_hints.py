@@ -364,7 +364,7 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
             yield f"{source.path}: {_said('contrary', by=by, against=against, among=among)}"
         elif undecided := [value for value in values if is_undecided(name, value)]:
             num = sum(str(row.get(name)) in undecided for row in rows)
-            told_of = {"name": name, "value": undecided[0], "num": num, "among": len(rows)}
+            told_of = {"name": name, "values": undecided, "num": num, "among": len(rows)}
             yield f"{source.path}: {_said('undecided', **told_of)}"
         elif not (among or name in seconds or len(told) == 1 or _NAMES["better"](sides[0])) and len(values) > 1:
             yield f"{source.path}: {_said('own_values', name=name, values=values, sides=' and '.join(sides))}"

@@ -143,11 +143,11 @@ UNREAD: dict[str, tuple[dict[str, Any], dict[str, str | None], str]] = {
         {"chosen": "response_a", "rejected": "response_b"},
         "winner prefers the other response in 2 of 3 pairs",
     ),
-    "ties": ({"result": ["tie", "win", "Both_bad", "win"]}, {}, "result is tie in 2 of 4 pairs and is not read: leave"),
+    "ties": ({"result": ["tie", "win", "Both_bad", "win"]}, {}, "result is Both_bad, tie in 2 of 4 pairs and is not"),
     "is-tie": (
         {"is_tie": [True, False, False, False]},
         {},
-        r"is_tie is True in 1 .* {where: {is_tie: {not: True}}}, or",
+        r"is_tie is True in 1 .* {where: {is_tie: {not: \[True\]}}}, or",
     ),
     "own-values": (
         {"verdict": ["yes", "no", "yes", "no"]},
