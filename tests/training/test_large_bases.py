@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.quantization import is_quantized
+from rm_optimizer.core.importing.exporting import export_reward_model
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.storage.adapter_files import adapter_tensor_names, separate_base
@@ -28,6 +31,7 @@ from rm_optimizer.schema.config import PrefixSharing
 from rm_optimizer.training.preparation import trainable_model
 from rm_optimizer.training.run import run_training
 from tests.builders import tiny_model, tiny_tokenizer
+from tests.serving.engines import InProcessEngine, client_of, options_of, served
 
 FEW = (
     "data.synthetic.num_train=32",
@@ -92,13 +96,27 @@ def test_a_checkpoint_that_holds_the_base_is_read_without_it(tmp_path):
     assert torch.equal(BradleyTerryRM.from_pretrained(tmp_path / "whole.ckpt").score(*TEXTS), model.score(*TEXTS))
 
 
-def test_a_base_in_four_bits_trains_on_a_processor_and_its_export_scores_as_training_did(config, tmp_path):
+def test_a_base_in_four_bits_trains_on_a_processor_and_is_exported_merged_and_served(config, tmp_path):
     base = base_folder(tmp_path / "base", hidden_size=64)
     result = run_training(config(tmp_path / "run", base, "adapter=qlora"))
     trained = BradleyTerryRM.from_pretrained(RunFolder(tmp_path / "run").best_checkpoint)
     assert is_quantized(trained.model)
     rewards = trained.score(*TEXTS)
-    assert torch.allclose(BradleyTerryRM.from_pretrained(result.export).score(*TEXTS), rewards, atol=1e-4)
+    record = json.loads((Path(result.export) / "export.json").read_text(encoding="utf-8"))
+    assert record["certificate"]["relative_difference"] < 1e-4
+    merged = export_reward_model(str(tmp_path / "run"), tmp_path / "merged").folder
+    factors = export_reward_model(str(tmp_path / "run"), tmp_path / "adapter", adapter_only=True).folder
+    for folder in (result.export, merged, factors):
+        assert torch.allclose(BradleyTerryRM.from_pretrained(str(folder)).score(*TEXTS), rewards, atol=1e-4)
+
+    async def served_rewards(folder: Path) -> list[float]:
+        app = await served(InProcessEngine(options_of(folder, tmp_path / "tokenizer")))
+        async with client_of(app) as client:
+            items = [{"prompt": prompt, "responses": [response]} for prompt, response in zip(*TEXTS, strict=True)]
+            answer = await client.post("/rm/score", json={"items": items})
+        return [row[0] for row in answer.json()["rewards"]]
+
+    assert asyncio.run(served_rewards(Path(merged))) == pytest.approx(rewards.tolist(), abs=1e-4)
 
 
 @pytest.mark.parametrize(("family", "how"), [("llama", "adapter=lora"), ("roberta", "model.freeze=backbone")])
