@@ -75,6 +75,10 @@ class DiskError(RMOptimizerError):
     exit_code = 5
 
 
+class OutOfMemory(RMOptimizerError):
+    """A pass does not fit into the memory of its device; the text names the option that makes it smaller."""
+
+
 class TrainingDiverged(RMOptimizerError):
     """The loss became NaN or infinite; the text names step, pairs and the last good checkpoint."""
 

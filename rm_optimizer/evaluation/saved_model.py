@@ -16,7 +16,6 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import torch
 
 from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
@@ -37,6 +36,7 @@ from rm_optimizer.evaluation.pair_rewards import (
     metrics_of,
     write_pair_rewards,
 )
+from rm_optimizer.records.accelerator import fastest_device
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.files import as_path, held, write_text
 from rm_optimizer.records.ledger import open_ledger
@@ -241,8 +241,7 @@ def evaluate_checkpoint(
         ConfigError: if the model cannot read `max_length` tokens.
     """
     model = BradleyTerryRM.from_pretrained(os.fspath(source), max_length=max_length)
-    if torch.cuda.is_available():
-        model.to("cuda")
+    model.to(fastest_device())
     return evaluate_model(
         model,
         data,

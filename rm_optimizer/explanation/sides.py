@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 from urllib.parse import urlsplit
 
 import numpy as np
-import torch
 from transformers import AutoTokenizer
 
 from rm_optimizer.core.importing.importing import import_reward_model
@@ -28,6 +27,7 @@ from rm_optimizer.core.tokens.tokenizer import added_tokens
 from rm_optimizer.errors import ConfigError, DataError, NeedsImport
 from rm_optimizer.evaluation.response_files import REWARD, FileKind, stored_rows
 from rm_optimizer.explanation.probes import Conversation, conversation
+from rm_optimizer.records.accelerator import fastest_device
 
 ScoreTexts: TypeAlias = Callable[[Sequence[Conversation]], list[float]]
 _ASSUMED = {"logit": ("difference", "by the difference of its labels"), "input_form": ("plain", "as plain text")}
@@ -64,8 +64,7 @@ def model_side(source: object, max_length: int | None) -> Side | None:
         if _is_address(source) or is_scores(source):
             return None
         model, name = loaded_model(os.fspath(source), max_length)
-        if torch.cuda.is_available():
-            model.to("cuda")
+        model.to(fastest_device())
     elif isinstance(source, BradleyTerryRM):
         model, name = source, source.model_name or type(source.model).__name__
     else:

@@ -247,9 +247,9 @@ def follows(context: Context, load: Callable[[], Any], other: int | None = None)
 
 def devices() -> list[str]:
     """Names of this machine's accelerators, or of its processor without one."""
-    import torch
+    from rm_optimizer.records.accelerator import accelerators
 
-    return [f"cuda:{place}" for place in range(torch.cuda.device_count())] or ["cpu"]
+    return [str(device) for device in accelerators()] or ["cpu"]
 
 
 def length_note(model: BradleyTerryRM) -> str | None:

@@ -22,6 +22,7 @@ from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.parameters import TRAINABLE, select_parameters
 from rm_optimizer.landscape.operators.single_pairs import pairs_digest
+from rm_optimizer.records.accelerator import fastest_device
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.records.run_options import FREE, is_among, options_of
 from rm_optimizer.schema import LossConfig
@@ -87,8 +88,7 @@ def load_measured_loss(options: AnalyzeConfig, checkpoint: Path | None = None) -
         DataError: if the pairs cannot be read, or fewer than two are left.
     """
     model = BradleyTerryRM.from_pretrained(checkpoint or options.checkpoint, max_length=options.max_length)
-    if torch.cuda.is_available():
-        model.to("cuda")
+    model.to(fastest_device())
     if model.beta not in (1.0, options.loss.beta):
         _log.warning(
             "the loss is measured with loss.beta=%g, but %s was trained with %g; loss.beta=%g measures that loss",

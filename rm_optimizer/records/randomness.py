@@ -19,7 +19,7 @@ def random_state() -> dict[str, Any]:
         "python": [version, list(internal), gauss],
         "numpy": [name, torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, cached],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],  # type: ignore[no-untyped-call]
+        "accelerator": [] if (module := _generators()) is None else module.get_rng_state_all(),
     }
 
 
@@ -30,8 +30,16 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     name, keys, position, has_gauss, cached = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        torch.cuda.set_rng_state_all(state["cuda"])
+    module, states = _generators(), state["accelerator"] if "accelerator" in state else state["cuda"]
+    if module is not None and len(states) == module.device_count():  # else another machine's
+        module.set_rng_state_all(states)
+
+
+def _generators() -> Any | None:
+    """Torch's module of the accelerator that this process uses, with its generators; None without one."""
+    kind = torch.accelerator.current_accelerator()
+    module: Any = None if kind is None else torch.get_device_module(kind)
+    return module if hasattr(module, "get_rng_state_all") and module.is_initialized() else None
 
 
 @contextmanager

@@ -16,7 +16,7 @@ FREE = (
     *("training.suites", "training.suites_every"),
     *("training.checkpoint_every", "training.keep_checkpoints"),
     *("hardware.num_threads", "hardware.num_workers", "hardware.pin_memory", "hardware.compile"),
-    *("hardware.pass_tokens", "hardware.eval_pass_tokens"),
+    *("hardware.pass_tokens", "hardware.eval_pass_tokens", "hardware.on_out_of_memory"),
     *("batching.micro_token_budget", "batching.eval_token_budget", "batching.prefix_sharing"),
     *("model.attn_implementation", "model.gradient_checkpointing", "model.trust_remote_code"),
     *("data.num_workers", "data.fetch_timeout", "data.cache_dir", "data.streaming_store_mb"),

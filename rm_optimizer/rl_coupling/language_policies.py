@@ -24,6 +24,7 @@ from rm_optimizer.core.rows.prompts import split_context
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.conversation_text import ChatTemplate, plain_prompt
 from rm_optimizer.errors import CheckpointError, ConversationRefused, DataError, MissingExtra
+from rm_optimizer.records.accelerator import fastest_device
 from rm_optimizer.records.randomness import keeping_random_state
 from rm_optimizer.schema.checks import require
 
@@ -57,7 +58,7 @@ class TransformersPolicy:
         _check_sampling(max_new_tokens, temperature, top_p)
         require(samples_at_once >= 1, "samples_at_once", "be positive", samples_at_once)
         self.tokenizer, self.model = load_language_model(source)
-        self.model.eval().to("cuda" if torch.cuda.is_available() else "cpu")
+        self.model.eval().to(fastest_device())
         self._ends = end_ids(self.tokenizer, self.model.generation_config.eos_token_id, source)
         self._options = {"max_new_tokens": max_new_tokens, "temperature": temperature, "top_p": top_p}
         self._samples_at_once = samples_at_once

@@ -32,6 +32,7 @@ from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import CheckpointError, MissingExtra
+from rm_optimizer.records.accelerator import accelerators, fastest_device
 from rm_optimizer.records.randomness import keeping_random_state
 from rm_optimizer.rl_coupling.language_policies import end_ids, load_language_model, plain_turns, require_room
 from rm_optimizer.schema.rlhf import PolicyAlgorithm, RLHFConfig
@@ -86,7 +87,7 @@ class TrainedPolicy:
             raise CheckpointError(f"{source} has no chat template; set chat_template in its tokenizer")
         self.tokenizer.padding_side = "left"
         self.model.generation_config.top_k = None
-        self.model.to("cuda" if torch.cuda.is_available() else "cpu")
+        self.model.to(fastest_device())
         self.reference = deepcopy(self.model).eval().requires_grad_(False)
         self.max_new_tokens, self.temperature = max_new_tokens, temperature
 
@@ -299,7 +300,7 @@ def train_policy(
     """
     from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-    is_grpo, on_gpu = config.algorithm == PolicyAlgorithm.grpo, torch.cuda.is_available()
+    is_grpo, on_gpu = config.algorithm == PolicyAlgorithm.grpo, bool(accelerators())
     trainer_kind, arguments = (GRPOTrainer, GRPOConfig) if is_grpo else (RLOOTrainer, RLOOConfig)
     responses = config.prompts_per_step * config.num_generations
     micro = config.micro_batch or responses

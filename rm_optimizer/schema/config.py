@@ -52,6 +52,13 @@ class Resume(StrEnum):
     restart = "restart"
 
 
+class OnOutOfMemory(StrEnum):
+    """Response to a training pass that does not fit into memory: end the run, or halve its passes and go on."""
+
+    stop = "stop"
+    halve = "halve"
+
+
 class WandbMode(StrEnum):
     """Mode of Weights & Biases."""
 
@@ -280,6 +287,8 @@ class HardwareConfig(Options, group="hardware"):
     """Compile the backbone to fused kernels, which takes minutes at the first steps; numbers change by rounding."""
     pass_tokens: int = within("[1, inf)", MISSING)
     """Tokens of a forward and backward pass that fit into memory; default of `batching.micro_token_budget`."""
+    on_out_of_memory: OnOutOfMemory = OnOutOfMemory.stop
+    """A training pass that does not fit: stop names the tokens that fit, halve goes on with the same gradient."""
     eval_pass_tokens: int = within("[1, inf)", MISSING)
     """Tokens of an evaluation pass that fit into memory; default of `batching.eval_token_budget`."""
 
@@ -287,6 +296,9 @@ class HardwareConfig(Options, group="hardware"):
         super().__post_init__()
         if self.accelerator not in ACCELERATORS:
             raise ConfigError(did_you_mean("hardware.accelerator", self.accelerator, ACCELERATORS))
+        if self.on_out_of_memory == OnOutOfMemory.halve:  # the others would wait for a rank that repeats its passes
+            ranks = self.devices * self.num_nodes
+            require(ranks == 1, "hardware.on_out_of_memory", "be stop where several devices reduce gradients", "halve")
         clash = self.compile and self.strategy == "fsdp2"
         require(not clash, "hardware.compile", "be false with hardware.strategy=fsdp2, which is untested", "true")
         known = "be 32-true or bf16-mixed, which keep float32 weights (half ones round small updates away)"

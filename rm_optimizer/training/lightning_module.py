@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +32,17 @@ from rm_optimizer.core.model.sharding import (
 from rm_optimizer.core.storage.adapter_files import adapter_tensor_names, separate_base
 from rm_optimizer.core.storage.loading import PAYLOAD_KEY, WEIGHTS_PREFIX, checkpoint_payload
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PairBatch
-from rm_optimizer.errors import CheckpointError, ConfigError, DataError
+from rm_optimizer.errors import CheckpointError, ConfigError, DataError, OutOfMemory
 from rm_optimizer.optim import build_optimizer, build_schedule, set_train_mode
 from rm_optimizer.schema import LossConfig, TrainConfig, compose, typed
+from rm_optimizer.schema.config import OnOutOfMemory
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.folder.record import RUN_KEY, RunRecord
 from rm_optimizer.training.stopping import diverged
 from rm_optimizer.training.strategy import ShardedStrategy
+
+log = logging.getLogger("rm_optimizer")
 
 ADAMW_LR = 1.0e-5
 """Learning rate of AdamW in a plain trainer; the optimizer presets scale it."""
@@ -143,11 +148,11 @@ class RewardModelLightning(pl.LightningModule):
     def on_validation_start(self) -> None:
         """Put the evaluation weights into the model."""
         self._train_weights(False)
-        self._sums = torch.zeros(5, dtype=torch.float64)
+        self._sums = torch.zeros(5, dtype=torch.float64, device=self.device)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         """Add the pairs of a batch to the sums over all validation pairs."""
-        self._sums = self._sums + self._measured(batch)[1].cpu()
+        self._sums = self._sums + self._measured(batch)[1]
 
     def on_validation_epoch_end(self) -> None:
         """Log the means over all validation pairs."""
@@ -169,8 +174,8 @@ class RewardModelLightning(pl.LightningModule):
         return torch.stack(parts).sum() / (batch.total_weight if isinstance(batch, MacroBatch) else sums[1]), sums
 
     def _log(self, stage: str, sums: Float[Tensor, " 5"], loss: Tensor) -> None:
-        weight, correct, margin, decided = sums[1:].tolist()
-        values = {f"{stage}/loss": float(loss)}
+        weight, correct, margin, decided, mean = torch.cat([sums[1:], loss.to(sums).view(1)]).tolist()
+        values = {f"{stage}/loss": mean}
         if decided:
             values |= {f"{stage}/accuracy": correct / decided, f"{stage}/mean_margin": margin / decided}
         self.log_dict(values, prog_bar=True, batch_size=max(1, round(weight)))
@@ -245,6 +250,8 @@ class RunModule(RewardModelLightning):
         )
         self.automatic_optimization = False
         self.gradient_clip_norm = config.training.gradient_clip_norm
+        self.on_out_of_memory = config.hardware.on_out_of_memory
+        self.pass_tokens: int | None = None
         self.router_aux_loss_coef = config.model.router_aux_loss_coef or 0.0
         self.pair_ids = datamodule.pair_ids
         self.steps_per_epoch = datamodule.steps_per_epoch
@@ -277,17 +284,31 @@ class RunModule(RewardModelLightning):
         )
 
         def closure() -> Tensor:
-            optimizer.zero_grad()
-            with forward:
-                totals = self._accumulate(batch)
-            norm = self._clip()
-            self._check_finite(batch, totals["loss"], norm)
-            passes.append(totals | {"grad_norm": norm})
+            sums, micro, known = None, batch.micro, self.pass_tokens
+            while sums is None:
+                optimizer.zero_grad()
+                micro = self._fitting(micro)
+                try:
+                    with forward:
+                        sums = self._accumulate(replace(batch, micro=micro))
+                except torch.OutOfMemoryError as error:
+                    self._shrink(micro, error)
+            if self.pass_tokens != known:
+                self._report_what_fits(batch, micro)
+            totals = self._totals(sums, self._clip())
+            self._check_finite(batch, totals["loss"], totals["grad_norm"])
+            passes.append(totals)
             return torch.tensor(totals["loss"])
 
         # Lightning's autocast is meant for the forward pass; the optimizers' own matrix products stay in float32.
         with torch.autocast(device, enabled=False):
-            optimizer.step(closure=closure)
+            try:
+                optimizer.step(closure=closure)
+            except torch.OutOfMemoryError as error:
+                raise OutOfMemory(
+                    f"the state of optimizer={self.optimizer_config.name} does not fit into the memory of "
+                    f"{self.device}: {error}; train an adapter (adapter=lora), or take more devices"
+                ) from error
         schedule.step()
         metrics = {**passes[0], "lr": learning_rate, "num_pairs": len(batch.pair_index)}
         self.step_metrics = {f"train/{name}": value for name, value in metrics.items()}
@@ -297,8 +318,51 @@ class RunModule(RewardModelLightning):
         for logger in self.trainer.loggers:
             logger.log_metrics({**epoch, **self.step_metrics}, step=self.global_step)
 
-    def _accumulate(self, batch: MacroBatch) -> dict[str, float]:
-        """Add the gradient of the macro-batch, and return its loss, accuracy and margin over all ranks."""
+    def _fitting(self, micro: tuple[AnyPairBatch, ...]) -> tuple[AnyPairBatch, ...]:
+        """The micro-batches, halved until each has at most the tokens that are known to fit."""
+        parts: list[AnyPairBatch] = []
+        for each in micro:
+            too_large = self.pass_tokens is not None and each.num_padded_tokens > self.pass_tokens
+            halves = each.halves() if too_large else None
+            parts += [each] if halves is None else self._fitting(halves)
+        return tuple(parts)
+
+    def _shrink(self, micro: tuple[AnyPairBatch, ...], error: torch.OutOfMemoryError) -> None:
+        """Halve the tokens of a pass, after one did not fit into memory.
+
+        Raises:
+            OutOfMemory: if none can be halved, or several ranks take part.
+        """
+        largest = max(each.num_padded_tokens for each in micro)
+        self.pass_tokens = largest // 2
+        if self.trainer.world_size > 1:  # the other ranks wait for this one's gradients
+            raise OutOfMemory(
+                f"a pass of {largest} tokens does not fit into the memory of {self.device}; set "
+                f"batching.micro_token_budget={largest // 2} or less"
+            ) from error
+        if len(self._fitting(micro)) == len(micro):
+            raise OutOfMemory(
+                f"the smallest pass, of {largest} tokens, does not fit into the memory of {self.device}, so no "
+                "batching.micro_token_budget does; set model.gradient_checkpointing=true or a smaller model.max_length"
+            ) from error
+
+    def _report_what_fits(self, batch: MacroBatch, micro: tuple[AnyPairBatch, ...]) -> None:
+        """Go on with passes that were halved, if that was asked for.
+
+        Raises:
+            OutOfMemory: if not, naming a budget whose passes were computed here.
+        """
+        tried, fits = (max(each.num_padded_tokens for each in parts) for parts in (batch.micro, micro))
+        found = f"a pass of {tried} tokens does not fit into the memory of {self.device}, one of {fits} does"
+        if self.on_out_of_memory == OnOutOfMemory.stop:
+            raise OutOfMemory(
+                f"{found}; set batching.micro_token_budget={fits}, or hardware.on_out_of_memory=halve, which halves "
+                "such passes without a change of the gradient"
+            )
+        log.warning("%s; larger passes are halved from now on, which changes no gradient", found)
+
+    def _accumulate(self, batch: MacroBatch) -> Float[Tensor, " 5"]:
+        """Add the gradient of the macro-batch, and return its loss, accuracy and margin as sums over all ranks."""
         strategy, micro = self.trainer.strategy, batch.micro
         if self.splits_model:  # its ranks make passes together, so some follow with weight zero
             count = most_over_ranks(len(micro), self.device)
@@ -327,22 +391,26 @@ class RunModule(RewardModelLightning):
             self.manual_backward(torch.stack(nothing).sum())
         if self.trainer.world_size > 1:
             sums = strategy.reduce(sums, reduce_op="sum")
-        loss, router_loss, correct, margin, decided = sums.tolist()
+        return sums
+
+    def _totals(self, sums: Float[Tensor, " 5"], norm: Float[Tensor, ""]) -> dict[str, float]:
+        """The numbers of a step, for which the processor waits once."""
+        loss, router_loss, correct, margin, decided, grad_norm = torch.cat([sums, norm.to(sums).view(1)]).tolist()
         accuracy, mean_margin = (total / decided if decided else math.nan for total in (correct, margin))
-        found = {"loss": loss, "accuracy": accuracy, "mean_margin": mean_margin}
-        return found if balance is None else {**found, "router_loss": router_loss}
+        found = {"loss": loss, "accuracy": accuracy, "mean_margin": mean_margin, "grad_norm": grad_norm}
+        return found if self.model.router_balance is None else {**found, "router_loss": router_loss}
 
     @property
     def splits_model(self) -> bool:
         """True if FSDP2 splits the model over the ranks."""
         return isinstance(self.trainer.strategy, ShardedStrategy)
 
-    def _clip(self) -> float:
+    def _clip(self) -> Float[Tensor, ""]:
         """Clip the gradients by the norm over all shards, and return the norm before."""
         limit = self.gradient_clip_norm or float("inf")
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         norm = torch.nn.utils.clip_grad_norm_(trainable, limit)
-        return float(whole(norm) if self.splits_model else norm)
+        return whole(norm) if self.splits_model else norm
 
     def _check_finite(self, batch: MacroBatch, loss: float, norm: float) -> None:
         if math.isfinite(loss) and math.isfinite(norm):

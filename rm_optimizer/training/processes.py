@@ -77,7 +77,7 @@ def require_devices(hardware: HardwareConfig) -> None:
     if accelerator != "cpu" and (accelerator != "auto" or wanted > 1):
         import torch
 
-        num_gpus = torch.cuda.device_count() or int(torch.backends.mps.is_available())
+        num_gpus = torch.accelerator.device_count()
         if accelerator != "auto" and not num_gpus:
             raise ConfigError(
                 f"hardware.accelerator={accelerator} (as hardware=h100 sets it) needs a GPU, and torch finds none "

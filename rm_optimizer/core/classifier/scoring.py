@@ -134,7 +134,8 @@ class ClassifierRewardModel(BaseRewardModel):
             attention_mask: 1 for tokens, 0 for padding.
 
         Raises:
-            ValueError: if a sequence attends to nothing, or an encoder's to no first token.
+            ValueError: if a sequence attends to nothing, or an encoder's to no first token; on an accelerator, a
+                decoder gives NaN for the former.
         """
         logits = decoder_logits if self._reads_last_token else own_logits
         return logits(self.model, input_ids, attention_mask).squeeze(-1)
@@ -343,13 +344,14 @@ class SequenceScorer:
 
     def packed(self, trees: Sequence[PrefixTree]) -> Float[Tensor, " sequences"]:
         """Rewards of the trees' branches in one pass, on the CPU."""
-        packed = pack_trees(trees, pad_token_id=self.model.pad_choice.token_id).to(self.model.device)
+        packed = pack_trees(trees, pad_token_id=self.model.pad_choice.token_id)
+        packed = packed.to(self.model.device, non_blocking=True)
         return packed_logits(self.model.model, packed).squeeze(-1).cpu()
 
     def padded(self, sequences: Sequence[Sequence[int] | NDArray[np.int32]]) -> Float[Tensor, " sequences"]:
         """Rewards of the sequences in one padded pass, on the CPU."""
         ids, mask = pad_sequences(sequences, self.model.pad_choice.token_id)
-        rewards: Tensor = self.model(ids.to(self.model.device), mask.to(self.model.device))
+        rewards: Tensor = self.model(*(each.to(self.model.device, non_blocking=True) for each in (ids, mask)))
         return rewards.cpu()
 
     def _branches(self, tree: PrefixTree) -> Iterator[tuple[list[int], Tensor]]:

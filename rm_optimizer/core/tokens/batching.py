@@ -36,8 +36,8 @@ class _Pairs:
         return int(self.pair_index.shape[0])
 
     def to(self, device: torch.device | str) -> Self:
-        """The batch on a device; nothing waits for a copy from page-locked memory."""
-        non_blocking = self.pair_index.is_pinned()
+        """The batch on a device. The processor waits only for copies to itself."""
+        non_blocking = torch.device(device).type != "cpu"
         return type(self)(*(field.to(device, non_blocking=non_blocking) for field in vars(self).values()))
 
     def pin_memory(self) -> Self:
@@ -102,6 +102,15 @@ class PairBatch(_Pairs):
         index = torch.arange(start, start + len(ones), device=ids.device)
         return cls(ids, mask, margin, label, weight, index, scores)
 
+    def halves(self) -> tuple[PairBatch, PairBatch] | None:
+        """The first and the second half of the pairs; None for a single pair."""
+        count, cut, fields = self.num_pairs, self.num_pairs // 2, vars(self).values()
+        first, second = (
+            PairBatch(*(field[start:stop] if len(field) == count else field[2 * start : 2 * stop] for field in fields))
+            for start, stop in ((0, cut), (cut, count))
+        )
+        return (first, second) if cut else None
+
     @property
     def num_tokens(self) -> int:
         """Tokens without padding."""
@@ -137,6 +146,27 @@ class PackedPairBatch(_Pairs):
     weight: Float[Tensor, " pairs"]
     pair_index: Int[Tensor, " pairs"]
     scores: Float[Tensor, "pairs 2"]
+
+    def halves(self) -> tuple[PackedPairBatch, PackedPairBatch] | None:
+        """The pairs in the first and in the second half of the rows; None for a single row."""
+        count = len(self.trees.input_ids)
+        cut = count // 2
+        return (self._rows(0, cut), self._rows(cut, count)) if cut else None
+
+    def _rows(self, start: int, stop: int) -> PackedPairBatch:
+        trees, width = self.trees, self.trees.input_ids.shape[1]
+        row, column = trees.last // width, trees.last % width
+        inside = (start <= row) & (row < stop)
+        part = PackedTrees(
+            trees.input_ids[start:stop],
+            trees.position_ids[start:stop],
+            trees.end[start:stop],
+            last=trees.last[inside] - start * width,
+            num_tokens=sum(int(column[row == each].max()) + 1 for each in range(start, stop)),
+            num_sequence_tokens=int((trees.position_ids.flatten()[trees.last[inside]] + 1).sum()),
+        )
+        values = (self.margin, self.label, self.weight, self.pair_index, self.scores)
+        return PackedPairBatch(part, *(value[inside[::2]] for value in values))
 
     @property
     def num_tokens(self) -> int:

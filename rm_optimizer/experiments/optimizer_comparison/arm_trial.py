@@ -26,6 +26,7 @@ from rm_optimizer.experiments.study import PlannedTrial, planned_trial
 from rm_optimizer.experiments.training_trials import RUN, config_of, logged_in_study
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.optim.mechanism import StartingPoint, check_mechanism, mechanism_state
+from rm_optimizer.records.accelerator import fastest_device, memory_module
 from rm_optimizer.records.files import replacing, write_text
 from rm_optimizer.records.locations import BEST_FOLDER
 from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
@@ -85,8 +86,9 @@ class ArmRecorder(StepClock):
         """Compute the digest of the weights before training."""
         assert isinstance(pl_module, RunModule)
         self.initial = weights_digest(pl_module.model)
-        if torch.cuda.is_available():
-            torch.cuda.reset_peak_memory_stats()
+        module = memory_module(pl_module.device)
+        if module is not None:
+            module.reset_peak_memory_stats(pl_module.device)
 
     def on_train_batch_start(self, trainer: pl.Trainer, *given: Any) -> None:
         """Copy the weights before the first step, and start timing the step."""
@@ -108,7 +110,8 @@ class ArmRecorder(StepClock):
         self._clipped += pl_module.step_metrics["train/grad_norm"] > limit
         self._passes = pl_module.passes_made
         # Without a GPU this is the present resident memory, of which the largest is kept.
-        memory = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else rss_bytes()[0]
+        module = memory_module(pl_module.device)
+        memory = rss_bytes()[0] if module is None else module.max_memory_allocated(pl_module.device)
         self._peak = max(self._peak, memory)
         if self._before is not None:
             check_mechanism(trainer.optimizers[0], self._optimizer, self._before, passes=self._passes)
@@ -192,7 +195,7 @@ def train_and_judge(spec: Mapping[str, Any], folder: Path) -> dict[str, float | 
         max_length=config.model.max_length,
         attn_implementation=config.model.attn_implementation.value,
     )
-    model.to("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(fastest_device())
     found = recorder.values | {
         "arm": spec["arm"],
         "stage": spec["stage"],

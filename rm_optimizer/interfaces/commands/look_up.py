@@ -33,10 +33,11 @@ def devices() -> dict[str, str]:
         return {"accelerator": "none (cpu)"}
     import torch  # takes a second
 
-    if not torch.cuda.is_available():
-        return {"accelerator": "none (cpu)"}
-    names = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    return {f"cuda:{i}": f"{item.name}, {item.total_memory / 2**30:.0f} GiB" for i, item in enumerate(names)}
+    from rm_optimizer.records.accelerator import accelerators
+
+    found = {device: torch.get_device_module(device).get_device_properties(device) for device in accelerators()}
+    named = {str(device): f"{item.name}, {item.total_memory / 2**30:.0f} GiB" for device, item in found.items()}
+    return named or {"accelerator": "none (cpu)"}
 
 
 def presets() -> dict[str, list[str]]:

@@ -21,6 +21,7 @@ from torch.func import grad, jvp, vmap
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.landscape.operators.objective import PairObjective
+from rm_optimizer.records.accelerator import memory_module, synchronize
 
 GRAPH_SHARE = 0.5
 """Largest share of the free memory that kept graphs may take."""
@@ -229,11 +230,10 @@ def _cost(method: ProductMethod, trial: AnyPairBatch, gradient_seconds: float, f
 
 
 def _seconds(compute: Callable[[], object], device: torch.device) -> float:
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
-    wait(device)
+    synchronize(device)
     start = time.perf_counter()
     compute()
-    wait(device)
+    synchronize(device)
     return time.perf_counter() - start
 
 
@@ -263,8 +263,9 @@ def graph_bytes(kept: KeptGraph, trial: AnyPairBatch) -> int:
 
 def free_bytes(device: torch.device) -> float:
     """Free memory of a device, or half of its memory if the system does not report what is free."""
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+    module = memory_module(device)
+    if module is not None:
+        return float(module.mem_get_info(device)[0])
     try:
         with open("/proc/meminfo") as lines:
             return next(float(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))

@@ -22,6 +22,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.loading import parse_dtype
 from rm_optimizer.core.storage.model_files import read_record
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
+from rm_optimizer.records.accelerator import fastest_device, synchronize
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.engine import (
@@ -78,8 +79,7 @@ def _seconds_a_token(model: BradleyTerryRM, budget: int, batch: Sequence[NDArray
     while len(times) < 3 and not (times and time.perf_counter() > deadline):
         started = time.perf_counter()
         scorer.rewards(batch)
-        if model.device.type == "cuda":
-            torch.cuda.synchronize(model.device)
+        synchronize(model.device)
         times.append(time.perf_counter() - started)
     return min(times) / sum(map(len, batch))
 
@@ -175,8 +175,8 @@ class TransformersWorker(Worker):
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         self.model = BradleyTerryRM.from_pretrained(options.checkpoint, dtype=parse_dtype(options.dtype))
-        fastest = f"cuda:{options.replica % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-        self.model.requires_grad_(False).to(fastest if options.device == "auto" else options.device)
+        device = fastest_device(options.replica) if options.device == "auto" else options.device
+        self.model.requires_grad_(False).to(device)
         source = resolve_source(options.checkpoint)
         record = read_record(Path(source.location))
         folder = Path(source.location) if source.kind is SourceKind.FOLDER else None

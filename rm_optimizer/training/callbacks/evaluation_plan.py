@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.orders import epoch_order
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.optim import OPTIMIZERS
+from rm_optimizer.records.accelerator import accelerators
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.monitors import Mode, monitored_group
@@ -153,7 +153,7 @@ class EvaluationPlan:
 def plan_of(config: TrainConfig, datamodule: PreferenceDataModule) -> EvaluationPlan:
     """The evaluations of a run, logged; they depend on its pairs and on no option that a resumed run may change."""
     training, mixed = config.training, config.hardware.precision != "32-true"
-    on_gpu = torch.cuda.is_available() and config.hardware.accelerator != "cpu"
+    on_gpu = bool(accelerators()) and config.hardware.accelerator != "cpu"
     evaluation = float(datamodule.val_tokens.lengths.sum())
     plan = plan_evaluations(
         Work(

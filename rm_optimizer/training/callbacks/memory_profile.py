@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch
+from rm_optimizer.records.accelerator import memory_module, synchronize
 from rm_optimizer.records.files import write_text, writing
 from rm_optimizer.training.lightning_module import RunModule
 
@@ -63,18 +64,17 @@ class MemoryProfile(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look up the chip's peak."""
         assert isinstance(pl_module, RunModule)
-        if pl_module.device.type == "cuda":
+        module = memory_module(pl_module.device)
+        if module is not None:
             half = "bf16" in str(trainer.precision)
-            self._peak_flops = peak_bf16_flops(torch.cuda.get_device_name(pl_module.device)) if half else None
+            self._peak_flops = peak_bf16_flops(module.get_device_name(pl_module.device)) if half else None
             self._flops = ModelFlops.of_model(pl_module.model)
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         """Reset the peak and start the clock."""
-        if pl_module.device.type == "cuda":
-            torch.cuda.synchronize(pl_module.device)
-            torch.cuda.reset_peak_memory_stats(pl_module.device)
-        else:
-            restart_rss_peak()
+        synchronize(pl_module.device)
+        module = memory_module(pl_module.device)
+        restart_rss_peak() if module is None else module.reset_peak_memory_stats(pl_module.device)
         self._started = time.perf_counter()
 
     def on_train_batch_end(
@@ -82,11 +82,11 @@ class MemoryProfile(pl.Callback):
     ) -> None:
         """Stop the clock and log the step."""
         device = pl_module.device
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         seconds = time.perf_counter() - self._started
-        if device.type == "cuda":
-            names, peaks = GPU_MEMORY, (torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
+        module = memory_module(device)
+        if module is not None:
+            names, peaks = GPU_MEMORY, (module.max_memory_allocated(device), module.max_memory_reserved(device))
         else:
             names, peaks = CPU_MEMORY, rss_bytes()
         values = {"step_seconds": seconds} | dict(zip(names, peaks, strict=True)) | step_rates(batch, seconds)
@@ -101,18 +101,18 @@ class MemoryProfile(pl.Callback):
         if not (trainer.is_global_zero and self.steps):
             return
         device, path = pl_module.device, self.run_dir / PROFILE_FILE
-        on_gpu = device.type == "cuda"
+        module = memory_module(device)
         median = {name: statistics.median(step[name] for step in self.steps) for name in self.steps[0]}
         summary = {
-            "device": torch.cuda.get_device_name(device) if on_gpu else device.type,
-            "memory": "peak of the CUDA allocator over each step" if on_gpu else rss_source(),
+            "device": device.type if module is None else module.get_device_name(device),
+            "memory": rss_source() if module is None else "peak of the device's allocator over each step",
             "peak_bf16_flops": self._peak_flops,
             "num_steps": len(self.steps),
             "median": median,
         }
         with writing(path):
             write_text(path, json.dumps(summary, indent=2) + "\n")
-        memory = GPU_MEMORY[0] if on_gpu else CPU_MEMORY[1]
+        memory = CPU_MEMORY[1] if module is None else GPU_MEMORY[0]
         log.info(
             "profile: %s tokens/s moved, %s unique; padding %s; %s %s MiB%s (medians of %d steps, in %s)",
             f"{median['tokens_per_second']:,.0f}",
