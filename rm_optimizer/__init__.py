@@ -46,6 +46,7 @@ if TYPE_CHECKING:
     from rm_optimizer.errors import Interrupted as Interrupted
     from rm_optimizer.errors import MissingExtra as MissingExtra
     from rm_optimizer.errors import NeedsImport as NeedsImport
+    from rm_optimizer.errors import OutOfMemory as OutOfMemory
     from rm_optimizer.errors import PublishFailed as PublishFailed
     from rm_optimizer.errors import RewardServerRefused as RewardServerRefused
     from rm_optimizer.errors import RewardServerUnavailable as RewardServerUnavailable

@@ -178,10 +178,10 @@ def test_every_optimizer_trains_as_on_the_cpu(number, optimizer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
-def test_every_combination_trains_as_on_the_cpu(optimizer):
-    for combination in COMBINATIONS:
-        assert_same_training(optimizer, *combination)
+@pytest.mark.parametrize(("number", "optimizer"), list(enumerate(sorted(OPTIMIZERS))))
+def test_every_other_combination_trains_as_on_the_cpu(number, optimizer):
+    for other in range(1, len(COMBINATIONS)):
+        assert_same_training(optimizer, *COMBINATIONS[(number + other) % len(COMBINATIONS)])
 
 
 @pytest.mark.parametrize("sharing", ["on", "off"])

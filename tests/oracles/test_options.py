@@ -236,6 +236,7 @@ ELSEWHERE: Mapping[str, str] = {
     "hardware.strategy": "training/test_fsdp.py",
     "hardware.pin_memory": "training/data/test_in_memory.py",
     "hardware.compile": "training/test_compiling.py",
+    "hardware.on_out_of_memory": "test_simulated_device.py",
     "logger.wandb": "training/test_loggers.py",
 }
 """For each other option, the test file that shows what it does."""

@@ -25,9 +25,9 @@ def gradient_of_first_step(config: TrainConfig) -> torch.Tensor:
     run.module.double()
     gradients: list[torch.Tensor] = []
 
-    def keep(*_: object) -> float:
+    def keep(*_: object) -> torch.Tensor:
         gradients.append(torch.cat([p.grad.flatten() for p in run.module.parameters() if p.grad is not None]))
-        return 1.0
+        return torch.ones(())
 
     run.module._clip = keep  # type: ignore[method-assign]
     trainer = build_trainer(config.hardware, [], [], 1)

@@ -118,7 +118,7 @@ def test_more_devices_than_there_are_is_refused_by_their_number(monkeypatch: pyt
     require_devices(HardwareConfig(accelerator="cpu", devices=2))
     with pytest.raises(ConfigError, match=r"^hardware\.devices must be at most 2, the processor cores .*, got 64$"):
         require_devices(HardwareConfig(accelerator="cpu", devices=64))
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"at most 1, the GPUs of this machine, got 2"):
         require_devices(HardwareConfig(accelerator="auto", devices=2))
 
@@ -130,7 +130,7 @@ def test_an_unknown_accelerator_is_refused_with_the_options():
 
 @pytest.mark.parametrize("accelerator", ["gpu", "cuda"])
 def test_a_gpu_that_is_not_there_is_refused_by_name(monkeypatch: pytest.MonkeyPatch, accelerator: str):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
     monkeypatch.setattr("torch.backends.mps.is_available", lambda: False)
     with pytest.raises(ConfigError, match=rf"^hardware\.accelerator={accelerator} .*hardware=h100.*hardware=cpu"):
         require_devices(HardwareConfig(accelerator=accelerator))

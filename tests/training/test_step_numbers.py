@@ -52,7 +52,7 @@ def recorded_fit(run: Run, options: OptimizerConfig) -> tuple[list[Tensor], list
     gradients: list[dict[str, Tensor]] = []
     clip = module._clip
 
-    def keep() -> float:
+    def keep() -> Tensor:
         norm = clip()
         gradients.append({n: p.grad.clone() for n, p in module.model.named_parameters() if p.grad is not None})
         return norm

@@ -48,6 +48,7 @@ from rm_optimizer.core.tokens.prefix_trees import (
     prefix_tree,
     tree_groups,
 )
+from rm_optimizer.records.accelerator import need_not_wait
 from rm_optimizer.records.codec import json_values
 
 CACHED_TOKENS = 65_536
@@ -345,13 +346,14 @@ class SequenceScorer:
     def packed(self, trees: Sequence[PrefixTree]) -> Float[Tensor, " sequences"]:
         """Rewards of the trees' branches in one pass, on the CPU."""
         packed = pack_trees(trees, pad_token_id=self.model.pad_choice.token_id)
-        packed = packed.to(self.model.device, non_blocking=True)
+        packed = packed.to(self.model.device, non_blocking=need_not_wait(self.model.device))
         return packed_logits(self.model.model, packed).squeeze(-1).cpu()
 
     def padded(self, sequences: Sequence[Sequence[int] | NDArray[np.int32]]) -> Float[Tensor, " sequences"]:
         """Rewards of the sequences in one padded pass, on the CPU."""
         ids, mask = pad_sequences(sequences, self.model.pad_choice.token_id)
-        rewards: Tensor = self.model(*(each.to(self.model.device, non_blocking=True) for each in (ids, mask)))
+        device = self.model.device
+        rewards: Tensor = self.model(*(each.to(device, non_blocking=need_not_wait(device)) for each in (ids, mask)))
         return rewards.cpu()
 
     def _branches(self, tree: PrefixTree) -> Iterator[tuple[list[int], Tensor]]:

@@ -23,6 +23,7 @@ from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import PairTokens
 from rm_optimizer.core.tokens.plan import micro_batches, pad_sequences, rank_share, row_batches
 from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree, shared_length
+from rm_optimizer.records.accelerator import need_not_wait
 
 
 class _Pairs:
@@ -36,9 +37,8 @@ class _Pairs:
         return int(self.pair_index.shape[0])
 
     def to(self, device: torch.device | str) -> Self:
-        """The batch on a device. The processor waits only for copies to itself."""
-        non_blocking = torch.device(device).type != "cpu"
-        return type(self)(*(field.to(device, non_blocking=non_blocking) for field in vars(self).values()))
+        """The batch on a device; the processor does not wait for copies to an accelerator."""
+        return type(self)(*(field.to(device, non_blocking=need_not_wait(device)) for field in vars(self).values()))
 
     def pin_memory(self) -> Self:
         """The batch in page-locked memory, from which copies to a GPU are asynchronous."""
