@@ -31,7 +31,7 @@ from rm_optimizer.rl_coupling import BestOfNSampler, RewardModelEnsemble
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig
 from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.embedded.worker import Worker
+from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.engine import StagedWeights
 from rm_optimizer.serving.weights.sending import manifest, sent_tensors, weight_probe
 from rm_optimizer.training.fitting import build_trainer
@@ -197,7 +197,7 @@ def best_of_n(folder: Path, source: Path) -> Numbers:
 
 def server(folder: Path, source: Path) -> Numbers:
     """Rewards of the server's worker before and after an update of the weights."""
-    worker = Worker(options_of(source / "best", folder / "scratch"), [])
+    worker = TransformersWorker(options_of(source / "best", folder / "scratch"), [])
     rows = [[5, 6, 7, 8], [5, 6, 9], list(range(5, 50))]
     before = worker.score(rows).rewards
     model = moved(source)

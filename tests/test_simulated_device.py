@@ -169,7 +169,9 @@ def assert_same_training(optimizer: str, adapter: str, family: str, precision: s
     with plugged() as device:
         on_device = paths.trained(*options)
         assert device.peak > 0
-    assert paths.largest_difference(on_cpu, on_device) < ROUNDING
+    # a moment in eight bits may be rounded to the next level, which moves an update of 1e-3 by a 256th
+    limit = 5e-6 if optimizer.endswith("8bit") else ROUNDING
+    assert paths.largest_difference(on_cpu, on_device) < limit
 
 
 @pytest.mark.parametrize(("number", "optimizer"), list(enumerate(sorted(OPTIMIZERS))))

@@ -17,6 +17,7 @@ from torch import distributed
 
 from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
 from rm_optimizer.errors import DataError, DataStalled, MissingExtra, RMOptimizerError
+from rm_optimizer.records.accelerator import accelerators
 
 Model = TypeVar("Model")
 Chunk = TypeVar("Chunk")
@@ -276,7 +277,7 @@ def map_chunks(
     ray = connected_ray()
     shared = [ray.put(model)]
     cores = int("RAY_ADDRESS" in os.environ)  # a cluster places workers by their cores; on one machine they share them
-    need = {"num_gpus": 1} if torch.cuda.is_available() else {"num_cpus": cores}
+    need = {"num_gpus": 1} if accelerators() else {"num_cpus": cores}
     actor = ray.remote(**need, max_restarts=-1, max_task_retries=-1)(_Computer)
     workers = [actor.remote() for _ in range(num_workers)]
     waiting = deque[Any]()
