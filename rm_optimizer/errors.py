@@ -9,6 +9,7 @@ RMOptimizerError
 │   └── NeedsImport       a reward model in the form of another project
 ├── MissingExtra          an optional dependency that is not installed
 ├── DiskError             a file that cannot be written
+├── OutOfMemory           a pass that does not fit into the memory of its device
 ├── TrainingDiverged      a loss that is not finite
 ├── Interrupted           a run the user stopped
 ├── RewardServerUnavailable   a reward server that did not answer in time
