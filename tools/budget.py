@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9271,
-    "serving": 4519,
+    "serving": 4528,
     "landscape": 3724,
     "training": 3061,
     "rl_coupling": 2513,
     "reporting": 2564,
-    "interfaces": 2202,
+    "interfaces": 2191,
     "experiments": 1674,
     "data_efficiency": 1308,
     "schema": 1130,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 58,
     "import lines": 5935,
     "import lines inside functions": 357,
-    "lines of code": 37006,
+    "lines of code": 37004,
     "private functions with one caller": 404,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from rm_optimizer.serving.http.gate import BODY_SECONDS, MAX_BODY_BYTES, OPEN_PA
 from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 from rm_optimizer.serving.service.metrics import ServerMetrics
 
+TOOL = shutil.which("docker") or shutil.which("podman")
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
@@ -97,3 +100,20 @@ def test_probes_and_limits_are_those_of_the_server():
     assert f"client_max_body_size {MAX_BODY_BYTES >> 20}m;" in nginx
     assert f"client_body_timeout {BODY_SECONDS:.0f}s;" in nginx
     assert int(re.search(r"keepalive_timeout (\d+)s", nginx)[1]) < KEEP_ALIVE_SECONDS  # type: ignore[index]
+
+
+def test_the_image_copies_files_that_there_are_by_known_instructions():
+    lines = [line for line in re.sub(r"\\\n", " ", text_of("Dockerfile")).splitlines() if line and line[0] != "#"]
+    words = [line.split() for line in lines]
+    assert words[0][0] == "FROM"
+    known = "FROM ARG WORKDIR COPY RUN ENV USER VOLUME EXPOSE STOPSIGNAL HEALTHCHECK ENTRYPOINT CMD"
+    assert {each[0] for each in words} <= {*known.split()}
+    copied = [name for each in words if each[0] == "COPY" for name in each[1:-1] if not name.startswith("--")]
+    assert copied
+    assert all((DEPLOY.parent / name).exists() for name in copied)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(TOOL is None, reason="there is no container tool")
+def test_the_image_is_built():
+    subprocess.run([str(TOOL), "build", "-f", "deploy/Dockerfile", "."], cwd=DEPLOY.parent, check=True, timeout=1800)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -263,6 +264,20 @@ def test_a_later_worker_loads_what_the_first_one_prepared(worker, tmp_path):
     found, revision = rewards(later, model)
     assert revision == 5
     assert found == pytest.approx(model.score(PROMPTS, RESPONSES), abs=1e-5)
+
+
+def test_a_model_that_vllm_cannot_load_ends_the_first_start_alone(worker, tmp_path):
+    first = WorkerOptions(
+        str(tmp_path / "export"),
+        dtype="bfloat16",
+        engine="vllm",
+        tokenizer_folder=str(tmp_path / "tokenizer"),
+        vllm_folder=str(tmp_path / "vllm"),
+    )
+    with pytest.raises(RMOptimizerError, match=r"vLLM cannot load .*export \(ValueError: there is no bfloat16 here\)"):
+        VllmWorker(first, ())
+    with pytest.raises(ValueError, match="no bfloat16"):
+        VllmWorker(replace(first, tokenizer_folder=""), ())
 
 
 @pytest.mark.parametrize(("visible", "chosen"), [("", "1"), ("4,7", "7")])

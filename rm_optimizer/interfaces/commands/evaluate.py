@@ -78,19 +78,8 @@ def evaluate(
     Prints a table, and writes JSON and plots. Repeat a stopped command to continue it.
     """
     if suite is not None:
-        unread = (
-            "format",
-            "columns",
-            "winner",
-            "layout",
-            "kwise_rule",
-            "label",
-            "over_long",
-            "by",
-            "thresholds",
-            "ray",
-        )
-        refuse_unread(context, "with --suite", *unread)
+        unread = ("format", "columns", "winner", "layout", "kwise_rule", "label", "over_long", "by", "thresholds")
+        refuse_unread(context, "with --suite", *unread, "ray")
         if (processes := launched_processes()) is not None and processes.world_size > 1:
             raise ConfigError("--suite uses every device of this machine by itself; start it without torchrun or srun")
         models = [saved, *(replace(saved, checkpoint=name) for name in others or ())]

@@ -106,7 +106,16 @@ class VllmWorker(Worker):
         self._model = shared_model(options)
         from vllm import LLM
 
-        self._llm: Any = LLM(**engine_arguments(options, self._model))
+        try:
+            self._llm: Any = LLM(**engine_arguments(options, self._model))
+        except LOAD_ERRORS as error:
+            if not options.tokenizer_folder:  # it was loaded before, so another attempt may succeed
+                raise
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise RMOptimizerError(
+                f"vLLM cannot load {options.checkpoint} ({reason}); its log above says more, and --engine transformers "
+                "needs no vLLM"
+            ) from error
         budget = self._llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens
         super().__init__(replace(self._model.description, token_budget=budget))
         self._committed: tuple[StagedWeights, ...] = ()

@@ -23,6 +23,8 @@ class LLM:
 
     def __init__(self, model: str, *, max_num_batched_tokens: int = 4096, **arguments: Any) -> None:
         assert arguments["runner"] == "pooling"
+        if arguments["dtype"] == "bfloat16":
+            raise ValueError("there is no bfloat16 here")
         self.model = BradleyTerryRM.from_pretrained(model)
         self.cached: dict[tuple[int, ...], float] = {}
         scheduler = SimpleNamespace(max_num_batched_tokens=max_num_batched_tokens)
