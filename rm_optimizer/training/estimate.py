@@ -147,7 +147,6 @@ def estimate_run(config: TrainConfig) -> RunEstimate:
     Raises:
         ConfigError: if the base model is no folder or hub id.
     """
-    config.data.num_workers, config.hardware.pin_memory = 0, False
     data = load_data(config)
     model = _skeleton(config, data.train)
     if config.batching.prefix_sharing == PrefixSharing.auto:  # which compares rewards
@@ -173,7 +172,8 @@ def count_run(config: TrainConfig, model: BradleyTerryRM, batches: PreferenceDat
         state += int(row.num_parameters * entry.state_bytes_per_param)
     sampled = min(SAMPLED_STEPS, steps)
     places = [number * steps // sampled for number in range(sampled)]
-    micro = [batch for place in places for batch in next(iter(batches.steps(place, place + 1))).micro]
+    packed = batches.macro_batches()
+    micro = [batch for place in places for batch in packed[place].micro]
     flops = ModelFlops.of_model(model)
     operations = None if flops is None else sum(map(flops.of_batch, micro)) / sampled * steps
     largest = max(micro, key=lambda batch: batch.num_padded_tokens)

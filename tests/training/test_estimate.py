@@ -111,6 +111,19 @@ def test_memory_is_that_of_the_run(tmp_path):
 
 @pytest.mark.slow
 def test_measured_steps_tell_the_time_of_a_run(small_config, tmp_path):
-    found = measured(small_config(tmp_path, "data.synthetic.num_train=64", "schedule.warmup_steps=5"), 7200)
-    assert re.fullmatch(r"measured: \S+ s a step on cpu, \S+ (minutes|hours) for all .*", found)
-    assert not list(tmp_path.iterdir())
+    """To 30 % in the best of three tries, since other work on the machine lengthens some steps and not others."""
+    wide = ("model.architecture.hidden_size=256", "model.architecture.intermediate_size=512", "training.max_steps=16")
+    errors = []
+    for number in range(3):
+        found = measured(small_config(tmp_path / "measured", *wide, "schedule.warmup_steps=5"), 7200)
+        told = re.fullmatch(r"measured: (\S+) s a step on cpu, \S+ (minutes|hours|seconds) for all .*", found)
+        assert told is not None
+        assert not list(tmp_path.glob("measured"))
+        folder = tmp_path / str(number)
+        run_training(small_config(folder, *wide, "profile_memory=true"))
+        with (folder / "profile.csv").open(encoding="utf-8") as file:
+            seconds = sum(float(row["step_seconds"]) for row in csv.DictReader(file))
+        errors.append(abs(16 * float(told[1]) / seconds - 1))
+        if errors[-1] <= 0.3:
+            return
+    pytest.fail(f"relative errors {errors}")

@@ -88,7 +88,7 @@ class PreferenceDataModule(pl.LightningDataModule):
                 f"{num_dropped} training pairs are equal after truncation, so data.curriculum_covers=false cannot "
                 "count its pairs; set it to true, remove those pairs, or raise model.max_length"
             )
-        self._macro_batches()
+        self.macro_batches()
 
     def _warn_of_little(self) -> None:
         """Warn if there are too few pairs to train on or to measure with, or every label is a tie."""
@@ -122,7 +122,7 @@ class PreferenceDataModule(pl.LightningDataModule):
     def steps(self, start_step: int, num_steps: int) -> Iterator[MacroBatch]:
         """Macro-batches of steps `start_step` to `num_steps`, this rank's share of each."""
         loader = MacroBatchLoader(
-            self._macro_batches(),
+            self.macro_batches(),
             range(start_step, num_steps),
             num_workers=self.config.num_workers,
             fetch_timeout=self.config.fetch_timeout,
@@ -130,7 +130,8 @@ class PreferenceDataModule(pl.LightningDataModule):
         )
         return iter(loader)
 
-    def _macro_batches(self) -> MacroBatches:
+    def macro_batches(self) -> MacroBatches:
+        """This rank's share of each step, packed in this process."""
         trainer = self.trainer
         return MacroBatches(
             self._collator,
