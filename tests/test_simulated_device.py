@@ -176,14 +176,14 @@ def assert_same_training(optimizer: str, adapter: str, family: str, precision: s
 
 @pytest.mark.parametrize(("number", "optimizer"), list(enumerate(sorted(OPTIMIZERS))))
 def test_every_optimizer_trains_as_on_the_cpu(number, optimizer):
-    assert_same_training(optimizer, *COMBINATIONS[number % len(COMBINATIONS)])
+    assert_same_training(optimizer, *COMBINATIONS[(number + 2) % len(COMBINATIONS)])  # all of them, Muon in bf16
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("number", "optimizer"), list(enumerate(sorted(OPTIMIZERS))))
 def test_every_other_combination_trains_as_on_the_cpu(number, optimizer):
     for other in range(1, len(COMBINATIONS)):
-        assert_same_training(optimizer, *COMBINATIONS[(number + other) % len(COMBINATIONS)])
+        assert_same_training(optimizer, *COMBINATIONS[(number + 2 + other) % len(COMBINATIONS)])
 
 
 @pytest.mark.parametrize("sharing", ["on", "off"])
