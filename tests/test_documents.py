@@ -333,6 +333,12 @@ WAYS: dict[str, Run] = {
         prints="6 pairs of 6 answers",
         slow=True,
     ),
+    "rm-opt blame outputs/run --edit length": Run(prints="results: outputs/run/blame/index.html", slow=True),
+    "rm-opt blame outputs/run --pair surprising.jsonl --by annotator": Run(
+        "head -3 pairs.jsonl > surprising.jsonl && rm-opt blame outputs/run --pair surprising.jsonl --by prompt",
+        prints="margin of the pairs in surprising.jsonl",
+        slow=True,
+    ),
     "rm-opt data clean pairs.jsonl --out kept.jsonl --false-positive-rate 0.05": Run(prints="pairs stay: kept.jsonl"),
     "python studies/readiness.py readiness_study --worlds development": Run(
         f"python {ROOT}/studies/readiness.py --help", prints="--worlds"

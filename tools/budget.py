@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9271,
     "serving": 4528,
-    "landscape": 3724,
+    "landscape": 3763,
     "training": 3061,
-    "rl_coupling": 2513,
-    "reporting": 2564,
-    "interfaces": 2191,
+    "rl_coupling": 2515,
+    "reporting": 2677,
+    "interfaces": 2397,
     "experiments": 1674,
-    "data_efficiency": 1308,
+    "data_efficiency": 1739,
     "schema": 1130,
     "doctor": 920,
     "explanation": 931,
@@ -32,13 +32,13 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 483,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 346,
+    "files": 349,
     "files of less than 40 lines": 5,
-    "functions of seven parameters or more": 58,
-    "import lines": 5935,
-    "import lines inside functions": 357,
-    "lines of code": 37004,
-    "private functions with one caller": 404,
+    "functions of seven parameters or more": 64,
+    "import lines": 6028,
+    "import lines inside functions": 379,
+    "lines of code": 37795,
+    "private functions with one caller": 415,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -46,6 +46,25 @@ def text_differences(
         DataError: if fewer than two words occur in so many responses.
     """
     texts = [text for pair in pairs for text in (pair.chosen, pair.rejected)]
+    normalized = word_vectors(texts, fewest=fewest)
+    rank = min(num_directions, min(normalized.shape) - 1)
+    _, _, directions = svds(normalized, k=rank, v0=np.ones(min(normalized.shape)))
+    plain = np.array([[np.log(len(text)), text.count("?")] for text in texts])
+    features = np.concatenate([normalized @ directions[::-1].T, plain], axis=1)
+    differences = features[0::2] - features[1::2]
+    return np.asarray(differences / np.maximum(differences.std(axis=0), 1e-12))
+
+
+def word_vectors(texts: Sequence[str], *, fewest: int = 3) -> csr_matrix:
+    """Normalized tf-idf vectors `(texts, words)` of lower-case words.
+
+    Args:
+        texts: the texts.
+        fewest: least number of texts that contain a word for it to count.
+
+    Raises:
+        DataError: if fewer than two words occur in so many texts.
+    """
     words = [Counter(_WORD.findall(text.lower())) for text in texts]
     frequency = Counter(word for counts in words for word in counts)
     known = {word: column for column, word in enumerate(sorted(w for w, n in frequency.items() if n >= fewest))}
@@ -56,13 +75,7 @@ def text_differences(
     rarity = np.log(len(texts) / np.array([frequency[word] for word in known])) + 1
     weighted = csr_matrix((counts * rarity[columns], (rows, columns)), shape=(len(texts), len(known)))
     lengths = np.sqrt(np.asarray(weighted.multiply(weighted).sum(axis=1)).ravel())
-    normalized = weighted.multiply(1 / np.maximum(lengths, 1e-12)[:, None]).tocsr()
-    rank = min(num_directions, min(normalized.shape) - 1)
-    _, _, directions = svds(normalized, k=rank, v0=np.ones(min(normalized.shape)))
-    plain = np.array([[np.log(len(text)), text.count("?")] for text in texts])
-    features = np.concatenate([normalized @ directions[::-1].T, plain], axis=1)
-    differences = features[0::2] - features[1::2]
-    return np.asarray(differences / np.maximum(differences.std(axis=0), 1e-12))
+    return weighted.multiply(1 / np.maximum(lengths, 1e-12)[:, None]).tocsr()
 
 
 _MOST_STEPS = 100

@@ -9,6 +9,7 @@ import typer
 
 from rm_optimizer import __version__
 from rm_optimizer.interfaces.commands import compare
+from rm_optimizer.interfaces.commands.blame import blame
 from rm_optimizer.interfaces.commands.bon import bon
 from rm_optimizer.interfaces.commands.data import data_check, data_clean
 from rm_optimizer.interfaces.commands.ensemble import ensemble_join, ensemble_train
@@ -42,7 +43,15 @@ HYDRA: dict[str, Any] = {
 }
 GROUPS: dict[str, list[tuple[Callable[..., None], dict[str, Any]]]] = {
     "Train and analyze": [(train, HYDRA), (analyze, HYDRA), (estimate, HYDRA)],
-    "Evaluate and compare": [(evaluate, {}), (leaderboard, {}), (score, {}), (doctor, {}), (why, {}), (report, {})],
+    "Evaluate and compare": [
+        (evaluate, {}),
+        (leaderboard, {}),
+        (score, {}),
+        (doctor, {}),
+        (why, {}),
+        (blame, {}),
+        (report, {}),
+    ],
     "Couple to a policy": [(readiness, {}), (bon, {}), (rlhf, HYDRA)],
     "Labels": [(select, {}), (label, {}), (label_import, {}), (scaling, {})],
     "Import and export": [(import_model, {"name": "import"}), (export_model, {"name": "export"})],

@@ -42,12 +42,12 @@ def recalled(overrides: Sequence[str]) -> list[str]:
     values: dict[str, Any] = {"seed": options["seed"]}
     values |= dict(_leaves("loss", options["loss"], LossConfig))
     if "data.train" not in typed:
-        values |= {"split": "train", **dict(_leaves("data", {**options["data"], **_sources(run)}, DataConfig))}
+        values |= {"split": "train", **dict(_leaves("data", {**options["data"], **recorded_sources(run)}, DataConfig))}
     found = [f"{name}={written(value)}" for name, value in values.items()]
     return [*found, f"output_dir={written(str(run.landscape(str(checkpoint), '${landscape.type}')))}"]
 
 
-def _sources(run: RunFolder) -> dict[str, Any]:
+def recorded_sources(run: RunFolder) -> dict[str, Any]:
     """The run's `train` and `val` with the absolute paths from its start; empty if they were not recorded.
 
     Raises:

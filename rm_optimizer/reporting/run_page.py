@@ -13,6 +13,7 @@ import numpy as np
 from omegaconf import OmegaConf
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
+from rm_optimizer.data_efficiency.blame import Blame
 from rm_optimizer.doctor.diagnosis import Diagnosis, Status
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
@@ -20,6 +21,7 @@ from rm_optimizer.records.locations import ENSEMBLE_FILE
 from rm_optimizer.records.quoting import shell_word
 from rm_optimizer.records.run_folder import DOCTOR_FILE, METRICS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, RunFolder
 from rm_optimizer.records.run_options import flat
+from rm_optimizer.reporting.blame import BLAME_FILE, blame_parts
 from rm_optimizer.reporting.document import Answer, Block, Code, Document, Drawing, Fold, Listing, Part, Picture
 from rm_optimizer.reporting.readiness import readiness_rows
 from rm_optimizer.reporting.run_report import (
@@ -80,6 +82,7 @@ def run_document(run_dir: Path) -> Document:
         Part("Ensemble", _ensemble(run_dir, missing)),
         Part("Readiness for reinforcement learning", _readiness(run_dir, missing)),
         Part("Checks by the doctor", _doctor(run_dir, missing)),
+        *_blame(run_dir, missing),
         Part("Settings", _settings(run_dir, result)),
         Part("Missing", (tuple(missing),)),
     ]
@@ -106,6 +109,11 @@ def _stored(
     except (ValueError, TypeError, LookupError, AttributeError):
         missing.append(f"{subject}: {name or file.name} is damaged")
     return None
+
+
+def _blame(run_dir: Path, missing: list[str]) -> list[Part]:
+    found = _stored(Blame, run_dir / "blame" / BLAME_FILE, "training pairs that taught the model", missing)
+    return [] if found is None else blame_parts(found)
 
 
 def _curves(run_dir: Path, result: RunResult, missing: list[str]) -> tuple[Block, ...]:

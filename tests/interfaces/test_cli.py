@@ -30,7 +30,7 @@ def test_the_module_of_the_commands_runs_them():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["trian"], "error: unknown command 'trian'; did you mean 'train'? Known: analyze, bon, compare, data"),
+        (["trian"], "error: unknown command 'trian'; did you mean 'train'? Known: analyze, blame, bon, compare"),
         (["data", "chek"], "error: unknown command 'chek'; did you mean 'check'? Known: check"),
         (["score", "model"], "error: give either --prompt TEXT and --response TEXT, or an input and an output file"),
         (["score", "model", "in.csv"], "error: give either --prompt"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from rm_optimizer.reporting.policy_plots import plot_best_of_n, plot_overoptimization
+from rm_optimizer.reporting.results import plot_best_of_n, plot_overoptimization
 from rm_optimizer.rl_coupling import BestOfNCurve, OveroptimizationCurve
 
 PROXY, GOLD = np.random.default_rng(0).normal(size=(2, 20, 8))

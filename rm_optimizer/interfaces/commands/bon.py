@@ -103,7 +103,7 @@ def _report(
 
     from rm_optimizer.records.files import write_text
     from rm_optimizer.reporting.figures import save_figure
-    from rm_optimizer.reporting.policy_plots import plot_best_of_n, plot_overoptimization
+    from rm_optimizer.reporting.results import plot_best_of_n, plot_overoptimization
     from rm_optimizer.rl_coupling.best_of_n_curve import BestOfNCurve
     from rm_optimizer.rl_coupling.overoptimization import OveroptimizationCurve
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.errors import CheckpointError, ConfigError, DataError
 from rm_optimizer.interfaces.inputs import PairOptions, SavedModel, TokenizedPairOptions, source_options
 from rm_optimizer.interfaces.outputs import printed_beside, write_json
 
@@ -154,6 +154,9 @@ def data_clean(
     false_positive_rate: Annotated[
         float, Option("--false-positive-rate", help="Largest share of right labels to remove, in (0, 1).")
     ] = 0.05,
+    influence: Annotated[
+        Path | None, Option("--influence", help="influence.parquet of rm-opt blame on these pairs, for the suspects.")
+    ] = None,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of the cross-validation folds.")] = 0,
 ) -> None:
     """Remove pairs whose label was probably flipped.
@@ -188,6 +191,9 @@ def data_clean(
     accuracy = float(dynamics.correctness.mean())
     places = set(suspects.positions)
     rows = [{**pairs[place].to_dict(), "chance": c} for place, c in zip(suspects.positions, chances, strict=True)]
+    if influence is not None:
+        moved = _influences(influence, len(pairs))
+        rows = [{**row, "influence": moved[place]} for row, place in zip(rows, suspects.positions, strict=True)]
     write_json_lines(suspects_file, rows)
     write_json_lines(out, [pair.to_dict() for place, pair in enumerate(pairs) if place not in places])
     write_text(report_file, suspects.to_json() + "\n")
@@ -201,3 +207,21 @@ def data_clean(
     else:
         print(f"estimated share of wrong labels: {suspects.flipped_share:.0%}")
     print(f"held-out accuracy of the linear models: {accuracy:.1%}; near 50% they tell nothing")
+
+
+def _influences(path: Path, num_pairs: int) -> list[float]:
+    """The influence of each pair, as `rm-opt blame` wrote it.
+
+    Raises:
+        DataError: if the file holds something else, or another number of pairs.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        found: list[float] = parquet.read_table(path, columns=["influence"])["influence"].to_pylist()
+    except (OSError, pa.ArrowInvalid) as error:
+        raise DataError(f"--influence must be influence.parquet of rm-opt blame, got {path} ({error})") from error
+    if len(found) != num_pairs:
+        raise DataError(f"--influence {path} has {len(found):,} pairs, and DATA has {num_pairs:,}; blame these pairs")
+    return found

@@ -66,7 +66,7 @@ def rlhf(
     made_folder(output)
     from rm_optimizer.experiments.rlhf import run_rlhf  # which a mistyped option does not wait for
     from rm_optimizer.reporting.figures import save_figure
-    from rm_optimizer.reporting.policy_plots import plot_overoptimization, plot_policy_run
+    from rm_optimizer.reporting.results import plot_overoptimization, plot_policy_run
 
     result = run_rlhf(config, on_stage=lambda stage: print(stage, flush=True), on_checkpoint=_print_checkpoint)
     save_figure(plot_policy_run(result), output / "rlhf.png")

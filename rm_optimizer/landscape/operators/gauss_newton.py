@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -27,27 +28,37 @@ _ROUNDING = 16
 """Bound in units of the rewards' precision; a smaller second eigenvalue of a pair's matrix is a rounded 0."""
 
 
+RowKind = OutputCurvature | Literal["rewards"]
+"""Rows whose outer products are a curvature, or the gradients of a pair's margin or, for other losses, its rewards."""
+
+
 def curvature_rows(
-    objective: PairObjective, curvature: OutputCurvature, parameters: Sequence[Tensor]
+    objective: PairObjective,
+    kind: RowKind,
+    parameters: Sequence[Tensor],
+    is_wanted: Callable[[int], bool] = lambda number: True,
 ) -> Iterator[tuple[int, tuple[Tensor, ...]]]:
     """Rows of a matrix `J^T C J`, whose outer products add up to it, from a forward pass for each pair.
 
     With `C_i = sum_k c_k u_k u_k^T` for a pair's two rewards, its rows are `sqrt(c_k) J_i^T u_k`; a loss without
-    regularizers has one, along the margin.
+    regularizers has one, along the margin. Rows of `rewards` are the gradient of the margin, or, if the loss reads more
+    than margins, the gradients of the chosen and of the rejected reward.
 
     Args:
         objective: the loss.
-        curvature: the matrix.
+        kind: the matrix, or `rewards`.
         parameters: parameters to derive by.
+        is_wanted: function of a pair's position that is False for a pair without rows.
 
     Yields:
         Position of the pair among all pairs, and a row of it, one tensor for each parameter.
     """
     singles = (single for batch in objective.batches for single in single_pairs(batch))
     for number, single in enumerate(singles):
+        if not is_wanted(number):
+            continue
         rewards = objective.model.rewards_of(single)
-        factors = fisher_factors if curvature == "fisher" else _gauss_newton_factors
-        seeds = objective.checked(factors(objective, single, rewards.detach()))
+        seeds = objective.checked(_FACTORS[kind](objective, single, rewards.detach()))
         for left, seed in zip(reversed(range(len(seeds))), seeds, strict=True):
             yield (
                 number,
@@ -68,8 +79,60 @@ def _gauss_newton_factors(
     return factors.to(rewards.dtype)
 
 
+def _outputs(
+    objective: PairObjective, single: PairBatch, rewards: Float[Tensor, " sequences"]
+) -> Float[Tensor, "rows 2"]:
+    """The margin as a combination of a pair's rewards, or both rewards."""
+    return rewards.new_tensor([[1, -1]]) if objective.loss.is_of_margins else torch.eye(2).to(rewards)
+
+
+_FACTORS: Mapping[RowKind, Callable[[PairObjective, PairBatch, Tensor], Tensor]] = {
+    "fisher": fisher_factors,
+    "gauss_newton": _gauss_newton_factors,
+    "rewards": _outputs,
+}
 _ZERO = 1e-12
 """Share of the largest eigenvalue below which an eigenvalue counts as 0."""
+
+
+def reward_gradients(
+    objective: PairObjective,
+    rows: Float[np.ndarray, "rows columns"],
+    *,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Float[np.ndarray, "rows columns"]:
+    """Gradients of each pair's margin, or of its two rewards if the loss reads more than margins, in `rows`.
+
+    If the rows have fewer columns than there are weights with a gradient, these are added up in random columns with
+    random signs (count sketch; Charikar et al., 2002). An inner product of two rows is then unbiased, with a standard
+    deviation of at most `sqrt(2 / columns)` times the product of their lengths. One backward pass a row.
+
+    Args:
+        objective: the loss.
+        rows: array to write into, one or two rows a pair in the order of the batches; rows that end with NaN are
+            computed, and others are kept.
+        seed: seed of the columns and signs.
+        on_progress: function of the number of pairs done and of all.
+    """
+    support, per_pair = support_of(objective, num_spare=0), len(rows) // objective.num_pairs
+    bucket = sign = None
+    if rows.shape[1] < support.dimension:
+        generator = torch.Generator().manual_seed(seed)
+        bucket = torch.randint(rows.shape[1], (support.dimension,), generator=generator).to(objective.device)
+        sign = (2 * torch.randint(2, (support.dimension,), generator=generator) - 1).to(objective.device)
+    seen = dict.fromkeys(range(objective.num_pairs), 0)
+    kept = curvature_rows(
+        objective, "rewards", objective.parameters, lambda number: bool(np.isnan(rows[(number + 1) * per_pair - 1, -1]))
+    )
+    for number, gradient in kept:
+        whole = torch.cat([support.part(place, part).reshape(-1) for place, part in enumerate(gradient)])
+        if bucket is not None and sign is not None:
+            whole = whole.new_zeros(rows.shape[1]).index_add_(0, bucket, whole * sign)
+        rows[number * per_pair + seen[number]] = whole.cpu()
+        seen[number] += 1
+        on_progress(number + 1, objective.num_pairs)
+    return rows
 
 
 @dataclass(frozen=True)

@@ -320,6 +320,11 @@ def with_courtesy(text: str) -> str:
     return f"{text.rstrip()} I hope this helps!"
 
 
+def with_repeated_sentence(text: str) -> str:
+    """The text and its last sentence once more, which adds length and no content."""
+    return f"{text.rstrip()} {_SENTENCE_ENDS.split(text.strip())[-1]}"
+
+
 EDITS: Mapping[str, Callable[[str], str]] = MappingProxyType(
     {"list": as_list, "bold": with_bold_start, "paragraphs": in_paragraphs, "courtesy": with_courtesy}
 )

@@ -1,0 +1,484 @@
+"""Influence of training pairs on a number that a reward model gives, such as a margin or a bias of style.
+
+The influence of a pair is the change of the number when the pair is left in training (Koh & Liang, 2017,
+arXiv:1703.04730), with the Gauss-Newton matrix `H = sum_i J_i^T C_i J_i` in place of the Hessian:
+
+    tau_i = -g_i^T (I - h_i C_i)^-1 J_i (H + damping I)^-1 phi,    h_i = J_i (H + damping I)^-1 J_i^T
+
+`J_i` is the gradient of a pair's margin (for a loss that reads more than margins, of its two rewards), `g_i` and `C_i`
+are the first and second derivative of its loss by it, times the pair's weight, and `phi` is the number's gradient. The
+second factor takes the pair's own curvature out of `H`, so that this is one Newton step of the loss without the pair.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy.optimize import brentq
+from torch import Tensor
+
+from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.pair import PreferencePair, digest
+from rm_optimizer.data_efficiency.blame import (
+    MOST_LISTED,
+    Blame,
+    Half,
+    Of,
+    PairBlame,
+    datamodeling_score,
+    groups_of_column,
+    rank_correlation,
+)
+from rm_optimizer.data_efficiency.margin_analysis import word_vectors
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.evaluation.draws import draw_pairs
+from rm_optimizer.landscape.operators.base import output_blocks
+from rm_optimizer.landscape.operators.gauss_newton import reward_gradients
+from rm_optimizer.landscape.operators.objective import PairObjective, measuring
+from rm_optimizer.landscape.operators.parameters import TRAINABLE
+from rm_optimizer.landscape.operators.single_pairs import identity_of
+from rm_optimizer.landscape.operators.support import support_of
+from rm_optimizer.landscape.operators.vectors import gram_matrix, pairwise_inner
+from rm_optimizer.schema import LossConfig
+
+FALLBACK = 1e-2
+"""Damping without held-out pairs, as a share of the largest eigenvalue of `H`."""
+_SHARES = (1e-6, 1e2)
+"""Smallest and largest damping that the rule chooses, as shares of the largest eigenvalue."""
+
+
+@dataclass(frozen=True)
+class BlameTarget:
+    """The mean over pairs of the margin, or of the loss with its sign turned, so that more is better.
+
+    Args:
+        name: its name, for a reader.
+        pairs: the pairs; ignored for an eigenvector.
+        of: `margin`; `loss`, which counts as far as it depends on the margin; or `eigenvector`, the weights' coordinate
+            along the first eigenvector of `H`, turned so that the training raised it.
+    """
+
+    name: str
+    pairs: Sequence[PreferencePair]
+    of: Of = "margin"
+
+    def __post_init__(self) -> None:
+        if self.of == "eigenvector":
+            object.__setattr__(self, "pairs", ())
+
+
+def blame(
+    models: BradleyTerryRM | Iterable[BradleyTerryRM],
+    train: Sequence[PreferencePair],
+    target: BlameTarget | PreferencePair | Sequence[PreferencePair],
+    *,
+    held_out: Sequence[PreferencePair] = (),
+    loss: LossConfig | None = None,
+    params: str | Sequence[str] = TRAINABLE,
+    columns: Sequence[str] = ("source", "subset", "annotator"),
+    damping: float | None = None,
+    memory_gib: float = 4.0,
+    halves: Sequence[Half] = (),
+    folder: Path | None = None,
+    token_budget: int = 8192,
+    seed: int = 0,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Blame:
+    """Influence of training pairs, and of groups of them, on a number that a reward model gives.
+
+    Gradients are exact if they fit into the memory, and otherwise projected (`reward_gradients`). Without `damping`, it
+    is chosen so that the mean loss of the training pairs, each predicted as if it were left out, equals the mean loss
+    of the held-out pairs: a damping that is too small makes each pair too influential, and predicts a larger gap
+    between the two losses than the model has. No retraining is needed.
+
+    Args:
+        models: the model, or several checkpoints of its training, whose influences are averaged.
+        train: pairs that it was trained on, in their order.
+        target: the number; a pair or pairs are their mean margin.
+        held_out: pairs that the model was not trained on, for the choice of the damping.
+        loss: loss of the training; None is the plain Bradley-Terry loss.
+        params: parameters that were trained; see `select_parameters`.
+        columns: columns of the pairs' metadata that group them; `prompt` groups by prompt.
+        damping: share of the largest eigenvalue of `H`; None takes the rule.
+        memory_gib: most memory for gradients.
+        halves: models that were trained on parts of the pairs, for the validation.
+        folder: folder for gradients, from which a stopped call continues; None keeps them in memory.
+        token_budget: most tokens of a micro-batch; it changes no result.
+        seed: seed of projection, shuffles and intervals.
+        on_progress: function of the number of gradients done and of all.
+
+    Raises:
+        ConfigError: if the damping is not positive, or no parameter is selected.
+        DataError: if there are fewer than two training pairs, or no pair of the target is left after truncation.
+    """
+    if damping is not None and not damping > 0:
+        raise ConfigError(f"damping must be positive, got {damping:g}")
+    if not isinstance(target, BlameTarget):
+        pairs = [target] if isinstance(target, PreferencePair) else list(target)
+        target = BlameTarget(f"margin of {len(pairs):,} pairs" if len(pairs) > 1 else "margin of a pair", pairs)
+    if len(train) < 2:
+        raise DataError(f"blame needs at least 2 training pairs, got {len(train)}")
+    given = [models] if isinstance(models, BradleyTerryRM) else models
+    found = [
+        _of_model(
+            model, train, target, held_out, loss or LossConfig(), params=params, damping=damping, folder=folder,
+            memory=memory_gib * 2**30, token_budget=token_budget, seed=seed, on_progress=on_progress,
+        )
+        for model in given
+    ]  # fmt: skip
+    if not found:
+        raise ConfigError("blame needs at least one model, got none")
+    by_model = [one.of_pairs @ one.weights for one in found]
+    words = word_influence(train, target.pairs) if target.pairs else np.zeros((len(train), 1))
+    influence, by_words = np.mean(by_model, axis=0), words @ found[-1].weights
+    prompts = [pair.prompt_id for pair in train]
+    by_column = {
+        name: [pair.prompt_id if name == "prompt" else str(pair.metadata.get(name, "(none)")) for pair in train]
+        for name in columns
+    }
+    by_column = {name: values for name, values in by_column.items() if len(set(values)) > 1}
+    groups = [
+        group
+        for name, values in by_column.items()
+        for group in groups_of_column(name, np.array(values), influence, by_words, by_model, prompts, seed)
+    ]
+
+    def listed(places: np.ndarray) -> tuple[PairBlame, ...]:
+        return tuple(_described(place, train[place], influence, by_words, by_column) for place in places.tolist())
+
+    validated = None
+    if halves:
+        validated = datamodeling_score(np.mean([one.of_pairs for one in found], axis=0), halves, seed=seed)
+    order = np.argsort(-influence, kind="stable")
+    return Blame(
+        target=target.name,
+        of=target.of,
+        value=found[-1].value,
+        num_pairs=len(train),
+        num_left_out=found[-1].num_left_out,
+        num_checkpoints=len(found),
+        damping=tuple(one.damping for one in found),
+        rule=found[-1].rule,
+        projection_error=max(one.projection_error for one in found),
+        validated=validated,
+        words_score=datamodeling_score(words, halves, seed=seed) if halves else None,
+        agreement=rank_correlation(influence, by_words),
+        groups=tuple(sorted(groups, key=lambda group: -abs(group.total.value))),
+        helpful=listed(order[:MOST_LISTED][influence[order[:MOST_LISTED]] > 0]),
+        harmful=listed(order[::-1][:MOST_LISTED][influence[order[::-1][:MOST_LISTED]] < 0]),
+        influence=influence,
+        words=by_words,
+    )
+
+
+def _described(
+    place: int, pair: PreferencePair, influence: np.ndarray, words: np.ndarray, columns: Mapping[str, Sequence[str]]
+) -> PairBlame:
+    prompt = pair.prompt if isinstance(pair.prompt, str) else pair.prompt[-1].content
+    groups = {name: values[place] for name, values in columns.items() if name != "prompt"}
+    numbers = float(influence[place]), float(words[place])
+    return PairBlame(place + 1, pair.pair_id, *numbers, groups, prompt, str(pair.chosen), str(pair.rejected))
+
+
+@dataclass(frozen=True)
+class _ModelBlame:
+    """Influences by one model.
+
+    Args:
+        of_pairs: influence of each training pair on the margin of each pair of the target.
+        weights: weights of these margins in the target.
+        value: the target.
+        damping: as a share of the largest eigenvalue.
+        rule: how it was chosen.
+        num_left_out: training pairs that are equal after truncation.
+        projection_error: see `Blame`.
+    """
+
+    of_pairs: Float[np.ndarray, "pairs targets"]
+    weights: Float[np.ndarray, " targets"]
+    value: float
+    damping: float
+    rule: str
+    num_left_out: int
+    projection_error: float
+
+
+def _of_model(
+    model: BradleyTerryRM,
+    train: Sequence[PreferencePair],
+    target: BlameTarget,
+    held_out: Sequence[PreferencePair],
+    loss: LossConfig,
+    *,
+    params: str | Sequence[str],
+    damping: float | None,
+    folder: Path | None,
+    memory: float,
+    token_budget: int,
+    seed: int,
+    on_progress: Callable[[int, int], None],
+) -> _ModelBlame:
+    sample = draw_pairs(model, [*train, *target.pairs], None, 0, token_budget=token_budget)
+    with measuring(model, sample.batches, loss, params=params, twice=False) as objective:
+        places = np.array([index for batch in objective.batches for index in batch.pair_index.tolist()])
+        is_train = places < len(train)
+        which = "pair of the target" if is_train.all() and target.of != "eigenvector" else "training pair"
+        if not is_train.any() or which == "pair of the target":
+            raise DataError(f"no {which} is left after truncation to {model.max_length} tokens; raise max_length")
+        derivatives = _Derivatives.of(objective)
+        dimension, size = support_of(objective, num_spare=0).dimension, derivatives.size
+        num_rows = len(places) * size
+        width = max(1, min(dimension, int(memory / 4 / num_rows)))
+        gradients = _gradients(objective, (num_rows, width), folder, seed, on_progress)
+    rows = torch.from_numpy(np.asarray(gradients)).view(len(places), size, width)
+    own, aim = derivatives.of_rows(is_train), derivatives.of_rows(~is_train)
+    system = _System(rows[is_train].reshape(-1, width), own.curvature)
+    rule = "given"
+    if damping is None and held_out:
+        aside = draw_pairs(model, held_out, None, 0, token_budget=token_budget)
+        with measuring(model, aside.batches, loss, params=params, twice=False) as objective:
+            wanted = objective.value()
+        damping, rule = _by_gap(system, own, wanted)
+    elif damping is None:
+        damping, rule = FALLBACK, "the default, since no held-out pairs were given"
+    if target.of == "eigenvector":
+        aims, weights, value = system.first_vector, np.ones(1), system.largest / own.weight.sum()
+    else:
+        aims = rows[~is_train][:, 0] - rows[~is_train][:, 1] if size == 2 else rows[~is_train][:, 0]
+        share = aim.weight / aim.weight.sum()
+        weights = share if target.of == "margin" else -aim.margin_slope / aim.weight.sum()
+        value = float(share @ (aim.margin if target.of == "margin" else aim.loss))
+    change = system.influence(aims, own, damping * system.largest)
+    if target.of == "eigenvector":  # the sign of an eigenvector means nothing
+        change *= np.sign(change.sum()) or 1.0
+    num_targets = max(1, len(target.pairs))
+    columns = places[~is_train] - len(train) if target.pairs else np.zeros(1, dtype=np.int64)
+    of_pairs, of_targets = np.zeros((len(train), num_targets)), np.zeros(num_targets)
+    of_pairs[np.ix_(places[is_train], columns)] = change
+    of_targets[columns] = weights
+    error = math.sqrt(2 / width) if width < dimension else 0.0
+    return _ModelBlame(of_pairs, of_targets, float(value), damping, rule, len(train) - int(is_train.sum()), error)
+
+
+@dataclass(frozen=True)
+class _Derivatives:
+    """Loss of each pair and its derivatives by the margin or by both rewards, times the pair's weight."""
+
+    slope: Float[np.ndarray, "pairs size"]
+    curvature: Float[np.ndarray, "pairs size size"]
+    margin: Float[np.ndarray, " pairs"]
+    loss: Float[np.ndarray, " pairs"]
+    weight: Float[np.ndarray, " pairs"]
+    losses_at: Callable[[np.ndarray], np.ndarray]
+    """Losses of all pairs after shifts of their margins or rewards, one row a pair."""
+
+    @property
+    def size(self) -> int:
+        """1 for the margin, 2 for both rewards."""
+        return int(self.slope.shape[1])
+
+    @property
+    def margin_slope(self) -> Float[np.ndarray, " pairs"]:
+        """Derivative by the margin."""
+        return self.slope[:, 0] if self.size == 1 else (self.slope[:, 0] - self.slope[:, 1]) / 2
+
+    def steps_without(self, own: Float[np.ndarray, "pairs size size"]) -> Float[np.ndarray, "pairs size"]:
+        """`(I - C_i h_i)^-1 g_i` of each pair for `h_i = J_i (H + damping I)^-1 J_i^T`.
+
+        `(H + damping I)^-1 J_i^T` times it is the Newton step of the loss without the pair.
+        """
+        left = np.eye(self.size) - self.curvature @ own
+        return np.asarray(np.linalg.solve(left, self.slope[:, :, None])[:, :, 0])
+
+    @classmethod
+    def of(cls, objective: PairObjective) -> _Derivatives:
+        """The derivatives of all pairs, in the order of the batches."""
+        basis = torch.tensor([[0.5, -0.5]]) if objective.loss.is_of_margins else torch.eye(2)
+        basis = basis.to(objective.device, torch.float64)
+        parts: list[list[Any]] = []
+        rewards: list[Tensor] = []
+        for batch in objective.batches:
+            with torch.no_grad():
+                at = objective.model.rewards_of(batch)
+            rewards.append(at)
+            leaf = at.clone().requires_grad_()
+            losses = objective.pair_losses(leaf, batch)
+            (slope,) = torch.autograd.grad(losses.sum(), leaf)
+            weight = batch.weight.double()
+            blocks = output_blocks(objective, batch, at, "gauss_newton").double() * objective.total_weight
+            parts.append([
+                (slope.view(-1, 2).double() @ basis.T) * weight[:, None],
+                torch.einsum("ka,pab,lb->pkl", basis, blocks, basis),
+                (at[0::2] - at[1::2]).double(),
+                losses.detach().double(),
+                weight,
+            ])  # fmt: skip
+        columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
+
+        def losses_at(shifts: np.ndarray) -> np.ndarray:
+            shifts_of_rewards = torch.from_numpy(shifts).to(basis) @ basis
+            moved = torch.split(shifts_of_rewards, [batch.num_pairs for batch in objective.batches])
+            with torch.no_grad():
+                found = [
+                    objective.pair_losses(at + shift.reshape(-1).to(at), batch)
+                    for at, shift, batch in zip(rewards, moved, objective.batches, strict=True)
+                ]
+            return np.asarray(torch.cat(found).double().cpu())
+
+        slopes, curvatures, margins, values, weights = columns
+        return cls(slopes, curvatures, margins, values, weights, losses_at)
+
+    def of_rows(self, chosen: np.ndarray) -> _Derivatives:
+        """The derivatives of some pairs."""
+
+        def losses_at(shifts: np.ndarray) -> np.ndarray:
+            whole = np.zeros_like(self.slope)
+            whole[chosen] = shifts
+            return np.asarray(self.losses_at(whole)[chosen])
+
+        return _Derivatives(
+            self.slope[chosen],
+            self.curvature[chosen],
+            self.margin[chosen],
+            self.loss[chosen],
+            self.weight[chosen],
+            losses_at,
+        )
+
+
+class _System:
+    """Solutions of `(H + damping I) x = phi` for any damping, from one eigendecomposition of the smaller side.
+
+    With `A` the gradients and `S` the square roots of the pairs' curvatures, `H = (S A)^T (S A)`. If there are fewer
+    gradients than columns, the decomposition is of `S A A^T S` (Woodbury), else of `H`.
+
+    Args:
+        rows: the gradients `A`, as many a pair as its curvature has rows.
+        curvature: curvature of each pair's loss.
+    """
+
+    def __init__(self, rows: Float[Tensor, "rows columns"], curvature: Float[np.ndarray, "pairs size size"]) -> None:
+        values, vectors = np.linalg.eigh(curvature)
+        self._root = torch.from_numpy(np.einsum("pak,pk,pbk->pab", vectors, np.sqrt(np.maximum(values, 0)), vectors))
+        self._rows, self._by_pair = rows, curvature.shape[:2]
+        self._is_small = len(rows) <= rows.shape[1]
+        self._gram = gram_matrix([rows]) if self._is_small else None
+        if self._gram is not None:
+            found, basis = torch.linalg.eigh(self._scaled(self._scaled(self._gram).T))
+            self._left = self._gram @ self._scaled(basis)
+        else:
+            inner = self._scaled(rows.double())
+            found, basis = torch.linalg.eigh(inner.T @ inner)
+            self._left = rows.double() @ basis
+        self._values, self._basis = found.clamp(min=0), basis
+        self.largest = float(self._values[-1])
+
+    def _scaled(self, matrix: Tensor) -> Tensor:
+        """`S` times a matrix."""
+        num, size = self._by_pair
+        found: Tensor = torch.einsum("pab,pbc->pac", self._root, matrix.reshape(num, size, -1))
+        return found.view(matrix.shape)
+
+    @property
+    def first_vector(self) -> Float[Tensor, "1 columns"]:
+        """Unit eigenvector of `H` for its largest eigenvalue."""
+        last = self._basis[:, -1:]
+        if self._is_small:
+            last = self._rows.double().T @ self._scaled(last) / max(self.largest, 1e-300) ** 0.5
+        row: Tensor = last.T
+        return row.to(self._rows.dtype)
+
+    def _shares(self, damping: float) -> Tensor:
+        inverse: Tensor = 1 / (self._values + damping)
+        return -inverse / damping if self._is_small else inverse
+
+    def own(self, damping: float) -> Float[np.ndarray, "pairs size size"]:
+        """`h_i = J_i (H + damping I)^-1 J_i^T` of each pair."""
+        num, size = self._by_pair
+        left = self._left.view(num, size, -1)
+        found = torch.einsum("par,r,pbr->pab", left, self._shares(damping), left)
+        if self._gram is not None:
+            blocks = [self._gram[at : at + size, at : at + size] for at in range(0, num * size, size)]
+            found = found + torch.stack(blocks) / damping
+        return np.asarray(found)
+
+    def influence(
+        self, aims: Float[Tensor, "targets columns"], own: _Derivatives, damping: float
+    ) -> Float[np.ndarray, "pairs targets"]:
+        """`tau_i` of each pair for each gradient `phi`."""
+        if self._gram is not None:
+            cross = pairwise_inner(self._rows, aims)
+            found = cross / damping + (self._left * self._shares(damping)) @ (self._basis.T @ self._scaled(cross))
+        else:
+            found = (self._left * self._shares(damping)) @ (self._basis.T @ aims.double().T)
+        steps = own.steps_without(self.own(damping))
+        return np.asarray(-np.einsum("ik,ikt->it", steps, np.asarray(found.view(*self._by_pair, -1))))
+
+
+def _by_gap(system: _System, own: _Derivatives, wanted: float) -> tuple[float, str]:
+    """Damping at which the mean loss of pairs that are left out is `wanted`, as a share of the largest eigenvalue.
+
+    Leaving a pair out moves its own margin or rewards by `h_i (I - C_i h_i)^-1 g_i` (approximate leave-one-out; Rad &
+    Maleki, 2020, arXiv:1801.10243).
+    """
+    share = own.weight / own.weight.sum()
+
+    def loss(exponent: float) -> float:
+        reach = system.own(math.exp(exponent) * system.largest)
+        moves = np.einsum("ikl,il->ik", reach, own.steps_without(reach))
+        return float(share @ own.losses_at(moves))
+
+    low, high = map(math.log, _SHARES)
+    have = float(share @ own.loss)
+    if wanted <= loss(high):
+        said = f"the largest, since the held-out loss of {wanted:.4f} is not above the training loss of {have:.4f}"
+        return _SHARES[1], said
+    grid = np.linspace(low, high, 17)
+    for upper, lower in zip(grid[::-1], grid[-2::-1], strict=False):
+        if loss(lower) >= wanted:
+            found = float(brentq(lambda at: loss(at) - wanted, lower, upper, xtol=1e-3))
+            break
+    else:
+        found = low
+    told = f"the training pairs' loss {have:.4f} becomes the held-out pairs' {wanted:.4f} when each is left out"
+    return math.exp(found), told
+
+
+def _gradients(
+    objective: PairObjective,
+    shape: tuple[int, int],
+    folder: Path | None,
+    seed: int,
+    on_progress: Callable[[int, int], None],
+) -> Float[np.ndarray, "rows columns"]:
+    """Gradients of all pairs, in memory or in a file from which a stopped call continues."""
+    if folder is None:
+        rows = np.full(shape, np.nan, np.float32)
+    else:
+        path = folder / f"gradients-{digest([identity_of(objective), shape, seed])}.npy"
+        is_new = not path.exists()
+        rows = np.lib.format.open_memmap(path, "w+" if is_new else "r+", np.float32, shape)
+        if is_new:
+            rows[:] = np.nan
+    return reward_gradients(objective, rows, seed=seed, on_progress=on_progress)
+
+
+def word_influence(
+    train: Sequence[PreferencePair], targets: Sequence[PreferencePair]
+) -> Float[np.ndarray, "pairs targets"]:
+    """Inner products of tf-idf vectors of words, of the chosen response less the rejected one's, times the weight.
+
+    It is what the words of a training pair say of a target's margin without a model: the baseline of an influence.
+    """
+    texts = [str(text) for pair in (*train, *targets) for text in (pair.chosen, pair.rejected)]
+    vectors = word_vectors(texts, fewest=1)
+    differences = vectors[0::2] - vectors[1::2]
+    weight = np.array([pair.weight * (2 * pair.label - 1) for pair in train])
+    return np.asarray((differences[: len(train)] @ differences[len(train) :].T).toarray() * weight[:, None])

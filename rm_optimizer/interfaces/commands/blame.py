@@ -1,0 +1,262 @@
+"""`rm-opt blame`: the training pairs, sources and annotators that taught a model something."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from typer import Argument, Option
+
+from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
+from rm_optimizer.interfaces.outputs import filling, made_folder
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.pairs.pair import PreferencePair
+    from rm_optimizer.core.tokens.splits import TrainVal
+    from rm_optimizer.data_efficiency.blame import Half
+    from rm_optimizer.data_efficiency.influence import BlameTarget
+    from rm_optimizer.records.run_folder import RunFolder
+    from rm_optimizer.schema import TrainConfig
+
+
+def blame(
+    checkpoint: Annotated[str, Argument(help="Run folder, or any saved model with --data.")],
+    pair_options: PairOptions,
+    data: Annotated[list[str] | None, Option("--data", "-d", help="Training pairs; default: those of the run.")] = None,
+    val: Annotated[
+        list[str] | None, Option("--data-val", help="Pairs not trained on; default: the run's validation pairs.")
+    ] = None,
+    pair: Annotated[str | None, Option("--pair", help="Explain the margins of the pairs in this file.")] = None,
+    subset: Annotated[
+        str | None, Option("--subset", help="Explain the validation pairs of this subset or source alone.")
+    ] = None,
+    edit: Annotated[
+        str | None,
+        Option("--edit", help="Explain the reward for an edit: length, list, bold, paragraphs or courtesy."),
+    ] = None,
+    of: Annotated[
+        str, Option("--of", help="Number to explain: margin, loss, or eigenvector (the curvature's first).")
+    ] = "margin",
+    by: Annotated[
+        list[str] | None, Option("--by", help="Column that groups training pairs; default: source, subset, annotator.")
+    ] = None,
+    output: Annotated[Path | None, Option("--output", help="Folder of the results; default: RUN/blame.")] = None,
+    all_checkpoints: Annotated[
+        bool, Option("--all-checkpoints", help="Average over all checkpoints that the run kept.")
+    ] = False,
+    validate: Annotated[
+        int, Option("--validate", min=0, help="Number of models to train on halves of the pairs; 4 or more.")
+    ] = 0,
+    params: Annotated[str, Option("--params", help="Parameters: trainable, head, lora, or a pattern.")] = "trainable",
+    damping: Annotated[
+        float | None, Option("--damping", help="Share of the largest eigenvalue; default: by the held-out loss.")
+    ] = None,
+    memory_gib: Annotated[float, Option("--memory-gib", help="Most memory for gradients.")] = 4.0,
+    max_length: Annotated[int | None, Option("--max-length", min=8, help="Longest sequence in tokens.")] = None,
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of projection, halves and shuffles.")] = 0,
+) -> None:
+    """Find the training pairs, sources and annotators that taught a model something.
+
+    Without a target, the mean margin of the validation pairs is explained. The folder of results holds blame.json,
+    influence.parquet and a page. The same command continues after a stop.
+    """
+    from rm_optimizer.records.run_folder import RunFolder
+    from rm_optimizer.schema import LossConfig
+
+    run = RunFolder.of(checkpoint)
+    if run is None and (not data or (all_checkpoints or validate)):
+        option = "--all-checkpoints" if all_checkpoints else "--validate" if validate else None
+        needs = f"{option} needs a run folder" if option else "--data must name the training pairs"
+        raise ConfigError(f"{needs}, since {checkpoint} is in no run folder")
+    if output is None and run is None:
+        raise ConfigError(f"--output must name a folder for the results, since {checkpoint} is in no run folder")
+    if 0 < validate < 4:
+        raise ConfigError(f"--validate must be 0 or at least 4, got {validate}")
+    if of not in ("margin", "loss", "eigenvector"):
+        raise ConfigError(f"--of must be margin, loss or eigenvector, got {of}")
+    targets = {"--pair": pair, "--subset": subset, "--edit": edit, f"--of {of}": None if of == "margin" else of}
+    named = [name for name, value in targets.items() if value is not None]
+    if len(named) > 1 and (of != "loss" or edit is not None or len(named) > 2):
+        raise ConfigError(f"give one target at a time, got {' and '.join(named)}")
+    if of == "eigenvector" and validate:
+        raise ConfigError("--validate needs a target of pairs, which --of eigenvector is not; leave one out")
+    if memory_gib <= 0:
+        raise ConfigError(f"--memory-gib must be positive, got {memory_gib:g}")
+    saved = SavedModel(checkpoint, max_length)
+
+    from rm_optimizer.core.tokens.splits import load_training_data
+    from rm_optimizer.data_efficiency.influence import blame as measure
+    from rm_optimizer.experiments.training_trials import config_of
+    from rm_optimizer.records.ledger import progress
+    from rm_optimizer.records.recall import recorded_sources
+    from rm_optimizer.reporting.blame import print_blame, write_blame
+
+    config: TrainConfig | None = None
+    if run is not None:
+        options = {**run.options, "data": {**run.options["data"], **({} if data else recorded_sources(run))}}
+        config = config_of(options)
+    trained = load_training_data(config.data) if config is not None and not data else None
+    if trained is not None and run is not None:
+        _require_same(trained, run)
+    read = trained.train if trained is not None else pair_options.load(data or [])
+    aside = pair_options.load(val) if val else trained.val if trained is not None else None
+    explained = pair_options.load(pair) if pair is not None else aside
+    target = _target(() if explained is None else explained.pairs, pair, subset, edit, of)
+    if output is not None:
+        folder = made_folder(output)
+    else:
+        assert run is not None, "refused above"
+        folder = run.path / "blame"
+        folder.mkdir(exist_ok=True)
+    loss = LossConfig() if config is None else config.loss
+    files = [checkpoint]
+    if all_checkpoints and run is not None:
+        files = [str(path) for path in run.checkpoints.values()]
+        if not files:
+            raise ConfigError(f"--all-checkpoints needs checkpoints, and {run.path} holds none; leave it out")
+
+    model = replace(saved, checkpoint=files[0]).load()
+    train = read.accepted_by(model.renderer).pairs
+    held_out = () if aside is None else aside.accepted_by(model.renderer).pairs
+    with filling(folder), progress("gradients", "pairs") as show:
+        halves: Sequence[Half] = ()
+        if validate and config is not None:
+            halves = _halves(config, train, held_out, target, validate, folder, seed)
+        found = measure(
+            chain([model], (replace(saved, checkpoint=file).load() for file in files[1:])),
+            train,
+            target,
+            held_out=held_out,
+            loss=loss,
+            params=params,
+            columns=by or ("source", "subset", "annotator"),
+            damping=damping,
+            memory_gib=memory_gib,
+            halves=halves,
+            folder=folder,
+            seed=seed,
+            on_progress=show,
+        )
+    page = write_blame(found, folder)
+    for left in folder.glob("gradients-*.npy"):
+        left.unlink()
+    print_blame(found)
+    print(f"results: {page}")
+
+
+def _require_same(data: TrainVal, run: RunFolder) -> None:
+    """Require the pairs that the run was trained on, and print notes on them.
+
+    Raises:
+        DataError: if their fingerprint is another one.
+    """
+    is_streamed = run.options["data"].get("streaming", "off") != "off"  # its fingerprint is taken of the files
+    if run.identity is not None and not is_streamed and run.identity.train_fingerprint != data.train.fingerprint:
+        raise DataError(
+            f"the pairs that the run in {run.path} was trained on have changed; bring them back, or give --data"
+        )
+    for note in (*data.train.notes, *data.val.notes):
+        print(note)
+
+
+def _target(
+    pairs: Sequence[PreferencePair],
+    file: str | None,
+    subset: str | None,
+    edit: str | None,
+    of: Any,
+) -> BlameTarget:
+    """The number to explain.
+
+    Raises:
+        ConfigError: if the edit is unknown.
+        DataError: if there are no pairs for it.
+    """
+    from rm_optimizer.core.pairs.pair import PreferencePair
+    from rm_optimizer.data_efficiency.influence import BlameTarget
+    from rm_optimizer.rl_coupling.readiness.features import EDITS, with_repeated_sentence
+
+    if of == "eigenvector":
+        return BlameTarget("the curvature's first eigenvector", (), of)
+    if not pairs:
+        raise DataError("there are no pairs to explain; name some with --data-val or --pair")
+    if file is not None:
+        return BlameTarget(f"{of} of the pairs in {file}", pairs, of)
+    if subset is not None:
+        named = [each for each in pairs if subset in (each.metadata.get("subset"), each.metadata.get("source"))]
+        if not named:
+            known = sorted({str(each.metadata.get("subset", each.metadata.get("source"))) for each in pairs})
+            raise DataError(f"--subset {subset}: no validation pair is of it; there are {', '.join(known[:8])}")
+        return BlameTarget(f"mean {of} of {len(named):,} pairs of {subset}", named, of)
+    if edit is not None:
+        edits = {"length": with_repeated_sentence, **EDITS}
+        if edit not in edits:
+            raise ConfigError(f"--edit must be one of {', '.join(edits)}, got {edit}")
+        texts = {(each.prompt_id, each.chosen): each for each in pairs if isinstance(each.chosen, str)}
+        edited = [
+            PreferencePair(each.prompt, changed, each.chosen)
+            for each in texts.values()
+            if (changed := edits[edit](each.chosen)) != each.chosen
+        ]
+        if not edited:
+            raise DataError(f"--edit {edit} changes no chosen response of the validation pairs")
+        return BlameTarget(f"reward for the edit '{edit}', over {len(edited):,} responses", edited)
+    return BlameTarget(f"mean {of} of {len(pairs):,} validation pairs", pairs, of)
+
+
+def _halves(
+    config: TrainConfig,
+    train: Sequence[PreferencePair],
+    held_out: Sequence[PreferencePair],
+    target: BlameTarget,
+    count: int,
+    folder: Path,
+    seed: int,
+) -> list[Half]:
+    """Models trained on random halves by the run's recipe, with their margins of the target; a log keeps them."""
+    from rm_optimizer.core.pairs.orders import random_positions
+    from rm_optimizer.core.pairs.pair import digest
+    from rm_optimizer.data_efficiency.blame import Half
+    from rm_optimizer.records.codec import from_values
+    from rm_optimizer.records.ledger import open_ledger
+    from rm_optimizer.records.run_options import options_of
+
+    identity = [options_of(config), [pair.pair_id for pair in train], [pair.pair_id for pair in target.pairs], seed]
+    with open_ledger(folder / "halves.jsonl", digest(identity), other="halves of another run, target or seed") as log:
+        done = [from_values(Half, value) for value in log.values()]
+        for number in range(len(done), count):
+            print(f"half {number + 1} of {count}", flush=True)
+            rows = random_positions(len(train), len(train) // 2, [seed, 11, number]).tolist()
+            margins = _retrained(config, [train[row] for row in rows], held_out, target, folder / "half")
+            half = Half(rows, margins)
+            log.append(half)
+            done.append(half)
+    return done[:count]
+
+
+def _retrained(
+    config: TrainConfig,
+    train: Sequence[PreferencePair],
+    held_out: Sequence[PreferencePair],
+    target: BlameTarget,
+    folder: Path,
+) -> list[float]:
+    """Margins of the target's pairs by a model that is trained on these pairs."""
+    import shutil
+
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+    from rm_optimizer.training.run import train_reward_model
+
+    shutil.rmtree(folder, ignore_errors=True)
+    quiet = replace(config.logger, wandb=False)
+    own = replace(config, output_dir=str(folder), logger=quiet, data=replace(config.data, train=None, val=None))
+    result = train_reward_model(own, data_path=train, val=held_out or None)
+    model = BradleyTerryRM.from_pretrained(str(result))
+    prompts, responses = zip(*((pair.prompt, (pair.chosen, pair.rejected)) for pair in target.pairs), strict=True)
+    rewards = [group.tolist() for group in model.score_groups(prompts, responses)]
+    shutil.rmtree(folder)
+    return [first - second for first, second in rewards]

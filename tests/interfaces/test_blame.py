@@ -1,0 +1,118 @@
+"""`rm-opt blame`: its files and sentences, a run's own pairs, validation by retraining, and the suspects' column."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+from typer.testing import CliRunner
+
+from rm_optimizer.core.pairs.synthetic import PreferenceWorld
+from rm_optimizer.data_efficiency.blame import Blame
+from rm_optimizer.interfaces.cli import app
+from rm_optimizer.reporting.folder_page import write_page
+from rm_optimizer.training.run import train_reward_model
+from tests.builders import narrow_reward_model
+
+WORLD = PreferenceWorld(0).pairs(40, 12)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("model") / "best"
+    narrow_reward_model(text for pair in WORLD.train for text in (pair.chosen, pair.rejected)).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, pairs in (("train.jsonl", WORLD.train), ("val.jsonl", WORLD.val)):
+        rows = [pair.to_dict() | {"annotator": f"a{i % 3}", "metadata": {}} for i, pair in enumerate(pairs)]
+        Path(name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def rm_opt(*arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments))
+    assert result.exit_code == 0, result.stderr + repr(result.exception)
+    return result.stdout
+
+
+@pytest.mark.usefixtures("files")
+def test_a_saved_model_is_explained_by_the_pairs_that_are_named(checkpoint: str):
+    printed = rm_opt(
+        *("blame", checkpoint, "-d", "train.jsonl", "--data-val", "val.jsonl", "--edit", "length", "--output", "found")
+    )
+    assert "reward for the edit 'length', over 12 responses" in printed
+    assert "annotator a1" in printed
+    assert "not validated" in printed
+    names = {path.name for path in Path("found").iterdir()}
+    assert names == {"blame.json", "influence.parquet", "index.html", "blame_groups.csv", "blame_groups.png"} | {
+        "blame_groups.svg",
+        "blame_helpful.csv",
+        "blame_harmful.csv",
+    }
+    found = Blame.from_json(Path("found/blame.json").read_text())
+    table = pq.read_table("found/influence.parquet").to_pylist()
+    assert len(table) == 40
+    assert table[found.helpful[0].row - 1]["influence"] == pytest.approx(found.helpful[0].influence)
+    assert WORLD.train[found.helpful[0].row - 1].chosen == found.helpful[0].chosen
+    rm_opt("data", "clean", "train.jsonl", "--out", "kept.jsonl", "--influence", "found/influence.parquet")
+    for line in Path("kept.jsonl.suspects.jsonl").read_text().splitlines():
+        assert json.loads(line)["influence"] in [row["influence"] for row in table]
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "--data must name the training pairs"),
+        (("--data", "train.jsonl"), "--output must name a folder"),
+        (("--data", "train.jsonl", "--output", "o", "--all-checkpoints"), "--all-checkpoints needs a run folder"),
+        (("--data", "train.jsonl", "--output", "o", "--validate", "8"), "--validate needs a run folder"),
+        (("--data", "train.jsonl", "--output", "o"), "--data-val or --pair"),
+        (("--data", "train.jsonl", "--output", "o", "--of", "margins"), "--of must be margin, loss or eigenvector"),
+        (("--data", "train.jsonl", "--output", "o", "--edit", "list", "--pair", "val.jsonl"), "one target at a time"),
+        (("--data", "train.jsonl", "--output", "o", "--edit", "bald", "--data-val", "val.jsonl"), "--edit must be one"),
+        (("--data", "train.jsonl", "--output", "o", "--subset", "x", "--data-val", "val.jsonl"), "no validation pair"),
+        (("--data", "train.jsonl", "--output", "o", "--pair", "val.jsonl", "--damping", "0"), "must be positive"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_leaves_nothing(checkpoint: str, arguments: tuple[str, ...], sentence: str):
+    result = CliRunner().invoke(app, ["blame", checkpoint, *arguments])
+    assert result.exit_code != 0
+    assert sentence in result.stderr
+    assert not Path("o").exists()
+
+
+@pytest.mark.usefixtures("files")
+def test_influences_of_other_pairs_are_refused(checkpoint: str):
+    rm_opt("blame", checkpoint, "-d", "val.jsonl", "--pair", "val.jsonl", "--of", "loss", "--output", "found")
+    for file, sentence in (("found/influence.parquet", "has 12 pairs"), ("train.jsonl", "must be influence.parquet")):
+        arguments = ["data", "clean", "train.jsonl", "--out", f"{Path(file).stem}.out", "--influence", file]
+        result = CliRunner().invoke(app, arguments)
+        assert sentence in result.stderr
+        assert not Path(f"{Path(file).stem}.out").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("files")
+def test_a_run_brings_its_pairs_and_is_validated_by_retraining_halves():
+    options = {"training.max_steps": 6, "training.checkpoint_every": 3, "training.keep_checkpoints": 2}
+    run = train_reward_model("tiny", "adamw", "train.jsonl", val="val.jsonl", output_dir="run", options=options)
+    assert Path(run.run_dir).name == "run"
+    printed = rm_opt("blame", "run", "--all-checkpoints", "--validate", "4")
+    assert "by 2 checkpoints" in printed
+    assert "linear datamodeling score over 4 retrained halves" in printed
+    first = Blame.from_json(Path("run/blame/blame.json").read_text())
+    again = rm_opt("blame", "run", "--all-checkpoints", "--validate", "5")
+    assert "half 5 of 5" in again
+    assert "half 4 of 5" not in again  # earlier halves are kept
+    assert first.num_checkpoints == 2
+    assert not Path("run/blame/half").exists()
+    page = write_page(Path("run")).read_text()
+    assert "Pairs that raised it" in page
+    eigenvector = rm_opt("blame", "run", "--of", "eigenvector", "--params", "head")
+    assert "first eigenvector" in eigenvector
