@@ -69,6 +69,7 @@ class PairOptions:
         """
         from rm_optimizer.core.rows.readers import require_files, source_files
 
+        options = self.reading()
         sources = [source_options(each) for each in ([source] if isinstance(source, str) else source)]
         paths = [str(each["path"]) for each in sources]
         for name in paths:
@@ -80,7 +81,7 @@ class PairOptions:
         from rm_optimizer.core.tokens.dataset import load_pairs
 
         with Spelling.flags.used():
-            data = load_pairs([{"label": self.label, **each} for each in sources], self.reading())
+            data = load_pairs([{"label": self.label, **each} for each in sources], options)
         for note in (*data.notes, *(layout_examples(data) if shows_layouts else ())):
             _log.warning(note)
         return data

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,7 +170,11 @@ def count_run(config: TrainConfig, model: BradleyTerryRM, batches: PreferenceDat
     state = 0
     for row in describe_groups(optimizer):
         entry = OPTIMIZERS[row.algorithm if row.algorithm in OPTIMIZERS else config.optimizer.name]
-        state += int(row.num_parameters * entry.state_bytes_per_param)
+        known = entry.state_bytes_per_param
+        if math.isnan(known):
+            log.warning("the state of optimizer=%s is not known, and counts as AdamW's", config.optimizer.name)
+            known = OPTIMIZERS["adamw"].state_bytes_per_param
+        state += int(row.num_parameters * known)
     sampled = min(SAMPLED_STEPS, steps)
     places = [number * steps // sampled for number in range(sampled)]
     packed = batches.macro_batches()

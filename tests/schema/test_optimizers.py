@@ -15,7 +15,7 @@ from rm_optimizer.schema.compose import compose, typed
 from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, OptimizerConfig, ScheduleConfig, ScheduleName
 
-NEUTRAL = {"name", "head_lr_factor", "layer_lr_decay", "nesterov", "scaling", "adaptive"}
+NEUTRAL = {"name", "head_lr_factor", "layer_lr_decay", "nesterov", "paged", "scaling", "adaptive"}
 
 
 def optimizer_with(*overrides):
