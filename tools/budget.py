@@ -17,7 +17,7 @@ ROOMS: Mapping[str, int] = {
     "core": 9271,
     "serving": 4528,
     "landscape": 3763,
-    "training": 3065,
+    "training": 3074,
     "rl_coupling": 2515,
     "reporting": 2677,
     "interfaces": 2398,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 349,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 64,
-    "import lines": 6029,
+    "import lines": 6032,
     "import lines inside functions": 379,
-    "lines of code": 37800,
+    "lines of code": 37809,
     "private functions with one caller": 415,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

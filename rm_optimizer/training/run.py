@@ -31,7 +31,10 @@ from rm_optimizer.records.recall import written
 from rm_optimizer.records.run_folder import DIVERGED_FILE, require_usable
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.compose import model_overrides
+from rm_optimizer.schema.config import CalibrationConfig, HessianConfig
+from rm_optimizer.schema.data import Streaming
 from rm_optimizer.schema.diagnose import counterpart
+from rm_optimizer.schema.publish import PublishConfig
 from rm_optimizer.training.callbacks.evaluation_plan import PairMetric
 from rm_optimizer.training.callbacks.memory_profile import CPU_MEMORY, GPU_MEMORY, PROFILE_FILE
 from rm_optimizer.training.callbacks.run_callback import require_callbacks
@@ -230,6 +233,23 @@ def run_training(
             return result
 
 
+def quiet(config: TrainConfig, *, in_memory: bool = False) -> TrainConfig:
+    """The options of a run without those that need callbacks, servers, loggers or suites.
+
+    Args:
+        config: the options, which stay as they are.
+        in_memory: true for a run whose pairs are passed to it, so that options of their files are left out too.
+    """
+    training = replace(
+        config.training, calibration=CalibrationConfig(), hessian=HessianConfig(), suites=None, suites_every=None
+    )
+    data = config.data
+    if in_memory:
+        data = replace(data, train=None, val=None, max_pairs=None, streaming=Streaming.off)
+    logger = replace(config.logger, tensorboard=False, wandb=False)
+    return replace(config, training=training, data=data, publish=PublishConfig(), logger=logger)
+
+
 def measured(config: TrainConfig, steps: int) -> str:
     """Run three steps in a temporary folder, and tell the time of a run and the memory in one sentence.
 
@@ -237,9 +257,9 @@ def measured(config: TrainConfig, steps: int) -> str:
         config: the composed options, changed in place.
         steps: optimizer steps of the run.
     """
+    config = quiet(config)
     config.training.max_steps, config.training.eval_at_start, config.profile_memory = 3, False, True
-    config.training.suites, config.schedule.warmup_steps, config.schedule.warmup_ratio = None, None, 0.0
-    config.logger = replace(config.logger, tensorboard=False, wandb=False)
+    config.schedule.warmup_steps, config.schedule.warmup_ratio = None, 0.0
     with tempfile.TemporaryDirectory() as folder:
         config.output_dir = folder
         run_training(config)

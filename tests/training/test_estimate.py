@@ -14,10 +14,11 @@ import torch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.training.callbacks.run_callback import require_callbacks
 from rm_optimizer.training.data.run_data import data_module, load_data
 from rm_optimizer.training.estimate import estimate_run, kept_bytes
 from rm_optimizer.training.preparation import trainable_model
-from rm_optimizer.training.run import measured, run_training
+from rm_optimizer.training.run import measured, quiet, run_training
 from tests.builders import tiny_model, tiny_tokenizer
 
 LARGER = (
@@ -88,6 +89,19 @@ def test_a_model_whose_pass_reads_values_is_estimated_without_it(small_overrides
     found = estimate_run(typed(compose([*others, *own]), TrainConfig))
     assert found.memory == found.weights + found.gradients + found.optimizer
     assert "without the backward pass of" in found.sentences()[0]
+
+
+def test_a_quiet_run_needs_no_callback_server_or_file(small_config, tmp_path):
+    loud = ("training.calibration.enabled=true", "training.hessian.every=2", "publish.url=http://127.0.0.1:1")
+    config = small_config(
+        tmp_path, *loud, "training.suites=rewardbench", "data.max_pairs=20", "logger.tensorboard=true"
+    )
+    require_callbacks(quiet(config), [])
+    assert quiet(config).training.suites is None
+    assert not quiet(config).logger.tensorboard
+    assert (quiet(config).data.max_pairs, quiet(config, in_memory=True).data.max_pairs) == (20, None)
+    with pytest.raises(ConfigError, match=r"training\.calibration\.enabled needs a callback"):
+        require_callbacks(config, [])
 
 
 @pytest.mark.slow
