@@ -29,13 +29,13 @@ import numpy as np
 from scipy.stats import spearmanr
 
 from rm_optimizer import BradleyTerryRM
-from rm_optimizer.core.pairs.orders import PairOrder, epoch_order
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.synthetic import PreferenceWorld
 from rm_optimizer.data_efficiency.blame import Half, datamodeling_score
 from rm_optimizer.data_efficiency.influence import BlameTarget, blame, word_influence
 from rm_optimizer.records.codec import from_values, json_values
 from rm_optimizer.records.ledger import open_ledger
+from rm_optimizer.records.orders import PairOrder, epoch_order
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.rl_coupling.readiness.features import with_repeated_sentence
 from rm_optimizer.training.run import train_reward_model

@@ -19,7 +19,6 @@ from labels import PairPool, SyntheticPool, add_pool_arguments, chosen_pools, po
 from scipy.stats import mannwhitneyu
 
 from rm_optimizer.core.metrics.intervals import student_mean
-from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.data_efficiency.margin_analysis import (
     fit_linear_reward,
     held_out_chances,
@@ -30,6 +29,7 @@ from rm_optimizer.data_efficiency.margin_analysis import (
 from rm_optimizer.errors import ConfigError, DataError, RMOptimizerError
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
+from rm_optimizer.records.orders import random_positions
 from rm_optimizer.reporting.tables import cell_text, new_table, output_console
 
 POOLS = tuple(

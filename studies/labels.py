@@ -27,7 +27,6 @@ from scipy.special import expit, log_expit
 from rm_optimizer import BradleyTerryRM, PreferenceDataset, PreferencePair
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
-from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.overlap import conversation_groups
 from rm_optimizer.data_efficiency.feature_rules import RULES, acquisition_function
 from rm_optimizer.data_efficiency.margin_analysis import fit_linear_reward, fixed_differences, turned
@@ -36,6 +35,7 @@ from rm_optimizer.data_efficiency.scaling import fit_power_laws
 from rm_optimizer.errors import ConfigError, DataError, RMOptimizerError
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
+from rm_optimizer.records.orders import random_positions
 from rm_optimizer.reporting.tables import new_table, output_console
 
 NUM_FEATURES, NUM_POOL, NUM_TEST, NUM_PROTOTYPES = 24, 3000, 2000, 100

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 from rm_optimizer.lazy import export_lazily
 
 if TYPE_CHECKING:
-    from rm_optimizer.core.pairs.orders import PairOrder as PairOrder
     from rm_optimizer.core.pairs.synthetic import PreferenceWorld as PreferenceWorld
     from rm_optimizer.core.rows.bad_rows import SkippedRow as SkippedRow
     from rm_optimizer.core.streaming.dataset import RayPreferenceDataset as RayPreferenceDataset
@@ -18,5 +17,6 @@ if TYPE_CHECKING:
     from rm_optimizer.core.tokens.splits import TrainVal as TrainVal
     from rm_optimizer.core.tokens.splits import load_training_data as load_training_data
     from rm_optimizer.core.tokens.splits import require_disjoint_prompts as require_disjoint_prompts
+    from rm_optimizer.records.orders import PairOrder as PairOrder
 
 export_lazily(globals())

@@ -16,11 +16,11 @@ from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PairCollator
 from rm_optimizer.core.tokens.cache import PairTokens, tokenize_pairs
 from rm_optimizer.errors import DataError
+from rm_optimizer.records.orders import random_positions
 from rm_optimizer.schema import LossConfig
 
 Prompts: TypeAlias = Mapping[int, int]

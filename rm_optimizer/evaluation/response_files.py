@@ -8,7 +8,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rm_optimizer.core.rows.columns import row_prompt
+from rm_optimizer.core.rows.columns import in_context
 from rm_optimizer.core.rows.messages import (
     Prompt,
     is_empty,
@@ -17,6 +17,7 @@ from rm_optimizer.core.rows.messages import (
     require_characters,
     require_response,
 )
+from rm_optimizer.core.rows.prompts import read_prompt
 from rm_optimizer.core.rows.readers import Report, Row, each, read_rows, row_unit
 from rm_optimizer.errors import DataError
 
@@ -123,7 +124,7 @@ def _prompt(row: Row) -> Prompt:
         raise ValueError(f"prompt must be non-empty text or a list of {{role, content}}, got {_shown(row['prompt'])}")
     if isinstance(row["prompt"], str):
         require_characters("prompt", row["prompt"])
-    return row_prompt(row)
+    return in_context(row, read_prompt(row["prompt"]), {})
 
 
 def _is_response(value: object) -> bool:

@@ -19,8 +19,9 @@ from transformers import AutoTokenizer
 from rm_optimizer.core.importing.importing import import_reward_model
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message
-from rm_optimizer.core.rows.columns import row_prompt
+from rm_optimizer.core.rows.columns import in_context
 from rm_optimizer.core.rows.messages import read_response
+from rm_optimizer.core.rows.prompts import read_prompt
 from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.tokenizer import added_tokens
@@ -160,7 +161,8 @@ def read_conversations(path: Path) -> Iterator[tuple[Conversation, float | None]
         rewards = row.get(REWARD, [None] * len(listed))
         rewards = rewards if isinstance(rewards, list) else [rewards]
         try:
-            talks = [conversation(row_prompt(row), read_response("response", text)) for text in listed]
+            prompt = in_context(row, read_prompt(row.get("prompt")), {})
+            talks = [conversation(prompt, read_response("response", text)) for text in listed]
             yield from zip(talks, rewards, strict=True)
         except (KeyError, ValueError) as error:
             where = f"{path}, {row_unit(path)} {number}"

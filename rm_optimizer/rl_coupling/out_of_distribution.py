@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike
 from scipy.linalg import cho_factor, cho_solve
 
 from rm_optimizer.core.metrics.estimate import finite_array
-from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import JsonRecord
+from rm_optimizer.records.orders import random_positions
 from rm_optimizer.schema.checks import require
 
 

@@ -17,7 +17,6 @@ from rm_optimizer.core.classifier.building import compile_backbone
 from rm_optimizer.core.classifier.head import head_side_modules, keep_exact, require_trainable_head
 from rm_optimizer.core.classifier.router_loss import RouterBalance
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
@@ -29,6 +28,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.optim.param_groups import partition
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.files import write_text
+from rm_optimizer.records.orders import PairOrder
 from rm_optimizer.schema import ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.config import FREEZE_BACKBONE

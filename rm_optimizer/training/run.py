@@ -21,12 +21,12 @@ from omegaconf import DictConfig
 from pytorch_lightning.callbacks import Callback
 
 from rm_optimizer.core.model.losses import MarginLoss, PairLoss, loss_named, register_loss
-from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.tokens.dataset import names_files
 from rm_optimizer.core.tokens.splits import TrainVal
 from rm_optimizer.errors import ConfigError, Interrupted, TrainingDiverged, did_you_mean
 from rm_optimizer.optim import check_compatible
 from rm_optimizer.records.files import write_text
+from rm_optimizer.records.orders import PairOrder
 from rm_optimizer.records.recall import written
 from rm_optimizer.records.run_folder import DIVERGED_FILE, require_usable
 from rm_optimizer.schema import TrainConfig, compose, typed

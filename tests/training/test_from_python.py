@@ -16,10 +16,10 @@ from rich.console import Console
 
 from rm_optimizer.core.data_loader import PreferenceDataset, TrainVal
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.records.orders import PairOrder
 from rm_optimizer.records.recall import recalled
 from rm_optimizer.records.run_folder import RunFolder, read_rows
 from rm_optimizer.reporting.run_report import print_run

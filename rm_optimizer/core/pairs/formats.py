@@ -29,7 +29,7 @@ from rm_optimizer.core.rows.messages import (
     require_text,
     response_of,
 )
-from rm_optimizer.core.rows.prompts import LAST_TURN, as_messages, begins_with_turn, parse_transcript, read_prompt
+from rm_optimizer.core.rows.prompts import LAST_TURN, TURN, as_messages, parse_transcript, read_prompt
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.schema.compose import described
 from rm_optimizer.schema.data import KwiseRule
@@ -110,7 +110,7 @@ def _kinds(row: Row, name: str) -> set[str]:
     """The words that a description of formats has for a cell."""
     value = row.get(name)
     if isinstance(value, str):
-        return {"present", "text"} | ({"transcript"} if begins_with_turn(value) else set())
+        return {"present", "text"} | ({"transcript"} if TURN.match(value) else set())
     if isinstance(value, list):
         are_responses = any(isinstance(item, list) for item in value)
         return {"present", "list", "texts" if are_texts(value) else "responses" if are_responses else "messages"}
@@ -214,7 +214,7 @@ def _candidates(row: Row, named: Sequence[tuple[str, Any]]) -> tuple[Prompt, lis
     if any(has_messages(value) for _, value in named):
         return _parted([_conversation(name, value, prompt) for name, value in named], named)
     texts = [require_text(name, value) for name, value in named]
-    begun = [begins_with_turn(text) and ("prompt" not in row or LAST_TURN in text) for text in texts]
+    begun = [TURN.match(text) is not None and ("prompt" not in row or LAST_TURN in text) for text in texts]
     if not (all(begun) if "prompt" in row else any(begun)):
         return prompt or read_prompt(given), texts
     # Texts that begin a turn inside an answer would pass for turns, so transcripts part at their end alone.

@@ -10,12 +10,12 @@ from typing import Any
 
 from rm_optimizer.core.pairs.column_hints import contrary_notes
 from rm_optimizer.core.pairs.layouts import LAYOUTS, Layout
-from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.source_format import SourceFormat
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import PairRow, RowTally, SkippedRow
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.records.orders import random_positions
 from rm_optimizer.schema.data import DataConfig, OverLong, Spelling
 
 

@@ -6,11 +6,10 @@ are filled-in templates, and a world's `gold` scores any response to one of its 
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from itertools import chain
 
 import numpy as np
 
@@ -32,6 +31,7 @@ SENTENCE_COUNTS = tuple((SENTENCES[kind], tuple(shares)) for kind, shares in _WO
 """Probabilities that a response has 0, 1, 2 sentences of each kind, beside its facts."""
 
 BRIEF_WORDS, MOST_WORDS = 20, 60
+_FACTS = re.compile(rf"\b(?:{'|'.join(sorted(map(re.escape, chain(*TOPICS.values())), key=len, reverse=True))})\b")
 PAIRS_PER_PROMPT = 2
 
 
@@ -94,7 +94,7 @@ class Gold:
         Raises:
             ValueError: if the prompt names none of the worlds' topics.
         """
-        named = set(_fact_pattern().findall(response.lower()))
+        named = set(_FACTS.findall(response.lower()))
         on_topic = len(named & set(TOPICS[_topic(prompt)]))
         reward = self.fact_value * (1.0 - self.fact_decay**on_topic) - self.off_topic_cost * (len(named) - on_topic)
         constraint = next((name for name, text in CONSTRAINTS.items() if text and text in prompt), "none")
@@ -208,12 +208,6 @@ def _topic(prompt: str) -> str:
         if topic in prompt:
             return topic
     raise ValueError(f"the prompt must name one of the synthetic world's topics, got {prompt!r}")
-
-
-@cache
-def _fact_pattern() -> re.Pattern[str]:
-    facts = sorted(itertools.chain.from_iterable(TOPICS.values()), key=len, reverse=True)
-    return re.compile(rf"\b(?:{'|'.join(re.escape(fact) for fact in facts)})\b")
 
 
 def _count(sentences: Sequence[str], response: str) -> int:

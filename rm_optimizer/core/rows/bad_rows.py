@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -149,23 +149,3 @@ class PairRow(NamedTuple):
 
     tally: RowTally
     number: int
-
-
-def refuse_rows(rows: Sequence[PairRow], reasons: Iterable[tuple[int, str]]) -> list[SkippedRow]:
-    """Treat rows as bad by the positions of their pairs and the reasons, and return each once.
-
-    Args:
-        rows: row of each pair.
-        reasons: position and reason of each bad pair.
-
-    Raises:
-        DataError: if bad rows stop the reading of their source, or too many of its rows are bad.
-    """
-    first: dict[PairRow, str] = {}
-    for position, reason in reasons:
-        first.setdefault(rows[position], reason)
-    refused = {row: row.tally.refuse(row.number, reason) for row, reason in first.items()}
-    for tally in dict.fromkeys(row.tally for row in refused):
-        tally.require_few_bad([row.number for row in rows if row.tally is tally])
-        tally.require_few_bad()
-    return list(refused.values())

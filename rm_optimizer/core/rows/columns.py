@@ -23,7 +23,7 @@ from rm_optimizer.core.rows.messages import (
     parsed,
     require_text,
 )
-from rm_optimizer.core.rows.prompts import as_messages, read_prompt, split_context, with_context
+from rm_optimizer.core.rows.prompts import as_messages, split_context, with_context
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import Spelling
@@ -39,15 +39,6 @@ TOOLS = cache(re.compile(r"(?:^|[_ .-])(?:tools?|functions?)(?:$|[_ .-])", re.IG
 """Search for the name of a column that holds descriptions of tools, if its cells are lists of objects."""
 OPTIONAL_COLUMNS = ("margin", "label", "weight")
 """Columns of numbers that a pair of any format may have."""
-
-
-def row_prompt(row: Row) -> Prompt:
-    """The prompt of a row with its columns of context.
-
-    Raises:
-        ValueError: if the prompt is none, or a column beside it would be lost.
-    """
-    return in_context(row, read_prompt(row.get("prompt")), {})
 
 
 def in_context(row: Row, prompt: Prompt, columns: Mapping[str, str | None]) -> Prompt:

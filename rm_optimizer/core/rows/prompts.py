@@ -26,7 +26,8 @@ from rm_optimizer.core.rows.messages import (
     without_nulls,
 )
 
-_TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
+TURN = re.compile(r"(?:\A\s*|\n\n(?!System))(Human|Assistant|System):")
+"""The beginning of a turn of an HH-style transcript."""
 LAST_TURN = "\n\nAssistant:"
 """Text before the response in an HH-style transcript."""
 _SPEAKERS = {"Human": "user", "Assistant": "assistant", "System": "system"}
@@ -95,7 +96,7 @@ def parse_transcript(text: str) -> tuple[Message, ...]:
         >>> [message.role for message in parse_transcript("\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye")]
         ['user', 'assistant', 'user']
     """
-    before, *turns = _TURN.split(text)
+    before, *turns = TURN.split(text)
     if before or not turns:
         raise ValueError("a transcript must begin with 'Human:'")
     messages: list[Message] = []
@@ -105,11 +106,6 @@ def parse_transcript(text: str) -> tuple[Message, ...]:
             message = Message(message.role, f"{messages.pop().content}\n\n{message.content}")
         messages.append(message)
     return tuple(messages)
-
-
-def begins_with_turn(text: str) -> bool:
-    """True if the text begins like an HH-style transcript."""
-    return _TURN.match(text) is not None
 
 
 def read_prompt(value: object) -> Prompt:
@@ -122,7 +118,7 @@ def read_prompt(value: object) -> Prompt:
         return read_messages("prompt", value)
     if not isinstance(value, str):
         raise ValueError(f"prompt must be text or a list of messages, got {shown_kind(value)}")
-    start, body = _TURN.match(value), value.rstrip()
+    start, body = TURN.match(value), value.rstrip()
     if start is not None and start[1] != "Assistant" and body.endswith(LAST_TURN):
         messages = parse_transcript(body.removesuffix(LAST_TURN))
         if any(message.role == "user" for message in messages):

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from rm_optimizer.core.pairs.orders import epoch_order
 from rm_optimizer.core.rows.bad_rows import SkippedRow, require_few_bad
 from rm_optimizer.core.streaming.blocks import Block, BlockTokens, PairArrays
 from rm_optimizer.core.streaming.workers import TokenizerPool
 from rm_optimizer.core.tokens.batching import BatchShape, MacroBatch, pair_collator
 from rm_optimizer.core.tokens.cache import TruncationReport, cut_counts
 from rm_optimizer.errors import DataError
+from rm_optimizer.records.orders import epoch_order
 
 LISTED_ROWS = 10_000
 """Skipped rows that are kept to be listed; further ones are only counted."""

@@ -15,18 +15,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.formats import READ_COLUMNS
-from rm_optimizer.core.pairs.orders import random_positions
 from rm_optimizer.core.pairs.overlap import conversation_groups
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, prompt_id
 from rm_optimizer.core.pairs.source_pairs import SourcePairs, read_pairs
 from rm_optimizer.core.pairs.sources import SOURCE_OPTIONS, parse_sources
-from rm_optimizer.core.rows.bad_rows import SkippedRow, refuse_rows
+from rm_optimizer.core.rows.bad_rows import PairRow, SkippedRow
 from rm_optimizer.core.rows.messages import response_json
 from rm_optimizer.core.rows.natural import table_rows
 from rm_optimizer.core.tokens.cache import encoded_chunks, over_long_rows
 from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
 from rm_optimizer.core.tokens.tokenizer import with_texts
 from rm_optimizer.errors import DataError
+from rm_optimizer.records.orders import random_positions
 from rm_optimizer.schema.data import DataConfig, OverLong, ReadOptions, Spelling, read_config
 
 if TYPE_CHECKING:
@@ -213,7 +213,7 @@ class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
                     break
         if not reasons:
             return self.fitting(renderer)
-        dropped = refuse_rows(self.rows, reasons.items())
+        dropped = _refused(self.rows, reasons.items())
         if len(reasons) == len(self.pairs):
             raise DataError(f"none of {len(reasons)} pairs can be rendered; the first: {dropped[0]}")
         return self._without(reasons, dropped).fitting(renderer)
@@ -334,3 +334,23 @@ def load_pairs(source: object, config: DataConfig) -> PreferenceDataset:
         TypeError: if it is neither a source nor pairs.
     """
     return PreferenceDataset(_read(source, config), over_long=config.over_long)
+
+
+def _refused(rows: Sequence[PairRow], reasons: Iterable[tuple[int, str]]) -> list[SkippedRow]:
+    """Treat rows as bad by the positions of their pairs and the reasons, and return each once.
+
+    Args:
+        rows: row of each pair.
+        reasons: position and reason of each bad pair.
+
+    Raises:
+        DataError: if bad rows stop the reading of their source, or too many of its rows are bad.
+    """
+    first: dict[PairRow, str] = {}
+    for position, reason in reasons:
+        first.setdefault(rows[position], reason)
+    refused = {row: row.tally.refuse(row.number, reason) for row, reason in first.items()}
+    for tally in dict.fromkeys(row.tally for row in refused):
+        tally.require_few_bad([row.number for row in rows if row.tally is tally])
+        tally.require_few_bad()
+    return list(refused.values())

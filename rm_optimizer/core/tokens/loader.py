@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from rm_optimizer.core.pairs.orders import PairOrder, epoch_order
 from rm_optimizer.core.tokens.batching import BatchShape, MacroBatch, PairCollator, pair_collator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer, renderer_of
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import DataError, DataStalled
+from rm_optimizer.records.orders import PairOrder, epoch_order
 
 _log = logging.getLogger("rm_optimizer")
 

@@ -218,11 +218,11 @@ def _halves(
     seed: int,
 ) -> list[Half]:
     """Models trained on random halves by the run's recipe, with their margins of the target; a log keeps them."""
-    from rm_optimizer.core.pairs.orders import random_positions
     from rm_optimizer.core.pairs.pair import digest
     from rm_optimizer.data_efficiency.blame import Half
     from rm_optimizer.records.codec import from_values
     from rm_optimizer.records.ledger import open_ledger
+    from rm_optimizer.records.orders import random_positions
     from rm_optimizer.records.run_options import options_of
 
     identity = [options_of(config), [pair.pair_id for pair in train], [pair.pair_id for pair in target.pairs], seed]

@@ -124,10 +124,10 @@ def _pool(
     """Pairs to choose from followed by labeled ones, and a mask of the labeled ones."""
     import numpy as np
 
-    from rm_optimizer.core.pairs.orders import random_positions
     from rm_optimizer.core.rows.readers import read_rows
     from rm_optimizer.core.tokens.dataset import PreferenceDataset
     from rm_optimizer.data_efficiency.questions import asked_once
+    from rm_optimizer.records.orders import random_positions
 
     of_pool = source
     if Path(pool).is_file() and not source.columns:  # its sides are the two responses if it names no better one

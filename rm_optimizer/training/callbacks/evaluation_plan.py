@@ -11,11 +11,11 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rm_optimizer.core.pairs.orders import epoch_order
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.optim import OPTIMIZERS
 from rm_optimizer.records.accelerator import accelerators
+from rm_optimizer.records.orders import epoch_order
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.monitors import Mode, monitored_group

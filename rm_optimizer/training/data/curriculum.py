@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from rm_optimizer.core.metrics.estimate import finite_array
-from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.orders import PairOrder
 
 STAGES = ((0.3, (0.5, 0.4, 0.1)), (0.7, (0.2, 0.6, 0.2)), (math.inf, (0.1, 0.5, 0.4)))
 """Shares of easy, medium and hard pairs while the progress, in [0, 1), is below the first number."""

@@ -13,7 +13,6 @@ import numpy as np
 import pytorch_lightning as pl
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.overlap import pair_fingerprints
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.storage.model_files import TrainedPairs
@@ -25,6 +24,7 @@ from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader, Step
 from rm_optimizer.core.tokens.splits import TrainVal
 from rm_optimizer.errors import ConversationRefused, DataError
 from rm_optimizer.evaluation.pair_rewards import PairRewards, score_pairs, shares_prefixes
+from rm_optimizer.records.orders import PairOrder
 from rm_optimizer.schema import TrainConfig
 
 log = logging.getLogger("rm_optimizer")

@@ -13,7 +13,6 @@ import numpy as np
 from jaxtyping import Float
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.rows.readers import read_rows
@@ -24,6 +23,7 @@ from rm_optimizer.core.tokens.batching import MacroBatch
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, distinct_prompts, load_pairs
 from rm_optimizer.core.tokens.splits import TrainVal, load_training_data, require_disjoint_prompts, split_off
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.records.orders import PairOrder
 from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.schema.data import OWN_MARGINS, OverLong, Streaming
 from rm_optimizer.training.data.curriculum import BINS, CurriculumSampler

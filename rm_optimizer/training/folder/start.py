@@ -17,7 +17,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from rm_optimizer.core.pairs.orders import PairOrder
 from rm_optimizer.core.storage.loading import read_checkpoint
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE
 from rm_optimizer.core.tokens.splits import TrainVal
@@ -25,6 +24,7 @@ from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import BEST_FOLDER
+from rm_optimizer.records.orders import PairOrder
 from rm_optimizer.records.run_folder import (
     DIVERGED_FILE,
     DOCTOR_FILE,

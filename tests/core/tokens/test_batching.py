@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from rm_optimizer.core.classifier.attention import tree_mask
-from rm_optimizer.core.pairs.orders import PairOrder, epoch_order
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens import plan as packing
 from rm_optimizer.core.tokens.batching import (
@@ -35,6 +34,7 @@ from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader, create_dataloader
 from rm_optimizer.core.tokens.plan import length_batches, micro_batches, pad_sequences, rank_share
 from rm_optimizer.errors import DataError, DataStalled
+from rm_optimizer.records.orders import PairOrder, epoch_order
 from tests.builders import byte_tokenizer
 
 PAD = 0
