@@ -190,7 +190,7 @@ def planted(folder: Path, seed: int, num_pairs: int = 1000) -> dict[str, Any]:
         "auroc": float(np.mean([groups[str(who)].total.value > other for other in others])),
         "p_value": groups[str(who)].p_value,
         "has_other": any(group.p_value < 0.05 for name, group in groups.items() if name != str(who)),
-        "is_leak_first": margin.helpful[0].row == place + 1,
+        "is_leak_first": margin.raised[0].row == place + 1,
     }
 
 

@@ -92,8 +92,8 @@ class Blame(JsonRecord, indent=1, rows="groups"):
     Args:
         target: name of the target.
         of: `margin`, `loss` or `eigenvector`.
-        value: the target by the model: the mean margin, the mean loss, or the first eigenvalue of `H` over the weight
-            of the pairs.
+        value: the target by the model, the mean over checkpoints: the mean margin, the mean loss, or the first
+            eigenvalue of `H` over the weight of the pairs.
         num_pairs: training pairs.
         num_left_out: of these, pairs that are equal after truncation, whose influence is 0.
         num_checkpoints: checkpoints whose influences were averaged.
@@ -106,9 +106,10 @@ class Blame(JsonRecord, indent=1, rows="groups"):
             products); None if no model was retrained.
         agreement: rank correlation of the influences with what the words alone say.
         groups: each group of each column, the largest sums first.
-        helpful: pairs that raised the target most.
-        harmful: pairs that lowered it most.
-        influence: influence of each training pair.
+        raised: pairs whose presence raises the target most.
+        lowered: pairs whose presence lowers it most.
+        pair_ids: identity of each training pair.
+        influence: influence of each.
         words: what the words alone say of each.
     """
 
@@ -125,8 +126,9 @@ class Blame(JsonRecord, indent=1, rows="groups"):
     words_score: Estimate | None
     agreement: float
     groups: tuple[GroupBlame, ...]
-    helpful: tuple[PairBlame, ...]
-    harmful: tuple[PairBlame, ...]
+    raised: tuple[PairBlame, ...]
+    lowered: tuple[PairBlame, ...]
+    pair_ids: tuple[str, ...] = field(metadata=NOT_STORED, default=())
     influence: Float[np.ndarray, " pairs"] = field(metadata=NOT_STORED, default_factory=lambda: np.zeros(0))
     words: Float[np.ndarray, " pairs"] = field(metadata=NOT_STORED, default_factory=lambda: np.zeros(0))
 

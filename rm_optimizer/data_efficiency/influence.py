@@ -13,6 +13,7 @@ second factor takes the pair's own curvature out of `H`, so that this is one New
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from scipy.optimize import brentq
+from scipy.sparse import csr_matrix
 from torch import Tensor
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -46,8 +48,11 @@ from rm_optimizer.landscape.operators.parameters import TRAINABLE
 from rm_optimizer.landscape.operators.single_pairs import identity_of
 from rm_optimizer.landscape.operators.support import support_of
 from rm_optimizer.landscape.operators.vectors import gram_matrix, pairwise_inner
+from rm_optimizer.records.files import replacing
 from rm_optimizer.schema import LossConfig
 
+COLUMNS = ("source", "subset", "annotator")
+"""Columns that group pairs if none are named."""
 FALLBACK = 1e-2
 """Damping without held-out pairs, as a share of the largest eigenvalue of `H`."""
 _SHARES = (1e-6, 1e2)
@@ -56,7 +61,7 @@ _SHARES = (1e-6, 1e2)
 
 @dataclass(frozen=True)
 class BlameTarget:
-    """The mean over pairs of the margin, or of the loss with its sign turned, so that more is better.
+    """The mean over pairs of the margin or of the loss, or a direction of the weights.
 
     Args:
         name: its name, for a reader.
@@ -82,7 +87,7 @@ def blame(
     held_out: Sequence[PreferencePair] = (),
     loss: LossConfig | None = None,
     params: str | Sequence[str] = TRAINABLE,
-    columns: Sequence[str] = ("source", "subset", "annotator"),
+    columns: Sequence[str] | None = None,
     damping: float | None = None,
     memory_gib: float = 4.0,
     halves: Sequence[Half] = (),
@@ -105,7 +110,8 @@ def blame(
         held_out: pairs that the model was not trained on, for the choice of the damping.
         loss: loss of the training; None is the plain Bradley-Terry loss.
         params: parameters that were trained; see `select_parameters`.
-        columns: columns of the pairs' metadata that group them; `prompt` groups by prompt.
+        columns: columns of the pairs' metadata that group them; `prompt` groups by prompt. None takes those of
+            `COLUMNS` that have more than one group.
         damping: share of the largest eigenvalue of `H`; None takes the rule.
         memory_gib: most memory for gradients.
         halves: models that were trained on parts of the pairs, for the validation.
@@ -123,27 +129,25 @@ def blame(
     if not isinstance(target, BlameTarget):
         pairs = [target] if isinstance(target, PreferencePair) else list(target)
         target = BlameTarget(f"margin of {len(pairs):,} pairs" if len(pairs) > 1 else "margin of a pair", pairs)
+    if halves and target.of == "eigenvector":
+        raise ConfigError("halves need a target of pairs, which an eigenvector is not")
     if len(train) < 2:
         raise DataError(f"blame needs at least 2 training pairs, got {len(train)}")
+    by_column = _columns(train, columns)
     given = [models] if isinstance(models, BradleyTerryRM) else models
     found = [
         _of_model(
             model, train, target, held_out, loss or LossConfig(), params=params, damping=damping, folder=folder,
             memory=memory_gib * 2**30, token_budget=token_budget, seed=seed, on_progress=on_progress,
+            is_combined=not halves or target.of == "eigenvector",
         )
         for model in given
     ]  # fmt: skip
     if not found:
         raise ConfigError("blame needs at least one model, got none")
-    by_model = [one.of_pairs @ one.weights for one in found]
-    words = word_influence(train, target.pairs) if target.pairs else np.zeros((len(train), 1))
-    influence, by_words = np.mean(by_model, axis=0), words @ found[-1].weights
+    by_model = [one.influence for one in found]
+    influence, by_words = np.mean(by_model, axis=0), word_influence(train, target.pairs, found[-1].weights)[:, 0]
     prompts = [pair.prompt_id for pair in train]
-    by_column = {
-        name: [pair.prompt_id if name == "prompt" else str(pair.metadata.get(name, "(none)")) for pair in train]
-        for name in columns
-    }
-    by_column = {name: values for name, values in by_column.items() if len(set(values)) > 1}
     groups = [
         group
         for name, values in by_column.items()
@@ -153,29 +157,51 @@ def blame(
     def listed(places: np.ndarray) -> tuple[PairBlame, ...]:
         return tuple(_described(place, train[place], influence, by_words, by_column) for place in places.tolist())
 
-    validated = None
+    validated = of_words = None
     if halves:
         validated = datamodeling_score(np.mean([one.of_pairs for one in found], axis=0), halves, seed=seed)
+        of_words = datamodeling_score(word_influence(train, target.pairs), halves, seed=seed)
     order = np.argsort(-influence, kind="stable")
     return Blame(
         target=target.name,
         of=target.of,
-        value=found[-1].value,
+        value=float(np.mean([one.value for one in found])),
         num_pairs=len(train),
         num_left_out=found[-1].num_left_out,
         num_checkpoints=len(found),
         damping=tuple(one.damping for one in found),
-        rule=found[-1].rule,
+        rule=found[-1].rule + (", at the last checkpoint" if len(found) > 1 else ""),
         projection_error=max(one.projection_error for one in found),
         validated=validated,
-        words_score=datamodeling_score(words, halves, seed=seed) if halves else None,
+        words_score=of_words,
         agreement=rank_correlation(influence, by_words),
         groups=tuple(sorted(groups, key=lambda group: -abs(group.total.value))),
-        helpful=listed(order[:MOST_LISTED][influence[order[:MOST_LISTED]] > 0]),
-        harmful=listed(order[::-1][:MOST_LISTED][influence[order[::-1][:MOST_LISTED]] < 0]),
+        raised=listed(order[:MOST_LISTED][influence[order[:MOST_LISTED]] > 0]),
+        lowered=listed(order[::-1][:MOST_LISTED][influence[order[::-1][:MOST_LISTED]] < 0]),
+        pair_ids=tuple(pair.pair_id for pair in train),
         influence=influence,
         words=by_words,
     )
+
+
+def _columns(train: Sequence[PreferencePair], named: Sequence[str] | None) -> dict[str, list[str]]:
+    """The group of each pair in each column.
+
+    Raises:
+        ConfigError: if a named column has fewer than two groups.
+    """
+    found = {
+        name: [pair.prompt_id if name == "prompt" else str(pair.metadata.get(name, "(none)")) for pair in train]
+        for name in (COLUMNS if named is None else named)
+    }
+    for name, values in found.items() if named is not None else ():
+        if len(set(values)) < 2:
+            known = sorted({key for pair in train for key in pair.metadata})
+            raise ConfigError(
+                f"the column '{name}' groups no training pairs, it is '{values[0]}' in all; their columns are "
+                f"{', '.join(known) or 'none'}"
+            )
+    return {name: values for name, values in found.items() if len(set(values)) > 1}
 
 
 def _described(
@@ -192,7 +218,8 @@ class _ModelBlame:
     """Influences by one model.
 
     Args:
-        of_pairs: influence of each training pair on the margin of each pair of the target.
+        influence: influence of each training pair on the target.
+        of_pairs: the same on the margin of each pair of the target; no columns if no model was retrained.
         weights: weights of these margins in the target.
         value: the target.
         damping: as a share of the largest eigenvalue.
@@ -201,7 +228,8 @@ class _ModelBlame:
         projection_error: see `Blame`.
     """
 
-    of_pairs: Float[np.ndarray, "pairs targets"]
+    influence: Float[np.ndarray, " pairs"]
+    of_pairs: Float[np.ndarray, "pairs columns"]
     weights: Float[np.ndarray, " targets"]
     value: float
     damping: float
@@ -224,6 +252,7 @@ def _of_model(
     token_budget: int,
     seed: int,
     on_progress: Callable[[int, int], None],
+    is_combined: bool,
 ) -> _ModelBlame:
     sample = draw_pairs(model, [*train, *target.pairs], None, 0, token_budget=token_budget)
     with measuring(model, sample.batches, loss, params=params, twice=False) as objective:
@@ -235,11 +264,17 @@ def _of_model(
         derivatives = _Derivatives.of(objective)
         dimension, size = support_of(objective, num_spare=0).dimension, derivatives.size
         num_rows = len(places) * size
-        width = max(1, min(dimension, int(memory / 4 / num_rows)))
+        width = min(dimension, int(memory / 4 / num_rows))
+        if width < num_rows or 32 * num_rows**2 > memory:  # solved in the columns, in float64
+            width = min(width, int(memory / 32 / num_rows))
+        if not width:
+            raise ConfigError(f"memory_gib must be larger for {num_rows:,} gradients, got {memory / 2**30:.3g}")
         gradients = _gradients(objective, (num_rows, width), folder, seed, on_progress)
-    rows = torch.from_numpy(np.asarray(gradients)).view(len(places), size, width)
+        rows = objective.checked(torch.from_numpy(np.asarray(gradients))).view(len(places), size, width)
     own, aim = derivatives.of_rows(is_train), derivatives.of_rows(~is_train)
     system = _System(rows[is_train].reshape(-1, width), own.curvature)
+    if system.largest <= 0:
+        raise DataError("the loss of the training pairs has no curvature at these weights, so influences are undefined")
     rule = "given"
     if damping is None and held_out:
         aside = draw_pairs(model, held_out, None, 0, token_budget=token_budget)
@@ -253,18 +288,28 @@ def _of_model(
     else:
         aims = rows[~is_train][:, 0] - rows[~is_train][:, 1] if size == 2 else rows[~is_train][:, 0]
         share = aim.weight / aim.weight.sum()
-        weights = share if target.of == "margin" else -aim.margin_slope / aim.weight.sum()
+        weights = share if target.of == "margin" else aim.margin_slope / aim.weight.sum()
         value = float(share @ (aim.margin if target.of == "margin" else aim.loss))
+    if is_combined and target.pairs:
+        aims, combined = torch.from_numpy(weights).to(aims)[None] @ aims, np.ones(1)
+    else:
+        combined = weights
     change = system.influence(aims, own, damping * system.largest)
+    if not np.isfinite(change).all():
+        raise DataError("an influence is not finite: the model's weights are broken, or overflow; give another model")
     if target.of == "eigenvector":  # the sign of an eigenvector means nothing
         change *= np.sign(change.sum()) or 1.0
-    num_targets = max(1, len(target.pairs))
-    columns = places[~is_train] - len(train) if target.pairs else np.zeros(1, dtype=np.int64)
-    of_pairs, of_targets = np.zeros((len(train), num_targets)), np.zeros(num_targets)
-    of_pairs[np.ix_(places[is_train], columns)] = change
-    of_targets[columns] = weights
+    rows_of, columns = places[is_train], places[~is_train] - len(train)
+    influence, by_target = np.zeros(len(train)), np.zeros(len(target.pairs))
+    influence[rows_of] = change @ combined
+    of_pairs = np.zeros((len(train), 0 if is_combined else len(target.pairs)))
+    if not is_combined:
+        of_pairs[np.ix_(rows_of, columns)] = change
+    if target.pairs:
+        by_target[columns] = weights
     error = math.sqrt(2 / width) if width < dimension else 0.0
-    return _ModelBlame(of_pairs, of_targets, float(value), damping, rule, len(train) - int(is_train.sum()), error)
+    num_left_out = len(train) - len(rows_of)
+    return _ModelBlame(influence, of_pairs, by_target, float(value), damping, rule, num_left_out, error)
 
 
 @dataclass(frozen=True)
@@ -446,7 +491,8 @@ def _by_gap(system: _System, own: _Derivatives, wanted: float) -> tuple[float, s
             found = float(brentq(lambda at: loss(at) - wanted, lower, upper, xtol=1e-3))
             break
     else:
-        found = low
+        told = f"the smallest, since no damping moves the training pairs' loss {have:.4f} to the held-out {wanted:.4f}"
+        return _SHARES[0], told
     told = f"the training pairs' loss {have:.4f} becomes the held-out pairs' {wanted:.4f} when each is left out"
     return math.exp(found), told
 
@@ -463,22 +509,36 @@ def _gradients(
         rows = np.full(shape, np.nan, np.float32)
     else:
         path = folder / f"gradients-{digest([identity_of(objective), shape, seed])}.npy"
-        is_new = not path.exists()
-        rows = np.lib.format.open_memmap(path, "w+" if is_new else "r+", np.float32, shape)
-        if is_new:
-            rows[:] = np.nan
+        if not path.exists():
+            with replacing(path) as new:
+                empty = np.lib.format.open_memmap(new, "w+", np.float32, shape)
+                with new.open("r+b") as file:  # a full disk is an error here, and kills the process below
+                    os.posix_fallocate(file.fileno(), 0, new.stat().st_size)
+                empty[:] = np.nan
+                empty.flush()
+        rows = np.lib.format.open_memmap(path, "r+")
     return reward_gradients(objective, rows, seed=seed, on_progress=on_progress)
 
 
 def word_influence(
-    train: Sequence[PreferencePair], targets: Sequence[PreferencePair]
-) -> Float[np.ndarray, "pairs targets"]:
+    train: Sequence[PreferencePair],
+    targets: Sequence[PreferencePair],
+    weights: Float[np.ndarray, " targets"] | None = None,
+) -> Float[np.ndarray, "pairs columns"]:
     """Inner products of tf-idf vectors of words, of the chosen response less the rejected one's, times the weight.
 
     It is what the words of a training pair say of a target's margin without a model: the baseline of an influence.
+
+    Args:
+        train: training pairs.
+        targets: pairs of the target.
+        weights: weights of their margins, for one column; None gives a column for each.
     """
+    if not targets:
+        return np.zeros((len(train), 1))
     texts = [str(text) for pair in (*train, *targets) for text in (pair.chosen, pair.rejected)]
     vectors = word_vectors(texts, fewest=1)
     differences = vectors[0::2] - vectors[1::2]
     weight = np.array([pair.weight * (2 * pair.label - 1) for pair in train])
-    return np.asarray((differences[: len(train)] @ differences[len(train) :].T).toarray() * weight[:, None])
+    aims = differences[len(train) :] if weights is None else csr_matrix(weights[None]) @ differences[len(train) :]
+    return np.asarray((differences[: len(train)] @ aims.T).toarray() * weight[:, None])

@@ -48,7 +48,7 @@ def filling(folder: Path) -> Iterator[None]:
         with suppress(OSError):
             folder.rmdir()
         if isinstance(error, KeyboardInterrupt):
-            raise Interrupted("stopped; the same command goes on from the responses scored so far") from None
+            raise Interrupted("stopped; the same command goes on from what is done") from None
         raise
 
 

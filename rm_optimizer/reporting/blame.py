@@ -49,15 +49,17 @@ def blame_tables(found: Blame) -> dict[str, TextTable]:
     )
     return {
         "groups": TextTable.of("Groups of training pairs [95 % interval over prompts]", groups),
-        "helpful": pairs("Pairs that raised it most", found.helpful),
-        "harmful": pairs("Pairs that lowered it most", found.harmful),
+        "raised": pairs("Pairs that raised it most", found.raised),
+        "lowered": pairs("Pairs that lowered it most", found.lowered),
     }
 
 
 def notes_on_blame(found: Blame) -> tuple[str, ...]:
     """Sentences on how far to believe a result."""
     notes = []
-    if found.validated is None:
+    if found.validated is None and found.of == "eigenvector":
+        notes.append("not validated")
+    elif found.validated is None:
         notes.append("not validated: --validate N retrains N halves and measures how well influences predict them")
     else:
         notes.append(
@@ -77,7 +79,7 @@ def notes_on_blame(found: Blame) -> tuple[str, ...]:
 def print_blame(found: Blame, console: Console | None = None) -> None:
     """Print the groups, the first pairs of both ends, and notes."""
     tables = blame_tables(found)
-    for name in ("helpful", "harmful"):
+    for name in ("raised", "lowered"):
         table = tables[name]
         tables[name] = TextTable(table.title, table.head, table.rows[:_MOST_PRINTED])
     name = "the model" if found.num_checkpoints == 1 else f"{found.num_checkpoints} checkpoints"
@@ -107,8 +109,8 @@ def blame_parts(found: Blame) -> list[Part]:
     drawing = [Drawing("blame_groups", plot_blame(found), "Sum of the influences of each group")] * bool(found.groups)
     return [
         Part("Groups", (*drawing, Listing("blame_groups", tables["groups"]), notes_on_blame(found))),
-        Part("Pairs that raised it", (Listing("blame_helpful", tables["helpful"]), *_texts(found.helpful))),
-        Part("Pairs that lowered it", (Listing("blame_harmful", tables["harmful"]), *_texts(found.harmful))),
+        Part("Pairs that raised it", (Listing("blame_raised", tables["raised"]), *_texts(found.raised))),
+        Part("Pairs that lowered it", (Listing("blame_lowered", tables["lowered"]), *_texts(found.lowered))),
     ]
 
 
@@ -157,6 +159,7 @@ def write_blame(found: Blame, folder: Path) -> Path:
     """
     write_text(folder / BLAME_FILE, found.to_json() + "\n")
     numbers = zip(found.influence.tolist(), found.words.tolist(), strict=True)
-    rows = [{"row": row, "influence": one, "words": two} for row, (one, two) in enumerate(numbers, start=1)]
+    each = enumerate(zip(found.pair_ids, numbers, strict=True), start=1)
+    rows = [{"row": row, "pair_id": pair, "influence": one, "words": two} for row, (pair, (one, two)) in each]
     write_rows(folder / PAIRS_FILE, rows)
     return blame_document(found).write(folder)

@@ -11,6 +11,7 @@ import torch
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.data_efficiency import influence
 from rm_optimizer.data_efficiency.blame import GroupBlame, Half, datamodeling_score, groups_of_column
 from rm_optimizer.data_efficiency.influence import BlameTarget, blame, word_influence
 from rm_optimizer.data_efficiency.margin_analysis import fit_linear_reward
@@ -122,7 +123,7 @@ def test_the_influence_predicts_retraining_a_convex_head_without_a_pair():
     ]
     change = whole - np.array(without)
     np.testing.assert_allclose(found.influence, change, rtol=0.02, atol=2e-3 * np.abs(change).max())
-    assert {each.row for each in found.helpful[:3]} == {1 + int(place) for place in np.argsort(-change)[:3]}
+    assert {each.row for each in found.raised[:3]} == {1 + int(place) for place in np.argsort(-change)[:3]}
 
 
 def test_the_rule_finds_the_damping_with_which_a_convex_head_was_trained():
@@ -221,7 +222,7 @@ def test_the_result_can_be_stored_and_read():
     model, given = tiny_reward_model("llama"), list(pairs(12))
     found = blame(model, given[:10], BlameTarget("held-out loss", given[10:], "loss"), columns=["prompt"])
     again = type(found).from_json(found.to_json())
-    assert (again.groups, again.helpful, again.value) == (found.groups, found.helpful, found.value)
+    assert (again.groups, again.raised, again.value) == (found.groups, found.raised, found.value)
     assert list(found.to_pandas().column)[:1] == ["prompt"]
     assert found.rule.startswith("the default")
 
@@ -258,3 +259,38 @@ def test_the_first_eigenvector_is_a_target(count: int):
         for slope, row, block in zip(slopes, differences, blocks, strict=True)
     ])  # fmt: skip
     np.testing.assert_allclose(found.influence, expected * np.sign(expected.sum()), rtol=5e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("of", ["margin", "loss"])
+def test_a_copy_of_the_target_in_training_raises_its_margin_and_lowers_its_loss(of: str):
+    model, given = reward_model("llama"), [replace(pair, label=1.0, margin=None) for pair in pairs(24)]
+    found = blame(model, given, BlameTarget("copy", given[5:6], of), damping=0.1)
+    assert (found.raised if of == "margin" else found.lowered)[0].row == 6
+
+
+def test_a_gradient_file_that_a_stopped_call_left_incomplete_is_not_read(tmp_path: Path):
+    """A file gets its name once all of its rows are marked as missing."""
+    model, given = tiny_reward_model("llama"), list(pairs(12))
+    first = blame(model, given[:10], given[10:], damping=0.1, folder=tmp_path)
+    (stored,) = tmp_path.iterdir()
+    stored.rename(tmp_path / f".{stored.name}.99.tmp")
+    again = blame(model, given[:10], given[10:], damping=0.1, folder=tmp_path)
+    np.testing.assert_array_equal(first.influence, again.influence)
+
+
+def test_a_column_that_groups_nothing_is_refused_and_unreachable_losses_are_told(monkeypatch: pytest.MonkeyPatch):
+    model, given = tiny_reward_model("llama"), [replace(pair, metadata={"a": 1}) for pair in pairs(12)]
+    with pytest.raises(ConfigError, match=r"'b' groups no training pairs, .* their columns are a"):
+        blame(model, given[:10], given[10:], columns=["b"])
+    monkeypatch.setattr(influence, "_SHARES", (10.0, 100.0))
+    wrong = [replace(pair, chosen=pair.rejected, rejected=pair.chosen) for pair in given]
+    found = blame(model, given[:10], given[10:], held_out=wrong[:10], loss=LossConfig(beta=30.0))
+    assert found.rule.startswith("the smallest, since no damping")
+
+
+def test_few_bytes_solve_the_system_in_few_columns():
+    model, given = tiny_reward_model("llama"), list(pairs(60))
+    found = blame(model, given[:50], given[50:], damping=0.1, memory_gib=32 * 60 * 40 / 2**30)
+    assert found.projection_error == pytest.approx((2 / 40) ** 0.5)
+    with pytest.raises(ConfigError, match="memory_gib must be larger"):
+        blame(model, given[:50], given[50:], memory_gib=1e-9)

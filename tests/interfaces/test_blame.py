@@ -51,14 +51,14 @@ def test_a_saved_model_is_explained_by_the_pairs_that_are_named(checkpoint: str)
     names = {path.name for path in Path("found").iterdir()}
     assert names == {"blame.json", "influence.parquet", "index.html", "blame_groups.csv", "blame_groups.png"} | {
         "blame_groups.svg",
-        "blame_helpful.csv",
-        "blame_harmful.csv",
+        "blame_raised.csv",
+        "blame_lowered.csv",
     }
     found = Blame.from_json(Path("found/blame.json").read_text())
     table = pq.read_table("found/influence.parquet").to_pylist()
     assert len(table) == 40
-    assert table[found.helpful[0].row - 1]["influence"] == pytest.approx(found.helpful[0].influence)
-    assert WORLD.train[found.helpful[0].row - 1].chosen == found.helpful[0].chosen
+    assert table[found.raised[0].row - 1]["influence"] == pytest.approx(found.raised[0].influence)
+    assert WORLD.train[found.raised[0].row - 1].chosen == found.raised[0].chosen
     rm_opt("data", "clean", "train.jsonl", "--out", "kept.jsonl", "--influence", "found/influence.parquet")
     for line in Path("kept.jsonl.suspects.jsonl").read_text().splitlines():
         assert json.loads(line)["influence"] in [row["influence"] for row in table]
@@ -77,7 +77,8 @@ def test_a_saved_model_is_explained_by_the_pairs_that_are_named(checkpoint: str)
         (("--data", "train.jsonl", "--output", "o", "--edit", "list", "--pair", "val.jsonl"), "one target at a time"),
         (("--data", "train.jsonl", "--output", "o", "--edit", "bald", "--data-val", "val.jsonl"), "--edit must be one"),
         (("--data", "train.jsonl", "--output", "o", "--subset", "x", "--data-val", "val.jsonl"), "no validation pair"),
-        (("--data", "train.jsonl", "--output", "o", "--pair", "val.jsonl", "--damping", "0"), "must be positive"),
+        (("--data", "train.jsonl", "--output", "o", "--pair", "val.jsonl", "--damping", "0"), "--damping must be"),
+        (("--data", "train.jsonl", "--output", "o", "--pair", "val.jsonl", "--by", "anotator"), "'anotator' groups no"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_leaves_nothing(checkpoint: str, arguments: tuple[str, ...], sentence: str):
@@ -90,7 +91,10 @@ def test_a_mistake_is_one_sentence_and_leaves_nothing(checkpoint: str, arguments
 @pytest.mark.usefixtures("files")
 def test_influences_of_other_pairs_are_refused(checkpoint: str):
     rm_opt("blame", checkpoint, "-d", "val.jsonl", "--pair", "val.jsonl", "--of", "loss", "--output", "found")
-    for file, sentence in (("found/influence.parquet", "has 12 pairs"), ("train.jsonl", "must be influence.parquet")):
+    for file, sentence in (
+        ("found/influence.parquet", "is of other pairs"),
+        ("train.jsonl", "must be influence.parquet"),
+    ):
         arguments = ["data", "clean", "train.jsonl", "--out", f"{Path(file).stem}.out", "--influence", file]
         result = CliRunner().invoke(app, arguments)
         assert sentence in result.stderr
@@ -110,6 +114,9 @@ def test_a_run_brings_its_pairs_and_is_validated_by_retraining_halves():
     again = rm_opt("blame", "run", "--all-checkpoints", "--validate", "5")
     assert "half 5 of 5" in again
     assert "half 4 of 5" not in again  # earlier halves are kept
+    other = rm_opt("blame", "run", "--edit", "length", "--validate", "4")  # another target has halves of its own
+    assert "half 1 of 4" in other
+    assert len([*Path("run/blame").glob("halves-*.jsonl")]) == 2
     assert first.num_checkpoints == 2
     assert not Path("run/blame/half").exists()
     page = write_page(Path("run")).read_text()

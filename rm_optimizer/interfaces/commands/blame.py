@@ -8,9 +8,10 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from typer import Argument, Option
+from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
 from rm_optimizer.interfaces.outputs import filling, made_folder
 
@@ -24,11 +25,12 @@ if TYPE_CHECKING:
 
 
 def blame(
+    context: Context,
     checkpoint: Annotated[str, Argument(help="Run folder, or any saved model with --data.")],
     pair_options: PairOptions,
     data: Annotated[list[str] | None, Option("--data", "-d", help="Training pairs; default: those of the run.")] = None,
     val: Annotated[
-        list[str] | None, Option("--data-val", help="Pairs not trained on; default: the run's validation pairs.")
+        list[str] | None, Option("--data-val", help="Pairs not trained on; default without --data: those of the run.")
     ] = None,
     pair: Annotated[str | None, Option("--pair", help="Explain the margins of the pairs in this file.")] = None,
     subset: Annotated[
@@ -82,6 +84,12 @@ def blame(
     named = [name for name, value in targets.items() if value is not None]
     if len(named) > 1 and (of != "loss" or edit is not None or len(named) > 2):
         raise ConfigError(f"give one target at a time, got {' and '.join(named)}")
+    if validate and data and not val:
+        raise ConfigError("--validate needs --data-val beside --data, since the halves are chosen by these pairs")
+    if damping is not None and not damping > 0:
+        raise ConfigError(f"--damping must be positive, got {damping:g}")
+    if not (data or val or pair):
+        refuse_unread(context, "without --data, --data-val or --pair", *PairOptions.__dataclass_fields__)
     if of == "eigenvector" and validate:
         raise ConfigError("--validate needs a target of pairs, which --of eigenvector is not; leave one out")
     if memory_gib <= 0:
@@ -91,6 +99,7 @@ def blame(
     from rm_optimizer.core.tokens.splits import load_training_data
     from rm_optimizer.data_efficiency.influence import blame as measure
     from rm_optimizer.experiments.training_trials import config_of
+    from rm_optimizer.landscape.operators.parameters import select_parameters
     from rm_optimizer.records.ledger import progress
     from rm_optimizer.records.recall import recorded_sources
     from rm_optimizer.reporting.blame import print_blame, write_blame
@@ -120,6 +129,7 @@ def blame(
             raise ConfigError(f"--all-checkpoints needs checkpoints, and {run.path} holds none; leave it out")
 
     model = replace(saved, checkpoint=files[0]).load()
+    select_parameters(model, params)
     train = read.accepted_by(model.renderer).pairs
     held_out = () if aside is None else aside.accepted_by(model.renderer).pairs
     with filling(folder), progress("gradients", "pairs") as show:
@@ -133,7 +143,7 @@ def blame(
             held_out=held_out,
             loss=loss,
             params=params,
-            columns=by or ("source", "subset", "annotator"),
+            columns=by,
             damping=damping,
             memory_gib=memory_gib,
             halves=halves,
@@ -225,8 +235,9 @@ def _halves(
     from rm_optimizer.records.orders import random_positions
     from rm_optimizer.records.run_options import options_of
 
-    identity = [options_of(config), [pair.pair_id for pair in train], [pair.pair_id for pair in target.pairs], seed]
-    with open_ledger(folder / "halves.jsonl", digest(identity), other="halves of another run, target or seed") as log:
+    pairs = [[pair.to_dict() for pair in some] for some in (train, held_out, target.pairs)]
+    identity = digest([options_of(config), *pairs, seed])
+    with open_ledger(folder / f"halves-{identity}.jsonl", identity, other="other halves") as log:
         done = [from_values(Half, value) for value in log.values()]
         for number in range(len(done), count):
             print(f"half {number + 1} of {count}", flush=True)

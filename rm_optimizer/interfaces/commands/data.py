@@ -192,7 +192,7 @@ def data_clean(
     places = set(suspects.positions)
     rows = [{**pairs[place].to_dict(), "chance": c} for place, c in zip(suspects.positions, chances, strict=True)]
     if influence is not None:
-        moved = _influences(influence, len(pairs))
+        moved = _influences(influence, [pair.pair_id for pair in pairs])
         rows = [{**row, "influence": moved[place]} for row, place in zip(rows, suspects.positions, strict=True)]
     write_json_lines(suspects_file, rows)
     write_json_lines(out, [pair.to_dict() for place, pair in enumerate(pairs) if place not in places])
@@ -209,19 +209,20 @@ def data_clean(
     print(f"held-out accuracy of the linear models: {accuracy:.1%}; near 50% they tell nothing")
 
 
-def _influences(path: Path, num_pairs: int) -> list[float]:
+def _influences(path: Path, pair_ids: Sequence[str]) -> list[float]:
     """The influence of each pair, as `rm-opt blame` wrote it.
 
     Raises:
-        DataError: if the file holds something else, or another number of pairs.
+        DataError: if the file holds something else, or other pairs.
     """
     import pyarrow as pa
     from pyarrow import parquet
 
     try:
-        found: list[float] = parquet.read_table(path, columns=["influence"])["influence"].to_pylist()
+        found = parquet.read_table(path, columns=["pair_id", "influence"]).to_pydict()
     except (OSError, pa.ArrowInvalid) as error:
         raise DataError(f"--influence must be influence.parquet of rm-opt blame, got {path} ({error})") from error
-    if len(found) != num_pairs:
-        raise DataError(f"--influence {path} has {len(found):,} pairs, and DATA has {num_pairs:,}; blame these pairs")
-    return found
+    if found["pair_id"] != pair_ids:
+        raise DataError(f"--influence {path} is of other pairs, or of another order, than DATA; blame these pairs")
+    values: list[float] = found["influence"]
+    return values
