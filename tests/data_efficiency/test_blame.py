@@ -282,7 +282,7 @@ def test_a_column_that_groups_nothing_is_refused_and_unreachable_losses_are_told
     model, given = tiny_reward_model("llama"), [replace(pair, metadata={"a": 1}) for pair in pairs(12)]
     with pytest.raises(ConfigError, match=r"'b' groups no training pairs, .* their columns are a"):
         blame(model, given[:10], given[10:], columns=["b"])
-    monkeypatch.setattr(influence, "_SHARES", (10.0, 100.0))
+    monkeypatch.setattr(influence, "_SHARES", (1e4, 1e5))
     wrong = [replace(pair, chosen=pair.rejected, rejected=pair.chosen) for pair in given]
     found = blame(model, given[:10], given[10:], held_out=wrong[:10], loss=LossConfig(beta=30.0))
     assert found.rule.startswith("the smallest, since no damping")

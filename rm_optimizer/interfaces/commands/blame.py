@@ -260,11 +260,10 @@ def _retrained(
     import shutil
 
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
-    from rm_optimizer.training.run import train_reward_model
+    from rm_optimizer.training.run import quiet, train_reward_model
 
     shutil.rmtree(folder, ignore_errors=True)
-    quiet = replace(config.logger, wandb=False)
-    own = replace(config, output_dir=str(folder), logger=quiet, data=replace(config.data, train=None, val=None))
+    own = replace(quiet(config, in_memory=True), output_dir=str(folder))
     result = train_reward_model(own, data_path=train, val=held_out or None)
     model = BradleyTerryRM.from_pretrained(str(result))
     prompts, responses = zip(*((pair.prompt, (pair.chosen, pair.rejected)) for pair in target.pairs), strict=True)
