@@ -223,8 +223,8 @@ _SPEAKERS = ("user", "assistant")
 def with_texts(source: DataSource) -> DataSource:
     """The source with conversations in place of token ids, where its layout names the tokenizer that made them.
 
-    Columns have the names that TRL's trainers give them, with the ids of whole conversations, or of responses beside
-    those of their prompt.
+    Columns have the names that TRL's trainers give them, with the ids of whole conversations, or of responses where
+    those of their prompt have a column too. Where both sides start with the prompt's ids, they are whole.
 
     Raises:
         DataError: naming the row, if it has no token ids, or the tokenizer does not give its ids for what they spell.
@@ -242,13 +242,15 @@ def with_texts(source: DataSource) -> DataSource:
 
     def read(row: Row) -> Row:
         found = {name: cell for name, cell in row.items() if not _TOKEN_COLUMN(name)}
-        prompt = row.get("prompt_input_ids") or row.get("prompt_ids") or []
+        prompt, sides = [*(row.get("prompt_input_ids") or row.get("prompt_ids") or [])], dict[str, list[int]]()
         for side in ("chosen", "rejected"):
             names = (f"{side}_input_ids", f"{side}_ids", f"input_ids_{side}")
             if (ids := next(filter(None, map(row.get, names)), None)) is None:
                 raise ValueError(f"there are no token ids of {side}; leave layout's tokenizer out")
-            found[side] = _spelled(tokenizer, forms, [*prompt, *ids])
-        return found
+            sides[side] = [*ids]
+        if all(ids[: len(prompt)] == prompt for ids in sides.values()):
+            prompt = []  # they hold it already
+        return found | {side: _spelled(tokenizer, forms, [*prompt, *ids]) for side, ids in sides.items()}
 
     for file in (file for part in source.files() for file in part.files):
 
