@@ -41,8 +41,9 @@ def launched_processes() -> Processes | None:
     env = os.environ
     if "TORCHELASTIC_RUN_ID" in env:
         return Processes("torchrun", int(env["RANK"]), int(env["WORLD_SIZE"]))
-    if "SLURM_NTASKS" in env and "SLURM_PROCID" in env and env.get("SLURM_JOB_NAME") not in INTERACTIVE:
-        return Processes("SLURM", int(env["SLURM_PROCID"]), int(env["SLURM_NTASKS"]))
+    of_srun = {"SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"}  # a batch script has no step
+    if of_srun <= env.keys() and env.get("SLURM_JOB_NAME") not in INTERACTIVE:
+        return Processes("SLURM", int(env["SLURM_PROCID"]), int(env["SLURM_STEP_NUM_TASKS"]))
     return None
 
 
@@ -113,7 +114,7 @@ def process_overrides(processes: Processes, run_folder: str, overrides: Sequence
     elif is_named:
         raise ConfigError(f"under SLURM each process has its own time, got {is_named[-1]}; name a fixed folder")
     else:
-        folder = f"outputs/train/slurm-{os.environ['SLURM_JOB_ID']}.{os.environ.get('SLURM_STEP_ID', '0')}"
+        folder = f"outputs/train/slurm-{os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
     return [f"hydra.run.dir={in_quotes(folder)}", *own]
 
 

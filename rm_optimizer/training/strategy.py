@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from lightning_fabric.plugins.environments.lightning import LightningEnvironment
 from lightning_fabric.plugins.environments.slurm import SLURMEnvironment
 from lightning_fabric.plugins.environments.torchelastic import TorchElasticEnvironment
 from pytorch_lightning.core.optimizer import LightningOptimizer
@@ -18,6 +19,7 @@ from torch.optim import Optimizer
 from rm_optimizer.core.model.sharding import load_whole_weights, shard_like, whole
 from rm_optimizer.optim.registry import SHARDED_STRATEGY
 from rm_optimizer.schema import HardwareConfig
+from rm_optimizer.training.processes import launched_processes
 
 log = logging.getLogger("rm_optimizer")
 
@@ -94,6 +96,7 @@ def strategy_of(hardware: HardwareConfig) -> str | ShardedStrategy:
 
 
 def cluster_plugins() -> list[Any]:
-    """Plugin for SLURM without Lightning's requeueing, whose checkpoints `resume=auto` cannot read; else none."""
-    is_slurm = SLURMEnvironment.detect() and not TorchElasticEnvironment.detect()
-    return [SLURMEnvironment(auto_requeue=False)] if is_slurm else []
+    """Plugin for jobs of SLURM, without Lightning's requeueing, whose checkpoints `resume=auto` cannot read."""
+    if not SLURMEnvironment.detect() or TorchElasticEnvironment.detect():
+        return []
+    return [LightningEnvironment() if launched_processes() is None else SLURMEnvironment(auto_requeue=False)]

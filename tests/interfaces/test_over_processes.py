@@ -58,7 +58,7 @@ def test_tasks_of_slurm_and_workers_beside_torchrun_are_refused(tmp_path, monkey
             app([*words, *more])
         return capsys.readouterr().err
 
-    for name, value in {"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}.items():
+    for name, value in {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0"}.items():
         monkeypatch.setenv(name, value)
     assert "expected one process, or several of torchrun, got tasks of SLURM" in refused()
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2"}.items():

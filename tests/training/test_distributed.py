@@ -100,6 +100,6 @@ def test_tasks_of_slurm_stop_together_when_one_is_told_to(python: Path, small_ov
 
 def slurm_task(rank: int, port: int) -> dict[str, str]:
     shared = {"SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0", "SLURM_JOB_NAME": "train", "SLURM_NODELIST": "localhost"}
-    sizes = {"SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
+    sizes = {"SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NTASKS_PER_NODE": "2", "SLURM_NNODES": "1"}
     own = {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_NODEID": "0"}
     return environment(**shared, **sizes, **own, MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))

@@ -20,10 +20,12 @@ from rm_optimizer.training.processes import (
     require_devices,
     require_launched,
 )
+from rm_optimizer.training.strategy import cluster_plugins
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 TORCHRUN = {"TORCHELASTIC_RUN_ID": "none", "RANK": "1", "WORLD_SIZE": "4"}
-SLURM = {"SLURM_NTASKS": "4", "SLURM_PROCID": "3", "SLURM_JOB_ID": "7", "SLURM_STEP_ID": "2", "SLURM_JOB_NAME": "rm"}
+BATCH = {"SLURM_NTASKS": "4", "SLURM_PROCID": "0", "SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "rm"}
+SLURM = BATCH | {"SLURM_PROCID": "3", "SLURM_STEP_ID": "2", "SLURM_STEP_NUM_TASKS": "4"}
 
 
 @pytest.fixture(autouse=True)
@@ -55,6 +57,16 @@ def test_a_session_of_slurm_at_a_terminal_is_one_process(monkeypatch: pytest.Mon
     for name, value in (SLURM | {"SLURM_JOB_NAME": "interactive"}).items():
         monkeypatch.setenv(name, value)
     assert launched_processes() is None
+
+
+def test_a_batch_script_without_srun_is_one_process(monkeypatch: pytest.MonkeyPatch):
+    for name, value in BATCH.items():
+        monkeypatch.setenv(name, value)
+    assert launched_processes() is None
+    (own,) = cluster_plugins()
+    assert (own.world_size(), own.creates_processes_externally) == (1, False)  # not the job's four
+    start(monkeypatch, SLURM | {"SLURM_NTASKS_PER_NODE": "4"})
+    assert cluster_plugins()[0].world_size() == 4
 
 
 def test_another_number_of_processes_is_refused(monkeypatch: pytest.MonkeyPatch):
