@@ -16,8 +16,7 @@ import torch
 from torch import distributed
 
 from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
-from rm_optimizer.errors import DataError, DataStalled, MissingExtra, RMOptimizerError
-from rm_optimizer.records.accelerator import accelerators
+from rm_optimizer.errors import ConfigError, DataError, DataStalled, MissingExtra, RMOptimizerError
 
 Model = TypeVar("Model")
 Chunk = TypeVar("Chunk")
@@ -269,15 +268,21 @@ def map_chunks(
 
     Raises:
         MissingExtra: if Ray is not installed.
+        ConfigError: if there are more workers than Ray has GPUs, unless it has none.
         RMOptimizerError: if Ray ends.
     """
     if num_workers is None:
         yield from _over_processes(compute, model, chunks) if _leads.is_set() else (compute(model, c) for c in chunks)
         return
     ray = connected_ray()
+    num_gpus = int(ray.cluster_resources().get("GPU", 0))
+    if 0 < num_gpus < num_workers:
+        raise ConfigError(
+            f"--ray (of select: --ray-workers) must be at most {num_gpus}, the GPUs that Ray has, got {num_workers}"
+        )
     shared = [ray.put(model)]
     cores = int("RAY_ADDRESS" in os.environ)  # a cluster places workers by their cores; on one machine they share them
-    need = {"num_gpus": 1} if accelerators() else {"num_cpus": cores}
+    need = {"num_gpus": 1} if num_gpus else {"num_cpus": cores}
     actor = ray.remote(**need, max_restarts=-1, max_task_retries=-1)(_Computer)
     workers = [actor.remote() for _ in range(num_workers)]
     waiting = deque[Any]()
