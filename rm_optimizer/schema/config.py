@@ -375,6 +375,9 @@ class TrainConfig(Options):
             frozen, compiled = self.model.freeze == FREEZE_BACKBONE, self.hardware != MISSING and self.hardware.compile
             require(not frozen, "model.router_aux_loss_coef", "be null with model.freeze=backbone", "a number")
             require(not compiled, "model.router_aux_loss_coef", "be null with hardware.compile=true", "a number")
+            halves = self.hardware != MISSING and self.hardware.on_out_of_memory == OnOutOfMemory.halve
+            need = "be stop with model.router_aux_loss_coef (it balances each pass, so halves change the gradient)"
+            require(not halves, "hardware.on_out_of_memory", need, "halve")
         if MISSING not in (self.adapter, self.model) and self.model.dtype == WeightType.bfloat16:
             kept = self.adapter.kind == AdapterKind.lora or self.model.freeze == FREEZE_BACKBONE
             need = "be float32 unless adapter=lora or model.freeze=backbone keeps the backbone as it is"

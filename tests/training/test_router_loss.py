@@ -103,3 +103,8 @@ def test_a_run_adds_it_to_the_training_loss(small_config: Callable[..., TrainCon
         train_reward_model(small_config(tmp_path / "llama", "model.router_aux_loss_coef=0.01"))
     with pytest.raises(ConfigError, match=r"router_aux_loss_coef must be null with model\.freeze=backbone"):
         small_config(tmp_path / "x", "model.router_aux_loss_coef=0.01", "model.freeze=backbone")
+
+
+def test_halved_passes_which_balance_other_tokens_are_refused(small_config: Callable[..., TrainConfig], tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"on_out_of_memory must be stop with model\.router_aux_loss_coef"):
+        small_config(tmp_path / "x", "model.router_aux_loss_coef=0.01", "hardware.on_out_of_memory=halve")
