@@ -15,34 +15,46 @@ from rm_optimizer.errors import ConfigError
 
 ENDPOINTS = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 """Variables by which OpenTelemetry finds its collector."""
+PROTOCOLS = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
+"""Variables by which OpenTelemetry chooses how it sends spans."""
 _PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
-_HAS_PACKAGE = importlib.util.find_spec("opentelemetry") is not None
+_HAS_PACKAGE = all(
+    map(importlib.util.find_spec, ("opentelemetry", "opentelemetry.trace"))
+)  # parts share the first name
 
 
 def install_tracing() -> None:
     """Send spans to the collector that the environment names, unless `opentelemetry-instrument` does so already.
 
     Raises:
-        ConfigError: if the environment names one, and OpenTelemetry's exporter is not installed.
+        ConfigError: if the environment names one, and its protocol is another or OpenTelemetry's exporter is missing.
     """
     named = next((name for name in ENDPOINTS if os.environ.get(name)), None)
-    if named is None:
+    if named is None or os.environ.get("OTEL_TRACES_EXPORTER") == "none":
         return
     try:
         from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+
+        if isinstance(trace.get_tracer_provider(), TracerProvider):
+            return
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.resources import SERVICE_NAME, Resource
-        from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
         raise ConfigError(
             f"{named} is set, but {error.name} is missing; pip install {_PACKAGES}, or unset it"
         ) from error
-    if not isinstance(trace.get_tracer_provider(), TracerProvider):
-        name = os.environ.get("OTEL_SERVICE_NAME", "rm-opt")
-        provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
-        trace.set_tracer_provider(provider)
+    for option in PROTOCOLS:
+        if (protocol := os.environ.get(option)) and protocol != "http/protobuf":
+            raise ConfigError(
+                f"{option} must be http/protobuf, by which the server sends spans, got {protocol}; set it and the port "
+                f"of {named} (4318), or OTEL_TRACES_EXPORTER=none"
+            )
+    name = os.environ.get("OTEL_SERVICE_NAME", "rm-opt")
+    provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    trace.set_tracer_provider(provider)
 
 
 @contextmanager

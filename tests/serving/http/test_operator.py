@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import json
 import logging
 import re
+import runpy
 import sys
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.serving.http import tracing
 from rm_optimizer.serving.http.tracing import install_tracing
 from rm_optimizer.serving.options import ServeOptions
 from tests.serving.engines import InProcessEngine, client_of, exported, options_of, served
@@ -149,3 +152,20 @@ def test_a_collector_without_a_package_to_reach_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_ENDPOINT is set, but opentelemetry.* pip install"):
         install_tracing()
+
+
+def test_spans_can_be_turned_off_and_are_sent_by_one_protocol(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://collector:4317")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
+    pytest.importorskip("opentelemetry.sdk")
+    monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", object)
+    with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL must be http/protobuf, .* got grpc; set it"):
+        install_tracing()
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    install_tracing()
+
+
+def test_a_part_of_opentelemetry_alone_gives_no_spans(monkeypatch):
+    has_part = {"opentelemetry": True}  # as the package of its messages, which Ray brings
+    monkeypatch.setattr(importlib.util, "find_spec", has_part.get)
+    assert not runpy.run_path(tracing.__file__)["_HAS_PACKAGE"]
