@@ -101,7 +101,7 @@ def test_a_copy_that_does_not_wait_has_no_numbers_before_the_device_was_synchron
     assert copied.tolist() == target.tolist() == [1.0, 1.0, 1.0]
 
 
-def test_generators_of_the_device_draw_apart_from_the_cpu(ones):
+def test_generators_of_the_device_draw_apart_from_the_cpu(ones, caplog):
     def drawn(generator: torch.Generator | None) -> list[float]:
         return torch.rand(2, device="sim", generator=generator).tolist()
 
@@ -114,6 +114,9 @@ def test_generators_of_the_device_draw_apart_from_the_cpu(ones):
     assert drawn(None) != first
     set_random_state(state)
     assert drawn(None) == first
+    set_random_state(state | {"accelerator": state["accelerator"] * 3})
+    assert drawn(None) != first
+    assert "has 3 random generators of accelerators and this process 1, so they keep their own" in caplog.text
 
 
 def test_memory_is_counted_and_ends(ones, simulated):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -9,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+log = logging.getLogger("rm_optimizer")
 
 
 def random_state() -> dict[str, Any]:
@@ -31,8 +34,15 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, cached))  # noqa: NPY002
     torch.set_rng_state(state["torch"])
     module, states = _generators(), state["accelerator"] if "accelerator" in state else state["cuda"]
-    if module is not None and len(states) == module.device_count():  # else another machine's
+    count = 0 if module is None else module.device_count()
+    if len(states) == count > 0:
         module.set_rng_state_all(states)
+    elif states:
+        log.warning(
+            "the saved state has %d random generators of accelerators and this process %d, so they keep their own",
+            len(states),
+            count,
+        )
 
 
 def _generators() -> Any | None:
