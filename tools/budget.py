@@ -14,19 +14,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9252,
-    "serving": 4528,
+    "core": 9259,
+    "serving": 4541,
     "landscape": 3763,
-    "training": 3074,
+    "training": 3076,
     "rl_coupling": 2515,
     "reporting": 2680,
     "interfaces": 2407,
     "experiments": 1674,
     "data_efficiency": 1782,
-    "schema": 1130,
+    "schema": 1133,
     "doctor": 920,
     "explanation": 932,
-    "records": 828,
+    "records": 836,
     "optim": 752,
     "evaluation": 1138,
     "modules at the top": 483,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 349,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 64,
-    "import lines": 6038,
+    "import lines": 6040,
     "import lines inside functions": 380,
-    "lines of code": 37858,
+    "lines of code": 37891,
     "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -158,6 +158,7 @@ class WorkerOptions:
         device: `auto`, `cpu` or `cuda`.
         packed_linears: least speed-up for which oneDNN's layout is used; None never uses it.
         replica: number of the replica, which chooses its GPU where there are several.
+        replicas: number of all replicas.
         tokenizer_folder: folder for the model's tokenizer, which the server reads; empty writes none.
         engine: `transformers` or `vllm`.
         vllm_folder: folder for the model in the form that vLLM loads, written by the worker with a tokenizer folder.
@@ -170,6 +171,7 @@ class WorkerOptions:
     device: str = "auto"
     packed_linears: float | None = LEAST_GAIN
     replica: int = 0
+    replicas: int = 1
     tokenizer_folder: str = ""
     engine: str = "transformers"
     vllm_folder: str = ""

@@ -284,10 +284,10 @@ def test_a_model_that_vllm_cannot_load_ends_the_first_start_alone(worker, tmp_pa
 def test_each_replica_has_a_gpu_and_there_are_no_more_of_them(monkeypatch, visible, chosen):
     monkeypatch.setattr("os.environ", {"CUDA_VISIBLE_DEVICES": visible})
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    choose_device(WorkerOptions("model", replica=1))
+    choose_device(WorkerOptions("model", replica=1, replicas=2))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == chosen
     with pytest.raises(RMOptimizerError, match="--replicas must be at most 2 with vLLM"):
-        choose_device(WorkerOptions("model", replica=2))
+        choose_device(WorkerOptions("model", replica=0, replicas=3))  # before the first one loads anything
 
 
 @pytest.mark.slow

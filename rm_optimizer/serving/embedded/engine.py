@@ -344,7 +344,7 @@ class WorkerEngine(Engine):
         self._is_temporary = folder is None
         super().__init__(WeightHistory(self._folder / "history"))
         tokenizer, vllm = str(self._folder / "tokenizer"), str(self._folder / "vllm")
-        self.options = replace(options, tokenizer_folder=tokenizer, vllm_folder=vllm)
+        self.options = replace(options, replicas=replicas, tokenizer_folder=tokenizer, vllm_folder=vllm)
         self.limits = limits
         limits_of_restarts = [RestartLimit("the worker process")]
         if replicas > 1:

@@ -83,8 +83,10 @@ def choose_device(options: WorkerOptions) -> None:
     count = torch.cuda.device_count()  # which does not initialize CUDA
     if not count:
         return
-    if options.replica >= count:
-        raise RMOptimizerError(f"--replicas must be at most {count} with vLLM, the number of GPUs")
+    if options.replicas > count:
+        raise RMOptimizerError(
+            f"--replicas must be at most {count} with vLLM, the number of GPUs, got {options.replicas}"
+        )
     named = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))
     os.environ["CUDA_VISIBLE_DEVICES"] = named.split(",")[options.replica]
 
