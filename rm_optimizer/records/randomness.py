@@ -35,7 +35,7 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     module, states = _generators(), state["accelerator"] if "accelerator" in state else state["cuda"]
     count = 0 if module is None else module.device_count()
-    if len(states) == count > 0:
+    if module is not None and len(states) == count:
         module.set_rng_state_all(states)
     elif states:
         log.warning(
