@@ -17,7 +17,7 @@ ROOMS: Mapping[str, int] = {
     "core": 9259,
     "serving": 4541,
     "landscape": 3763,
-    "training": 3076,
+    "training": 3080,
     "rl_coupling": 2515,
     "reporting": 2680,
     "interfaces": 2407,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 64,
     "import lines": 6040,
     "import lines inside functions": 380,
-    "lines of code": 37891,
+    "lines of code": 37895,
     "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -286,7 +286,8 @@ def _backward_bytes(model: BradleyTerryRM, batch: AnyPairBatch) -> tuple[int, in
                 for each in recomputed:
                     each.gradient_checkpointing = False
                 whole = kept_bytes(model, batch)
-    except RuntimeError:
+    except Exception as error:
+        log.debug("the forward pass without data ended with %s: %s", type(error).__name__, error)
         return None, None
     finally:
         torch_log.disabled = False

@@ -219,7 +219,10 @@ def run_training(
         run = prepare(config, start, data, order, metrics)
         if is_first_rank:
             write_record(run.record, config.data if data is None else None, run_dir)
-            log.info("%s\n%s", *count_run(config, run.module.model, run.datamodule).sentences()[:2])
+            try:
+                log.info("%s\n%s", *count_run(config, run.module.model, run.datamodule).sentences()[:2])
+            except Exception as error:  # of the model's own code, on tensors without data
+                log.info("memory and disk are not estimated (%s: %s)", type(error).__name__, error)
         with StopSignal() as stop, open_loggers(config.logger, run_dir, run.record.options) as loggers:
             try:
                 result = fit(run, stop, start.checkpoint, callbacks, loggers)

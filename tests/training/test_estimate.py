@@ -91,6 +91,18 @@ def test_a_model_whose_pass_reads_values_is_estimated_without_it(small_overrides
     assert "without the backward pass of" in found.sentences()[0]
 
 
+def test_a_model_that_fails_without_data_is_trained(small_config, tmp_path, caplog, monkeypatch):
+    def fail(*_: object) -> None:
+        raise TypeError("expected an array")
+
+    with monkeypatch.context() as patched, caplog.at_level(logging.INFO, "rm_optimizer"):
+        patched.setattr("rm_optimizer.training.estimate.ModelFlops.of_model", fail)
+        run_training(small_config(tmp_path, "training.max_steps=1", "training.eval_at_start=false"))
+    assert "memory and disk are not estimated (TypeError: expected an array)" in caplog.text
+    monkeypatch.setattr("rm_optimizer.training.estimate.kept_bytes", fail)
+    assert estimate_run(small_config(tmp_path / "other")).activations is None
+
+
 def test_a_quiet_run_needs_no_callback_server_or_file(small_config, tmp_path):
     loud = ("training.calibration.enabled=true", "training.hessian.every=2", "publish.url=http://127.0.0.1:1")
     config = small_config(
