@@ -2,14 +2,30 @@
 # What only a GPU can tell, in parts: bash benchmarks/gpu.sh OUT PAIRS, with HH pairs such as hh_train.jsonl.gz.
 #
 # A part that ended well is kept in OUT and not run again; one that failed or was stopped is run again by the same
-# command. At the end OUT/results.txt holds every `name: value` line, each name after its part, and OUT/results.json the
+# command. OUT/about names the device, the commit and the digest of PAIRS; with others the folder is refused. At the end OUT/results.txt holds every `name: value` line, each name after its part, and OUT/results.json the
 # same for docs/measured.md. Without a GPU (or with CPU=1) each part runs small, in two minutes, and shows that it runs.
 set -uo pipefail
 out=${1:?the folder of the results} pairs=${2-}
 cd "$(dirname "$0")/.." && mkdir -p "$out" && out=$(cd "$out" && pwd)
 python=${PYTHON:-python}
-on_gpu=$([[ -z ${CPU-} ]] && "$python" -c 'import torch; print(torch.cuda.is_available() or "")')
+on_gpu=$([[ -z ${CPU-} ]] && "$python" -c 'import torch; print(torch.cuda.get_device_name() if torch.cuda.is_available() else "")')
 failed=()
+
+digest=none
+if [[ $pairs ]] && ! digest=$(set -o pipefail; sha256sum < "$pairs" | cut -c -64); then
+  echo "PAIRS must be a file of pairs, got $pairs" >&2
+  exit 2
+fi
+about="mode: $([[ $on_gpu ]] && echo gpu || echo cpu)
+device: ${on_gpu:-$(uname -m)}
+commit: $(git describe --always --dirty --exclude '*' 2> /dev/null || echo unknown)
+pairs: $digest"
+if compgen -G "$out/*.txt" > /dev/null && [[ $about != "$(cat "$out/about" 2> /dev/null)" ]]; then
+  echo "$out holds results that differ in a line of $out/about from this run, which has:" >&2
+  echo "$about; name another folder, or empty this one" >&2
+  exit 2
+fi
+echo "$about" > "$out/about"
 
 part() { # NAME SECONDS COMMAND…
   local name=$1 limit=$2
