@@ -257,7 +257,7 @@ def measured(config: TrainConfig, steps: int) -> str:
     """Run three steps in a temporary folder, and tell the time of a run and the memory in one sentence.
 
     Args:
-        config: the composed options, changed in place.
+        config: the composed options.
         steps: optimizer steps of the run.
     """
     config = quiet(config)

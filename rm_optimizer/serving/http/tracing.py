@@ -16,7 +16,7 @@ from rm_optimizer.errors import ConfigError
 ENDPOINTS = "OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"
 """Variables by which OpenTelemetry finds its collector."""
 PROTOCOLS = "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL"
-"""Variables by which OpenTelemetry chooses how it sends spans."""
+"""Variables by which OpenTelemetry chooses how it sends spans, of which the first one set counts."""
 _PACKAGES = "opentelemetry-sdk opentelemetry-exporter-otlp-proto-http"
 _HAS_PACKAGE = all(
     map(importlib.util.find_spec, ("opentelemetry", "opentelemetry.trace"))
@@ -45,12 +45,12 @@ def install_tracing() -> None:
         raise ConfigError(
             f"{named} is set, but {error.name} is missing; pip install {_PACKAGES}, or unset it"
         ) from error
-    for option in PROTOCOLS:
-        if (protocol := os.environ.get(option)) and protocol != "http/protobuf":
-            raise ConfigError(
-                f"{option} must be http/protobuf, by which the server sends spans, got {protocol}; set it and the port "
-                f"of {named} (4318), or OTEL_TRACES_EXPORTER=none"
-            )
+    option = next((name for name in PROTOCOLS if os.environ.get(name)), None)
+    if option is not None and (protocol := os.environ[option]) != "http/protobuf":
+        raise ConfigError(
+            f"{option} must be http/protobuf, by which the server sends spans, got {protocol}; set it and the port of "
+            f"{named} (4318), or OTEL_TRACES_EXPORTER=none"
+        )
     name = os.environ.get("OTEL_SERVICE_NAME", "rm-opt")
     provider = TracerProvider(resource=Resource.create({SERVICE_NAME: name}))
     provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))

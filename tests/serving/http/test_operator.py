@@ -161,8 +161,16 @@ def test_spans_can_be_turned_off_and_are_sent_by_one_protocol(monkeypatch):
     monkeypatch.setattr("opentelemetry.trace.get_tracer_provider", object)
     with pytest.raises(ConfigError, match=r"OTEL_EXPORTER_OTLP_PROTOCOL must be http/protobuf, .* got grpc; set it"):
         install_tracing()
+    started = []
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/protobuf")  # which counts more
+    monkeypatch.setattr("opentelemetry.sdk.trace.export.BatchSpanProcessor", lambda _: None)
+    monkeypatch.setattr("opentelemetry.trace.set_tracer_provider", started.append)
+    monkeypatch.setattr("opentelemetry.sdk.trace.TracerProvider.add_span_processor", lambda *_: None)
+    install_tracing()
+    assert len(started) == 1
     monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
     install_tracing()
+    assert len(started) == 1
 
 
 def test_a_part_of_opentelemetry_alone_gives_no_spans(monkeypatch):
