@@ -68,6 +68,7 @@ class SlowEngine:
         self.is_up, self.failure = True, None
         self.committed: tuple[StagedWeights, ...] = ()
         self.num_restarts = 0
+        self.replica_bytes: dict[str, int] = {}
         self._seconds_a_token = 1 / tokens_per_second
         self._turn = asyncio.Lock()
 

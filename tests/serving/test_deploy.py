@@ -22,7 +22,15 @@ from rm_optimizer.serving.http.gate import BODY_SECONDS, MAX_BODY_BYTES, OPEN_PA
 from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 from rm_optimizer.serving.service.metrics import ServerMetrics
 
-TOOL = shutil.which("docker") or shutil.which("podman")
+TOOL = next(
+    (
+        tool
+        for tool in filter(None, map(shutil.which, ("docker", "podman")))
+        if not subprocess.run([tool, "info"], capture_output=True, check=False).returncode
+    ),
+    None,
+)
+"""A container tool that can build; None without one, or where its service does not run."""
 DEPLOY = Path(__file__).parents[2] / "deploy"
 
 
