@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9259,
+    "core": 9257,
     "serving": 4541,
     "landscape": 3763,
     "training": 3080,
     "rl_coupling": 2515,
     "reporting": 2680,
-    "interfaces": 2407,
+    "interfaces": 2417,
     "experiments": 1674,
     "data_efficiency": 1782,
     "schema": 1133,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 349,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 64,
-    "import lines": 6040,
+    "import lines": 6042,
     "import lines inside functions": 380,
-    "lines of code": 37895,
+    "lines of code": 37903,
     "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -209,7 +209,6 @@ def end_chunks() -> None:
     if _leads.is_set():
         _leads.clear()
         distributed.scatter_object_list([None], [None] * distributed.get_world_size())
-        distributed.destroy_process_group()
 
 
 def follow_chunks(model: Any) -> None:
@@ -223,7 +222,6 @@ def follow_chunks(model: Any) -> None:
         received: list[Any] = [None]
         distributed.scatter_object_list(received)
         if received[0] is None:
-            distributed.destroy_process_group()
             return
         distributed.gather_object(_answer(model, *received[0]))
 
