@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9257,
     "serving": 4541,
-    "landscape": 3763,
+    "landscape": 3901,
     "training": 3080,
     "rl_coupling": 2515,
     "reporting": 2680,
-    "interfaces": 2417,
+    "interfaces": 2411,
     "experiments": 1674,
-    "data_efficiency": 1782,
+    "data_efficiency": 1640,
     "schema": 1133,
     "doctor": 920,
     "explanation": 932,
@@ -32,13 +32,13 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 483,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 349,
+    "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 64,
-    "import lines": 6042,
-    "import lines inside functions": 380,
-    "lines of code": 37903,
-    "private functions with one caller": 416,
+    "import lines": 6050,
+    "import lines inside functions": 381,
+    "lines of code": 37893,
+    "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

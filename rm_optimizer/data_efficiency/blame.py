@@ -219,19 +219,11 @@ def groups_of_column(
     for place, (name, deviation) in enumerate(zip(known.tolist(), deviations(group_of_unit), strict=True)):
         inside = member == place
         sums = cluster_totals(influence[inside, None], np.array(prompts)[inside].tolist())[:, 0]
-        mean = student_mean(sums)
-        scaled = Estimate(
-            float(sums.sum()),
-            None if mean.standard_error is None else len(sums) * mean.standard_error,
-            len(sums),
-            None if mean.low is None else len(sums) * mean.low,
-            None if mean.high is None else len(sums) * mean.high,
-            mean.kind,
-        )
+        total = student_mean(len(sums) * sums)
         p_value = float((1 + (largest >= deviation).sum()) / (1 + _NUM_SHUFFLES))
         totals = tuple(float(one[inside].sum()) for one in by_model)
         count = int(inside.sum())
         found.append(
-            GroupBlame(column, name, count, scaled, scaled.value / count, totals, p_value, float(words[inside].sum()))
+            GroupBlame(column, name, count, total, total.value / count, totals, p_value, float(words[inside].sum()))
         )
     return found

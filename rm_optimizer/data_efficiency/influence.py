@@ -17,14 +17,11 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from scipy.optimize import brentq
 from scipy.sparse import csr_matrix
-from torch import Tensor
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
@@ -41,13 +38,12 @@ from rm_optimizer.data_efficiency.blame import (
 from rm_optimizer.data_efficiency.margin_analysis import word_vectors
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.draws import draw_pairs
-from rm_optimizer.landscape.operators.base import output_blocks
+from rm_optimizer.landscape.operators.damped import DampedSystem, LossDerivatives, damping_by_gap
 from rm_optimizer.landscape.operators.gauss_newton import reward_gradients
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.parameters import TRAINABLE
 from rm_optimizer.landscape.operators.single_pairs import identity_of
 from rm_optimizer.landscape.operators.support import support_of
-from rm_optimizer.landscape.operators.vectors import gram_matrix, pairwise_inner
 from rm_optimizer.records.files import replacing
 from rm_optimizer.schema import LossConfig
 
@@ -55,8 +51,6 @@ COLUMNS = ("source", "subset", "annotator")
 """Columns that group pairs if none are named."""
 FALLBACK = 1e-2
 """Damping without held-out pairs, as a share of the largest eigenvalue of `H`."""
-_SHARES = (1e-6, 1e2)
-"""Smallest and largest damping that the rule chooses, as shares of the largest eigenvalue."""
 
 
 @dataclass(frozen=True)
@@ -261,7 +255,7 @@ def _of_model(
         which = "pair of the target" if is_train.all() and target.of != "eigenvector" else "training pair"
         if not is_train.any() or which == "pair of the target":
             raise DataError(f"no {which} is left after truncation to {model.max_length} tokens; raise max_length")
-        derivatives = _Derivatives.of(objective)
+        derivatives = LossDerivatives.of(objective)
         dimension, size = support_of(objective, num_spare=0).dimension, derivatives.size
         num_rows = len(places) * size
         width = min(dimension, int(memory / 4 / num_rows))
@@ -272,7 +266,7 @@ def _of_model(
         gradients = _gradients(objective, (num_rows, width), folder, seed, on_progress)
         rows = objective.checked(torch.from_numpy(np.asarray(gradients))).view(len(places), size, width)
     own, aim = derivatives.of_rows(is_train), derivatives.of_rows(~is_train)
-    system = _System(rows[is_train].reshape(-1, width), own.curvature)
+    system = DampedSystem(rows[is_train].reshape(-1, width), own.curvature)
     if system.largest <= 0:
         raise DataError("the loss of the training pairs has no curvature at these weights, so influences are undefined")
     rule = "given"
@@ -280,7 +274,7 @@ def _of_model(
         aside = draw_pairs(model, held_out, None, 0, token_budget=token_budget)
         with measuring(model, aside.batches, loss, params=params, twice=False) as objective:
             wanted = objective.value()
-        damping, rule = _by_gap(system, own, wanted)
+        damping, rule = damping_by_gap(system, own, wanted)
     elif damping is None:
         damping, rule = FALLBACK, "the default, since no held-out pairs were given"
     if target.of == "eigenvector":
@@ -310,191 +304,6 @@ def _of_model(
     error = math.sqrt(2 / width) if width < dimension else 0.0
     num_left_out = len(train) - len(rows_of)
     return _ModelBlame(influence, of_pairs, by_target, float(value), damping, rule, num_left_out, error)
-
-
-@dataclass(frozen=True)
-class _Derivatives:
-    """Loss of each pair and its derivatives by the margin or by both rewards, times the pair's weight."""
-
-    slope: Float[np.ndarray, "pairs size"]
-    curvature: Float[np.ndarray, "pairs size size"]
-    margin: Float[np.ndarray, " pairs"]
-    loss: Float[np.ndarray, " pairs"]
-    weight: Float[np.ndarray, " pairs"]
-    losses_at: Callable[[np.ndarray], np.ndarray]
-    """Losses of all pairs after shifts of their margins or rewards, one row a pair."""
-
-    @property
-    def size(self) -> int:
-        """1 for the margin, 2 for both rewards."""
-        return int(self.slope.shape[1])
-
-    @property
-    def margin_slope(self) -> Float[np.ndarray, " pairs"]:
-        """Derivative by the margin."""
-        return self.slope[:, 0] if self.size == 1 else (self.slope[:, 0] - self.slope[:, 1]) / 2
-
-    def steps_without(self, own: Float[np.ndarray, "pairs size size"]) -> Float[np.ndarray, "pairs size"]:
-        """`(I - C_i h_i)^-1 g_i` of each pair for `h_i = J_i (H + damping I)^-1 J_i^T`.
-
-        `(H + damping I)^-1 J_i^T` times it is the Newton step of the loss without the pair.
-        """
-        left = np.eye(self.size) - self.curvature @ own
-        return np.asarray(np.linalg.solve(left, self.slope[:, :, None])[:, :, 0])
-
-    @classmethod
-    def of(cls, objective: PairObjective) -> _Derivatives:
-        """The derivatives of all pairs, in the order of the batches."""
-        basis = torch.tensor([[0.5, -0.5]]) if objective.loss.is_of_margins else torch.eye(2)
-        basis = basis.to(objective.device, torch.float64)
-        parts: list[list[Any]] = []
-        rewards: list[Tensor] = []
-        for batch in objective.batches:
-            with torch.no_grad():
-                at = objective.model.rewards_of(batch)
-            rewards.append(at)
-            leaf = at.clone().requires_grad_()
-            losses = objective.pair_losses(leaf, batch)
-            (slope,) = torch.autograd.grad(losses.sum(), leaf)
-            weight = batch.weight.double()
-            blocks = output_blocks(objective, batch, at, "gauss_newton").double() * objective.total_weight
-            parts.append([
-                (slope.view(-1, 2).double() @ basis.T) * weight[:, None],
-                torch.einsum("ka,pab,lb->pkl", basis, blocks, basis),
-                (at[0::2] - at[1::2]).double(),
-                losses.detach().double(),
-                weight,
-            ])  # fmt: skip
-        columns = [torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)]
-
-        def losses_at(shifts: np.ndarray) -> np.ndarray:
-            shifts_of_rewards = torch.from_numpy(shifts).to(basis) @ basis
-            moved = torch.split(shifts_of_rewards, [batch.num_pairs for batch in objective.batches])
-            with torch.no_grad():
-                found = [
-                    objective.pair_losses(at + shift.reshape(-1).to(at), batch)
-                    for at, shift, batch in zip(rewards, moved, objective.batches, strict=True)
-                ]
-            return np.asarray(torch.cat(found).double().cpu())
-
-        slopes, curvatures, margins, values, weights = columns
-        return cls(slopes, curvatures, margins, values, weights, losses_at)
-
-    def of_rows(self, chosen: np.ndarray) -> _Derivatives:
-        """The derivatives of some pairs."""
-
-        def losses_at(shifts: np.ndarray) -> np.ndarray:
-            whole = np.zeros_like(self.slope)
-            whole[chosen] = shifts
-            return np.asarray(self.losses_at(whole)[chosen])
-
-        return _Derivatives(
-            self.slope[chosen],
-            self.curvature[chosen],
-            self.margin[chosen],
-            self.loss[chosen],
-            self.weight[chosen],
-            losses_at,
-        )
-
-
-class _System:
-    """Solutions of `(H + damping I) x = phi` for any damping, from one eigendecomposition of the smaller side.
-
-    With `A` the gradients and `S` the square roots of the pairs' curvatures, `H = (S A)^T (S A)`. If there are fewer
-    gradients than columns, the decomposition is of `S A A^T S` (Woodbury), else of `H`.
-
-    Args:
-        rows: the gradients `A`, as many a pair as its curvature has rows.
-        curvature: curvature of each pair's loss.
-    """
-
-    def __init__(self, rows: Float[Tensor, "rows columns"], curvature: Float[np.ndarray, "pairs size size"]) -> None:
-        values, vectors = np.linalg.eigh(curvature)
-        self._root = torch.from_numpy(np.einsum("pak,pk,pbk->pab", vectors, np.sqrt(np.maximum(values, 0)), vectors))
-        self._rows, self._by_pair = rows, curvature.shape[:2]
-        self._is_small = len(rows) <= rows.shape[1]
-        self._gram = gram_matrix([rows]) if self._is_small else None
-        if self._gram is not None:
-            found, basis = torch.linalg.eigh(self._scaled(self._scaled(self._gram).T))
-            self._left = self._gram @ self._scaled(basis)
-        else:
-            inner = self._scaled(rows.double())
-            found, basis = torch.linalg.eigh(inner.T @ inner)
-            self._left = rows.double() @ basis
-        self._values, self._basis = found.clamp(min=0), basis
-        self.largest = float(self._values[-1])
-
-    def _scaled(self, matrix: Tensor) -> Tensor:
-        """`S` times a matrix."""
-        num, size = self._by_pair
-        found: Tensor = torch.einsum("pab,pbc->pac", self._root, matrix.reshape(num, size, -1))
-        return found.view(matrix.shape)
-
-    @property
-    def first_vector(self) -> Float[Tensor, "1 columns"]:
-        """Unit eigenvector of `H` for its largest eigenvalue."""
-        last = self._basis[:, -1:]
-        if self._is_small:
-            last = self._rows.double().T @ self._scaled(last) / max(self.largest, 1e-300) ** 0.5
-        row: Tensor = last.T
-        return row.to(self._rows.dtype)
-
-    def _shares(self, damping: float) -> Tensor:
-        inverse: Tensor = 1 / (self._values + damping)
-        return -inverse / damping if self._is_small else inverse
-
-    def own(self, damping: float) -> Float[np.ndarray, "pairs size size"]:
-        """`h_i = J_i (H + damping I)^-1 J_i^T` of each pair."""
-        num, size = self._by_pair
-        left = self._left.view(num, size, -1)
-        found = torch.einsum("par,r,pbr->pab", left, self._shares(damping), left)
-        if self._gram is not None:
-            blocks = [self._gram[at : at + size, at : at + size] for at in range(0, num * size, size)]
-            found = found + torch.stack(blocks) / damping
-        return np.asarray(found)
-
-    def influence(
-        self, aims: Float[Tensor, "targets columns"], own: _Derivatives, damping: float
-    ) -> Float[np.ndarray, "pairs targets"]:
-        """`tau_i` of each pair for each gradient `phi`."""
-        if self._gram is not None:
-            cross = pairwise_inner(self._rows, aims)
-            found = cross / damping + (self._left * self._shares(damping)) @ (self._basis.T @ self._scaled(cross))
-        else:
-            found = (self._left * self._shares(damping)) @ (self._basis.T @ aims.double().T)
-        steps = own.steps_without(self.own(damping))
-        return np.asarray(-np.einsum("ik,ikt->it", steps, np.asarray(found.view(*self._by_pair, -1))))
-
-
-def _by_gap(system: _System, own: _Derivatives, wanted: float) -> tuple[float, str]:
-    """Damping at which the mean loss of pairs that are left out is `wanted`, as a share of the largest eigenvalue.
-
-    Leaving a pair out moves its own margin or rewards by `h_i (I - C_i h_i)^-1 g_i` (approximate leave-one-out; Rad &
-    Maleki, 2020, arXiv:1801.10243).
-    """
-    share = own.weight / own.weight.sum()
-
-    def loss(exponent: float) -> float:
-        reach = system.own(math.exp(exponent) * system.largest)
-        moves = np.einsum("ikl,il->ik", reach, own.steps_without(reach))
-        return float(share @ own.losses_at(moves))
-
-    low, high = map(math.log, _SHARES)
-    have = float(share @ own.loss)
-    if wanted <= loss(high):
-        said = f"the largest, since the held-out loss of {wanted:.4f} is not above the training loss of {have:.4f}"
-        return _SHARES[1], said
-    grid = np.linspace(low, high, 17)
-    for upper, lower in zip(grid[::-1], grid[-2::-1], strict=False):
-        if loss(lower) >= wanted:
-            found = float(brentq(lambda at: loss(at) - wanted, lower, upper, xtol=1e-3))
-            break
-    else:
-        told = f"the smallest, since no damping moves the training pairs' loss {have:.4f} to the held-out {wanted:.4f}"
-        return _SHARES[0], told
-    told = f"the training pairs' loss {have:.4f} becomes the held-out pairs' {wanted:.4f} when each is left out"
-    return math.exp(found), told
 
 
 def _gradients(

@@ -14,7 +14,7 @@ from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, load_pairs
-from rm_optimizer.core.tokens.splits import load_training_data
+from rm_optimizer.core.tokens.splits import TrainVal, load_training_data
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.draws import PairSample, draw_pairs
 from rm_optimizer.landscape.estimates.by_pair import DescribedPair, pair_indices
@@ -26,7 +26,7 @@ from rm_optimizer.records.accelerator import fastest_device
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.records.run_options import FREE, is_among, options_of
 from rm_optimizer.schema import LossConfig
-from rm_optimizer.schema.data import Streaming
+from rm_optimizer.schema.data import DataConfig, Streaming
 from rm_optimizer.schema.landscape import AnalyzeConfig, Split
 
 
@@ -146,7 +146,24 @@ def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
     as_trained, read = {**run.options["data"], **identity.sources}, options_of(options.data)
     if any(read[name] != as_trained.get(name) for name in read if not is_among(f"data.{name}", FREE)):
         return found
-    is_streamed = options.data.streaming != Streaming.off  # its training fingerprint is taken of the files
+    require_trained_pairs(run, data, options.data)
+    return found
+
+
+def require_trained_pairs(run: RunFolder, data: TrainVal, config: DataConfig) -> None:
+    """Require the pairs that a run was trained on; a run without a record of them is not checked.
+
+    Args:
+        run: the run.
+        data: the pairs that were read.
+        config: options by which they were read.
+
+    Raises:
+        DataError: if the fingerprints differ.
+    """
+    if (identity := run.identity) is None:
+        return
+    is_streamed = config.streaming != Streaming.off  # its training fingerprint is taken of the files
     train = identity.train_fingerprint if is_streamed else data.train.fingerprint
     for option, was, now in (
         ("data.train", identity.train_fingerprint, train),
@@ -154,8 +171,7 @@ def _pairs(options: AnalyzeConfig) -> PreferenceDataset:
     ):
         if was != now:
             raise DataError(
-                f"{options.data.train or 'the synthetic world'}: the pairs of {option} are not those that the run in "
+                f"{config.train or 'the synthetic world'}: the pairs of {option} are not those that the run in "
                 f"{run.path} was trained on (fingerprint was {was}, is {now}); bring them back, or name pairs with "
                 "--data PAIRS"
             )
-    return found

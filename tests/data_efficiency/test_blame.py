@@ -11,12 +11,12 @@ import torch
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.data_efficiency import influence
 from rm_optimizer.data_efficiency.blame import GroupBlame, Half, datamodeling_score, groups_of_column
 from rm_optimizer.data_efficiency.influence import BlameTarget, blame, word_influence
 from rm_optimizer.data_efficiency.margin_analysis import fit_linear_reward
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.draws import draw_pairs
+from rm_optimizer.landscape.operators import damped
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.schema import LossConfig
 from tests.builders import tiny_reward_model
@@ -282,7 +282,7 @@ def test_a_column_that_groups_nothing_is_refused_and_unreachable_losses_are_told
     model, given = tiny_reward_model("llama"), [replace(pair, metadata={"a": 1}) for pair in pairs(12)]
     with pytest.raises(ConfigError, match=r"'b' groups no training pairs, .* their columns are a"):
         blame(model, given[:10], given[10:], columns=["b"])
-    monkeypatch.setattr(influence, "_SHARES", (1e4, 1e5))
+    monkeypatch.setattr(damped, "_SHARES", (1e4, 1e5))
     wrong = [replace(pair, chosen=pair.rejected, rejected=pair.chosen) for pair in given]
     found = blame(model, given[:10], given[10:], held_out=wrong[:10], loss=LossConfig(beta=30.0))
     assert found.rule.startswith("the smallest, since no damping")

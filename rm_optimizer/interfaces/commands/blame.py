@@ -17,10 +17,8 @@ from rm_optimizer.interfaces.outputs import filling, made_folder
 
 if TYPE_CHECKING:
     from rm_optimizer.core.pairs.pair import PreferencePair
-    from rm_optimizer.core.tokens.splits import TrainVal
     from rm_optimizer.data_efficiency.blame import Half
     from rm_optimizer.data_efficiency.influence import BlameTarget
-    from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema import TrainConfig
 
 
@@ -99,6 +97,7 @@ def blame(
     from rm_optimizer.core.tokens.splits import load_training_data
     from rm_optimizer.data_efficiency.influence import blame as measure
     from rm_optimizer.experiments.training_trials import config_of
+    from rm_optimizer.landscape.measured_loss import require_trained_pairs
     from rm_optimizer.landscape.operators.parameters import select_parameters
     from rm_optimizer.records.ledger import progress
     from rm_optimizer.records.recall import recorded_sources
@@ -109,8 +108,10 @@ def blame(
         options = {**run.options, "data": {**run.options["data"], **({} if data else recorded_sources(run))}}
         config = config_of(options)
     trained = load_training_data(config.data) if config is not None and not data else None
-    if trained is not None and run is not None:
-        _require_same(trained, run)
+    if trained is not None and run is not None and config is not None:
+        require_trained_pairs(run, trained, config.data)
+        for note in (*trained.train.notes, *trained.val.notes):
+            print(note)
     read = trained.train if trained is not None else pair_options.load(data or [])
     aside = pair_options.load(val) if val else trained.val if trained is not None else None
     explained = pair_options.load(pair) if pair is not None else aside
@@ -156,21 +157,6 @@ def blame(
         left.unlink()
     print_blame(found)
     print(f"results: {page}")
-
-
-def _require_same(data: TrainVal, run: RunFolder) -> None:
-    """Require the pairs that the run was trained on, and print notes on them.
-
-    Raises:
-        DataError: if their fingerprint is another one.
-    """
-    is_streamed = run.options["data"].get("streaming", "off") != "off"  # its fingerprint is taken of the files
-    if run.identity is not None and not is_streamed and run.identity.train_fingerprint != data.train.fingerprint:
-        raise DataError(
-            f"the pairs that the run in {run.path} was trained on have changed; bring them back, or give --data"
-        )
-    for note in (*data.train.notes, *data.val.notes):
-        print(note)
 
 
 def _target(
