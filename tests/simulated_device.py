@@ -8,6 +8,7 @@ until the device was synchronized. Written for torch 2.13, whose Python interfac
 
 from __future__ import annotations
 
+import gc
 import sys
 import traceback
 import weakref
@@ -446,6 +447,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
 @contextmanager
 def plugged() -> Iterator[Module]:
     """Plug the device in, with no limit of memory and counters at zero."""
+    gc.collect()  # else what earlier runs left counts as memory in use, and goes at some moment
     sim.plugged, sim.limit, sim.peak = True, None, sim.allocated
     sim.waits.clear()
     with pytest.MonkeyPatch.context() as patch:

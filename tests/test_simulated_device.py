@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import re
 from collections.abc import Iterator
@@ -302,6 +303,7 @@ def test_a_pass_that_does_not_fit_names_the_tokens_that_do(tight, simulated):
 def test_halved_passes_go_on_with_the_same_gradient(tight, simulated, caplog):
     run, _, limit = tight
     whole = first_gradient(run)
+    gc.collect()
     simulated.limit = limit
     halved = first_gradient(run, "hardware.on_out_of_memory=halve")
     assert paths.largest_difference(whole, halved) < ROUNDING
