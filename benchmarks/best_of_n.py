@@ -37,7 +37,7 @@ from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message, Prompt
 from rm_optimizer.core.pairs.synthetic import PreferenceWorld
-from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.core.tokens.padding import pad_sequences
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.rl_coupling.best_of_n_curve import selected_means
 from rm_optimizer.serving.client.client import RewardClient

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9257,
+    "core": 9261,
     "serving": 4541,
     "landscape": 3901,
     "training": 3080,
@@ -34,10 +34,10 @@ ROOMS: Mapping[str, int] = {
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
-    "functions of seven parameters or more": 64,
-    "import lines": 6050,
+    "functions of seven parameters or more": 65,
+    "import lines": 6049,
     "import lines inside functions": 381,
-    "lines of code": 37893,
+    "lines of code": 37897,
     "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

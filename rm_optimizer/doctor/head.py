@@ -12,7 +12,7 @@ from rm_optimizer.core.classifier.head import head_side_modules, initialize_head
 from rm_optimizer.core.classifier.pooling import RewardHead
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.core.tokens.padding import pad_sequences
 from rm_optimizer.doctor.diagnosis import Check, Status, judged, skipped
 from rm_optimizer.doctor.probe_conversations import running
 

@@ -12,7 +12,7 @@ import torch
 from rm_optimizer.core.classifier.attention import choose_attention
 from rm_optimizer.core.classifier.pooling import pooling_head_of, pools_last_token
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.core.tokens.padding import pad_sequences
 from rm_optimizer.doctor.diagnosis import Check, MeasuredValue, Status, judged, skipped
 from rm_optimizer.doctor.probe_conversations import (
     UNIT,

@@ -12,7 +12,7 @@ from torch import Tensor
 from rm_optimizer.core.classifier.quantization import computing_dtype
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
-from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.core.tokens.padding import pad_sequences
 from rm_optimizer.records.randomness import keeping_random_state
 
 CHANGE_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.25}

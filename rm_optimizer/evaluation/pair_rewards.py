@@ -30,7 +30,8 @@ from rm_optimizer.core.pairs.formats import VOTES
 from rm_optimizer.core.tokens.batching import AnyPairBatch, evaluation_batches
 from rm_optimizer.core.tokens.cache import PairTokens, TokenizedPairs, TruncationReport
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
-from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
+from rm_optimizer.core.tokens.padding import pad_sequences
+from rm_optimizer.core.tokens.plan import length_batches
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text

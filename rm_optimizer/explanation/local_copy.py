@@ -19,7 +19,8 @@ from rm_optimizer.core.classifier.heads import token_types
 from rm_optimizer.core.classifier.limits import position_window
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import merged_state
-from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
+from rm_optimizer.core.tokens.padding import pad_sequences
+from rm_optimizer.core.tokens.plan import length_batches
 from rm_optimizer.errors import ConversationRefused
 from rm_optimizer.explanation.probes import Conversation
 from rm_optimizer.explanation.recipe import Recipe, RecipeRenderer

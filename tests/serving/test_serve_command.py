@@ -234,11 +234,13 @@ def test_a_server_that_can_answer_no_more_ends_with_the_reason(monkeypatch):
 IMPORTED = """
 import sys
 from pathlib import Path
-import rm_optimizer.serving.embedded.engine, rm_optimizer.serving.http.gate
-import rm_optimizer.serving.weights.weight_routes
+from importlib import import_module
+from rm_optimizer.interfaces.commands.serve import LISTENER_MODULES
+for module in (*LISTENER_MODULES, "rm_optimizer.serving.http.app", "rm_optimizer.serving.http.tracing"):
+    import_module(module)
 from rm_optimizer.serving.service.inputs import stored_tokenizer
 print(stored_tokenizer(Path(sys.argv[1]))("A dog.")["input_ids"])
-heavy = {"accelerate", "pandas", "scipy", "sklearn", "sympy", "rm_optimizer.core.model.reward_model"}
+heavy = {"torch", "accelerate", "pandas", "scipy", "sklearn", "sympy", "rm_optimizer.core.model.reward_model"}
 print(sorted(heavy & set(sys.modules)))
 """
 

@@ -20,7 +20,8 @@ from rm_optimizer.core.classifier.building import COMPILERS, compile_backbone
 from rm_optimizer.core.classifier.pooling import packed_logits
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.loading import checkpoint_payload
-from rm_optimizer.core.tokens.prefix_trees import pack_trees, prefix_tree
+from rm_optimizer.core.tokens.padding import pack_trees
+from rm_optimizer.core.tokens.prefix_trees import prefix_tree
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import train_reward_model

@@ -21,7 +21,7 @@ from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.core.storage.loading import PAYLOAD_KEY, checkpoint_payload, read_checkpoint
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
-from rm_optimizer.core.tokens.prefix_trees import PackedTrees
+from rm_optimizer.core.tokens.padding import PackedTrees
 from rm_optimizer.errors import CheckpointError, ConfigError
 from rm_optimizer.evaluation.pair_rewards import shares_prefixes
 from rm_optimizer.records.run_folder import RunFolder

@@ -33,7 +33,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import flash_attention_mask, sdpa_mask
 from transformers.utils import is_flash_attn_2_available
 
-from rm_optimizer.core.tokens.prefix_trees import PackedTrees
+from rm_optimizer.core.tokens.padding import PackedTrees
 from rm_optimizer.errors import ConfigError, MissingExtra, did_you_mean
 
 HALF = (torch.float16, torch.bfloat16)

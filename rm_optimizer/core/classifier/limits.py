@@ -9,7 +9,7 @@ from jaxtyping import Int
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.core.tokens.padding import pad_sequences
 from rm_optimizer.errors import ConfigError
 
 KNOWN = {

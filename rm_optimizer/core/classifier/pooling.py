@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.attention import attention_masks, say_once
 from rm_optimizer.core.classifier.heads import GatedHead, marker_index
-from rm_optimizer.core.tokens.prefix_trees import PackedTrees
+from rm_optimizer.core.tokens.padding import PackedTrees
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.registry import Registry
 

@@ -38,16 +38,15 @@ from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
 from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
 from rm_optimizer.core.tokens.chat import MODEL_RENDERERS, ConversationRenderer, Encoding, RenderFn
-from rm_optimizer.core.tokens.padding import choose_pad_token, num_embeddings, set_pad_token_id
-from rm_optimizer.core.tokens.plan import length_batches, pad_sequences, row_batches
-from rm_optimizer.core.tokens.prefix_trees import (
-    TREE_TOKENS,
-    PrefixTree,
-    common_starts,
+from rm_optimizer.core.tokens.padding import (
+    choose_pad_token,
+    num_embeddings,
     pack_trees,
-    prefix_tree,
-    tree_groups,
+    pad_sequences,
+    set_pad_token_id,
 )
+from rm_optimizer.core.tokens.plan import length_batches, row_batches
+from rm_optimizer.core.tokens.prefix_trees import TREE_TOKENS, PrefixTree, common_starts, prefix_tree, tree_groups
 from rm_optimizer.records.accelerator import need_not_wait
 from rm_optimizer.records.codec import json_values
 

@@ -24,8 +24,7 @@ from rm_optimizer.core.storage.certificate import ParityCertificate, require_par
 from rm_optimizer.core.storage.export import save_export
 from rm_optimizer.core.storage.loading import LoadedModel, load_model, parse_dtype, settle_input
 from rm_optimizer.core.tokens.chat import RenderFn
-from rm_optimizer.core.tokens.padding import PadChoice
-from rm_optimizer.core.tokens.plan import stacked
+from rm_optimizer.core.tokens.padding import PadChoice, stacked
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.records.codec import from_values
@@ -304,8 +303,8 @@ class BradleyTerryRM(ClassifierRewardModel):
         """
         ids = [score.input_ids for score in certificate.shortest()]
         with self.inference():
-            rewards = SequenceScorer(self, 1).padded(ids)
-        require_parity(certificate, rewards, computing_dtype(self.model), source)
+            rewards = SequenceScorer(self, 1).padded(ids).double().cpu().numpy()
+        require_parity(certificate, rewards, str(computing_dtype(self.model)).removeprefix("torch."), source)
 
 
 def require_bradley_terry(model: object) -> None:

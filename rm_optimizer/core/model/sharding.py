@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from rm_optimizer.core.classifier.quantization import is_quantized
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import PairBatch
-from rm_optimizer.core.tokens.plan import pad_sequences
+from rm_optimizer.core.tokens.padding import pad_sequences
 from rm_optimizer.errors import ConfigError
 
 BatchT = TypeVar("BatchT")

@@ -6,9 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-import torch
+import numpy as np
 from jaxtyping import Float
-from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import Message, Prompt
 from rm_optimizer.errors import CheckpointError
@@ -39,7 +38,7 @@ DEFAULT_PROBE: tuple[tuple[Prompt, str], ...] = (
 )
 """Conversations every export is checked on: short and long, several turns, code, and characters beyond ASCII."""
 
-TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.float16: 2.0**-7, torch.bfloat16: 2.0**-4}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-5, "float16": 2.0**-7, "bfloat16": 2.0**-4}
 """Largest difference allowed, in units of max(1, |reward|).
 
 In float32 and float64 it leaves room for another order of summation. In half types it is 8 of the type's rounding
@@ -113,39 +112,39 @@ class ParityCertificate:
 
 
 def require_parity(
-    certificate: ParityCertificate, rewards: Float[Tensor, " sequences"], dtype: torch.dtype, source: object
+    certificate: ParityCertificate, rewards: Float[np.ndarray, " sequences"], dtype: str, source: object
 ) -> None:
     """Refuse a loaded model that does not give the rewards it was certified with.
 
     Args:
         certificate: stored with the model.
         rewards: rewards of its `shortest` conversations, in that order, as loaded.
-        dtype: type of the model's matrix products.
+        dtype: type of the model's matrix products, such as `bfloat16`.
         source: path or name of the model, for the message.
 
     Raises:
         CheckpointError: if a reward differs by more than rounding, or is not finite.
     """
-    certified = torch.tensor([score.reward for score in certificate.shortest()], dtype=torch.float64)
-    difference = (rewards.double().cpu() - certified).abs()
-    tolerance = certificate.loaded_tolerance(str(dtype).removeprefix("torch."))
-    if not bool((difference <= tolerance * certified.abs().clamp(min=1.0)).all()):
+    certified = np.array([score.reward for score in certificate.shortest()])
+    difference = np.abs(rewards - certified)
+    if not (difference <= certificate.loaded_tolerance(dtype) * np.maximum(np.abs(certified), 1.0)).all():
         raise CheckpointError(
-            f"{source} does not give the rewards that its certificate states: they differ by "
-            f"{float(difference.max()):.3g}, so its weights or config.json were changed after the export, or this "
-            "version of transformers computes it otherwise; restore the folder, or, if the change is meant, delete its "
-            "export.json and export the model again"
+            f"{source} does not give the rewards that its certificate states: they differ by {difference.max():.3g}, "
+            "so its weights or config.json were changed after the export, or this version of transformers computes it "
+            "otherwise; restore the folder, or, if the change is meant, delete its export.json and export the model "
+            "again"
         )
 
 
 def certify(
     probe: Sequence[tuple[Prompt, str]],
     input_ids: Sequence[Sequence[int]],
-    rewards: Float[Tensor, " sequences"],
-    reloaded: Float[Tensor, " sequences"],
+    rewards: Float[np.ndarray, " sequences"],
+    reloaded: Float[np.ndarray, " sequences"],
     *,
-    dtype: torch.dtype,
-    device: torch.device,
+    tolerance: float,
+    dtype: str,
+    device: str,
 ) -> ParityCertificate:
     """Compare two scorings of the probe.
 
@@ -154,23 +153,22 @@ def certify(
         input_ids: their token ids.
         rewards: rewards by the model in memory.
         reloaded: rewards by the exported files.
-        dtype: type of the exported backbone; sets the tolerance.
-        device: device of both computations.
+        tolerance: largest difference allowed, in units of max(1, |reward|).
+        dtype: type of the exported backbone, such as `bfloat16`.
+        device: kind of device of both computations.
     """
-    before, after = rewards.double(), reloaded.double()
-    difference = (before - after).abs()
-    relative = difference / before.abs().clamp(min=1.0)
+    difference = np.abs(rewards - reloaded)
     scores = tuple(
         ProbeScore(prompt, response, tuple(ids), memory, loaded)
         for (prompt, response), ids, memory, loaded in zip(
-            probe, input_ids, before.tolist(), after.tolist(), strict=True
+            probe, input_ids, rewards.tolist(), reloaded.tolist(), strict=True
         )
     )
     return ParityCertificate(
         max_difference=float(difference.max()),
-        relative_difference=float(relative.max()),
-        tolerance=TOLERANCE[dtype],
-        dtype=str(dtype).removeprefix("torch."),
-        device=device.type,
+        relative_difference=float((difference / np.maximum(np.abs(rewards), 1.0)).max()),
+        tolerance=tolerance,
+        dtype=dtype,
+        device=device,
         scores=scores,
     )

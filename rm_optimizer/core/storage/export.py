@@ -7,7 +7,6 @@ import logging
 import platform
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, TOLERANCE, Pari
 from rm_optimizer.core.storage.loading import quiet_transformers
 from rm_optimizer.core.storage.model_files import DIGESTS, weight_digests
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.core.tokens.plan import length_batches, pad_sequences
+from rm_optimizer.core.tokens.padding import pad_sequences
+from rm_optimizer.core.tokens.plan import length_batches
 from rm_optimizer.core.tokens.written_template import add_nothing_to_texts, plain_agreement
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.records.codec import json_values
@@ -42,7 +42,7 @@ from rm_optimizer.records.locations import CODE_FILE, EXPORT_FILE
 
 FORMAT_VERSION = 1
 """Version of `export.json`; raised when a reader of the older form would misread it."""
-MERGED_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.float16: 2.0**-5, torch.bfloat16: 2.0**-2}
+MERGED_TOLERANCE = {"float64": 1e-5, "float32": 1e-4, "float16": 2.0**-5, "bfloat16": 2.0**-2}
 """As `certificate.TOLERANCE`, where an adapter was merged.
 
 `(W + s B A) x` rounds each weight once more than `W x + s B (A x)` and adds in another order, in every adapted layer;
@@ -252,12 +252,18 @@ def certified(
     with torch.autocast(device.type, enabled=False):
         rewards = reward_model.score(prompts, responses, token_budget=_PROBE_TOKEN_BUDGET)
         plain = _plain_rewards(reloaded, ids, device)
-    dtype = computing_dtype(model)
-    compared = certify(probe, ids, rewards, plain, dtype=dtype, device=device)
-    tolerance = (MERGED_TOLERANCE if is_merged and has_adapter(model) else TOLERANCE)[dtype]
-    certificate = replace(compared, tolerance=tolerance)
+    dtype = str(computing_dtype(model)).removeprefix("torch.")
+    certificate = certify(
+        probe,
+        ids,
+        rewards.double().cpu().numpy(),
+        plain.double().cpu().numpy(),
+        tolerance=(MERGED_TOLERANCE if is_merged and has_adapter(model) else TOLERANCE)[dtype],
+        dtype=dtype,
+        device=device.type,
+    )
     if not certificate.is_passed:
-        is_half = dtype in (torch.float16, torch.bfloat16)
+        is_half = dtype in ("float16", "bfloat16")
         raise CheckpointError(
             f"the export does not score as the model does: rewards differ by up to {certificate.max_difference:.3g} "
             f"on the probe, allowed is {certificate.tolerance:.3g} times max(1, |reward|); nothing was written"

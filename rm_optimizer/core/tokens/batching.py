@@ -21,8 +21,9 @@ from torch import Tensor
 
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.tokens.cache import PairTokens
-from rm_optimizer.core.tokens.plan import micro_batches, pad_sequences, rank_share, row_batches
-from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree, shared_length
+from rm_optimizer.core.tokens.padding import PackedTrees, pack_trees, pad_sequences
+from rm_optimizer.core.tokens.plan import micro_batches, rank_share, row_batches
+from rm_optimizer.core.tokens.prefix_trees import prefix_tree, shared_length
 from rm_optimizer.records.accelerator import need_not_wait
 
 

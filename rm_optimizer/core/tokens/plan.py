@@ -8,10 +8,7 @@ from collections import deque
 from collections.abc import Sequence
 
 import numpy as np
-import torch
-from jaxtyping import Int
 from numpy.typing import NDArray
-from torch import Tensor
 
 PASS_TOKENS = 256
 """Assumed cost of a further forward and backward pass, in tokens, for the choice of the batches."""
@@ -130,26 +127,6 @@ def _cheapest_cuts(widths: NDArray[np.int64], token_budget: int) -> list[int]:
 def _check_budget(token_budget: int) -> None:
     if token_budget < 1:
         raise ValueError(f"token_budget must be at least 1, got {token_budget}")
-
-
-def pad_sequences(
-    ids: Sequence[Sequence[int] | NDArray[np.int32]], pad_token_id: int
-) -> tuple[Int[Tensor, "sequences tokens"], Int[Tensor, "sequences tokens"]]:
-    """Input ids and attention mask of the sequences, padded on the right to the longest."""
-    lengths = np.array([len(sequence) for sequence in ids], dtype=np.int64)
-    mask = np.arange(lengths.max(initial=0)) < lengths[:, None]
-    padded = np.full(mask.shape, pad_token_id, dtype=np.int64)
-    for row, sequence in zip(padded, ids, strict=True):
-        row[: len(sequence)] = sequence
-    return torch.from_numpy(padded), torch.from_numpy(mask.astype(np.int64))
-
-
-def stacked(
-    upper: Int[Tensor, "pairs upper_tokens"], lower: Int[Tensor, "pairs lower_tokens"], tokens: int, fill: int
-) -> Int[Tensor, "sequences tokens"]:
-    """Rows of both tensors, `upper` first, filled on the right up to `tokens` columns."""
-    widened = [torch.nn.functional.pad(part, (0, tokens - part.shape[1]), value=fill) for part in (upper, lower)]
-    return torch.cat(widened)
 
 
 class _Stock:

@@ -36,7 +36,7 @@ GRACEFUL_SECONDS = 30
 """Seconds to answer open requests after SIGTERM."""
 LISTENER_MODULES = (
     "uvicorn",
-    "transformers.models.auto.tokenization_auto",
+    "transformers.tokenization_utils_tokenizers",
     "rm_optimizer.serving.embedded.engine",
     "rm_optimizer.serving.weights.weight_routes",
 )

@@ -28,8 +28,8 @@ from rm_optimizer.core.classifier.attention import (
 )
 from rm_optimizer.core.classifier.pooling import decoder_logits, packed_logits
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.tokens.plan import pad_sequences
-from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree
+from rm_optimizer.core.tokens.padding import PackedTrees, pack_trees, pad_sequences
+from rm_optimizer.core.tokens.prefix_trees import prefix_tree
 from tests.builders import fresh_reward_model, tiny_model
 
 PAD = 2

@@ -20,7 +20,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Message, PreferencePair
 from rm_optimizer.core.tokens.batching import PackedPairBatch, PackedPairCollator, PairBatch, PairCollator
 from rm_optimizer.core.tokens.cache import tokenize_pairs
-from rm_optimizer.core.tokens.prefix_trees import pack_trees
+from rm_optimizer.core.tokens.padding import pack_trees
 from rm_optimizer.errors import CheckpointError, ConfigError
 from tests.builders import (
     FAMILIES,

@@ -7,6 +7,7 @@ import os
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer, pipeline
@@ -148,10 +149,8 @@ def test_a_float64_model_is_exported_exactly(tmp_path: Path):
 @pytest.mark.parametrize("reloaded", [1.0 + 2e-5, float("nan")])
 def test_a_certificate_beyond_its_tolerance_or_not_finite_fails(reloaded: float):
     def compare(value: float) -> ParityCertificate:
-        rewards = torch.tensor([1.0, 500.0], dtype=torch.float64)
-        after = torch.tensor([value, 500.004], dtype=torch.float64)
-        probe = [("a", "b"), ("c", "d")]
-        return certify(probe, [(1,), (2,)], rewards, after, dtype=torch.float32, device=torch.device("cpu"))
+        probe, rewards, after = [("a", "b"), ("c", "d")], np.array([1.0, 500.0]), np.array([value, 500.004])
+        return certify(probe, [(1,), (2,)], rewards, after, tolerance=1e-5, dtype="float32", device="cpu")
 
     assert compare(1.0).is_passed
     assert compare(1.0).max_difference == pytest.approx(0.004)

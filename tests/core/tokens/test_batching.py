@@ -32,7 +32,8 @@ from rm_optimizer.core.tokens.batching import (
 from rm_optimizer.core.tokens.cache import TokenizedPairs, tokenize_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.loader import MacroBatches, MacroBatchLoader, create_dataloader
-from rm_optimizer.core.tokens.plan import length_batches, micro_batches, pad_sequences, rank_share
+from rm_optimizer.core.tokens.padding import pad_sequences
+from rm_optimizer.core.tokens.plan import length_batches, micro_batches, rank_share
 from rm_optimizer.errors import DataError, DataStalled
 from rm_optimizer.records.orders import PairOrder, epoch_order
 from tests.builders import byte_tokenizer

@@ -22,8 +22,9 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 
 from rm_optimizer.core.classifier.attention import attention_masks, sharing_obstacle, tree_block_mask, tree_mask
 from rm_optimizer.core.classifier.pooling import decoder_logits, packed_logits
-from rm_optimizer.core.tokens.plan import assign_rows, pad_sequences, row_batches
-from rm_optimizer.core.tokens.prefix_trees import PackedTrees, pack_trees, prefix_tree, tree_groups
+from rm_optimizer.core.tokens.padding import PackedTrees, pack_trees, pad_sequences
+from rm_optimizer.core.tokens.plan import assign_rows, row_batches
+from rm_optimizer.core.tokens.prefix_trees import prefix_tree, tree_groups
 from tests.builders import tiny_model
 
 HH = Path(__file__).parents[4] / "shared" / "data" / "hh_train.jsonl.gz"

@@ -20,7 +20,8 @@ from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.attention import tree_mask
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import MacroBatch, PackedPairBatch, PairBatch
-from rm_optimizer.core.tokens.prefix_trees import PrefixTree, pack_trees
+from rm_optimizer.core.tokens.padding import pack_trees
+from rm_optimizer.core.tokens.prefix_trees import PrefixTree
 from rm_optimizer.records.run_folder import read_rows
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
