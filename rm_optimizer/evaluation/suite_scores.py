@@ -295,6 +295,7 @@ def score_on_suite(
     *,
     token_budget: int,
     folder: Path,
+    num_workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> tuple[SuiteScores, list[Credit]]:
     """Facts about a model on a suite, and its credits.
@@ -308,6 +309,7 @@ def score_on_suite(
         items: rows of the suite.
         token_budget: most tokens of one pass, padding included.
         folder: folder of the rewards.
+        num_workers: actors on Ray; None scores in this process, and in those that it leads.
         on_progress: function called with the number of responses done and the number of all.
 
     Raises:
@@ -316,8 +318,8 @@ def score_on_suite(
     """
     conversations = [(prompt, text) for (_, text), prompt in items.responses.items()]
     scored = score_distinct(
-        model, conversations, items.fingerprint, token_budget=token_budget, folder=folder, on_progress=on_progress,
-        keeps=True,
+        model, conversations, items.fingerprint, token_budget=token_budget, folder=folder, num_workers=num_workers,
+        on_progress=on_progress, keeps=True,
     )  # fmt: skip
     rewards = {key: row.reward for key, row in zip(items.responses, scored, strict=True)}
     sides = [

@@ -215,12 +215,12 @@ class SavedModel:
         return model
 
 
-def follows(context: Context, load: Callable[[], Any], other: int | None = None) -> bool:
+def follows(context: Context, loads: Sequence[Callable[[], Any]], other: int | None = None) -> bool:
     """True in a process of torchrun but the first, after it has computed all chunks that the first one dealt.
 
     Args:
         context: context of the command, whose end ends the other processes.
-        load: function that loads what the first process scores with.
+        loads: functions that load what the first process scores with, one after the other.
         other: workers that another option asks for; None or 0 for none.
 
     Raises:
@@ -239,7 +239,8 @@ def follows(context: Context, load: Callable[[], Any], other: int | None = None)
 
     distributed.init_process_group("gloo", timeout=timedelta(days=1))  # the first one may read data for hours
     if processes.rank:
-        follow_chunks(load())
+        for load in loads:
+            follow_chunks(load())
         return True
     lead_chunks()
     context.call_on_close(end_chunks)

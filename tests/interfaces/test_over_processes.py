@@ -73,19 +73,27 @@ def test_tasks_of_slurm_and_workers_beside_torchrun_are_refused(tmp_path, monkey
     for name, value in {"TORCHELASTIC_RUN_ID": "1", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     assert "torchrun has started the processes that score" in refused("--ray", "2")
-    assert "--suite uses every device of this machine by itself" in refused("--suite", "rewardbench")
+    assert "torchrun has started the processes that score" in refused("--suite", "rewardbench", "--ray", "2")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["evaluate", "score", "select"])
+@pytest.mark.parametrize("command", ["evaluate", "suite", "score", "select"])
 def test_one_two_and_four_processes_write_the_same_bits(command, tmp_path):
     tiny_reward_model("llama").save_pretrained(tmp_path / "model")
-    rows = [{"prompt": f"Number {i % 90}?", "chosen": f"It is {i}.", "rejected": f"No, {i * i}."} for i in range(700)]
+    tiny_reward_model("llama", seed=1).save_pretrained(tmp_path / "other")
+    own = {"path": "pairs.jsonl", "layout": {"format": "explicit"}, "group": ["part"], "rows": 700}
+    suite = {"source": "here", "sets": {"main": own}, "score": "mean", "average": {"mean": {"mean": ["0", "1"]}}}
+    (tmp_path / "suite.yaml").write_text(json.dumps(suite))
+    rows = [
+        {"prompt": f"Number {i % 90}?", "chosen": f"It is {i}.", "rejected": f"No, {i * i}.", "part": str(i % 2)}
+        for i in range(700)
+    ]
     sides = [{"prompt": row["prompt"], "response": row["chosen"]} for row in rows]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sides))
     words = {
         "evaluate": ["evaluate", "model", "--data", "pairs.jsonl", "--bootstrap", "20", "--output", "{at}"],
+        "suite": ["evaluate", "model", "other", "--suite", "suite.yaml", "--bootstrap", "20", "--output", "{at}"],
         "score": ["score", "model", "in.jsonl", "{at}/out.jsonl"],
         "select": [
             "select",
@@ -101,15 +109,15 @@ def test_one_two_and_four_processes_write_the_same_bits(command, tmp_path):
         ],
     }[command]
     written = []
-    for size in (1, 2, 4):
+    for size in (1, 2) if command == "suite" else (1, 2, 4):
         at = tmp_path / str(size)
         at.mkdir()
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "--no-python", RM_OPT]
         full = [sys.executable, *start, *(word.replace("{at}", str(at)) for word in words)]
         done = subprocess.run(full, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
-        names = ("pair_rewards.jsonl", "metrics.json", "out.jsonl", "differences.npy")
+        names = ("pair_rewards.jsonl", "metrics.json", "suite.json", "out.jsonl", "differences.npy")
         files = {path.name: path.read_bytes() for path in at.rglob("*") if path.name in names}
-        assert len(files) == {"evaluate": 2, "score": 1, "select": 2}[command]
+        assert len(files) == {"evaluate": 2, "suite": 1, "score": 1, "select": 2}[command]
         written.append(files)
-    assert written[0] == written[1] == written[2]
+    assert all(each == written[0] for each in written)

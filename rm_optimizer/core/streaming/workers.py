@@ -204,11 +204,16 @@ def lead_chunks() -> None:
     _leads.set()
 
 
-def end_chunks() -> None:
-    """End the other processes, unless an error has interrupted a chunk, after which the launcher ends them."""
+def change_model() -> None:
+    """End `follow_chunks` in the other processes; the launcher ends those that an error has interrupted."""
     if _leads.is_set():
-        _leads.clear()
         distributed.scatter_object_list([None], [None] * distributed.get_world_size())
+
+
+def end_chunks() -> None:
+    """Change the model for the last time: `map_chunks` computes in this process again."""
+    change_model()
+    _leads.clear()
 
 
 def follow_chunks(model: Any) -> None:

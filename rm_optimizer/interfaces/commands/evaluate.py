@@ -79,17 +79,16 @@ def evaluate(
     """
     if suite is not None:
         unread = ("format", "columns", "winner", "layout", "kwise_rule", "label", "over_long", "by", "thresholds")
-        refuse_unread(context, "with --suite", *unread, "ray")
-        if (processes := launched_processes()) is not None and processes.world_size > 1:
-            raise ConfigError("--suite uses every device of this machine by itself; start it without torchrun or srun")
+        refuse_unread(context, "with --suite", *unread)
         models = [saved, *(replace(saved, checkpoint=name) for name in others or ())]
-        _evaluate_suite(models, suite, sources, pair_options, output, token_budget, bootstrap, seed)
+        if not inputs.follows(context, [model.load for model in models], ray):
+            _evaluate_suite(models, suite, sources, pair_options, output, token_budget, bootstrap, seed, ray)
         return
     if not sources:
         raise ConfigError("missing option '--data'; name the pairs, or a benchmark with --suite")
     if others:
         raise ConfigError(f"several models need --suite NAME, got {saved.checkpoint} and {', '.join(others)}")
-    if inputs.follows(context, saved.load, ray):
+    if inputs.follows(context, [saved.load], ray):
         return
 
     data = pair_options.load(sources)
@@ -153,8 +152,13 @@ def _evaluate_suite(
     token_budget: int,
     bootstrap: int,
     seed: int,
+    ray: int | None,
 ) -> None:
-    """Score each model on a suite, one a device, print tables, and write JSON, Parquet and a plot."""
+    """Score each model on a suite, one a device, print tables, and write JSON, Parquet and a plot.
+
+    Several processes or workers on Ray share the responses of one model after the other.
+    """
+    from rm_optimizer.core.streaming.workers import change_model
     from rm_optimizer.evaluation.suite import Suite, read_suite
     from rm_optimizer.evaluation.suite_scores import RESERVED, score_on_suite, suite_result
     from rm_optimizer.records.files import held
@@ -169,8 +173,9 @@ def _evaluate_suite(
     with Spelling.flags.used():
         items = read_suite(suite, sources, pair_options.bad_rows())
     folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
-    free, loading = SimpleQueue[str](), Lock()
-    for device in (places := inputs.devices()):
+    free, loading = SimpleQueue[str | None](), Lock()
+    places = [None] if ray or launched_processes() is not None else inputs.devices()
+    for device in places:
         free.put(device)
 
     def scored(saved: SavedModel) -> tuple[SuiteScores, list[Credit]]:
@@ -184,9 +189,13 @@ def _evaluate_suite(
             shown = progress(f"{saved.checkpoint} on {suite.name}", "responses")
             with shown if len(places) == 1 else nullcontext(lambda done, total: None) as show:
                 rewards = output or RESULTS
-                return score_on_suite(
-                    model, saved.checkpoint, items, token_budget=token_budget, folder=rewards, on_progress=show
-                )
+                found = score_on_suite(
+                    model, saved.checkpoint, items,
+                    token_budget=token_budget, folder=rewards, num_workers=ray, on_progress=show,
+                )  # fmt: skip
+            if saved is not models[-1]:
+                change_model()
+            return found
         finally:
             free.put(device)
 
@@ -267,7 +276,7 @@ def score(
         where, default = f"{scorer.model.max_length} tokens", length_note(scorer.model)
     else:
         scorer, where, default = _ensemble(saved, ensemble, penalty, token_budget), "the members' lengths", None
-    if inputs.follows(context, lambda: scorer, ray):
+    if inputs.follows(context, [lambda: scorer], ray):
         return
     if in_file is None or out_file is None:
         num_cut, stream = _print_scores(scorer, prompt or "", responses), sys.stderr

@@ -70,7 +70,7 @@ def select(
         refuse_unread(context, "with an ensemble, whose members have features of their own", "cache", "workers")
     require_question_file(out, "--out")
     require_new(out)
-    if follows(context, lambda: None if model is None else _scorer(model, max_length), workers):
+    if follows(context, [lambda: None if model is None else _scorer(model, max_length)], workers):
         return
     pairs, is_labeled = _pool(source, pool, labeled, subsample, seed)
     if not (left := int((~is_labeled).sum())):
