@@ -14,31 +14,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9263,
+    "core": 9260,
     "serving": 4541,
     "landscape": 3901,
     "training": 3080,
     "rl_coupling": 2515,
     "reporting": 2680,
-    "interfaces": 2417,
+    "interfaces": 2428,
     "experiments": 1674,
-    "data_efficiency": 1640,
-    "schema": 1133,
+    "data_efficiency": 1644,
+    "schema": 1137,
     "doctor": 920,
     "explanation": 932,
     "records": 836,
     "optim": 752,
-    "evaluation": 1139,
+    "evaluation": 1164,
     "modules at the top": 483,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6050,
+    "import lines": 6058,
     "import lines inside functions": 382,
-    "lines of code": 37906,
-    "private functions with one caller": 414,
+    "lines of code": 37947,
+    "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

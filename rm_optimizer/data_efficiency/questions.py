@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, prompt_json
 from rm_optimizer.core.pairs.winner import cells_in
 from rm_optimizer.core.rows.columns import cell
-from rm_optimizer.core.rows.messages import read_messages, response_json, response_of
+from rm_optimizer.core.rows.messages import has_messages, parsed, read_messages, response_json, response_of
 from rm_optimizer.core.rows.prompts import as_messages, read_prompt
 from rm_optimizer.core.rows.readers import read_rows, row_unit
 from rm_optimizer.errors import ConfigError, DataError
@@ -257,9 +257,10 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
     missing = [name for name in ("prompt", "response_a", "response_b") if not row.get(name)]
     if missing:
         raise DataError(f"{where}: expected the columns of rm-opt select, but {missing[0]} is missing")
-    # Texts of JSON and older files have no apostrophe to remove. The identity shows if a text spells messages.
-    for read, of_text in itertools.product((lambda cell: cell, unquoted_formula), (str, _response)):
-        prompt = read_prompt(read(row["prompt"]))
+    # Texts of JSON and older files have no apostrophe to remove. The identity shows if texts spell messages.
+    forms = (lambda cell: cell, unquoted_formula), (read_prompt, _prompt), (str, _response)
+    for read, of_prompt, of_text in itertools.product(*forms):
+        prompt = of_prompt(read(row["prompt"]))
         sides = (of_text(read(str(row["response_a"]))), of_text(read(str(row["response_b"]))))
         key = question_id(prompt, sides)
         given = row.get("pair_id")
@@ -272,10 +273,16 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
     raise DataError(f"{where}: pair_id does not belong to its texts; leave prompt and responses as they were asked")
 
 
+def _prompt(cell: Any) -> Prompt:
+    """The prompt of the messages that the text of a cell spells, or the cell itself."""
+    found = parsed(cell)
+    return read_prompt(found if has_messages(found) else cell)
+
+
 def _response(text: str) -> str:
     """The response of the messages that the text spells, or the text itself."""
     with suppress(ValueError):
-        return response_of(read_messages("response", text))
+        return response_of(read_messages("response", parsed(text)))
     return text
 
 

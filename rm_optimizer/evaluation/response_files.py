@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
-from rm_optimizer.core.rows.columns import in_context
+from rm_optimizer.core.pairs.column_hints import text_hint
+from rm_optimizer.core.pairs.layouts import Layout, require_columns
+from rm_optimizer.core.pairs.source_format import FIRST_ROWS
+from rm_optimizer.core.rows.columns import Columns, in_context
 from rm_optimizer.core.rows.messages import (
     Prompt,
     is_empty,
@@ -19,9 +23,10 @@ from rm_optimizer.core.rows.messages import (
 )
 from rm_optimizer.core.rows.prompts import read_prompt
 from rm_optimizer.core.rows.readers import Report, Row, each, read_rows, row_unit
-from rm_optimizer.errors import DataError
+from rm_optimizer.errors import ConfigError, DataError
 
 REWARD = "reward"
+_READ = frozenset({"prompt", "response", "responses"})
 
 
 class FileKind(StrEnum):
@@ -65,14 +70,43 @@ def file_kind(path: Path) -> FileKind:
     raise DataError(f"{path}: expected a file name ending in .jsonl, .jsonl.gz, .csv or .parquet")
 
 
-def read_responses(path: Path) -> Iterator[ResponseRow]:
+def read_responses(path: Path, layout: Layout | None = None) -> Iterator[ResponseRow]:
     """Rows of a file, checked one by one.
 
+    Args:
+        path: the file.
+        layout: columns, parsed columns and encoding of the file; None reads all text as text.
+
     Raises:
-        DataError: naming file and row, if the file or a row cannot be read or is no prompt with responses.
+        DataError: naming file and row, if the file or a row cannot be read or is no prompt with responses, or if
+            nothing tells how text is read that spells messages or lists.
+        ConfigError: if the layout has other keys.
     """
-    found = each(stored_rows(path), _responses, refusing(path))
+    rows, columns = (stored_rows(path), {}) if layout is None else (_ours(path, layout), layout.columns)
+    found = each(rows, lambda row: _responses(row, columns), refusing(path))
     return (replace(row, number=number) for number, row in found)
+
+
+def _ours(path: Path, layout: Layout) -> Iterator[tuple[int, Row]]:
+    """Rows under our names."""
+    if other := layout.to_dict().keys() - {"columns", "parse", "encoding"}:
+        raise ConfigError(f"a layout of responses has the keys columns, parse and encoding, got {min(other)}")
+    rows = stored_rows(path, layout.encoding)
+    first = [*islice(rows, FIRST_ROWS)]
+    require_columns(str(path), layout, [row for _, row in first])
+    looked = (layout.ours(layout.spelled(row)) for _, row in first)
+    if (
+        hint := text_hint([{name: row[name] for name in _READ & row.keys()} for row in looked], layout)
+    ) and not hint.columns:
+        raise DataError(f"{path}: {hint.text}")
+
+    def ours(stored: Row) -> Row:
+        stored = layout.spelled(stored)
+        row = layout.ours(stored)
+        layout.require_read(stored, row, _READ)
+        return row
+
+    yield from each(chain(first, rows), ours, refusing(path))
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
@@ -81,12 +115,12 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
     Raises:
         DataError: naming file and row, if the file or a row cannot be read or has no prompt.
     """
-    return (prompt for _, prompt in each(stored_rows(path), _prompt, refusing(path)))
+    return (prompt for _, prompt in each(stored_rows(path), lambda row: _prompt(row, {}), refusing(path)))
 
 
-def stored_rows(path: Path) -> Iterator[tuple[int, Row]]:
+def stored_rows(path: Path, encoding: str | None = None) -> Iterator[tuple[int, Row]]:
     """Rows as they stand; one that cannot be read raises."""
-    return read_rows(path, refusing(path))
+    return read_rows(path, refusing(path), encoding)
 
 
 def refusing(path: Path) -> Report:
@@ -99,7 +133,7 @@ def refusing(path: Path) -> Report:
     return refuse
 
 
-def _responses(row: Row) -> ResponseRow:
+def _responses(row: Row, columns: Columns) -> ResponseRow:
     listed = "responses" in row
     name, kind = ("responses", "a list of texts") if listed else ("response", "text")
     if "prompt" not in row or ("response" in row) == listed:
@@ -114,17 +148,17 @@ def _responses(row: Row) -> ResponseRow:
     responses = tuple(read_response("response", response) for response in given)
     for text in responses:
         require_response("response", text)
-    return ResponseRow(0, _prompt(row), responses, listed)
+    return ResponseRow(0, _prompt(row, columns), responses, listed)
 
 
-def _prompt(row: Row) -> Prompt:
+def _prompt(row: Row, columns: Columns) -> Prompt:
     if "prompt" not in row:
         raise ValueError(f"expected the column prompt, got {', '.join(row) or 'none'}")
     if is_empty(row["prompt"]):
         raise ValueError(f"prompt must be non-empty text or a list of {{role, content}}, got {_shown(row['prompt'])}")
     if isinstance(row["prompt"], str):
         require_characters("prompt", row["prompt"])
-    return in_context(row, read_prompt(row["prompt"]), {})
+    return in_context(row, read_prompt(row["prompt"]), columns)
 
 
 def _is_response(value: object) -> bool:

@@ -25,6 +25,7 @@ import pyarrow.parquet as pq
 from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.layouts import Layout
 from rm_optimizer.core.pairs.pair import Prompt, digest
 from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.streaming.workers import map_chunks
@@ -120,6 +121,7 @@ def score_file(
     target: Path | str,
     *,
     scorer_name: str,
+    layout: object = None,
     chunk_rows: int = 256,
     num_workers: int | None = None,
     on_progress: Callable[[int], None] = lambda rows: None,
@@ -136,6 +138,7 @@ def score_file(
         target: path of a file that does not exist yet, in the source's format or JSONL.
         scorer_name: identity of this scorer, so that rewards of another scorer are never continued; for a model, the
             digest of its weights and options (`identity.scorer_digest`), not its path.
+        layout: columns, parsed columns and encoding of the source, as the option `layout` has them.
         chunk_rows: number of rows scored and saved together.
         num_workers: actors on Ray, with one thread or one GPU each; None scores in this process.
         on_progress: function called with the number of rows done; at the start, the rows of an earlier call count.
@@ -148,16 +151,17 @@ def score_file(
     if file_kind(target) not in (file_kind(source), FileKind.jsonl):
         raise DataError(f"{target}: expected the format of {source.name}, or .jsonl")
     require_new(target)
-    num_rows = sum(1 for _ in read_responses(source))  # every row is checked before the first is scored
+    form = Layout.of(layout)
+    num_rows = sum(1 for _ in read_responses(source, form))  # every row is checked before the first is scored
     if not num_rows:
         raise DataError(f"{source}: there are no rows to score")
     content = _content_digest(source)
     kept = target.with_name(f"{target.name}.partial")
-    identity = digest([content, scorer_name, chunk_rows])
+    identity = digest([content, scorer_name, chunk_rows, *([form.to_dict()] if layout else [])])
     with open_ledger(kept, identity, other="scores of another input, model, length limit or chunk size") as log:
         done = sum(len(chunk["rewards"]) for chunk in log.values())
         on_progress(done)
-        rows = islice(read_responses(source), done, None)
+        rows = islice(read_responses(source, form), done, None)
         chunks = iter(lambda: list(islice(rows, chunk_rows)), [])
         compute = partial(_scored, source=source)
         for entry in map_chunks(compute, scorer, chunks, num_workers):
@@ -166,7 +170,7 @@ def score_file(
             on_progress(done)
         if _content_digest(source) != content:
             raise DataError(f"{source}: was changed while it was scored; remove {kept} and score it again")
-        _write_target(source, target, log)
+        _write_target(source, target, log, form.encoding)
         result = summed_counts({"num_rows": len(chunk.pop("rewards")), **chunk} for chunk in log.values())
         kept.unlink()
     return result
@@ -226,20 +230,22 @@ def summed_counts(pieces: Iterable[Mapping[str, int | None]]) -> ScoredFile:
     return ScoredFile(**sums)
 
 
-def _write_target(source: Path, target: Path, log: Ledger) -> None:
+def _write_target(source: Path, target: Path, log: Ledger, encoding: str | None) -> None:
     """Write the output under a temporary name and rename it."""
     with replacing(target) as temporary, temporary.open("wb") as raw:
         rewards = (reward for chunk in log.values() for reward in chunk["rewards"])
         if target.name.endswith(".gz"):
             with gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as packed:
-                _write_with_rewards(source, packed, file_kind(target), rewards)  # type: ignore[arg-type]
+                _write_with_rewards(source, packed, file_kind(target), rewards, encoding)  # type: ignore[arg-type]
         else:
-            _write_with_rewards(source, raw, file_kind(target), rewards)
+            _write_with_rewards(source, raw, file_kind(target), rewards, encoding)
         raw.flush()
         os.fsync(raw.fileno())
 
 
-def _write_with_rewards(source: Path, target: IO[bytes], kind: FileKind, rewards: Iterable[Any]) -> None:
+def _write_with_rewards(
+    source: Path, target: IO[bytes], kind: FileKind, rewards: Iterable[Any], encoding: str | None
+) -> None:
     """Copy a file with the column `reward` added; its own cells stay as they are, also those a spreadsheet would run.
 
     Args:
@@ -247,16 +253,19 @@ def _write_with_rewards(source: Path, target: IO[bytes], kind: FileKind, rewards
         target: open for writing bytes.
         kind: format to write: the source's own, or JSONL.
         rewards: a number, or a list of numbers, for each row in order.
+        encoding: encoding of the source; the copy is in UTF-8.
     """
     if kind is FileKind.parquet:
         table, given = pq.ParquetFile(source), iter(rewards)
-        field = pa.field(REWARD, pa.list_(pa.float32()) if "responses" in table.schema_arrow.names else pa.float32())
+        first = next(given)
+        given = chain([first], given)
+        field = pa.field(REWARD, pa.list_(pa.float32()) if isinstance(first, list) else pa.float32())
         with pq.ParquetWriter(target, table.schema_arrow.append(field)) as writer:
             for batch in table.iter_batches(batch_size=_BATCH_ROWS):
                 values = pa.array(list(islice(given, batch.num_rows)), field.type)
                 writer.write_batch(batch.append_column(field, values))
         return
-    rows = ({**row, REWARD: reward} for (_, row), reward in zip(stored_rows(source), rewards, strict=True))
+    rows = ({**row, REWARD: reward} for (_, row), reward in zip(stored_rows(source, encoding), rewards, strict=True))
     text = io.TextIOWrapper(target, encoding="utf-8", newline="")
     if kind is FileKind.csv:
         first = next(rows)

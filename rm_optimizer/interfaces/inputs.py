@@ -93,7 +93,7 @@ class PairOptions:
             ConfigError: if a flag's value is unknown.
         """
         given = {name: value for name, value in vars(self).items() if name in ReadOptions.__annotations__}
-        given |= {"columns": self.column_mapping(), "layout": _spelled(self.layout)}
+        given |= {"columns": self.column_mapping(), "layout": spelled(self.layout)}
         return read_config("rm-opt", cast(ReadOptions, given), Spelling.flags)
 
     def bad_rows(self) -> DataConfig:
@@ -134,7 +134,7 @@ class PairOptions:
         return {ours: _theirs(text) for ours, _, text in items} or None
 
 
-def _spelled(option: str | None) -> Any:
+def spelled(option: str | None) -> Any:
     """The mapping that a text in braces spells; any other text itself.
 
     Raises:
@@ -148,7 +148,7 @@ def _spelled(option: str | None) -> Any:
 
 def source_options(text: str) -> dict[str, Any]:
     """Options of one source: its path alone, or a mapping as in `data.train`, such as `{path: a.csv, weight: 2}`."""
-    found = _spelled(text)
+    found = spelled(text)
     if isinstance(found, str):
         return {"path": found}
     if not isinstance(found.get("path"), str):

@@ -124,6 +124,17 @@ class Spelling(StrEnum):
         inside = ", ".join(f"{ours}: {theirs}" for ours, theirs in written.items())
         return _shell_word(f"data.columns={{{inside}}}")
 
+    def parse(self, names: Sequence[str]) -> str:
+        """A layout with the columns whose text is parsed, as the user types it.
+
+        Example:
+            >>> Spelling.flags.parse(["prompt"])
+            "--layout '{parse: [prompt]}'"
+        """
+        if self == Spelling.python:
+            return f"layout={{'parse': {[*names]}}}"
+        return self.option("layout", f"{{parse: [{', '.join(map(_hydra_word, names))}]}}")
+
     def winner(self, values: Sequence[str | list[str]]) -> str:
         r"""Values of the winner column for the first response, the second and ties, as the user types them.
 

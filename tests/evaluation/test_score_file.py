@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from rm_optimizer.errors import CheckpointError, DataError
+from rm_optimizer.errors import CheckpointError, ConfigError, DataError
 from rm_optimizer.evaluation.response_files import file_kind, read_responses
 from rm_optimizer.evaluation.score_file import score_file
 from rm_optimizer.interfaces.cli import app
@@ -108,6 +108,30 @@ def test_messages_are_prompts(tmp_path):
     )
     score_file(LengthScorer(), source, tmp_path / "out.jsonl", scorer_name="length")
     assert rewards_in(tmp_path / "out.jsonl") == pytest.approx([4 - 0.3])
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".parquet"])
+def test_a_layout_names_the_columns_and_what_is_parsed(tmp_path, suffix):
+    turns = str([{"role": "user", "content": "hi"}] * 3)
+    source = write(tmp_path / f"in{suffix}", [{"question": turns, "texts": "['four', 'x']"}])
+    columns, target = {"prompt": "question", "responses": "texts"}, tmp_path / f"out{suffix}"
+
+    def scored(layout: object) -> list:
+        target.unlink(missing_ok=True)
+        score_file(LengthScorer(), source, target, scorer_name="length", layout=layout)
+        return [json.loads(row) if isinstance(row, str) else row for row in rewards_in(target)]
+
+    with pytest.raises(DataError, match=r"question, texts are text .*parse: \[question, texts\].*parse: \[\]"):
+        scored({"columns": columns})
+    if suffix == ".parquet":
+        assert scored({"columns": columns, "parse": ["question", "texts"]}) == [pytest.approx([3.7, 0.7])]
+        columns = {"prompt": "question", "response": "texts"}
+        assert scored({"columns": columns, "parse": []}) == [pytest.approx(13 - len(turns) / 10)]
+    for wrong in ({"columns": columns, "winner": "a,b"}, "intel-orca"):
+        with pytest.raises(ConfigError, match=r"keys columns, parse and encoding, got (winner|has)"):
+            scored(wrong)
+    with pytest.raises(DataError, match="needs the columns none"):
+        scored({"columns": columns, "parse": ["none"]})
 
 
 @pytest.mark.parametrize("suffix", [".jsonl", ".csv", ".parquet"])

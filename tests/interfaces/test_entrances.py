@@ -92,4 +92,5 @@ def test_a_prompt_has_the_same_reward_through_every_entrance(checkpoint: str, mo
     ):
         assert found == pytest.approx(sorted(expected.tolist()), abs=1e-5)
     assert printed == pytest.approx(of_texts.tolist(), abs=1e-5)
-    assert expected[1] == expected[2] == expected[3] != expected[0]
+    assert expected[1] == expected[2] != expected[0]
+    assert expected[3] not in expected[:3]

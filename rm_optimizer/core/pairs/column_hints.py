@@ -7,6 +7,7 @@ proposed, nor is a column of ranks, winners or other numbers as a score or label
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -25,12 +26,21 @@ from rm_optimizer.core.rows.columns import (
     Columns,
     columns_of,
     folded,
+    paths_of,
     read_number,
+    root_of,
     texts_in,
     unread_column,
-    with_lists,
 )
-from rm_optimizer.core.rows.messages import TEMPLATE_COLUMNS, are_texts, is_assistant, is_empty, is_message
+from rm_optimizer.core.rows.messages import (
+    TEMPLATE_COLUMNS,
+    are_texts,
+    has_messages,
+    is_assistant,
+    is_empty,
+    is_message,
+    parsed,
+)
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.compose import described
@@ -43,6 +53,11 @@ _MARK = re.compile(r"(?<!\d)(\d+|[A-Za-z])(?![^\W_])", re.ASCII)
 _MARKS = ({"1", "2"}, {"0", "1"}, {"a", "b"}, {"A", "B"}, {"j", "k"})
 _READABLE = {"str", "list", "dict"}
 _PAIR, _RESPONSES = ("chosen", "rejected"), ("response_a", "response_b")
+_TEXTS = (("prompt",), _PAIR, _RESPONSES)
+"""Columns that may be text or messages; text spells messages on both sides or on none."""
+_LISTS = ("responses", "scores", "ranks")
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
+"""Begin of a text that looks like a list of messages in some notation."""
 _SYSTEMATIC = 0.1
 """Share of the first rows from which labels out of range are a column of another meaning, not mistakes."""
 
@@ -64,10 +79,10 @@ def no_format(source: DataSource, rows: Sequence[Row], near: Sequence[str] = ())
     """
     forms = FORMATS.values() if source.layout.named_format is None else [source.layout.named_format]
     looked_for = "; expected " + "; or ".join(f"{form.expects} ({form.name})" for form in forms)
-    if form := detect_format(rows):
+    if (form := detect_format(rows)) and not text_hint(rows, source.layout):
         hint = _said("format", name=form.name, option=Spelling.current().option("format", "NAME"))
     else:
-        found = suggestion(rows, source.layout.columns)
+        found = suggestion(rows, source.layout)
         hint, looked_for = found.text, looked_for if TODO in f"{found.columns} {found.winner}" else ""
     nearest = f"; nearest is {near[0]}" if near else ""
     got = ", ".join(name or "''" for name in columns_of(rows))
@@ -82,16 +97,19 @@ class Suggestion:
         told: a sentence on the rows, with `{options}` for the options; without them nothing reads the rows.
         columns: mapping of columns, with `TODO` where only a person can tell.
         winner: values of the winner column in the same way, or `TODO` for a meaning of several columns.
+        parse: columns of the source whose text is to be parsed.
     """
 
     told: str
     columns: Columns = field(default_factory=dict)
     winner: Any = None
+    parse: Sequence[str] = ()
 
     @property
     def text(self) -> str:
         """The sentence, with the options as the user types them."""
         typed = [Spelling.current().columns(self.columns)] if self.columns else []
+        typed += [Spelling.current().parse(self.parse)] if self.parse else []
         if isinstance(self.winner, list):
             places = zip(("FIRST", "SECOND", "TIE"), self.winner, strict=False)
             typed.append(Spelling.current().winner([place if value == TODO else value for place, value in places]))
@@ -100,14 +118,16 @@ class Suggestion:
         return self.told.replace("{options}", " ".join(typed))
 
 
-def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
+def suggestion(rows: Sequence[Row], layout: Layout) -> Suggestion:
     """Options that may read rows without a format, or with unknown values of the winner, or why none can.
 
     Args:
         rows: the first rows of a source under our names.
-        columns: its mapping of columns.
+        layout: its options.
     """
-    names, ours = columns_of(rows), ("prompt", *_PAIR)
+    names, ours, columns = columns_of(rows), ("prompt", *_PAIR), layout.columns
+    if found := text_hint(rows, layout):
+        return found
     if tokens := [name for name in names if re.search(r"input_ids|(chosen|rejected)_ids$", name)]:
         return Suggestion(_said("tokens", names=" and ".join(tokens)))
     if detect_format(rows) is not None:
@@ -124,7 +144,7 @@ def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
         sides = [value for value in few_values(rows, name) if value in names and value != name]
         if len(sides) == 2 and "model" not in sides[0]:  # such a column may hold the name of a model
             return _of_two(rows, given, sides, name)
-    if known and (form := detect_format([with_lists(Layout(columns=known).ours(row)) for row in rows])):
+    if known and (form := detect_format([Layout(columns=known).ours(row) for row in rows])):
         read = {name: theirs for name, theirs in known.items() if name in form.columns}
         return Suggestion(_said("known"), {**columns, **read})
     has_response = any(isinstance(row.get("response"), str) for row in rows)
@@ -139,6 +159,68 @@ def suggestion(rows: Sequence[Row], columns: Columns) -> Suggestion:
         return Suggestion(_said("score_file"))
     lacking = {name: known.get(name, TODO) for name in ours if name not in names} or dict.fromkeys(ours, TODO)
     return _of_parts(rows, names, given) or Suggestion(_said("unknown"), {**columns, **lacking})
+
+
+def _kinds(rows: Sequence[Row], layout: Layout) -> dict[str, Counter[str]]:
+    """Kinds of the cells of each column.
+
+    Messages are a kind, lists of texts, and text that spells messages, texts or other values, or looks like messages
+    and cannot be read. Text is nothing of this kind where the layout tells what is parsed.
+    """
+
+    def kind(value: Any, theirs: Any) -> str:
+        if isinstance(theirs, Mapping) and layout.parse is None and value is not None:  # texts of speakers, or lists
+            return "messages" if all(are_texts(parsed(turn["content"])) for turn in value) else "given"
+        if not isinstance(value, str):
+            return "given" if has_messages(value) else "list" if are_texts(value) else "other"
+        if (found := parsed(value) if layout.parse is None else value) is value:
+            return "unreadable" if layout.parse is None and _MESSAGES.match(value) else "other"
+        if is_assistant(found) or (isinstance(found, list) and found and all(map(is_message, found))):
+            return "messages"
+        return "texts" if are_texts(found) else "values" if isinstance(found, list) else "other"
+
+    given = {name: [row[name] for row in rows if not is_empty(row.get(name))] for name in columns_of(rows)}
+    return {name: Counter(kind(cell, layout.columns.get(name)) for cell in cells) for name, cells in given.items()}
+
+
+def text_hint(rows: Sequence[Row], layout: Layout) -> Suggestion | None:
+    """Options for columns of which most first cells are text that spells messages, or lists where those are needed.
+
+    An answer in JSON among other text is text, and so are messages on one side alone.
+    """
+    kinds = _kinds(rows, layout)
+    most = {name: max(counts, key=counts.__getitem__, default="") for name, counts in kinds.items()}
+    if lost := [name for name in most if name in chain(*_TEXTS) and most[name] == "unreadable"]:
+        return Suggestion(_said("unreadable", names=lost, plain=Spelling.current().parse(())))
+    theirs = {ours: layout.columns.get(ours, ours) for ours in most}
+    if most.get("prompt") in ("texts", "list"):
+        read = {ours: f"{theirs[ours]}.0" for ours in chain(*_TEXTS) if kinds.get(ours)}
+        return Suggestion(_said("turns"), read)
+    both = [names for names in _TEXTS if {most.get(name) for name in names} <= {"messages", "given"}]
+    found = [name for name in chain(*both) if most[name] == "messages"]
+    form = layout.named_format or detect_format(rows)
+    if form is None or not any(map(form.fits, rows)):
+        found = [
+            name for name in most if most[name] == "messages" or (name in _LISTS and most[name] in ("texts", "values"))
+        ]
+        found += [name for name in _PAIR if layout.format == "lists" and most.get(name) == "texts"]
+    paths = dict.fromkeys(path for name in found for path in paths_of(theirs[name]) if path == root_of(path))
+    if not paths:
+        return None
+    return Suggestion(_said("spelled", names=[*paths], plain=Spelling.current().parse(())), parse=[*paths])
+
+
+def texts_notes(rows: Sequence[Row], layout: Layout) -> Iterator[str]:
+    """Sentences on text that spells messages or lists of responses and is read as text."""
+    kinds = _kinds(rows, layout)
+    for names in _TEXTS:
+        each = [kinds[name] for name in names if name in kinds]
+        if odd := sum(counts["messages"] for counts in each):
+            yield _said("odd", odd=odd, num=sum(counts.total() for counts in each), names=[*names])
+    if listed := [
+        name for name in (*_PAIR, *_RESPONSES) if name in kinds and kinds[name]["texts"] > kinds[name].total() / 2
+    ]:
+        yield _said("listed", names=listed, options=Spelling.current().parse(listed))
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]], *names: str) -> list[float]:
@@ -255,8 +337,10 @@ def objection(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> str |
         rows: its first rows under our names.
     """
     typed, columns, names = Spelling.current().columns, source.layout.columns, columns_of(rows)
+    if found := text_hint(rows, source.layout):
+        return found.text
     if form.name == "winner" and source.layout.winner is None:
-        return suggestion(rows, columns).text
+        return suggestion(rows, source.layout).text
     lists = [row["chosen"] for row in rows if isinstance(row.get("chosen"), list)]
     # Responses alone and no prompt column, as in files for LLaMA-Factory.
     if "prompt" not in names and lists and all(side and is_assistant(side[0]) for side in lists):

@@ -23,8 +23,6 @@ from rm_optimizer.core.rows.messages import (
     has_messages,
     is_empty,
     is_message,
-    messages_text,
-    parsed,
     read_messages,
     require_text,
     response_of,
@@ -228,7 +226,7 @@ def _candidates(row: Row, named: Sequence[tuple[str, Any]]) -> tuple[Prompt, lis
 def _conversation(name: str, value: Any, prompt: Prompt | None) -> tuple[Message, ...]:
     """Prompt and response: a text or a list that begins with the assistant is a completion, any other list is both."""
     if isinstance(value, str):
-        value = found if is_message(found := parsed(value)) else messages_text(value) or Message("assistant", value)
+        value = Message("assistant", value)
     turns = read_messages(name, [value] if isinstance(value, Mapping | Message) else value)
     is_within = isinstance(prompt, str) and Message("user", prompt) in turns
     if prompt and turns[0].role == "assistant" and not is_within:

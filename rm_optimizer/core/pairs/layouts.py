@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -32,7 +33,7 @@ from rm_optimizer.core.rows.columns import (
     root_of,
     texts_in,
 )
-from rm_optimizer.core.rows.messages import is_empty, parsed
+from rm_optimizer.core.rows.messages import is_empty, is_message, parsed
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.schema.checks import require_options
@@ -45,6 +46,7 @@ _CONTENT = {
     "conversations", "trajectory", "accepted", "preferred", "dispreferred", "messages", "persona", "passage", "problem",
 }  # fmt: skip
 """Names of columns that a layout must read or ignore, unless their texts also stand in what it reads."""
+_CANDIDATES = frozenset({"chosen", "rejected", "response_a", "response_b", "responses"})
 _ACCOUNTS = ("has", "lacks", "optional", "ignore", "range")
 """Keys of a layout that recognize a table and account for its columns."""
 _UNDECIDED = frozenset({"tie", "both_bad", "bothbad", "tie (bothbad)", "draw", "discarded", "skipped", "invalid"})
@@ -59,6 +61,9 @@ class Layout:
         name: name of the layout's file; empty for a mapping and a registered layout.
         format: row format, or "auto".
         columns: our column name to the table's, as the option `columns` has it.
+        parse: columns of the table whose text is read as the list or object that it spells, in JSON or as Python prints
+            it; so is that of columns that a path leads into. None if nothing tells, and text that spells messages in
+            other columns is refused.
         winner: meaning of the winner column, as the option `winner` has it.
         label: preference probability of rows that carry none.
         where: values that a row must have, by column or path: a value, a list of them, or `{not: …}`. Of a list of
@@ -77,6 +82,7 @@ class Layout:
     name: str = ""
     format: str = "auto"
     columns: Columns = field(default_factory=dict)
+    parse: tuple[str, ...] | None = None
     winner: Any = None
     label: float = 1.0
     where: Mapping[str, Any] = field(default_factory=dict)
@@ -128,9 +134,8 @@ class Layout:
     @cached_property
     def is_open(self) -> bool:
         """True if the rows tell how they are read, since it names neither a format nor columns."""
-        return not self.to_dict().keys() - {"columns", "label", "encoding", "tokenizer"} and not any(
-            self.columns.values()
-        )
+        keys = self.to_dict().keys() - {"columns", "parse", "label", "encoding", "tokenizer"}
+        return not keys and not any(self.columns.values())
 
     @property
     def shown(self) -> str:
@@ -147,14 +152,25 @@ class Layout:
         """Columns that a table must have; a path may also be the name of a column."""
         read = (ours for ours, theirs in self.columns.items() if theirs is not None and ours not in self.optional)
         mapped = (path for ours in read for path in self.paths[ours])
-        return frozenset({*mapped, *self.where, *self.group, *self.tree.values(), *self.has})
+        return frozenset({*mapped, *self.where, *self.group, *self.tree.values(), *self.has, *(self.parse or ())})
 
     def fits(self, row: Row) -> bool:
         """True if the row has all columns that are required, and the parts of columns."""
-        return row.keys().isdisjoint(self.lacks) and all(
-            name in row or (columns_at(name, row) and (name in self.where or not is_missing(cell(row, name))))
-            for name in self.required
-        )
+        if not row.keys().isdisjoint(self.lacks) or not all(columns_at(name, row) for name in self.required):
+            return False
+        row = self.spelled(row)
+        return all(name in row or name in self.where or not is_missing(cell(row, name)) for name in self.required)
+
+    def spelled(self, row: Row) -> Row:
+        """The row with lists and objects for the texts that spell them, where the layout asks for it."""
+        inner = (name for path in self._inner for name in columns_at(path, row) if path not in row)
+        found = {name: parsed(row[name]) for name in (*(self.parse or ()), *inner) if isinstance(row.get(name), str)}
+        return row | found if found else row
+
+    @cached_property
+    def _inner(self) -> Sequence[str]:
+        """Paths into columns."""
+        return [path for path in (*itertools.chain(*self.paths.values()), *self.where) if "." in path]
 
     def in_words(self) -> str:
         """The keys by which it reads its rows, as its file has them."""
@@ -163,7 +179,7 @@ class Layout:
 
     def to_dict(self) -> dict[str, Any]:
         """Its keys that are set, as its file has them."""
-        values = {key: value for key in _KEYS if (value := getattr(self, key)) and value != getattr(_OPEN, key)}
+        values = {key: value for key in _KEYS if (value := getattr(self, key)) != getattr(_OPEN, key)}
         return {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
     @cached_property
@@ -176,11 +192,12 @@ class Layout:
         return self._ignored.match(name) is not None
 
     def ours(self, row: Row) -> Row:
-        """The row under our names, without what is ignored."""
+        """The row under our names, without what is ignored and with lists for single messages that are responses."""
         found = renamed(row, self.columns, self.paths) if self.columns else row
-        if not self.ignore:
-            return found
-        return {name: cell for name, cell in found.items() if name in self.columns or not self.ignores(name)}
+        if self.ignore:
+            found = {name: cell for name, cell in found.items() if name in self.columns or not self.ignores(name)}
+        single = {name: [found[name]] for name in _CANDIDATES & found.keys() if is_message(found[name])}
+        return found | single if single else found
 
     def belonging(self, row: Row) -> tuple[Row | None, str | None]:
         """The row without the answers that `where` leaves out, and the reason of these.
@@ -213,8 +230,12 @@ class Layout:
             read: our columns that are read.
 
         Raises:
-            ValueError: if a number is out of range, or a layout with a name leaves content unread.
+            ValueError: if a number is out of range, a text cannot be parsed, or a layout with a name leaves content
+                unread.
         """
+        for name in self.parse or ():
+            if isinstance(text := stored.get(name), str) and text.strip().startswith(("[", "{")):
+                raise ValueError(f"{name} must be a list or an object in JSON or as Python prints it, got {text:.60}")
         for name, (low, high) in self.range.items():
             for value in _listed(row.get(name)):
                 if not low <= read_number(name, value) <= high:
@@ -258,7 +279,6 @@ def _listed(value: Any) -> Sequence[Any]:
 
 def _kept(value: Any, steps: Sequence[str], belong: Sequence[bool]) -> Any:
     """The value with only the items that belong of the list at a path."""
-    value = parsed(value)
     if steps:
         return {**value, steps[0]: _kept(value[steps[0]], steps[1:], belong)}
     return [*compress(value, belong)] if isinstance(value, list) and len(value) == len(belong) else value
@@ -309,6 +329,7 @@ def require_columns(path: str, layout: Layout, rows: Sequence[Row]) -> None:
     Raises:
         DataError: naming what is lacking and the columns or parts that are there.
     """
+    rows = [*map(layout.spelled, rows)]
     known = columns_of(rows)
     mapped = [(ours, path) for ours, paths in layout.paths.items() if ours not in layout.optional for path in paths]
     lost = sorted(name for name in layout.required if not columns_at(name, known))

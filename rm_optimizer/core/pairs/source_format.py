@@ -14,6 +14,7 @@ from rm_optimizer.core.pairs.column_hints import (
     no_format,
     objection,
     suggestion,
+    texts_notes,
     unread_note,
     unread_options,
 )
@@ -29,8 +30,6 @@ from rm_optimizer.core.rows.columns import (
     columns_of,
     in_context,
     read_number,
-    structured_columns,
-    with_lists,
 )
 from rm_optimizer.core.rows.gathering import PER_RESPONSE, SINGLE_RESPONSE, gather_responses, gather_trees
 from rm_optimizer.core.rows.messages import are_texts, is_empty
@@ -66,14 +65,12 @@ class SourceFormat:
         source: source and how to read it.
         form: format of its rows.
         has_one_response: True for rows of the k-wise format that are single responses, to be grouped by prompt.
-        structured: columns of responses whose text is read as the list that it spells.
         notes: sentences on columns that look like content and are not read.
     """
 
     source: DataSource
     form: RowFormat
     has_one_response: bool
-    structured: frozenset[str]
     notes: tuple[str, ...]
 
     @classmethod
@@ -96,9 +93,7 @@ class SourceFormat:
             notes.append(f"read as {layout.shown}, {layout.in_words()}; name another with {other}, or map columns")
         require_columns(source.path, layout, [row for _, row in first])
         stored = list(_belonging(layout, first, RowTally.of_trial(source.path))) or first
-        ours = [layout.ours(row) for _, row in stored]
-        structured, found = structured_columns(source.path, ours, layout.format)
-        rows = [with_lists(row, structured) for row in ours]
+        rows = [layout.ours(row) for _, row in stored]
         form = layout.named_format or detect_format(rows)
         if form is None or not any(map(form.fits, rows)):
             raise no_format(source, rows, near)
@@ -107,11 +102,9 @@ class SourceFormat:
         unread = unread_options(source, form)
         if (reason := objection(source, form, rows)) is not None:
             raise DataError(f"{source.path}: {reason}")
-        has_one_response = form.name == "kwise" and "responses" not in ours[0]
-        notes += [*found, unread, unread_note(rows, form.columns | SINGLE_RESPONSE | ALWAYS_READ)]
-        return cls(
-            source, form, has_one_response, structured, tuple(f"{source.path}: {note}" for note in notes if note)
-        )
+        has_one_response = form.name == "kwise" and "responses" not in rows[0]
+        notes += [*texts_notes(rows, layout), unread, unread_note(rows, form.columns | SINGLE_RESPONSE | ALWAYS_READ)]
+        return cls(source, form, has_one_response, tuple(f"{source.path}: {note}" for note in notes if note))
 
     @classmethod
     def opened(cls, source: DataSource, tally: RowTally) -> tuple[SourceFormat, Iterator[tuple[int, Row]]]:
@@ -181,7 +174,7 @@ class SourceFormat:
 
     def _ours(self, stored: Row) -> Row:
         """A row under our names, whose numbers are in range and whose content is read."""
-        row = with_lists(self.source.layout.ours(stored), self.structured)
+        row = self.source.layout.ours(stored)
         self.source.layout.require_read(stored, row, self._read)
         return row
 
@@ -251,7 +244,7 @@ def _belonging(layout: Layout, rows: Iterable[tuple[int, Row]], tally: RowTally)
     """The rows and answers that a layout compares, with its trees gathered; the tally takes note of the others."""
 
     def wanted() -> Iterator[tuple[int, Row]]:
-        for number, row in rows:
+        for number, row in each(rows, layout.spelled, tally.report):
             kept, reason = layout.belonging(row)
             if reason is not None:
                 tally.skip(number, reason if kept is None else f"one or more of its answers are {reason}")
@@ -275,7 +268,7 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[D
         DataError: if two layouts fit of which none is meant alone, or the rows have the columns of a layout and no
             format, and cannot be read.
     """
-    rows = [row for _, row in first]
+    rows = [source.layout.spelled(row) for _, row in first]
     present = frozenset(columns_of(rows))
     fits, some, near = list[SourceFormat](), list[SourceFormat](), list[str]()
     meanings = dict[str, tuple[tuple[str, str, str, float], ...]]()
@@ -336,8 +329,8 @@ def suggested_layout(source: DataSource, first: Sequence[tuple[int, Row]]) -> tu
         with_options = "by these options" if read is source and not read.layout.is_open else "without an option"
         return layout.to_dict(), f"{source.path} is read {with_options}, as {layout.shown}, which is:"
     rows = [source.layout.ours(row) for _, row in first]
-    found = suggestion(rows, source.layout.columns)
-    told = {name: value for name, value in (("columns", found.columns), ("winner", found.winner)) if value}
+    found = suggestion(rows, source.layout)
+    told = {name: value for name in ("columns", "parse", "winner") if (value := getattr(found, name))}
     if not told:
         raise DataError(f"{source.path}: {found.text}")
     note = f"{source.path}: save this as mine.yaml for --layout mine.yaml"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache, reduce
@@ -17,7 +16,6 @@ from rm_optimizer.core.rows.messages import (
     Prompt,
     are_objects,
     are_texts,
-    is_assistant,
     is_empty,
     is_message,
     parsed,
@@ -25,8 +23,6 @@ from rm_optimizer.core.rows.messages import (
 )
 from rm_optimizer.core.rows.prompts import as_messages, split_context, with_context
 from rm_optimizer.core.rows.readers import Row
-from rm_optimizer.errors import DataError
-from rm_optimizer.schema.data import Spelling
 
 CONTEXT_COLUMNS = frozenset({"system", "input", *TEMPLATE_COLUMNS})
 """Columns that are read into the prompt."""
@@ -97,25 +93,6 @@ Columns = Mapping[str, Any]
 of both speakers; None leaves the file's column of that name out."""
 _TRUTH: Mapping[str, object] = {"true": 1, "false": 0}
 _SLICE = re.compile(r"(-?\d*):(-?\d*)")
-_SIDES = (("chosen", "rejected"), ("response_a", "response_b"))
-_LISTS = ("responses", "scores", "ranks")
-_CANDIDATES = frozenset({*_SIDES[0], *_SIDES[1], *_LISTS})
-_MESSAGES = re.compile(r"""\s*\[\s*\{\s*['"](role|from|content|value)['"]\s*:""")
-"""Begin of a text that looks like a list of messages in some notation."""
-
-
-def with_lists(row: Row, structured: frozenset[str] = frozenset()) -> Row:
-    """The row under our names with lists of responses for texts that spell them, and for single messages.
-
-    Args:
-        row: the row.
-        structured: columns of responses whose text is read as the list that it spells, as `structured_columns` finds
-            them. Lists of responses and scores always are.
-    """
-    spelled = structured.union(_LISTS)
-    read = {name: parsed(row[name]) if name in spelled else row[name] for name in _CANDIDATES & row.keys()}
-    lists = {name: [value] if is_message(value) else value for name, value in read.items()}
-    return row | {name: value for name, value in lists.items() if isinstance(value, list)}
 
 
 def columns_of(rows: Iterable[Mapping[str, Any]]) -> list[str]:
@@ -169,7 +146,7 @@ def _beside(path: str, value: Any, read: Sequence[list[str]], texts: Sequence[st
         yield path, value
     if not read or [] in read:
         return
-    value, wanted = parsed(value), {steps[0] for steps in read}
+    wanted = {steps[0] for steps in read}
     if isinstance(value, list) and not any(re.match(r"-?\d|-?\d*:", step) for step in wanted):
         value = {
             name: part
@@ -240,9 +217,9 @@ def read_number(name: str, value: object) -> float:
 
 def _conversation(speakers: Mapping[str, Any]) -> list[dict[str, str]] | None:
     """The messages of texts or lists of texts, one for each speaker; None if they are not alike or of one length."""
-    lists = [*map(parsed, speakers.values())]
+    lists = [*speakers.values()]
     if not any(isinstance(value, list) for value in lists):
-        lists = [[value] for value in speakers.values()]
+        lists = [[value] for value in lists]
     if not all(map(are_texts, lists)) or len(set(map(len, lists))) != 1:
         return None
     turns = zip(*lists, strict=True)
@@ -254,7 +231,6 @@ def _slice(step: re.Match[str]) -> slice:
 
 
 def _inside(value: Any, step: str) -> Any:
-    value = parsed(value)
     if isinstance(value, Mapping):
         if "*" in step:
             return {name: part for name, part in value.items() if fnmatchcase(name, step) and not is_empty(part)}
@@ -266,69 +242,6 @@ def _inside(value: Any, step: str) -> Any:
     if step.lstrip("-").isdigit():
         return value[int(step)] if -len(value) <= int(step) < len(value) else None
     return [_inside(item, step) for item in value]
-
-
-def structured_columns(path: str, rows: Sequence[Row], named_format: str) -> tuple[frozenset[str], list[str]]:
-    """Columns of responses whose text spells messages, or lists if the format is named so; and sentences on such text.
-
-    A column is read as one kind of thing, that of most of its first cells, so that an answer in JSON stays text among
-    other text. Messages must stand on both sides.
-
-    Args:
-        path: the source as it was named.
-        rows: its first rows under our names.
-        named_format: value of the option `format`.
-
-    Raises:
-        DataError: if text looks like lists of messages and cannot be read, or prompts are lists of texts.
-    """
-    kinds = {
-        name: Counter(_kind(row[name]) for row in rows if not is_empty(row.get(name)))
-        for name in ("prompt", *_SIDES[0], *_SIDES[1])
-    }
-    most = {name: max(counts, key=counts.__getitem__, default="") for name, counts in kinds.items()}
-    if lost := [name for name in most if most[name] == "unreadable"]:
-        told = "write the file as JSON Lines or Parquet, where lists stay lists"
-        raise DataError(f"{path}: {lost[0]} holds lists of messages as text that cannot be read; {told}")
-    if most["prompt"] in ("texts", "list"):
-        first = Spelling.current().columns({name: f"{name}.0" for name, counts in kinds.items() if counts})
-        told = f"read the first turn with {first}, or write conversations as messages"
-        raise DataError(f"{path}: prompt holds lists of texts, one for each turn; {told}")
-    lists = {name for row in rows if "responses" in row for name in _LISTS if isinstance(row.get(name), str)}
-    spelled = {"messages": ["prompt"] if kinds["prompt"]["messages"] else [], "lists": sorted(lists)}
-    found, notes = set[str](), list[str]()
-    for names in _SIDES:
-        odd, listed = sum(kinds[name]["messages"] for name in names), [name for name in names if most[name] == "texts"]
-        if {most[name] for name in names} == {"messages"} and named_format in ("auto", "messages", "winner"):
-            found.update(names)
-            spelled["messages"] += names
-        elif odd:
-            cells = f"{odd} of {sum(kinds[name].total() for name in names)} cells of {', '.join(names)}"
-            notes.append(f"{cells} look like messages and are read as text")
-        if named_format == "lists":
-            found.update(listed)
-        elif listed:
-            as_text = "holds lists of texts written as text, which are read as text"
-            option = Spelling.current().option("format", "lists")
-            notes.append(f"{' and '.join(listed)} {as_text}; {option} reads each as several responses")
-    notes += [
-        f"{', '.join(each)} {'hold' if len(each) > 1 else 'holds'} {kind} written as text, which are read as {kind}"
-        for kind, each in spelled.items()
-        if each
-    ]
-    return frozenset(found), notes
-
-
-def _kind(value: Any) -> str:
-    """Kind of a cell: text that spells messages or texts or looks like messages that cannot be read, a list, other."""
-    if not isinstance(value, str):
-        return "list" if are_texts(value) else "other"
-    found = parsed(value)
-    if is_assistant(found) or (isinstance(found, list) and found and all(map(is_message, found))):
-        return "messages"
-    if found is value and _MESSAGES.match(value):
-        return "unreadable"
-    return "texts" if are_texts(found) else "other"
 
 
 def is_missing(value: Any) -> bool:

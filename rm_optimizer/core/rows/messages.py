@@ -30,7 +30,6 @@ CONTEXT_ROLE = "(context)"
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
 """Columns of a row that its chat template reads beside the messages."""
 _PROSE_WORDS = 10
-_FIELD_NAMES = ('"role"', '"from"', "'role'", "'from'")
 _OTHER_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[^\\nrtxuU'\"]")
 """A backslash as `repr` never writes one."""
 
@@ -80,7 +79,7 @@ class Message:
 
 
 Prompt: TypeAlias = str | tuple[Message, ...]
-"""A prompt is text (one user turn, a transcript, the JSON of messages) or the messages before the response.
+"""A prompt is text (one user turn or a transcript) or the messages before the response.
 
 The messages may begin with one of `CONTEXT_ROLE`, as `with_context` puts it there."""
 
@@ -199,19 +198,6 @@ def parsed(value: Any) -> Any:
     return value
 
 
-def messages_text(text: str) -> list[Any] | None:
-    """The messages that the text spells, if it is a list of messages; None for any other text.
-
-    Example:
-        >>> messages_text('[{"from": "human", "value": "Hi"}]')
-        [{'from': 'human', 'value': 'Hi'}]
-    """
-    if not text.lstrip().startswith("[") or not any(name in text for name in _FIELD_NAMES):
-        return None
-    value = parsed(text)
-    return value if isinstance(value, list) and value and all(map(is_message, value)) else None
-
-
 def is_message(value: object) -> bool:
     """True for a value like a message: an object with `role` and `content`, or `from` and `value`."""
     if not isinstance(value, Mapping):
@@ -239,7 +225,7 @@ def is_assistant(value: object) -> bool:
 
 
 def read_messages(name: str, value: object) -> tuple[Message, ...]:
-    """Messages from a cell: a list of `{role, content}` or `{from, value}` objects, or its text.
+    """Messages from a cell: a list of `{role, content}` or `{from, value}` objects.
 
     Args:
         name: the column, for the text of errors.
@@ -248,8 +234,6 @@ def read_messages(name: str, value: object) -> tuple[Message, ...]:
     Raises:
         ValueError: if it is no such list, or a message has a field that would be lost, such as `tool_calls`.
     """
-    if isinstance(value, str):
-        value = messages_text(value) or value
     if not isinstance(value, list | tuple) or not value:
         raise ValueError(f"{name} must be a list of messages, got {shown_kind(value)}")
     if isinstance(value, tuple) and all(isinstance(item, Message) for item in value):

@@ -1,8 +1,7 @@
 """Prompts: one reader for files, commands, the Python API and the server.
 
-A prompt comes as text, as an HH-style transcript, as a list of messages or as the text of one, in JSON or as Python
-prints it. All of them become the same messages here, so that a file, a command, the Python API and a server give the
-same reward to the same prompt.
+A prompt comes as text, as an HH-style transcript or as a list of messages. All of them become the same messages here,
+so that a file, a command, the Python API and a server give the same reward to the same prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ from rm_optimizer.core.rows.messages import (
     Prompt,
     are_objects,
     is_empty,
-    messages_text,
     parsed,
     read_messages,
     shown_kind,
@@ -73,7 +71,7 @@ def split_context(messages: Sequence[Message]) -> tuple[Mapping[str, Any], tuple
 
 
 def as_messages(prompt: Prompt) -> tuple[Message, ...]:
-    """The prompt as messages; text that is neither a transcript nor the JSON of messages is one user turn.
+    """The prompt as messages; text that is no transcript is one user turn.
 
     Raises:
         ValueError: if a message cannot be used.
@@ -109,7 +107,7 @@ def parse_transcript(text: str) -> tuple[Message, ...]:
 
 
 def read_prompt(value: object) -> Prompt:
-    """A prompt in any form: text, a transcript that ends in `Assistant:`, messages, or the text of messages.
+    """A prompt in any form: text, a transcript that ends in `Assistant:`, or messages.
 
     Raises:
         ValueError: if it is none of these, or a message of it cannot be used.
@@ -123,4 +121,4 @@ def read_prompt(value: object) -> Prompt:
         messages = parse_transcript(body.removesuffix(LAST_TURN))
         if any(message.role == "user" for message in messages):
             return messages
-    return read_messages("prompt", found) if (found := messages_text(value)) else value
+    return value

@@ -253,6 +253,10 @@ def score(
         float, Option("--penalty", min=0, help="Standard deviations that uwo subtracts from the mean.")
     ] = 1.0,
     ray: RayWorkers = None,
+    layout: Annotated[
+        str | None,
+        Option("--layout", metavar="MAPPING", help="{columns: …, parse: …, encoding: …} of the file, or a YAML file."),
+    ] = None,
 ) -> None:
     """Print rewards of responses, or add them to a file.
 
@@ -264,8 +268,9 @@ def score(
         raise ConfigError(USAGE)
     if names_responses and not (prompt or "").strip():
         raise ConfigError("--prompt must not be empty")
-    if names_responses and ray is not None:
-        raise ConfigError("--ray needs an input and an output file")
+    for name, value in (("--ray", ray), ("--layout", layout)) if names_responses else ():
+        if value is not None:
+            raise ConfigError(f"{name} needs an input and an output file")
     if not all(response.strip() for response in responses):
         raise ConfigError("--response must not be empty")
     if ensemble is None and (Path(saved.checkpoint) / "ensemble.json").is_file():
@@ -282,7 +287,7 @@ def score(
         num_cut, stream = _print_scores(scorer, prompt or "", responses), sys.stderr
         num = len(responses)
     else:
-        num, *num_cut = _score_file(scorer, saved.checkpoint, in_file, out_file, ray)
+        num, *num_cut = _score_file(scorer, saved.checkpoint, in_file, out_file, ray, layout)
         stream = sys.stdout
     for note in (*cut_notes(where, num, *num_cut), *([default] if default else [])):
         print(f"warning: {note}", file=stream)
@@ -345,7 +350,12 @@ def _print_scores(scorer: LocalScorer | RewardModelEnsemble, prompt: str, respon
 
 
 def _score_file(
-    scorer: LocalScorer | RewardModelEnsemble, checkpoint: str, source: Path, target: Path, num_workers: int | None
+    scorer: LocalScorer | RewardModelEnsemble,
+    checkpoint: str,
+    source: Path,
+    target: Path,
+    num_workers: int | None,
+    layout: str | None,
 ) -> tuple[int, ...]:
     """Write `source` with a column `reward` to `target`, continuing an earlier call that was stopped.
 
@@ -364,12 +374,13 @@ def _score_file(
         by = f" by {len(scorer)} members"
     name = str(about["model_digest"])
     try:
-        with progress("scoring", "rows") as show:
+        with progress("scoring", "rows") as show, Spelling.flags.used():
             scored = score_file(
                 scorer,
                 source,
                 target,
                 scorer_name=name,
+                layout=inputs.spelled(layout),
                 num_workers=num_workers,
                 on_progress=lambda rows: show(rows, None),
             )

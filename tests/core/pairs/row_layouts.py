@@ -129,6 +129,11 @@ def single(i: int, **more: Any) -> Row:
     return {"prompt": q(i // 2), "response": (b, a)[i % 2](i // 2), "score": i % 2, **more}
 
 
+def parse(*columns: str) -> dict[str, Any]:
+    """Options that read the text of columns as what it spells."""
+    return {"layout": {"parse": list(columns)}}
+
+
 LAYOUTS = (
     Layout("texts in JSON Lines", explicit),
     Layout("texts in CSV", explicit, "csv"),
@@ -145,8 +150,17 @@ LAYOUTS = (
         options={"columns": {"prompt": "question", "chosen": "better", "rejected": "worse"}},
     ),
     Layout("prompt of messages", lambda i: explicit(i) | {"prompt": [user(q(i))]}),
-    Layout("prompt of messages in JSON", lambda i: explicit(i) | {"prompt": json.dumps([user(q(i))])}, "csv"),
-    Layout("prompt of messages by repr", lambda i: explicit(i) | {"prompt": str([user(q(i))])}, "csv"),
+    *(
+        Layout(
+            f"prompt of messages as text by {write.__name__}",
+            lambda i, write=write: explicit(i) | {"prompt": write([user(q(i))])},
+            "csv",
+            options=options,
+            is_readable=bool(options),
+        )
+        for write in (json.dumps, str)
+        for options in ({}, parse("prompt"))
+    ),
     Layout(
         "prompt of messages by numpy",
         lambda i: explicit(i) | {"prompt": numpy_text([user(q(i)), answer("Hm?"), user(q(i))])},
@@ -167,8 +181,17 @@ LAYOUTS = (
     Layout("conversations", sides),
     Layout("conversations in Parquet", sides, "parquet"),
     Layout("conversations beside a prompt", lambda i: {"prompt": q(i), **sides(i)}),
-    Layout("conversations in JSON in CSV", lambda i: sides(i, json.dumps), "csv", needs_note=True),
-    Layout("conversations by repr in CSV", lambda i: sides(i, str), "csv", needs_note=True),
+    *(
+        Layout(
+            f"conversations as text by {write.__name__}",
+            lambda i, write=write: sides(i, write),
+            "csv",
+            options=options,
+            is_readable=bool(options),
+        )
+        for write in (json.dumps, str)
+        for options in ({}, parse("chosen", "rejected"))
+    ),
     Layout("conversations by numpy in CSV", lambda i: sides(i, numpy_text), "csv", is_readable=False),
     Layout("completions", lambda i: {"prompt": [user(q(i))], "chosen": [answer(a(i))], "rejected": [answer(b(i))]}),
     Layout("messages alone", lambda i: {"prompt": q(i), "chosen": answer(a(i)), "rejected": answer(b(i))}),
@@ -250,7 +273,7 @@ LAYOUTS = (
         "lists in JSON in CSV",
         lambda i: explicit(i) | {"rejected": json.dumps([b(i)])},
         "csv",
-        options={"format": "lists"},
+        options=parse("rejected"),
     ),
     Layout("winner", winner, options=WINNER),
     Layout("winner in CSV", winner, "csv", options=WINNER),
@@ -297,16 +320,19 @@ LAYOUTS = (
         "scored responses in JSON in CSV",
         lambda i: {"prompt": q(i), "responses": json.dumps([b(i), a(i)]), "scores": "[1, 2]"},
         "csv",
+        options=parse("responses", "scores"),
     ),
     Layout(
         "scored responses by repr in CSV",
         lambda i: {"prompt": q(i), "responses": str([b(i), a(i)]), "scores": "[1, 2]"},
         "csv",
+        options=parse("responses", "scores"),
     ),
     Layout(
         "scored responses by numpy in CSV",
         lambda i: {"prompt": q(i), "responses": str(np.array([b(i), a(i)])), "scores": "[1, 2]"},
         "csv",
+        options=parse("responses", "scores"),
         is_readable=False,
     ),
     Layout("scored objects", ultrafeedback, options={"columns": ULTRA}),

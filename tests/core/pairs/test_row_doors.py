@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 
 import numpy as np
 import pandas as pd
@@ -123,34 +124,50 @@ def conversation(i, answer):
 
 
 @pytest.mark.parametrize("write", [json.dumps, str])
-def test_messages_as_text_in_a_csv_are_read_as_messages_and_that_is_said(tmp_path, write):
+def test_conversations_as_text_are_read_as_either_thing_once_it_is_told_which(tmp_path, write):
     path = tmp_path / "pairs.csv"
     rows = [{side: write(conversation(i, f"{side} {i}")) for side in ("chosen", "rejected")} for i in range(60)]
-    pd.DataFrame(rows).to_csv(path, index=False)
-    data = PreferenceDataset(path)
+    pd.DataFrame(rows).assign(prompt=[f"Write a chat {i}" for i in range(60)]).to_csv(path, index=False)
+    with pytest.raises(
+        DataError, match=r"chosen, rejected are .*\{'parse': \['chosen', 'rejected'\]\}, .*\{'parse': \[\]\}"
+    ):
+        PreferenceDataset(path)
+    data = PreferenceDataset(path, layout={"parse": ["chosen", "rejected"]}, columns={"prompt": None})
     assert data.pairs[7].prompt == (Message("user", 'Say "7" isn\'t\n\\d.'),)
-    assert data.pairs[7].chosen == "chosen 7"
-    (note,) = data.notes
-    assert "chosen, rejected hold messages written as text, which are read as messages" in note
+    assert (data.pairs[7].chosen, data.notes) == ("chosen 7", ())
+    text = PreferenceDataset(path, layout={"parse": []})
+    assert (text.pairs[7].prompt, text.pairs[7].chosen, text.notes) == ("Write a chat 7", rows[7]["chosen"], ())
 
 
 @pytest.mark.parametrize("write", [json.dumps, str])
-def test_a_prompt_of_messages_as_text_is_read_as_messages(tmp_path, write):
+def test_a_prompt_of_messages_as_text_is_parsed_when_asked(tmp_path, write):
     path = tmp_path / "pairs.csv"
-    rows = [{"prompt": write(conversation(i, "Hi")[:1]), "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(3)]
+    rows = [{"question": write(conversation(i, "Hi")[:1]), "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(3)]
     pd.DataFrame(rows).to_csv(path, index=False)
-    data = PreferenceDataset(path)
+    with pytest.raises(DataError, match=r"question are text .*\{'parse': \['question'\]\}"):
+        PreferenceDataset(path, columns={"prompt": "question"})
+    data = PreferenceDataset(path, layout={"parse": ["question"]}, columns={"prompt": "question"})
     assert data.pairs[1].prompt == (Message("user", 'Say "1" isn\'t\n\\d.'),)
-    assert data.notes == (f"{path}: prompt holds messages written as text, which are read as messages",)
 
 
-def test_lists_of_responses_as_text_are_read_as_lists_and_that_is_said(tmp_path):
+def test_lists_of_responses_as_text_are_parsed_when_asked(tmp_path):
     rows = [{"prompt": f"Q{i}?", "responses": json.dumps(["a", "b"]), "scores": "[1, 2]"} for i in range(3)]
-    data = loaded(tmp_path, rows)
-    assert (data[0].chosen, data.notes[0].partition(": ")[2]) == (
-        "b",
-        "responses, scores hold lists written as text, which are read as lists",
-    )
+    with pytest.raises(DataError, match=r"responses, scores are text .*\{'parse': \['responses', 'scores'\]\}"):
+        loaded(tmp_path, rows)
+    assert loaded(tmp_path, rows, layout={"parse": ["responses", "scores"]})[0].chosen == "b"
+
+
+def test_a_text_in_a_parsed_column_that_is_cut_is_a_bad_row(tmp_path):
+    rows = [{"prompt": f"[1, {i}]", "chosen": json.dumps(conversation(i, "a")[1:]), "rejected": "b"} for i in range(5)]
+    rows[3]["chosen"] = rows[3]["chosen"][:-1]
+    rows[4]["chosen"] = "plain"
+    with pytest.raises(DataError, match="line 4: chosen must be a list or an object in JSON"):
+        loaded(tmp_path, rows, layout={"parse": ["chosen"]})
+    pairs = loaded(tmp_path, rows, layout={"parse": ["chosen"]}, on_bad_row="drop").pairs
+    assert [pair.chosen for pair in pairs] == ["a", "a", "a", "plain"]
+    assert {*pairs[0].prompt} == {Message("user", "[1, 0]")}  # other columns stay text
+    with pytest.raises(DataError, match="needs the columns answer"):
+        loaded(tmp_path, rows, layout={"parse": ["answer"]})
 
 
 @pytest.mark.parametrize("column", ["prompt", "chosen"])
@@ -193,14 +210,24 @@ def test_turns_as_lists_of_texts_are_refused_with_a_path_that_reads_one(tmp_path
         PreferenceDataset(path, winner="a,b")
     columns = {name: f"{name}.0" for name in ("prompt", "response_a", "response_b")}
     assert PreferenceDataset(path, winner="a,b", columns=columns).pairs[2].prompt == "Q2?"
+    turns = {name: {"user": "prompt", "assistant": name} for name in ("response_a", "response_b")}
+    asked = {"parse": ["prompt", "response_a", "response_b"]}
+    with pytest.raises(DataError, match=re.escape(f"layout={asked}")):
+        PreferenceDataset(path, winner="a,b", columns=turns)
+    assert PreferenceDataset(path, winner="a,b", columns=turns, layout=asked).pairs[2].prompt[0].content == "Q2?"
+    asked["parse"] = []
+    assert PreferenceDataset(path, winner="a,b", columns=turns, layout=asked).pairs[2].chosen == write(["a2"])
 
 
-def test_lists_of_answers_as_text_are_said_and_read_where_the_format_is_named(tmp_path):
+def test_lists_of_answers_as_text_are_said_and_parsed_when_asked(tmp_path):
     rows = [{"prompt": f"Q{i}?", "chosen": json.dumps([f"a{i}", f"c{i}"]), "rejected": f"b{i}"} for i in range(5)]
-    data = loaded(tmp_path, rows)
+    data, asked = loaded(tmp_path, rows), r"layout={'parse': ['chosen']}"
     assert data.pairs[0].chosen == '["a0", "c0"]'
-    assert any("chosen holds lists of texts written as text" in note and "format" in note for note in data.notes)
-    assert [pair.chosen for pair in loaded(tmp_path, rows[:1], format="lists").pairs] == ["a0", "c0"]
+    assert any("chosen holds lists of texts written as text" in note and asked in note for note in data.notes)
+    with pytest.raises(DataError, match=re.escape(asked)):
+        loaded(tmp_path, rows, format="lists")
+    parsed = loaded(tmp_path, rows[:1], layout={"parse": ["chosen"]})
+    assert [pair.chosen for pair in parsed.pairs] == ["a0", "c0"]
 
 
 @pytest.mark.parametrize("name", ["margin", "label", "weight"])
@@ -247,10 +274,11 @@ def test_streaming_reads_structures_as_in_memory(tmp_path):
     path = tmp_path / "pairs.jsonl"
     rows = [{side: str(conversation(i, f"{side} {i}")) for side in ("chosen", "rejected")} for i in range(60)]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    files = stream_files(parse_sources(str(path), DataConfig()))
+    asked = {"parse": ["chosen", "rejected"]}
+    files = stream_files(parse_sources(str(path), DataConfig(layout=asked)))
     reader = BlockReader(files, DataConfig())
     pairs = [pair for block in blocks_of(files) for _, pair in reader.pairs(block, reader.tally(0))]
-    assert tuple(pairs) == PreferenceDataset(path).pairs
+    assert tuple(pairs) == PreferenceDataset(path, layout=asked).pairs
 
 
 @pytest.mark.parametrize("name", ["margin", "label", "weight"])

@@ -22,10 +22,6 @@ FORMS: dict[str, Any] = {
     "transcript": "\n\nHuman: Hi\n\nAssistant: Hello!\n\nHuman: Bye?\n\nAssistant:",
     "messages": [{"role": role, "content": text} for role, text in TURNS],
     "sharegpt": [{"from": {"user": "human", "assistant": "gpt"}[role], "value": text} for role, text in TURNS],
-    "json": json.dumps([{"role": role, "content": text} for role, text in TURNS]),
-    "json-sharegpt": json.dumps(
-        [{"from": {"user": "Human", "assistant": "GPT"}[role], "value": text} for role, text in TURNS]
-    ),
     "parts": [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in TURNS],
 }
 
@@ -55,7 +51,6 @@ def test_names_of_the_assistant_are_the_assistant(role: str):
 BLANK_TURNS: dict[str, Any] = {
     "messages": [{"role": "user", "content": " "}],
     "sharegpt": [{"from": "system", "value": ""}, {"from": "human", "value": ""}],
-    "json": json.dumps([{"role": "user", "content": "\n"}]),
     "transcript": "Human: Hi\n\nAssistant: Hello!\n\nHuman: \n\nAssistant:",
 }
 
@@ -86,9 +81,15 @@ def test_empty_fields_and_numbers_of_a_message_are_passed_over(field: dict[str, 
     assert read_messages("prompt", [{"role": "user", "content": "Hi"} | field]) == (Message("user", "Hi"),)
 
 
-def test_text_that_merely_begins_like_json_stays_text():
-    for text in ('["role"', '[1, 2, "role"]', '[{"role": "user"}] Why?', "[{}]"):
-        assert read_prompt(text) == text
+@pytest.mark.parametrize("text", [json.dumps(FORMS["messages"]), str(FORMS["sharegpt"]), "[1, 2]", '{"role": "user"}'])
+def test_text_that_looks_like_json_stays_text_at_every_entrance(text: str, tmp_path: Path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"prompt": each, "chosen": text, "rejected": "b"} for each in (text, "Q?", "R?")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for data in (PreferenceDataset(path), PreferenceDataset(rows), PreferenceDataset(rows[:1], layout={"parse": []})):
+        assert (data[0].prompt, data[0].chosen) == (text, text)
+    assert as_messages(read_prompt(text)) == (Message("user", text),)
+    assert prompt_id(text) != prompt_id(EXPECTED)
 
 
 def test_a_system_column_is_the_system_turn_and_must_not_contradict_the_prompt():
