@@ -17,7 +17,7 @@ ROOMS: Mapping[str, int] = {
     "core": 9260,
     "serving": 4541,
     "landscape": 3901,
-    "training": 3080,
+    "training": 3081,
     "rl_coupling": 2515,
     "reporting": 2680,
     "interfaces": 2428,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6058,
     "import lines inside functions": 382,
-    "lines of code": 37947,
+    "lines of code": 37948,
     "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -74,7 +74,8 @@ def require_devices(hardware: HardwareConfig) -> None:
             f"hardware.num_nodes={hardware.num_nodes} needs torchrun or SLURM to start the processes of each machine; "
             "start the command with one of them, or set hardware.num_nodes=1"
         )
-    found, kind = num_cores() if wanted > 1 else 1, "processor cores"
+    cores = num_cores() if launched_processes() is None else wanted  # a launcher may bind each process to one core
+    found, kind = cores, "processor cores"
     if accelerator != "cpu" and (accelerator != "auto" or wanted > 1):
         import torch
 
@@ -84,7 +85,7 @@ def require_devices(hardware: HardwareConfig) -> None:
                 f"hardware.accelerator={accelerator} (as hardware=h100 sets it) needs a GPU, and torch finds none "
                 "on this machine; write hardware=cpu or hardware=auto, or install a torch with CUDA"
             )
-        found, kind = (num_gpus, "GPUs") if num_gpus else (num_cores(), "processor cores")
+        found, kind = (num_gpus, "GPUs") if num_gpus else (cores, "processor cores")
     if wanted > found:
         raise ConfigError(f"hardware.devices must be at most {found}, the {kind} of this machine, got {wanted}")
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +20,7 @@ from rm_optimizer.core import BradleyTerryRM
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.training import RunResult, train_reward_model
 from tests.training.launched import (
+    ON_CPU,
     TOLERANCE,
     TRAIN,
     assert_same_bytes,
@@ -25,6 +28,7 @@ from tests.training.launched import (
     environment,
     forget_after,
     on_ranks,
+    run_to_its_end,
     train_on_two_ranks,
 )
 
@@ -37,6 +41,35 @@ def two_ranks(small_overrides: list[str], tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.slow
 def test_two_ranks_follow_the_trajectory_of_one(two_ranks: Path, finished_run: RunResult):
     assert_same_trajectory(Path(finished_run.run_dir), two_ranks)
+
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SRUN = f"""#!{sys.executable}
+import os, subprocess, sys
+words, size = [word for word in sys.argv[1:] if not word.startswith("--")], int(os.environ["SLURM_NTASKS_PER_NODE"])
+step = {{"SLURM_NTASKS": size, "SLURM_STEP_ID": 0, "SLURM_STEP_NUM_TASKS": size, "SLURM_NODEID": 0}}
+tasks = [step | {{"SLURM_PROCID": rank, "SLURM_LOCALID": rank}} for rank in range(size)]
+started = [subprocess.Popen(words, env=os.environ | {{k: str(v) for k, v in task.items()}}) for task in tasks]
+sys.exit(max(each.wait() for each in started))
+"""
+"""The part of `srun` that a training sees: tasks on one machine that know their numbers."""
+
+
+@pytest.mark.slow
+def test_four_tasks_of_slurm_follow_the_trajectory_of_one(
+    python: Path, small_overrides: list[str], finished_run: RunResult, tmp_path: Path
+):
+    srun = tmp_path / "srun"
+    srun.write_text(SRUN)
+    srun.chmod(0o755)
+    job = {"SLURM_JOB_ID": "6204", "SLURM_JOB_NAME": "rm-train", "SLURM_NODELIST": "localhost", "SLURM_NNODES": "1"}
+    path = f"{tmp_path}{os.pathsep}{python.parent}{os.pathsep}{os.environ['PATH']}"
+    own = [each for each in small_overrides if not each.startswith(("hardware", "resume", "training.progress"))]
+    run_to_its_end(
+        ["bash", str(EXAMPLES / "train_slurm.sh"), *own, *ON_CPU],
+        cwd=tmp_path, PATH=path, RUN="run", SLURM_NTASKS_PER_NODE="4", **job,
+    )  # fmt: skip
+    assert_same_trajectory(Path(finished_run.run_dir), tmp_path / "run")
 
 
 @pytest.mark.slow

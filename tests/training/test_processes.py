@@ -130,6 +130,9 @@ def test_more_devices_than_there_are_is_refused_by_their_number(monkeypatch: pyt
     require_devices(HardwareConfig(accelerator="cpu", devices=2))
     with pytest.raises(ConfigError, match=r"^hardware\.devices must be at most 2, the processor cores .*, got 64$"):
         require_devices(HardwareConfig(accelerator="cpu", devices=64))
+    with monkeypatch.context() as tasks:
+        start(tasks, TORCHRUN)
+        require_devices(HardwareConfig(accelerator="cpu", devices=4))  # each may be bound to its own core
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"at most 1, the GPUs of this machine, got 2"):
         require_devices(HardwareConfig(accelerator="auto", devices=2))
