@@ -158,8 +158,9 @@ def _checked(line: CommandLine[TrainConfig]) -> Composed[TrainConfig] | None:
         _require_paths(job.options)
     from rm_optimizer.optim import check_compatible  # imports torch, so only after options are checked
 
-    for job in jobs:
-        check_compatible(job.options.optimizer, job.options.hardware, job.options.schedule)
+    for options in (job.options for job in jobs):
+        half = options.trains_half_weights
+        check_compatible(options.optimizer, options.hardware, options.schedule, trains_half_weights=half)
     if is_sweep:
         return None
     if rank() == 0:  # the other processes find the folder that the first one wrote into

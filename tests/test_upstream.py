@@ -9,6 +9,7 @@ from datetime import timedelta
 from importlib import import_module
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from huggingface_hub.errors import HFValidationError
@@ -16,8 +17,9 @@ from huggingface_hub.utils._validators import validate_repo_id
 from hydra._internal.utils import get_args_parser
 from omegaconf import OmegaConf
 from pytorch_lightning.callbacks import RichProgressBar
+from scipy.stats import norm
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed import ProcessGroupGloo, TCPStore
+from torch.distributed import ProcessGroupGloo, TCPStore, distributed_c10d
 from torch.distributed.fsdp._flat_param import FlatParameter
 from torch.utils._pytree import tree_leaves
 from transformers import MixtralModel
@@ -200,3 +202,39 @@ def test_a_hub_name_of_three_parts_is_refused():
     validate_repo_id("owner/name")
     with pytest.raises(HFValidationError):
         validate_repo_id("owner/name/more")
+
+
+def arguments(owner: ast.ClassDef, name: str) -> list[str]:
+    """Arguments of a method of a class, the instance left out."""
+    method = next(node for node in owner.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    return [argument.arg for argument in method.args.args[1:]]
+
+
+def test_nccl_takes_the_arguments_of_a_transfer():
+    """By the type stub, since torch for processors has no NCCL."""
+    stub = ast.parse((Path(torch.__file__).with_name("_C") / "_distributed_c10d.pyi").read_text(encoding="utf-8"))
+    nccl = next(node for node in stub.body if isinstance(node, ast.ClassDef) and node.name == "ProcessGroupNCCL")
+    options = next(node for node in nccl.body if isinstance(node, ast.ClassDef) and node.name == "Options")
+    assert arguments(nccl, "__init__") == ["store", "rank", "size", "options"]
+    assert "is_high_priority_stream: bool=" in ast.unparse(options)  # all that it takes, with a default
+    assert arguments(options, "__init__") == ["is_high_priority_stream"]
+    assert [ast.unparse(each) for each in (*nccl.bases, *options.bases)] == ["Backend", "Backend.Options"]
+    backend, timed = ProcessGroupGloo.__mro__[1], ProcessGroupGloo._Options.__mro__[1]
+    assert (backend.__qualname__, timed.__qualname__) == ("Backend", "Backend.Options")
+    assert timed._timeout.fset
+    assert backend.abort.__doc__.startswith("abort(self: torch._C._distributed_c10d.Backend) -> None")
+    # the same as gloo's, which the tests of transfers call
+    assert (ProcessGroupGloo.send, ProcessGroupGloo.recv) == (backend.send, backend.recv)
+    assert callable(distributed_c10d.Work.is_completed)
+
+
+def test_bitsandbytes_takes_the_nearest_of_sixteen_levels_of_a_normal_distribution():
+    """Dettmers et al. (2023), Eq. 4, with their offset: a level for 0, 7 below and 8 above, and 64 weights a scale."""
+    functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    sides = [norm.ppf(np.linspace(0.9677083, 0.5, count)[:-1]) for count in (9, 8)]
+    levels = torch.tensor(np.sort(np.concatenate([sides[0], [0.0], -sides[1]])) / sides[0].max(), dtype=torch.float32)
+    weight = torch.randn(4, 64, generator=torch.Generator().manual_seed(0))
+    packed, state = functional.quantize_4bit(weight, quant_type="nf4", blocksize=64)
+    scale = weight.abs().amax(dim=1, keepdim=True)
+    nearest = levels[(weight[..., None] / scale[..., None] - levels).abs().argmin(-1)]
+    torch.testing.assert_close(functional.dequantize_4bit(packed, state), nearest * scale, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Optimizers of this package: Lion, SAM and Schedule-Free AdamW."""
+"""Optimizers of this package: Lion, SAM, Schedule-Free AdamW, and any other one on weights in bfloat16."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from jaxtyping import BFloat16, Float32
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -204,6 +205,86 @@ class ScheduleFreeAdamW(Optimizer):
         y.lerp_(z, average_weight)
         y.add_(d, alpha=lr * (beta1 * (1 - average_weight) - 1))
         z.sub_(d, alpha=lr)
+
+
+def round_at_random(values: Float32[Tensor, ...]) -> BFloat16[Tensor, ...]:
+    """Float32 numbers as one of their two neighbors in bfloat16, at random, so that their mean is the number.
+
+    The upper neighbor's probability is the distance from the lower one in units of their difference (stochastic
+    rounding; Gupta et al., 2015, arXiv 1502.02551, Eq. 1). Draws come from the device's own generator.
+    """
+    noise = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device)
+    kept = (values.view(torch.int32) + noise) & -(1 << 16)  # a carry out of the lost bits is the upper neighbor
+    return kept.view(torch.float32).bfloat16()
+
+
+class StochasticRounding(Optimizer):
+    """An optimizer of weights in bfloat16, which steps each in float32 and rounds it at random.
+
+    Gradients and state are float32. An update below the resolution of a weight moves it in a share of the steps, so
+    that the mean movement is right. Rounding to the nearest number would lose it. Weights are stepped one at a time, so
+    that a single one is held in float32. The base's step of a weight must not depend on the others.
+
+    Args:
+        base: the optimizer that takes the steps.
+    """
+
+    def __init__(self, base: Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+        self._share()
+        for weight in half_weights(self):
+            weight.grad_dtype = torch.float32
+
+    def _share(self) -> None:
+        self.param_groups, self.state = self.base.param_groups, self.base.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the state and the groups."""
+        stored = [(weight, weight.data) for weight in half_weights(self)]
+        for weight, data in stored:  # the state is cast to their types
+            weight.data = data.new_empty(0, dtype=torch.float32)
+        try:
+            self.base.load_state_dict(state_dict)
+        finally:
+            for weight, data in stored:
+                weight.data = data
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Step every weight that has a gradient."""
+        loss = loss_of(closure)
+        for part in getattr(self.base, "parts", (self.base,)):
+            groups = part.param_groups
+            try:
+                for group in groups:
+                    after = group
+                    for weight in (each for each in group["params"] if each.grad is not None):
+                        after = {**group, "params": [weight]}  # counters of the group as they were before the step
+                        part.param_groups = [after]
+                        _step_alone(part, weight)
+                    group |= {**after, "params": group["params"]}
+            finally:
+                part.param_groups = groups
+        return loss
+
+
+def half_weights(optimizer: Optimizer) -> list[Tensor]:
+    """Weights of an optimizer that are stored in bfloat16."""
+    return [each for group in optimizer.param_groups for each in group["params"] if each.dtype == torch.bfloat16]
+
+
+def _step_alone(optimizer: Optimizer, weight: Tensor) -> None:
+    """Step the only weight of an optimizer, in float32 or better."""
+    stored = weight.data
+    weight.data = stored.to(torch.promote_types(stored.dtype, torch.float32))
+    try:
+        optimizer.step()
+        if stored.dtype == torch.bfloat16:
+            stored.copy_(round_at_random(weight.data))
+    finally:
+        weight.data = stored
 
 
 def set_train_mode(optimizer: Optimizer, training: bool) -> None:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from importlib import import_module
 from typing import Any, cast
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from rm_optimizer.errors import ConfigError, MissingExtra
-from rm_optimizer.optim.algorithms import SAM, Lion, ScheduleFreeAdamW
-from rm_optimizer.optim.param_groups import ParamPartition, Role
-from rm_optimizer.optim.registry import AVERAGES, BFLOAT16, CLIPPED, FLAT, GLOBAL, POPT, WHOLE, built_in
+from rm_optimizer.optim.algorithms import SAM, Lion, ScheduleFreeAdamW, StochasticRounding, half_weights
+from rm_optimizer.optim.param_groups import ParamPartition, Role, partition
+from rm_optimizer.optim.registry import (
+    AVERAGES,
+    BFLOAT16,
+    CLIPPED,
+    FLAT,
+    GLOBAL,
+    HALF_WEIGHTS,
+    OPTIMIZERS,
+    POPT,
+    TOGETHER,
+    WHOLE,
+    built_in,
+    require_setups,
+)
 from rm_optimizer.schema.optimizers import (
     AdafactorConfig,
     AdamConfig,
@@ -22,6 +36,7 @@ from rm_optimizer.schema.optimizers import (
     AdEMAMixConfig,
     LionConfig,
     MARSConfig,
+    OptimizerConfig,
     ProdigyConfig,
     SAMConfig,
     ScheduleFreeConfig,
@@ -79,7 +94,7 @@ def build_lion(params: ParamPartition, config: LionConfig, num_steps: int | None
     return Lion(params.groups(config), lr=config.lr, beta1=config.beta1, beta2=config.beta2)
 
 
-@built_in(SAMConfig, "two_pass", 8, refuses=GLOBAL, passes_per_step=2)
+@built_in(SAMConfig, "two_pass", 8, refuses=GLOBAL | TOGETHER, passes_per_step=2)
 def build_sam(params: ParamPartition, config: SAMConfig, num_steps: int | None) -> Optimizer:
     """`SAM` of this package, with `torch.optim.AdamW` as its base."""
     return SAM(build_adamw(params, config, num_steps), rho=config.rho, adaptive=config.adaptive)
@@ -128,7 +143,7 @@ def build_ademamix(params: ParamPartition, config: AdEMAMixConfig, num_steps: in
     return _adam_like("AdEMAMix", params, config, **options)
 
 
-@built_in(ProdigyConfig, "lr_free", 16, refuses=GLOBAL | WHOLE, extra=POPT)
+@built_in(ProdigyConfig, "lr_free", 16, refuses=GLOBAL | TOGETHER | WHOLE, extra=POPT)
 def build_prodigy(params: ParamPartition, config: ProdigyConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.Prodigy` with bias correction, and with its safeguard of the estimate during a warm-up."""
     return _adam_like("Prodigy", params, config, d_coef=config.d_coef, bias_correction=True, safeguard_warmup=True)
@@ -209,3 +224,34 @@ def _load(name: str, module: str = "pytorch_optimizer", extra: str = POPT) -> Ca
         if error.name != package:
             raise
         raise MissingExtra(package.replace("_", "-"), extra) from error
+
+
+def build_optimizer(
+    model: nn.Module, config: OptimizerConfig, *, head_names: str | Collection[str], num_steps: int | None = None
+) -> Optimizer:
+    """The optimizer of a model's trainable parameters, each in exactly one group.
+
+    In addition to torch's entries, groups have `role` and `algorithm`, which `describe_groups` returns as a table. With
+    weights in bfloat16 it is a `StochasticRounding`.
+
+    Args:
+        model: the model before any distributed wrapper.
+        config: the options of a registered optimizer.
+        head_names: full names of the reward head's parameters.
+        num_steps: optimizer steps of the whole run; ademamix needs it for the warm-up of its slow momentum.
+
+    Raises:
+        ConfigError: if the optimizer is unknown, the role of a parameter that decides its rule is unknown, or an option
+            does not work as its name says.
+        MissingExtra: if the optimizer's package is not installed.
+    """
+    names = [head_names] if isinstance(head_names, str) else head_names
+    optimizer = OPTIMIZERS[config.name].build(partition(model, head_names=names), config, num_steps)
+    for group in optimizer.param_groups:
+        group.setdefault("algorithm", config.name)
+    if any(each.dtype == torch.float16 for group in optimizer.param_groups for each in group["params"]):
+        raise ConfigError("weights that train must be float32 or bfloat16, got float16, which would lose small updates")
+    if not half_weights(optimizer):
+        return optimizer
+    require_setups(config, [HALF_WEIGHTS])
+    return StochasticRounding(optimizer)

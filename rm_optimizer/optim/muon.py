@@ -92,7 +92,6 @@ def build_muon(params: ParamPartition, config: MuonConfig, num_steps: int | None
         raise ConfigError(
             "optimizer=muon found no trainable hidden matrix, so it would be AdamW; choose optimizer=adamw"
         )
-    refuse_nesterov_bug(config, bf16=any(p.dtype is torch.bfloat16 for p in matrices))
     if config.scaling is MuonScaling.original and any(item.role is Role.lora for item in params.parameters):
         raise ConfigError(
             "optimizer.scaling must be match_rms_adamw with LoRA, got original, "
@@ -114,22 +113,6 @@ def build_muon(params: ParamPartition, config: MuonConfig, num_steps: int | None
         group["algorithm"] = "adamw"
     betas = (config.beta1, config.beta2)
     return CompositeOptimizer(muon, torch.optim.AdamW(rest, lr=config.adamw_lr, betas=betas, eps=config.eps))
-
-
-def refuse_nesterov_bug(config: MuonConfig, *, bf16: bool) -> None:
-    """Refuse the one setting in which `torch.optim.Muon` overwrites its momentum.
-
-    Without Nesterov, torch 2.13 normalizes a bfloat16 momentum buffer in place (fixed by pytorch PR 194664). This check
-    can be removed when the oldest supported torch has the fix.
-
-    Raises:
-        ConfigError: for bfloat16 matrices without Nesterov.
-    """
-    if bf16 and not config.nesterov:
-        raise ConfigError(
-            "optimizer.nesterov must be true with bfloat16 parameters, got false: "
-            "torch.optim.Muon overwrites its momentum in that combination"
-        )
 
 
 class ShardedMuon(torch.optim.Muon):

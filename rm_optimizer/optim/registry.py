@@ -21,7 +21,7 @@ from rm_optimizer.schema.registry import Registry
 from rm_optimizer.schema.store import store_optimizer
 
 Family = Literal["elementwise", "factored", "matrix", "two_pass", "schedule_free", "lr_free"]
-TrainingSetup = Literal["fsdp1", "fsdp2", "deepspeed", "decay"]
+TrainingSetup = Literal["fsdp1", "fsdp2", "deepspeed", "decay", "bfloat16"]
 Builder = Callable[..., Optimizer]
 BuilderT = TypeVar("BuilderT", bound=Builder)
 
@@ -58,8 +58,10 @@ BFLOAT16: dict[TrainingSetup, str] = {
     "fsdp2": "its package would sum products of bfloat16 shards, another step than one device takes"
 }
 AVERAGES: dict[TrainingSetup, str] = {
-    "decay": "averaging replaces the decay, and a decaying schedule on top of it trains another algorithm"
+    "decay": "averaging replaces the decay, and a decaying schedule on top of it trains another algorithm",
+    "bfloat16": "the average of its weights would lose most of each step",
 }
+TOGETHER: dict[TrainingSetup, str] = {"bfloat16": "it steps all weights by one number of all, not each by itself"}
 POPT = "optimizers"
 """Extra that installs pytorch-optimizer."""
 OPTIMIZERS: Registry[OptimizerInfo] = Registry("optimizer")
@@ -160,31 +162,6 @@ def _require_optimizer(name: str, options: type[OptimizerConfig], build: Builder
         )
 
 
-def build_optimizer(
-    model: nn.Module, config: OptimizerConfig, *, head_names: str | Collection[str], num_steps: int | None = None
-) -> Optimizer:
-    """The optimizer of a model's trainable parameters, each in exactly one group.
-
-    In addition to torch's entries, groups have `role` and `algorithm`, which `describe_groups` returns as a table.
-
-    Args:
-        model: the model before any distributed wrapper.
-        config: the options of a registered optimizer.
-        head_names: full names of the reward head's parameters.
-        num_steps: optimizer steps of the whole run; ademamix needs it for the warm-up of its slow momentum.
-
-    Raises:
-        ConfigError: if the optimizer is unknown, the role of a parameter that decides its rule is unknown, or an option
-            does not work as its name says.
-        MissingExtra: if the optimizer's package is not installed.
-    """
-    names = [head_names] if isinstance(head_names, str) else head_names
-    optimizer = OPTIMIZERS[config.name].build(partition(model, head_names=names), config, num_steps)
-    for group in optimizer.param_groups:
-        group.setdefault("algorithm", config.name)
-    return optimizer
-
-
 SHARDED_STRATEGY = "fsdp2"
 """Value of `hardware.strategy` for FSDP2."""
 
@@ -194,26 +171,39 @@ HINTS: dict[TrainingSetup, str] = {
     "fsdp2": "use hardware=ddp",
     "deepspeed": OTHERS,
     "decay": "add schedule=constant",
+    "bfloat16": "use model.dtype=float32 hardware.precision=bf16-mixed",
 }
 
 
-def check_compatible(config: OptimizerConfig, hardware: HardwareConfig, schedule: ScheduleConfig) -> None:
+HALF_WEIGHTS: tuple[TrainingSetup, str] = ("bfloat16", "model.dtype=bfloat16")
+
+
+def check_compatible(
+    config: OptimizerConfig, hardware: HardwareConfig, schedule: ScheduleConfig, *, trains_half_weights: bool = False
+) -> None:
     """Refuse an optimizer that would be another algorithm in this setup.
 
     Raises:
         ConfigError: if the combination is refused, with the reason, or moments are to be paged without a GPU.
     """
-    refuses = OPTIMIZERS[config.name].refuses
     kinds: dict[str, TrainingSetup] = {SHARDED_STRATEGY: "fsdp2", "fsdp": "fsdp1", "deepspeed": "deepspeed"}
     kind = next((kind for start, kind in kinds.items() if hardware.strategy.startswith(start)), None)
     setups: list[tuple[TrainingSetup, str]] = [] if kind is None else [(kind, f"hardware.strategy={hardware.strategy}")]
     if schedule.name is not ScheduleName.constant:
         setups.append(("decay", f"schedule.name={schedule.name.value}"))
+    if trains_half_weights:
+        setups.append(HALF_WEIGHTS)
     if getattr(config, "paged", False) and not torch.cuda.is_available():
         raise ConfigError(
             "optimizer.paged=true moves moments between the memories of a GPU and of the processor, and torch finds no "
             "GPU here; leave it out"
         )
+    require_setups(config, setups)
+
+
+def require_setups(config: OptimizerConfig, setups: Collection[tuple[TrainingSetup, str]]) -> None:
+    """Refuse setups, given with the option that chose each, in which an optimizer would be another algorithm."""
+    refuses = OPTIMIZERS[config.name].refuses
     for setup, option in setups:
         if setup in refuses:
             raise ConfigError(f"optimizer={config.name} does not go with {option}: {refuses[setup]}; {HINTS[setup]}")

@@ -30,7 +30,7 @@ class Attention(StrEnum):
 
 
 class WeightType(StrEnum):
-    """Type of a base model's frozen weights; weights that train are float32 in any case."""
+    """Type of the weights of a base model; those of its head and of an adapter are float32 in any case."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -103,7 +103,7 @@ class ModelConfig(Options, group="model"):
     router_aux_loss_coef: float | None = within("(0, inf)", None)
     """Coefficient of the balancing loss of a mixture of experts in the training loss; null leaves it out."""
     dtype: WeightType = needing("path", WeightType.float32)
-    """Type of frozen weights; bfloat16 halves their memory and needs adapter=lora or model.freeze=backbone."""
+    """Type of the base's weights; bfloat16 halves their memory, and those that train are rounded at random."""
     dropout: bool = False
     """Keep the dropout of the backbone's configuration, functional attention dropout included."""
     gradient_checkpointing: bool = False
@@ -378,12 +378,23 @@ class TrainConfig(Options):
             halves = self.hardware != MISSING and self.hardware.on_out_of_memory == OnOutOfMemory.halve
             need = "be stop with model.router_aux_loss_coef (it balances each pass, so halves change the gradient)"
             require(not halves, "hardware.on_out_of_memory", need, "halve")
-        if MISSING not in (self.adapter, self.model) and self.model.dtype == WeightType.bfloat16:
-            kept = self.adapter.kind == AdapterKind.lora or self.model.freeze == FREEZE_BACKBONE
-            need = "be float32 unless adapter=lora or model.freeze=backbone keeps the backbone as it is"
-            require(kept, "model.dtype", f"{need} (small updates of half weights round away)", self.model.dtype)
+        if MISSING not in (self.adapter, self.model, self.hardware) and self.model.dtype == WeightType.bfloat16:
+            packed, need = (
+                self.adapter.kind == AdapterKind.qlora,
+                "be float32 with adapter=qlora, which packs the weights",
+            )
+            require(not packed, "model.dtype", need, self.model.dtype)
+            alone = self.hardware.devices * self.hardware.num_nodes == 1 and self.hardware.strategy == "auto"
+            need = "be float32 with several devices, whose gradients in bfloat16 would be summed, unless adapter=lora"
+            require(alone or not self.trains_half_weights, "model.dtype", need, self.model.dtype)
         if MISSING not in (self.adapter, self.model) and self.adapter.kind != AdapterKind.none and self.model.freeze:
             raise ConfigError(
                 f"adapter={self.adapter.kind} trains no weight of the backbone, so model.freeze={self.model.freeze} "
                 "would have no effect; leave one of them out"
             )
+
+    @property
+    def trains_half_weights(self) -> bool:
+        """True if weights of the base model train in bfloat16."""
+        is_frozen = self.adapter.kind != AdapterKind.none or self.model.freeze == FREEZE_BACKBONE
+        return self.model.dtype == WeightType.bfloat16 and not is_frozen

@@ -187,15 +187,16 @@ def count_run(config: TrainConfig, model: BradleyTerryRM, batches: PreferenceDat
         activations, working = _backward_bytes(model, largest)
     parameters = list(model.parameters())
     shards = config.hardware.devices if config.hardware.strategy.startswith("fsdp") else 1
-    trained = sum(each.numel() * each.element_size() for each in parameters if each.requires_grad)
+    trainable = sum(each.numel() for each in parameters if each.requires_grad)
+    gradients = 4 * trainable  # float32 for weights in bfloat16 too
     is_apart = config.adapter.kind != AdapterKind.none and config.model.path is not None
     weights = _stored_bytes(model, in_four_bits=config.adapter.kind == AdapterKind.qlora)
-    stored = trained if is_apart else weights
+    stored = gradients if is_apart else weights
     return RunEstimate(
         parameters=sum(map(parameter_size, parameters)),
-        trainable=sum(each.numel() for each in parameters if each.requires_grad),
+        trainable=trainable,
         weights=weights // shards,
-        gradients=trained // shards,
+        gradients=gradients // shards,
         optimizer=state // shards,
         activations=activations,
         working=working,

@@ -196,7 +196,8 @@ def run_training(
     if config.loss.name is not None:
         loss_named(config.loss.name)  # an unknown name is refused before anything is loaded
     require_callbacks(config, callbacks)
-    check_compatible(config.optimizer, config.hardware, config.schedule)
+    half = config.trains_half_weights
+    check_compatible(config.optimizer, config.hardware, config.schedule, trains_half_weights=half)
     require_devices(config.hardware)
     require_wandb_key(config.logger)
     run_dir = Path(config.output_dir)

@@ -256,6 +256,17 @@ def test_an_arm_that_is_another_optimizer_is_refused(pairs, tmp_path, monkeypatc
         arm_trial.train_and_judge(trial.spec, tmp_path)
 
 
+def test_what_would_hide_the_first_step_of_an_optimizer_is_refused(pairs, tmp_path):
+    options = comparison(pairs, tmp_path / "out").options
+    refused = {
+        ("model=custom", "model.path=base", "model.dtype=bfloat16"): "checks the first step of each optimizer",
+        ("hardware.devices=2",): r"runs each trial on one device, got hardware\.devices=2",
+    }
+    for overrides, says in refused.items():
+        with pytest.raises(ConfigError, match=says):
+            replace(options, overrides=overrides).config("adamw")
+
+
 def test_rates_are_half_decades_and_an_edge_is_extended_twice_at_most():
     grid = rate_grid(1e-4, 5)
     assert grid == (1e-5, 3.16e-5, 1e-4, 3.16e-4, 1e-3)

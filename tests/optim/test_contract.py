@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 from collections import Counter
 from copy import deepcopy
@@ -12,6 +13,7 @@ from torch import nn
 
 from rm_optimizer.errors import ConfigError, MissingExtra
 from rm_optimizer.optim import OPTIMIZERS, build_optimizer, build_schedule, check_compatible, set_train_mode
+from rm_optimizer.optim.algorithms import StochasticRounding
 from rm_optimizer.schema.config import HardwareConfig
 from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, ScheduleConfig, ScheduleName
 
@@ -22,6 +24,7 @@ HARDWARE = {
     "fsdp2": {"strategy": "fsdp2"},
     "deepspeed": {"strategy": "deepspeed_stage_2"},
     "decay": {},
+    "bfloat16": {},
 }
 
 
@@ -43,7 +46,7 @@ def random_closure(model, generator):
 
     def closure():
         for p in model.parameters():
-            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype) * 0.1
+            p.grad = torch.randn(p.shape, generator=generator).to(p.grad_dtype) * 0.1
         return 0.0
 
     return closure
@@ -96,12 +99,50 @@ def test_one_group_for_each_role_and_no_more(entry, toy, preset, head):
     assert roles == Counter(["hidden", "embedding", "norm", "bias", "head"]) + vectors_apart
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_parameters_keep_their_type(entry, dtype, toy, preset, head):
-    model = toy(dtype)
+def test_parameters_keep_their_type(entry, toy, preset, head):
+    model = toy(torch.float64)
     optimizer = build(entry, model, preset, head)
     run(optimizer, build_schedule(optimizer, CONSTANT, 60), random_closure(model, torch.Generator()), 2)
-    assert {p.dtype for p in model.parameters()} == {dtype}
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+
+
+def test_half_weights_are_stepped_one_by_one_or_refused(entry, toy, preset, head):
+    if "bfloat16" in entry.refuses:
+        with pytest.raises(ConfigError, match=f"optimizer={entry.name} does not go with model.dtype=bfloat16: "):
+            build(entry, toy(torch.bfloat16), preset, head)
+        return
+    whole, single = toy(), toy()
+    optimizers = [build(entry, whole, preset, head), StochasticRounding(build(entry, single, preset, head))]
+    for model, optimizer in zip((whole, single), optimizers, strict=True):
+        run(optimizer, build_schedule(optimizer, LINEAR, 60), random_closure(model, torch.Generator()), 6)
+    assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(single), strict=True))
+
+
+def test_half_weights_have_state_in_float32_which_a_reload_keeps(entry, toy, preset, head):
+    if "bfloat16" in entry.refuses:
+        pytest.skip("refused")
+
+    def start():
+        model = toy(torch.bfloat16)
+        optimizer = build(entry, model, preset, head)
+        torch.manual_seed(2)  # of the rounding
+        return model, optimizer, build_schedule(optimizer, LINEAR, 60), torch.Generator()
+
+    model, optimizer, schedule, generator = start()
+    run(optimizer, schedule, random_closure(model, generator), 12)
+    again, reloaded, schedule, generator = start()
+    run(reloaded, schedule, random_closure(again, generator), 6)
+    rounding = torch.get_rng_state()
+    states = deepcopy([again.state_dict(), reloaded.state_dict(), schedule.state_dict()])
+    again, reloaded, schedule, _ = start()
+    for thing, state in zip((again, reloaded, schedule), states, strict=True):
+        thing.load_state_dict(state)
+    torch.set_rng_state(rounding)
+    run(reloaded, schedule, random_closure(again, generator), 6)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(a, b) for a, b in zip(weights(model), weights(again), strict=True))
+    tensors = [value for state in optimizer.state.values() for value in state.values() if torch.is_tensor(value)]
+    assert {value.dtype for value in tensors if value.ndim and value.is_floating_point()} <= {torch.float32}
 
 
 def test_one_step_takes_the_stated_number_of_passes(entry, toy, preset, head):
@@ -216,12 +257,10 @@ def test_refuses_what_it_says_and_nothing_else(entry, preset):
     check_compatible(config, HardwareConfig(), CONSTANT)
     check_compatible(config, HardwareConfig(strategy="ddp", precision="bf16-mixed"), CONSTANT)
     for setup, options in HARDWARE.items():
-        schedule = LINEAR if setup == "decay" else CONSTANT
-        if setup in entry.refuses:
-            with pytest.raises(ConfigError, match=f"optimizer={entry.name} does not go with"):
-                check_compatible(config, HardwareConfig(**options), schedule)
-        else:
-            check_compatible(config, HardwareConfig(**options), schedule)
+        refused = pytest.raises(ConfigError, match=f"optimizer={entry.name} does not go with")
+        schedule, half = LINEAR if setup == "decay" else CONSTANT, setup == "bfloat16"
+        with refused if setup in entry.refuses else contextlib.nullcontext():
+            check_compatible(config, HardwareConfig(**options), schedule, trains_half_weights=half)
 
 
 def test_paged_moments_need_a_gpu(monkeypatch, preset):

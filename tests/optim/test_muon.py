@@ -98,13 +98,6 @@ def test_a_model_without_hidden_matrices_is_refused(toy, preset, head):
         build_optimizer(model, preset("muon"), head_names=head)
 
 
-def test_bf16_without_nesterov_is_refused(toy, preset, head):
-    config = preset("muon", nesterov="false")
-    with pytest.raises(ConfigError, match="nesterov must be true with bfloat16 parameters"):
-        build_optimizer(toy(torch.bfloat16), config, head_names=head)
-    build_optimizer(toy(), config, head_names=head)
-
-
 def test_only_hidden_matrices_train_with_an_optimizer_of_one_half(toy, preset, head):
     model = toy()
     model.requires_grad_(False)

@@ -1,4 +1,4 @@
-"""What a large base needs: frozen weights in bfloat16, and checkpoints that leave the base out."""
+"""What a large base needs: weights in bfloat16, and checkpoints that leave the base out."""
 
 from __future__ import annotations
 
@@ -148,12 +148,48 @@ def causal_mask(trees: PackedTrees, window: int | None) -> torch.Tensor:
     return torch.ones(rows, 1, tokens, tokens, dtype=torch.bool).tril()
 
 
+def test_every_weight_in_bfloat16_trains_as_in_float32_and_continues_to_the_same_numbers(config, tmp_path):
+    base, found = base_folder(tmp_path / "base"), {}
+    for dtype in ("float32", "bfloat16"):
+        options = config(tmp_path / dtype, base, f"model.dtype={dtype}", "optimizer.lr=1e-3", "training.epochs=2")
+        found[dtype] = run_training(options)
+    nll = {dtype: result.metrics.nll.value for dtype, result in found.items()}
+    assert nll["bfloat16"] == pytest.approx(nll["float32"], abs=0.02)
+    exported = load_file(Path(found["bfloat16"].export) / "model.safetensors")
+    assert {name for name, each in exported.items() if each.dtype != torch.bfloat16} == {"score.weight"}
+    parts = [base, "model.dtype=bfloat16", "optimizer.lr=1e-3", "training.epochs=2"]
+    run_training(config(tmp_path / "parts", *parts, "training.max_steps=2"))
+    assert run_training(config(tmp_path / "parts", *parts, "resume=auto")).metrics.nll.value == nll["bfloat16"]
+
+
+def test_some_layers_in_bfloat16_train_while_others_stay(config, tmp_path):
+    base = base_folder(tmp_path / "base")
+    options = config(tmp_path / "run", base, "model.dtype=bfloat16", "model.freeze=1", "optimizer.lr=1e-3")
+    before = trainable_model(options, PreferenceDataset([])).model.state_dict()
+    run_training(options)
+    after = read_checkpoint(max(RunFolder(tmp_path / "run").checkpoints.items())[1])[1]
+    changed = {name.split(".")[2] for name in before if ".layers." in name and not before[name].equal(after[name])}
+    assert changed == {"1"}
+
+
 @pytest.mark.parametrize(
-    "options", [(), ("adapter=qlora",), ("model.freeze=1",)], ids=["every weight", "four bits", "some layers"]
+    ("options", "says"),
+    [
+        (("adapter=qlora",), "be float32 with adapter=qlora"),
+        (("hardware.devices=2",), "be float32 with several devices"),
+        (("hardware=fsdp",), "be float32 with several devices"),
+    ],
 )
-def test_half_weights_that_would_train_are_refused(config, tmp_path, options):
-    with pytest.raises(ConfigError, match=r"model\.dtype must be float32 unless adapter=lora or model\.freeze"):
+def test_half_weights_are_refused_where_they_are_packed_or_their_gradients_summed(config, tmp_path, options, says):
+    with pytest.raises(ConfigError, match=rf"model\.dtype must {says}"):
         config(tmp_path, tmp_path, "model.dtype=bfloat16", *options)
+
+
+def test_an_optimizer_that_half_weights_would_change_is_refused_before_the_model_is_loaded(config, tmp_path):
+    with pytest.raises(
+        ConfigError, match=r"optimizer=sam does not go with model\.dtype=bfloat16: it steps all weights"
+    ):
+        run_training(config(tmp_path / "run", tmp_path, "model.dtype=bfloat16", "optimizer=sam"))
 
 
 def test_a_checkpoint_holds_the_embeddings_that_an_adapter_brought(tmp_path):

@@ -224,6 +224,11 @@ def _composed(optimizer: str, overrides: tuple[str, ...]) -> TrainConfig:
             f"{config.optimizer.name} would be compared without a decay of its learning rate, which "
             "hides its best weights; leave the schedule to the presets"
         )
+    if config.trains_half_weights:
+        raise ConfigError(
+            "a comparison checks the first step of each optimizer, which is smaller than the rounding of weights in "
+            "bfloat16; leave model.dtype=bfloat16 out"
+        )
     check_compatible(config.optimizer, config.hardware, config.schedule)
     return config
 

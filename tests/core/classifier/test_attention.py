@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_mask, flex_attention
 from transformers import AutoModelForSequenceClassification, BertConfig, Gemma2Config, LlamaConfig, PreTrainedModel
+from transformers import modeling_flash_attention_utils as flash_utils
 from transformers.integrations import flex_attention as flex_integration
 
 from rm_optimizer.core.classifier import attention
@@ -132,9 +134,12 @@ def test_flex_attention_gets_one_type_where_norms_leave_autocasts(eager_flex: No
     assert out.dtype == torch.bfloat16
 
 
+def padded_rows(*lengths: int) -> tuple[Tensor, Tensor]:
+    return pad_sequences([np.arange(3, 3 + length, dtype=np.int32) for length in lengths], PAD)
+
+
 def padded(model: PreTrainedModel) -> Tensor:
-    rows = [np.arange(3, 3 + length, dtype=np.int32) for length in (9, 4, 12)]
-    return decoder_logits(model, *pad_sequences(rows, PAD))
+    return decoder_logits(model, *padded_rows(9, 4, 12))
 
 
 @pytest.mark.parametrize("name", SWITCHES)
@@ -147,48 +152,122 @@ def test_on_a_cpu_every_switch_is_sdpa_bit_for_bit(case: str, name: str):
     assert torch.equal(padded(model), expected)
 
 
-class FakeFlash:
-    """What FlashAttention 2 would be asked, answered by SDPA with the padding mask it would unpad by."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, torch.dtype]] = []
-
-    def __call__(
-        self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **options: Any
-    ) -> tuple[Tensor, None]:
-        self.calls.append((module.config._attn_implementation, query.dtype))
-        assert mask is None or mask.ndim == 2
-        groups = query.shape[1] // key.shape[1]
-        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-        tokens = query.shape[2]
-        allowed = torch.ones(tokens, tokens, dtype=torch.bool).tril() if module.is_causal else torch.ones(1, 1).bool()
-        allowed = allowed if mask is None else allowed & mask[:, None, None].bool()
-        out = torch.nn.functional.scaled_dot_product_attention(query, key, value, allowed, scale=options["scaling"])
-        return out.transpose(1, 2), None
+def plain_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, causal: bool, window: tuple[int, int]
+) -> Tensor:
+    """Attention of one sequence by its formula, in the tensors' own type; tokens first, grouped keys repeated."""
+    k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+    logits = torch.einsum("qhd,khd->hqk", q.float(), k.float()) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    distance = torch.arange(len(q))[:, None] - torch.arange(len(k))
+    left, right = (len(k) if each < 0 else each for each in window)
+    allowed = (distance <= left) & (distance >= -right) & ((distance >= 0) | (not causal))
+    weights = logits.masked_fill(~allowed, -torch.inf).softmax(-1)
+    return torch.einsum("hqk,khd->qhd", weights, v.float()).to(q.dtype)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2"])
-def test_padded_passes_in_a_half_type_go_to_flash_attention_and_others_to_sdpa(
-    case: str, monkeypatch: pytest.MonkeyPatch
+def flash_attn_varlen_func(  # the signature of flash-attn 2.8
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+    block_table=None,
 ):
-    flash = FakeFlash()
-    monkeypatch.setattr(attention, "flash_attention_forward", flash)
+    assert q.dtype in attention.HALF
+    assert (q.dtype, cu_seqlens_q.dtype, cu_seqlens_k.dtype) == (k.dtype, torch.int32, torch.int32)
+    assert dropout_p == 0
+    lengths = cu_seqlens_q.diff().tolist()
+    assert (max(lengths), lengths) == (max_seqlen_q, cu_seqlens_k.diff().tolist())
+    parts = zip(*(each.split(lengths) for each in (q, k, v)), strict=True)
+    options = {"scale": softmax_scale, "causal": causal, "window": window_size}
+    return torch.cat([plain_attention(*each, **options) for each in parts])
+
+
+def flash_attn_func(
+    q,
+    k,
+    v,
+    dropout_p=0.0,
+    softmax_scale=None,
+    causal=False,
+    window_size=(-1, -1),
+    softcap=0.0,
+    alibi_slopes=None,
+    deterministic=False,
+    return_attn_probs=False,
+):
+    assert q.dtype in attention.HALF
+    options = {"scale": softmax_scale, "causal": causal, "window": window_size}
+    return torch.stack([plain_attention(*each, **options) for each in zip(q, k, v, strict=True)])
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Calls of flash-attn by `transformers`, which plain formulas with its signatures answer; it is not installed."""
+    called: list[str] = []
+
+    def noted(function: Any) -> Any:
+        @functools.wraps(function)
+        def call(*args: Any, **options: Any) -> Tensor:
+            called.append(function.__name__)
+            out: Tensor = function(*args, **options)
+            return out
+
+        return call
+
+    names = {
+        "_loaded_implementation": "flash_attention_2",
+        "_flash_fn": noted(flash_attn_func),
+        "_flash_varlen_fn": noted(flash_attn_varlen_func),
+        "_pad_fn": flash_utils._pad_input,
+        "_unpad_fn": flash_utils._unpad_input,
+        "_process_flash_kwargs_fn": flash_utils._lazy_define_process_function(flash_attn_varlen_func),
+    }
+    for name, value in names.items():
+        monkeypatch.setattr(flash_utils, name, value)
     monkeypatch.setattr(
         AttentionSwitch, "unpads", lambda self, device, dtype: self.has_varlen and dtype in attention.HALF
     )
-    model = tiny_model(case)
-    expected = padded(model)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected_half = padded(model)
+    return called
+
+
+FLASH = {**DECODERS, "bert": ("bert", {})}
+
+
+@pytest.mark.parametrize("case", FLASH)
+def test_padded_passes_in_a_half_type_go_to_flash_attention_and_others_to_sdpa(case: str, flash: list[str]):
+    family, fields = FLASH[case]
+    model = tiny_model(family, **fields)
+    rows = {"varlen": padded_rows(9, 4, 12), "plain": padded_rows(12, 12)}
+
+    def rewards(name: str) -> Tensor:
+        ids, mask = rows[name]
+        return decoder_logits(model, ids, mask) if family != "bert" else model(ids, attention_mask=mask).logits
+
+    expected = rewards("varlen")
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected_half = {name: rewards(name) for name in rows}
     model.set_attn_implementation("sdpa_or_flex_or_fa2")
-    assert torch.equal(padded(model), expected)
-    assert not flash.calls
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(padded(model), expected_half, rtol=2e-2, atol=2e-2)
-    assert flash.calls == 2 * [("flash_attention_2", torch.bfloat16)]
-    shared = packed_logits(model, trees())
-    assert len(flash.calls) == 2
-    assert torch.isfinite(shared).all()
+    assert torch.equal(rewards("varlen"), expected)
+    assert not flash
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        for name in rows:
+            torch.testing.assert_close(rewards(name), expected_half[name], rtol=2e-2, atol=2e-2)
+    assert flash == 2 * ["flash_attn_varlen_func"] + 2 * ["flash_attn_func"]
+    if family != "bert":
+        shared = packed_logits(model, trees())
+        assert len(flash) == 4
+        assert torch.isfinite(shared).all()
 
 
 @pytest.fixture
