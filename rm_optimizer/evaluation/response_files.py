@@ -26,7 +26,7 @@ from rm_optimizer.core.rows.readers import Report, Row, each, read_rows, row_uni
 from rm_optimizer.errors import ConfigError, DataError
 
 REWARD = "reward"
-_READ = frozenset({"prompt", "response", "responses"})
+_READ = ("prompt", "response", "responses")
 
 
 class FileKind(StrEnum):
@@ -82,7 +82,7 @@ def read_responses(path: Path, layout: Layout | None = None) -> Iterator[Respons
             nothing tells how text is read that spells messages or lists.
         ConfigError: if the layout has other keys.
     """
-    rows, columns = (stored_rows(path), {}) if layout is None else (_ours(path, layout), layout.columns)
+    rows, columns = (stored_rows(path), None) if layout is None else (_ours(path, layout), layout.columns)
     found = each(rows, lambda row: _responses(row, columns), refusing(path))
     return (replace(row, number=number) for number, row in found)
 
@@ -96,7 +96,7 @@ def _ours(path: Path, layout: Layout) -> Iterator[tuple[int, Row]]:
     require_columns(str(path), layout, [row for _, row in first])
     looked = (layout.ours(layout.spelled(row)) for _, row in first)
     if (
-        hint := text_hint([{name: row[name] for name in _READ & row.keys()} for row in looked], layout)
+        hint := text_hint([{name: row[name] for name in _READ if name in row} for row in looked], layout)
     ) and not hint.columns:
         raise DataError(f"{path}: {hint.text}")
 
@@ -133,12 +133,15 @@ def refusing(path: Path) -> Report:
     return refuse
 
 
-def _responses(row: Row, columns: Columns) -> ResponseRow:
+def _responses(row: Row, columns: Columns | None) -> ResponseRow:
     listed = "responses" in row
     name, kind = ("responses", "a list of texts") if listed else ("response", "text")
     if "prompt" not in row or ("response" in row) == listed:
-        got = ", ".join(row) or "none"
-        raise ValueError(f"expected the columns prompt and response, or prompt and responses; got {got}")
+        got = ", ".join(name or "''" for name in row) or "none"
+        is_pair = {"chosen", "rejected"} <= row.keys()
+        names = "responses: [chosen, rejected]" if is_pair else "prompt: NAME, response: NAME"
+        told = "" if columns is None else f"; name yours by a layout such as {{columns: {{{names}}}}}"
+        raise ValueError(f"expected the columns prompt and response, or prompt and responses{told}; got {got}")
     if REWARD in row:
         raise ValueError(f"there is a column '{REWARD}' already; rename it or leave it out")
     given = row[name] if listed else [row[name]]
@@ -148,7 +151,7 @@ def _responses(row: Row, columns: Columns) -> ResponseRow:
     responses = tuple(read_response("response", response) for response in given)
     for text in responses:
         require_response("response", text)
-    return ResponseRow(0, _prompt(row, columns), responses, listed)
+    return ResponseRow(0, _prompt(row, columns or {}), responses, listed)
 
 
 def _prompt(row: Row, columns: Columns) -> Prompt:

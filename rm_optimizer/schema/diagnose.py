@@ -99,7 +99,8 @@ def _preset_sentence(error: MissingConfigException, overrides: Sequence[str]) ->
 def _syntax_sentence(error: OverrideParseException, overrides: Sequence[str]) -> str:
     line = next((line for line in overrides if line == error.override), error.override)
     if "=" not in line:
-        return f"expected option=value, got '{line}'; write for example optimizer=adamw or data.train=pairs.jsonl"
+        example = f"data.train={line}" if Path(line).exists() else "optimizer=adamw or data.train=pairs.jsonl"
+        return f"expected option=value, got '{line}'; write for example {example}"
     name, _, value = line.partition("=")
     odd = next((letter for letter in name if not letter.isascii()), None)
     if odd is not None:

@@ -110,6 +110,15 @@ def test_messages_are_prompts(tmp_path):
     assert rewards_in(tmp_path / "out.jsonl") == pytest.approx([4 - 0.3])
 
 
+def test_both_sides_of_pairs_are_scored_by_the_layout_that_the_error_names(tmp_path):
+    source = write(tmp_path / "in.csv", [{"": 0, "prompt": "ab", "chosen": "x", "rejected": "yy"}])
+    with pytest.raises(DataError, match=r"\{columns: \{responses: \[chosen, rejected\]\}\}; got '', prompt, chosen"):
+        score_file(LengthScorer(), source, tmp_path / "out.jsonl", scorer_name="length")
+    layout = {"columns": {"responses": ["chosen", "rejected"]}}
+    score_file(LengthScorer(), source, tmp_path / "out.jsonl", scorer_name="length", layout=layout)
+    assert rewards_in(tmp_path / "out.jsonl") == [pytest.approx([0.8, 1.8])]
+
+
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 def test_a_layout_names_the_columns_and_what_is_parsed(tmp_path, suffix):
     turns = str([{"role": "user", "content": "hi"}] * 3)
@@ -121,7 +130,7 @@ def test_a_layout_names_the_columns_and_what_is_parsed(tmp_path, suffix):
         score_file(LengthScorer(), source, target, scorer_name="length", layout=layout)
         return [json.loads(row) if isinstance(row, str) else row for row in rewards_in(target)]
 
-    with pytest.raises(DataError, match=r"question, texts are text .*parse: \[question, texts\].*parse: \[\]"):
+    with pytest.raises(DataError, match=r"in question, texts spells .*parse: \[question, texts\].*parse: \[\]"):
         scored({"columns": columns})
     if suffix == ".parquet":
         assert scored({"columns": columns, "parse": ["question", "texts"]}) == [pytest.approx([3.7, 0.7])]

@@ -44,7 +44,7 @@ from rm_optimizer.schema.registry import Registry
 _CONTENT = {
     *READ_COLUMNS, *CONTEXT_COLUMNS, *UNREAD_COLUMNS, "question", "instruction", "query", "conversation",
     "conversations", "trajectory", "accepted", "preferred", "dispreferred", "messages", "persona", "passage", "problem",
-}  # fmt: skip
+} - {"score"}  # fmt: skip
 """Names of columns that a layout must read or ignore, unless their texts also stand in what it reads."""
 _CANDIDATES = frozenset({"chosen", "rejected", "response_a", "response_b", "responses"})
 _ACCOUNTS = ("has", "lacks", "optional", "ignore", "range")
@@ -251,7 +251,8 @@ class Layout:
         known = {folded(text) for each in read for text in texts_in(row.get(each))} if content else set()
         for name in content:
             if not known.issuperset(map(folded, texts_in(unread[name]))):
-                raise ValueError(f"{name} is not read by layout {self.name} and would be lost")
+                told = f"leave it out with {Spelling.current().columns({name: None})}"
+                raise ValueError(f"{name} is not read by layout {self.name} and would be lost; {told}")
 
     @cached_property
     def _overwritten(self) -> Sequence[str]:

@@ -116,7 +116,8 @@ def flat_groups(prompts: Prompts, responses_of_each: Iterable[Texts]) -> tuple[l
 def table_rows(name: str, data: Any) -> list[Any]:
     """Rows of a data frame, an Arrow table, a `datasets.Dataset` or a mapping of columns; the values of a list.
 
-    Cells are those that the table has in a Parquet file: a missing number is None, an array of messages is a list.
+    Cells are those that the table has in a Parquet file: a missing number is None, an array of messages is a list. An
+    index with a name is a column.
 
     Args:
         name: name of the argument, for the message.
@@ -143,7 +144,8 @@ def table_rows(name: str, data: Any) -> list[Any]:
         return listed(name, data)
     try:
         if hasattr(data, "iloc"):
-            table = pa.Table.from_pandas(data, preserve_index=False)
+            is_column = all(name is not None and name not in data.columns for name in data.index.names)
+            table = pa.Table.from_pandas(data, preserve_index=is_column)
         else:
             table = pa.table({**data} if isinstance(data, Mapping) else data)
     except pa.ArrowException as error:

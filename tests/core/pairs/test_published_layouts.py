@@ -436,9 +436,15 @@ def test_a_mapping_of_the_user_wins():
         PreferenceDataset([row], layout="stack-exchange-paired")
 
 
+def test_a_score_beside_the_sides_of_a_layout_is_metadata():
+    rows = [{"question": q(i), "chosen": good(i), "rejected": bad(i), "score": [None, 2.5][i]} for i in range(2)]
+    assert [pair.metadata.get("score") for pair in PreferenceDataset(rows)] == [None, 2.5]
+
+
 def test_columns_that_are_left_out_do_not_hide_a_layout():
     row = {**TWO, "persona": "a pirate of the seven seas"}
-    with pytest.raises(DataError, match="persona is not read by layout stack-exchange-paired"):
+    told = r"persona is not read by layout stack-exchange-paired .*; leave it out with columns=\{'persona': None\}"
+    with pytest.raises(DataError, match=told):
         PreferenceDataset([row])
     (pair,) = PreferenceDataset([row], columns={"persona": None})
     assert (pair.prompt, pair.chosen) == (q(0), good(0))

@@ -124,6 +124,7 @@ def test_options_are_taken_as_compose_returns_them():
         pa.Table.from_pylist,
         iter,
         lambda rows: pd.DataFrame(rows, [7, 8, 9]),
+        lambda rows: pd.DataFrame(rows).set_index("prompt"),
         lambda rows: pd.DataFrame(rows).to_dict("list"),
         lambda rows: Dataset.from_list([*rows, *rows]).select([0, 1, 2]),
     ],

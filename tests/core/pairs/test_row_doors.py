@@ -129,7 +129,7 @@ def test_conversations_as_text_are_read_as_either_thing_once_it_is_told_which(tm
     rows = [{side: write(conversation(i, f"{side} {i}")) for side in ("chosen", "rejected")} for i in range(60)]
     pd.DataFrame(rows).assign(prompt=[f"Write a chat {i}" for i in range(60)]).to_csv(path, index=False)
     with pytest.raises(
-        DataError, match=r"chosen, rejected are .*\{'parse': \['chosen', 'rejected'\]\}, .*\{'parse': \[\]\}"
+        DataError, match=r"in chosen, rejected spells .*\{'parse': \['chosen', 'rejected'\]\}, .*\{'parse': \[\]\}"
     ):
         PreferenceDataset(path)
     data = PreferenceDataset(path, layout={"parse": ["chosen", "rejected"]}, columns={"prompt": None})
@@ -144,7 +144,7 @@ def test_a_prompt_of_messages_as_text_is_parsed_when_asked(tmp_path, write):
     path = tmp_path / "pairs.csv"
     rows = [{"question": write(conversation(i, "Hi")[:1]), "chosen": f"a{i}", "rejected": f"b{i}"} for i in range(3)]
     pd.DataFrame(rows).to_csv(path, index=False)
-    with pytest.raises(DataError, match=r"question are text .*\{'parse': \['question'\]\}"):
+    with pytest.raises(DataError, match=r"in question spells .*\{'parse': \['question'\]\}"):
         PreferenceDataset(path, columns={"prompt": "question"})
     data = PreferenceDataset(path, layout={"parse": ["question"]}, columns={"prompt": "question"})
     assert data.pairs[1].prompt == (Message("user", 'Say "1" isn\'t\n\\d.'),)
@@ -152,7 +152,7 @@ def test_a_prompt_of_messages_as_text_is_parsed_when_asked(tmp_path, write):
 
 def test_lists_of_responses_as_text_are_parsed_when_asked(tmp_path):
     rows = [{"prompt": f"Q{i}?", "responses": json.dumps(["a", "b"]), "scores": "[1, 2]"} for i in range(3)]
-    with pytest.raises(DataError, match=r"responses, scores are text .*\{'parse': \['responses', 'scores'\]\}"):
+    with pytest.raises(DataError, match=r"in responses, scores spells .*\{'parse': \['responses', 'scores'\]\}"):
         loaded(tmp_path, rows)
     assert loaded(tmp_path, rows, layout={"parse": ["responses", "scores"]})[0].chosen == "b"
 
