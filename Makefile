@@ -22,10 +22,11 @@ WORKERS ?= 2
 # pytest compiles tests and its plugins again in each process that may not keep what it compiled.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help quickstart test test-slow zoo test-vllm check format site clean
+.PHONY: help quickstart bench test test-slow zoo test-vllm check format site clean
 
 help:
 	@echo "make quickstart   install, train model=tiny on the embedded world, evaluate, export"
+	@echo "make bench        share of this machine's limit that training and scoring reach; OPTIONS='model=qwen …' as of rm-opt train"
 	@echo "make test         install what the tests need and run all but the slow ones"
 	@echo "make test-slow    run the slow tests: stress, kills, many processes, compilers, documented commands"
 	@echo "make zoo          hold every text-classification family of transformers to one contract (two minutes)"
@@ -36,6 +37,9 @@ help:
 
 quickstart: $(USED)
 	$(BIN)/rm-opt train experiment=quickstart
+
+bench: $(USED)
+	$(BIN)/python benchmarks/limit.py $(OPTIONS)
 
 test: CHOICE := not slow
 test-slow: CHOICE := slow
