@@ -25,6 +25,7 @@ import torch
 from pytorch_lightning.strategies import SingleDeviceStrategy
 from pytorch_lightning.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 aten = torch.ops.aten
@@ -437,6 +438,17 @@ torch.UntypedStorage.cpu, torch.UntypedStorage.clone = _cpu_storage, _cloned_sto
 torch.accelerator.current_accelerator = lambda check_available=False: SIM if sim.plugged else None
 
 
+class Draws(TorchFunctionMode):
+    """Refusal of the device's generators by operations of the CPU, for which torch's own generators have a device."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = (kwargs or {}).get("generator")
+        if given is not None and given.device.type == "sim" and isinstance(result, Tensor) and not on_sim(result):
+            raise RuntimeError(f"Expected a 'cpu' device type for generator but found 'sim' ({func.__name__})")
+        return result
+
+
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[Module]:
     """The device, plugged in for one test: torch and Lightning find it as the accelerator of this machine."""
@@ -450,7 +462,7 @@ def plugged() -> Iterator[Module]:
     gc.collect()  # else what earlier runs left counts as memory in use, and goes at some moment
     sim.plugged, sim.limit, sim.peak = True, None, sim.allocated
     sim.waits.clear()
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, Draws():
         patch.setattr(torch, "Generator", Generator)
         patch.setattr(Tensor, "pin_memory", lambda tensor, device=None: _pin(tensor.clone()))
         patch.setattr(Tensor, "is_pinned", _is_pinned)

@@ -15,7 +15,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 
 from rm_optimizer import analyze as entry
 from rm_optimizer import evaluate_checkpoint, train_reward_model
@@ -30,16 +29,15 @@ from rm_optimizer.records.accelerator import accelerators, fastest_device
 from rm_optimizer.rl_coupling import BestOfNSampler, RewardModelEnsemble
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.landscape import AnalysisType, AnalyzeConfig
-from rm_optimizer.schema.publish import RewardModelTrainingMode
-from rm_optimizer.serving.embedded.worker import TransformersWorker
-from rm_optimizer.serving.engine import StagedWeights
-from rm_optimizer.serving.weights.sending import manifest, sent_tensors, weight_probe
+from rm_optimizer.serving.client.client import RewardClient
+from rm_optimizer.serving.weights.publisher import create_rm_publisher
 from rm_optimizer.training.fitting import build_trainer
 from rm_optimizer.training.lightning_module import RunModule
 from rm_optimizer.training.preparation import Run
 from tests.builders import prepared_run, stored_certificate
 from tests.rl_coupling.policies import save_policy
-from tests.serving.engines import options_of
+from tests.serving.engines import InProcessEngine, options_of
+from tests.serving.running import engine_running
 
 Numbers = dict[str, Any]
 TIMED = ("seconds", "product_reason", "gradients_per_product")
@@ -123,8 +121,8 @@ def moved(run: Path) -> BradleyTerryRM:
 
 
 def run(folder: Path, source: Path) -> Numbers:
-    """A run with a loading process, and with page-locked memory on the device."""
-    return run_numbers(whole_run(folder, f"hardware.pin_memory={bool(accelerators())}", "hardware.num_workers=1"))
+    """A run with loading processes, and with page-locked memory on the device."""
+    return run_numbers(whole_run(folder, f"hardware.pin_memory={bool(accelerators())}", "hardware.num_workers=2"))
 
 
 def evaluation(folder: Path, source: Path) -> Numbers:
@@ -167,11 +165,18 @@ def analysis(kind: AnalysisType) -> Callable[[Path, Path], Numbers]:
         AnalysisType.surface: ("landscape.num_points=3",),
         AnalysisType.trajectory: ("landscape.num_points=3",),
         AnalysisType.evolution: ("landscape.top_k=1", "landscape.num_probes=2"),
+        AnalysisType.between: ("landscape.num_points=3", "landscape.top_k=1", "landscape.num_probes=2"),
     }.get(kind, ())
 
     def analyzed(folder: Path, source: Path) -> Numbers:
         run = Path(shutil.copytree(source, folder / "run"))
         chosen = ["landscape.num_pairs=6", "landscape.params=head", "progress=false", *options]
+        if kind == AnalysisType.between:
+            other = moved(source)
+            with torch.no_grad():
+                other.reward_head.weight.mul_(-0.5)
+            other.save_pretrained(folder / "other")
+            chosen.append(f"landscape.others=[{folder / 'other'}]")
         line = entry.read([f"checkpoint={run}", f"landscape={kind}", f"output_dir={folder / 'out'}", *chosen])
         with mock.patch("rm_optimizer.reporting.landscape.results.draw_result", return_value=[]):
             entry.analyze(checked(line.overrides, AnalyzeConfig, name="analyze"))
@@ -196,22 +201,18 @@ def best_of_n(folder: Path, source: Path) -> Numbers:
 
 
 def server(folder: Path, source: Path) -> Numbers:
-    """Rewards of the server's worker before and after an update of the weights."""
-    worker = TransformersWorker(options_of(source / "best", folder / "scratch"), [])
-    rows = [[5, 6, 7, 8], [5, 6, 9], list(range(5, 50))]
-    before = worker.score(rows).rewards
-    model = moved(source)
+    """Rewards over HTTP before and after an update of the weights by the trainer's publisher."""
+    model, found = moved(source), {}
     with torch.no_grad():
         model.reward_head.weight.mul_(2)
-    tensors = sent_tensors(model, RewardModelTrainingMode.full)
-    file = folder / "update.safetensors"
-    save_file({name: tensor.cpu().contiguous() for name, tensor in tensors.items()}, file)
-    specs = tuple(manifest(tensors))
-    worker.expect(2)
-    worker.stage(StagedWeights("v2", 2, RewardModelTrainingMode.full, file, specs, weight_probe(model)))
-    worker.rehearse(2)
-    worker.commit(2)
-    return {"before": before, "after": worker.score(rows).rewards}
+    engine = lambda: InProcessEngine(options_of(source / "best", folder / "scratch"))  # noqa: E731
+    with engine_running(engine) as service, RewardClient(service.url) as client:
+        found["before"] = client.score(RESPONSES[:1] * len(RESPONSES), RESPONSES)
+        for mode in ("full", "head_only"):
+            with create_rm_publisher(service.url, mode=mode) as publisher:
+                publisher.publish(model, mode)
+            found[mode] = client.score(RESPONSES[:1] * len(RESPONSES), RESPONSES)
+    return found
 
 
 def differences(folder: Path, source: Path) -> Numbers:
@@ -233,7 +234,7 @@ PATHS: dict[str, Callable[[Path, Path], Numbers]] = {
     "features": feature_vectors,
     "doctor": diagnosis,
     "certificate": certificate,
-    **{f"analyze {kind}": analysis(kind) for kind in AnalysisType if kind != AnalysisType.between},
+    **{f"analyze {kind}": analysis(kind) for kind in AnalysisType},
     "ensemble": ensemble,
     "best-of-n": best_of_n,
     "server": server,

@@ -315,3 +315,22 @@ def test_help_imports_little():
     assert (done.returncode, heavy) == (0, "[]")
     assert "Usage: rm-opt" in done.stdout
     assert int(num_modules) < 500  # about 350, which take a third of a second
+
+
+CUDA = {
+    "core/classifier/attention.py": "FlashAttention's and FlexAttention's kernels are CUDA's",
+    "experiments/trial.py": "trials get devices by CUDA_VISIBLE_DEVICES",
+    "landscape/operators/objective.py": "TF32 is CUDA's",
+    "landscape/solvers/reference.py": "an argument of PyHessian",
+    "records/randomness.py": "a name in checkpoints of earlier versions",
+    "schema/config.py": "a name of Lightning's",
+    "serving/embedded/vllm_worker.py": "vLLM gets devices by CUDA_VISIBLE_DEVICES",
+    "serving/weights/group_transfer.py": "NCCL is CUDA's",
+}
+"""Files that name CUDA, with the reason; all others ask `records/accelerator.py` for the devices of this machine."""
+
+
+def test_cuda_is_named_only_where_nothing_else_would_do():
+    named = re.compile(r"torch\.cuda|[\"']cuda(:\d)?[\"']")
+    found = {str(path.relative_to(PACKAGE)) for path in PACKAGE.rglob("*.py") if named.search(path.read_text("utf-8"))}
+    assert found == CUDA.keys()

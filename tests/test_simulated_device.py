@@ -7,6 +7,8 @@ import gc
 import itertools
 import re
 from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from unittest import mock
 
@@ -63,10 +65,14 @@ def ones(simulated: Module) -> Tensor:
         lambda x, y: torch.nn.functional.linear(x[None], y[None]),
         lambda x, y: torch.optim.AdamW([torch.nn.Parameter(x)]).add_param_group({"params": [x]}) or x.addcmul(x, y),
         lambda x, y: torch.rand(3, device="sim", generator=torch.Generator()),
+        lambda x, y: torch.randn(3, generator=torch.Generator("sim")),
+        lambda x, y: torch.randperm(3, generator=torch.Generator("sim")),
+        lambda x, y: y.normal_(generator=torch.Generator("sim")),
+        lambda x, y: torch.multinomial(y, 1, generator=torch.Generator("sim")),
     ],
 )
 def test_an_operation_that_mixes_devices_raises(ones, mixed):
-    with pytest.raises(RuntimeError, match=r"same device|Expected a 'sim' device type"):
+    with pytest.raises(RuntimeError, match=r"same device|Expected a '(sim|cpu)' device type"):
         mixed(ones, torch.ones(3))
 
 
@@ -188,6 +194,20 @@ def test_every_optimizer_trains_as_on_the_cpu(number, optimizer):
 def test_every_other_combination_trains_as_on_the_cpu(number, optimizer):
     for other in range(1, len(COMBINATIONS)):
         assert_same_training(optimizer, *COMBINATIONS[(number + 2 + other) % len(COMBINATIONS)])
+
+
+def test_half_weights_are_rounded_on_the_device_as_on_the_cpu():
+    whole = paths.prepared("llama", "none")
+    model = deepcopy(whole.module.model).to(torch.bfloat16)
+    half = replace(whole, module=RunModule(model, whole.config, whole.datamodule))
+    found = []
+    for place in (contextlib.nullcontext(), plugged()):
+        with place as device:
+            torch.manual_seed(0)
+            found.append(paths.trained(half, "muon"))
+    assert device.peak > 0
+    assert paths.largest_difference(*found) < ROUNDING
+    assert found[0]["weights"]["model.model.embed_tokens.weight"].dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("sharing", ["on", "off"])

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9262,
+    "core": 9263,
     "serving": 4541,
     "landscape": 3901,
     "training": 3083,
@@ -27,7 +27,7 @@ ROOMS: Mapping[str, int] = {
     "doctor": 920,
     "explanation": 932,
     "records": 836,
-    "optim": 810,
+    "optim": 811,
     "evaluation": 1167,
     "modules at the top": 484,
 }
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6074,
+    "import lines": 6077,
     "import lines inside functions": 382,
-    "lines of code": 38029,
+    "lines of code": 38031,
     "private functions with one caller": 417,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -221,9 +221,10 @@ def round_at_random(values: Float32[Tensor, ...]) -> BFloat16[Tensor, ...]:
 class StochasticRounding(Optimizer):
     """An optimizer of weights in bfloat16, which steps each in float32 and rounds it at random.
 
-    Gradients and state are float32. An update below the resolution of a weight moves it in a share of the steps, so
-    that the mean movement is right. Rounding to the nearest number would lose it. Weights are stepped one at a time, so
-    that a single one is held in float32. The base's step of a weight must not depend on the others.
+    Gradients and state are float32, and a step drops the gradients. An update below the resolution of a weight moves it
+    in a share of the steps, so that the mean movement is right. Rounding to the nearest number would lose it. Weights
+    are stepped one at a time, so that a single one is held in float32. The base's step of a weight must not depend on
+    the others.
 
     Args:
         base: the optimizer that takes the steps.
@@ -283,6 +284,7 @@ def _step_alone(optimizer: Optimizer, weight: Tensor) -> None:
         optimizer.step()
         if stored.dtype == torch.bfloat16:
             stored.copy_(round_at_random(weight.data))
+            weight.grad = None  # torch moves no weight to another device with a gradient of another type
     finally:
         weight.data = stored
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.optim.param_groups import partition
+from rm_optimizer.records.accelerator import accelerators
 from rm_optimizer.schema.config import HardwareConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig, ScheduleName
 from rm_optimizer.schema.registry import Registry
@@ -193,7 +194,7 @@ def check_compatible(
         setups.append(("decay", f"schedule.name={schedule.name.value}"))
     if trains_half_weights:
         setups.append(HALF_WEIGHTS)
-    if getattr(config, "paged", False) and not torch.cuda.is_available():
+    if getattr(config, "paged", False) and not accelerators():
         raise ConfigError(
             "optimizer.paged=true moves moments between the memories of a GPU and of the processor, and torch finds no "
             "GPU here; leave it out"

@@ -268,7 +268,7 @@ def test_paged_moments_need_a_gpu(monkeypatch, preset):
     config = preset("adamw_8bit", paged="true")
     with pytest.raises(ConfigError, match=r"optimizer\.paged=true moves moments .* torch finds no GPU here"):
         check_compatible(config, HardwareConfig(), CONSTANT)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr("rm_optimizer.optim.registry.accelerators", lambda: [torch.device("cuda", 0)])
     check_compatible(config, HardwareConfig(), CONSTANT)
 
 

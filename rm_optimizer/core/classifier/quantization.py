@@ -14,6 +14,7 @@ from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig,
 
 from rm_optimizer.core.classifier.head import head_side_modules
 from rm_optimizer.errors import MissingExtra
+from rm_optimizer.records.accelerator import accelerators
 
 logging.getLogger("bitsandbytes.backends").setLevel(logging.ERROR)
 """bitsandbytes warns at its import of a missing kernel for processors, which `keep_packing` leaves out anyway."""
@@ -29,9 +30,10 @@ def quantization_arguments(config: PretrainedConfig, *, trust_remote_code: bool 
         raise MissingExtra("bitsandbytes", "qlora")
     computes: torch.dtype = torch.float32
     device: int | str = "cpu"
-    if torch.cuda.is_available():
-        computes = torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-        device = int(os.environ.get("LOCAL_RANK", torch.cuda.current_device()))
+    if found := accelerators():
+        has_half = torch.get_device_module(found[0]).is_bf16_supported()
+        computes = torch.bfloat16 if has_half else torch.float16
+        device = int(os.environ.get("LOCAL_RANK", torch.accelerator.current_device_index()))
     with torch.device("meta"):
         skeleton = AutoModelForSequenceClassification.from_config(config, trust_remote_code=trust_remote_code)
     storage = BitsAndBytesConfig(

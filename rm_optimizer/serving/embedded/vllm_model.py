@@ -22,6 +22,7 @@ from rm_optimizer.core.storage.adapter_files import write_adapter
 from rm_optimizer.core.storage.loading import refuse_unread
 from rm_optimizer.core.storage.model_files import read_record, require_exported_weights
 from rm_optimizer.errors import CheckpointError
+from rm_optimizer.records.accelerator import fastest_device
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.locations import SourceKind, resolve_source
 from rm_optimizer.schema.publish import RewardModelTrainingMode
@@ -198,7 +199,7 @@ def _describe(
         engine="vllm",
         architecture=type(model).__name__,
         dtype=dtype,
-        device="cuda" if torch.cuda.is_available() else "cpu",
+        device=fastest_device().type,
         version=version,
         max_length=identity["max_length"],
         vocab_size=model.get_input_embeddings().weight.shape[0],
