@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9263,
+    "core": 9255,
     "serving": 4541,
     "landscape": 3901,
     "training": 3083,
@@ -28,17 +28,17 @@ ROOMS: Mapping[str, int] = {
     "explanation": 932,
     "records": 836,
     "optim": 811,
-    "evaluation": 1167,
+    "evaluation": 1161,
     "modules at the top": 484,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6077,
+    "import lines": 6075,
     "import lines inside functions": 382,
-    "lines of code": 38031,
-    "private functions with one caller": 417,
+    "lines of code": 38017,
+    "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -15,8 +15,8 @@ from rm_optimizer.core.pairs.source_format import FIRST_ROWS
 from rm_optimizer.core.rows.columns import Columns, in_context
 from rm_optimizer.core.rows.messages import (
     Prompt,
+    has_messages,
     is_empty,
-    is_message,
     read_response,
     require_characters,
     require_response,
@@ -100,13 +100,7 @@ def _ours(path: Path, layout: Layout) -> Iterator[tuple[int, Row]]:
     ) and not hint.columns:
         raise DataError(f"{path}: {hint.text}")
 
-    def ours(stored: Row) -> Row:
-        stored = layout.spelled(stored)
-        row = layout.ours(stored)
-        layout.require_read(stored, row, _READ)
-        return row
-
-    yield from each(chain(first, rows), ours, refusing(path))
+    yield from each(chain(first, rows), lambda row: layout.read(layout.spelled(row), _READ), refusing(path))
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
@@ -145,10 +139,11 @@ def _responses(row: Row, columns: Columns | None) -> ResponseRow:
     if REWARD in row:
         raise ValueError(f"there is a column '{REWARD}' already; rename it or leave it out")
     given = row[name] if listed else [row[name]]
-    if not isinstance(given, list) or not given or not all(map(_is_response, given)):
+    cells = given if isinstance(given, list) else []
+    if not cells or not all(isinstance(each, str) or (isinstance(each, list) and has_messages(each)) for each in cells):
         expected = f"{name} must be {kind}, or messages that end with the assistant's"
         raise ValueError(f"{expected}, got {_shown(row[name])}")
-    responses = tuple(read_response("response", response) for response in given)
+    responses = tuple(read_response("response", response) for response in cells)
     for text in responses:
         require_response("response", text)
     return ResponseRow(0, _prompt(row, columns or {}), responses, listed)
@@ -162,10 +157,6 @@ def _prompt(row: Row, columns: Columns) -> Prompt:
     if isinstance(row["prompt"], str):
         require_characters("prompt", row["prompt"])
     return in_context(row, read_prompt(row["prompt"]), columns)
-
-
-def _is_response(value: object) -> bool:
-    return isinstance(value, str) or (isinstance(value, list) and bool(value) and all(map(is_message, value)))
 
 
 def _shown(value: Any) -> str:

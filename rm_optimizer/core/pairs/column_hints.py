@@ -16,7 +16,7 @@ from statistics import median
 from typing import Any, TypeGuard
 
 from rm_optimizer.core.pairs.formats import FORMATS, READ_COLUMNS, RowFormat, detect_format
-from rm_optimizer.core.pairs.layouts import Layout, is_undecided
+from rm_optimizer.core.pairs.layouts import ALWAYS_READ, Layout, is_undecided
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.pairs.winner import TODO, few_values, named_side, named_values
@@ -32,6 +32,7 @@ from rm_optimizer.core.rows.columns import (
     texts_in,
     unread_column,
 )
+from rm_optimizer.core.rows.gathering import SINGLE_RESPONSE
 from rm_optimizer.core.rows.messages import (
     TEMPLATE_COLUMNS,
     are_texts,
@@ -175,7 +176,7 @@ def _kinds(rows: Sequence[Row], layout: Layout) -> dict[str, Counter[str]]:
             return "given" if has_messages(value) else "list" if are_texts(value) else "other"
         if (found := parsed(value) if layout.parse is None else value) is value:
             return "unreadable" if layout.parse is None and _MESSAGES.match(value) else "other"
-        if is_assistant(found) or (isinstance(found, list) and found and all(map(is_message, found))):
+        if is_assistant(found) or (isinstance(found, list) and has_messages(found)):
             return "messages"
         return "texts" if are_texts(found) else "values" if isinstance(found, list) else "other"
 
@@ -208,19 +209,6 @@ def text_hint(rows: Sequence[Row], layout: Layout) -> Suggestion | None:
     if not paths:
         return None
     return Suggestion(_said("spelled", names=[*paths], plain=Spelling.current().parse(())), parse=[*paths])
-
-
-def texts_notes(rows: Sequence[Row], layout: Layout) -> Iterator[str]:
-    """Sentences on text that spells messages or lists of responses and is read as text."""
-    kinds = _kinds(rows, layout)
-    for names in _TEXTS:
-        each = [kinds[name] for name in names if name in kinds]
-        if odd := sum(counts["messages"] for counts in each):
-            yield _said("odd", odd=odd, num=sum(counts.total() for counts in each), names=[*names])
-    if listed := [
-        name for name in (*_PAIR, *_RESPONSES) if name in kinds and kinds[name]["texts"] > kinds[name].total() / 2
-    ]:
-        yield _said("listed", names=listed, options=Spelling.current().parse(listed))
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]], *names: str) -> list[float]:
@@ -369,39 +357,40 @@ _SENTENCE = 5
 """Words from which a text that few rows share is content."""
 
 
-def unread_options(source: DataSource, form: RowFormat) -> str | None:
-    """Sentence on a mapping or values of a winner column that the rows' format does not read; None if it reads all.
-
-    Raises:
-        DataError: with that sentence, if the source brings the options, which are not defaults of all sources.
-    """
-    entrance, layout = Spelling.current(), source.layout
-    unread = {ours: theirs for ours, theirs in layout.columns.items() if theirs and ours in READ_COLUMNS - form.columns}
-    options = {"columns": entrance.columns(unread)} if unread else {}
-    if layout.winner is not None and form.name != "winner":
-        options["winner"] = entrance.option("winner", str(layout.winner))
-    if not options:
-        return None
-    option, named = entrance.option("format", "NAME"), " and ".join(options.values())
-    text = _said("no_effect", options=named, form=form.name, expects=form.expects, option=option)
-    if options.keys() <= source.inherited:
-        return text
-    raise DataError(f"{source.path}: {text}")
-
-
-def unread_note(rows: Sequence[Row], read: frozenset[str]) -> str | None:
-    """A sentence that names the columns of text that no format reads; None if there are none.
+def unread_notes(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> Iterator[str]:
+    """Sentences on text that spells messages or lists, on options and on columns of text that the format does not read.
 
     Ids, sources, numbers and short text of few values are metadata. A text that also stands in a column that is read is
     not lost.
 
     Args:
-        rows: the first rows of a source under our column names.
-        read: columns that are read.
+        source: the source.
+        form: format of its rows.
+        rows: its first rows under our names.
+
+    Raises:
+        DataError: if the source brings options without effect, which are not defaults of all sources.
     """
-    unread = _unread_content(rows, read)
-    without = Spelling.current().columns(dict.fromkeys(unread))
-    return _said("content", names=unread, without=without) if unread else None
+    entrance, layout, kinds = Spelling.current(), source.layout, _kinds(rows, source.layout)
+    for names in _TEXTS:
+        each = [kinds[name] for name in names if name in kinds]
+        if odd := sum(counts["messages"] for counts in each):
+            yield _said("odd", odd=odd, num=sum(counts.total() for counts in each), names=[*names])
+    sides = [name for name in (*_PAIR, *_RESPONSES) if name in kinds]
+    if listed := [name for name in sides if kinds[name]["texts"] > kinds[name].total() / 2]:
+        yield _said("listed", names=listed, options=entrance.parse(listed))
+    unread = {ours: theirs for ours, theirs in layout.columns.items() if theirs and ours in READ_COLUMNS - form.columns}
+    options = {"columns": entrance.columns(unread)} if unread else {}
+    if layout.winner is not None and form.name != "winner":
+        options["winner"] = entrance.option("winner", str(layout.winner))
+    if options:
+        option, named = entrance.option("format", "NAME"), " and ".join(options.values())
+        text = _said("no_effect", options=named, form=form.name, expects=form.expects, option=option)
+        if not options.keys() <= source.inherited:
+            raise DataError(f"{source.path}: {text}")
+        yield text
+    if lost := _unread_content(rows, form.columns | SINGLE_RESPONSE | ALWAYS_READ):
+        yield _said("content", names=lost, without=entrance.columns(dict.fromkeys(lost)))
 
 
 def _unread_content(rows: Sequence[Row], read: Collection[str]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import codecs
-import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -156,21 +155,14 @@ class Layout:
 
     def fits(self, row: Row) -> bool:
         """True if the row has all columns that are required, and the parts of columns."""
-        if not row.keys().isdisjoint(self.lacks) or not all(columns_at(name, row) for name in self.required):
-            return False
-        row = self.spelled(row)
-        return all(name in row or name in self.where or not is_missing(cell(row, name)) for name in self.required)
+        return row.keys().isdisjoint(self.lacks) and all(
+            name in row or (columns_at(name, row) and (name in self.where or not is_missing(cell(row, name))))
+            for name in self.required
+        )
 
     def spelled(self, row: Row) -> Row:
-        """The row with lists and objects for the texts that spell them, where the layout asks for it."""
-        inner = (name for path in self._inner for name in columns_at(path, row) if path not in row)
-        found = {name: parsed(row[name]) for name in (*(self.parse or ()), *inner) if isinstance(row.get(name), str)}
-        return row | found if found else row
-
-    @cached_property
-    def _inner(self) -> Sequence[str]:
-        """Paths into columns."""
-        return [path for path in (*itertools.chain(*self.paths.values()), *self.where) if "." in path]
+        """The row with lists and objects for texts in the columns that are parsed; a path parses what it leads into."""
+        return row | {name: parsed(row[name]) for name in self.parse if name in row} if self.parse else row
 
     def in_words(self) -> str:
         """The keys by which it reads its rows, as its file has them."""
@@ -221,18 +213,18 @@ class Layout:
                 row = row | {name: _kept(row[name], steps, belong) for name in columns}
         return row, reason
 
-    def require_read(self, stored: Row, row: Row, read: Iterable[str]) -> None:
-        """Refuse a row that would be misread.
+    def read(self, stored: Row, names: Iterable[str]) -> Row:
+        """The row under our names, unless it would be misread.
 
         Args:
             stored: the row as it is stored, whose columns of our names may be others than those that are read.
-            row: the row under our names.
-            read: our columns that are read.
+            names: our columns that are read.
 
         Raises:
             ValueError: if a number is out of range, a text cannot be parsed, or a layout with a name leaves content
                 unread.
         """
+        row = self.ours(stored)
         for name in self.parse or ():
             if isinstance(text := stored.get(name), str) and text.strip().startswith(("[", "{")):
                 raise ValueError(f"{name} must be a list or an object in JSON or as Python prints it, got {text:.60}")
@@ -241,18 +233,19 @@ class Layout:
                 if not low <= read_number(name, value) <= high:
                     raise ValueError(f"{name} must lie in [{low:g}, {high:g}], got {value}")
         if not self.name:
-            return
-        unread = {name: value for name, value in row.items() if name not in read and not is_empty(value)}
+            return row
+        unread = {name: value for name, value in row.items() if name not in names and not is_empty(value)}
         unread |= {name: stored[name] for name in self._overwritten if not is_empty(stored.get(name))}
         for name, value in unread.items():
             if is_undecided(name, value):
                 raise ValueError(f"{name} is {value}, which layout {self.name} does not read")
         content = [name for name in unread if name.rpartition(".")[2] in _CONTENT]
-        known = {folded(text) for each in read for text in texts_in(row.get(each))} if content else set()
+        known = {folded(text) for each in names for text in texts_in(row.get(each))} if content else set()
         for name in content:
             if not known.issuperset(map(folded, texts_in(unread[name]))):
                 told = f"leave it out with {Spelling.current().columns({name: None})}"
                 raise ValueError(f"{name} is not read by layout {self.name} and would be lost; {told}")
+        return row
 
     @cached_property
     def _overwritten(self) -> Sequence[str]:
@@ -280,6 +273,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 def _kept(value: Any, steps: Sequence[str], belong: Sequence[bool]) -> Any:
     """The value with only the items that belong of the list at a path."""
+    value = parsed(value)
     if steps:
         return {**value, steps[0]: _kept(value[steps[0]], steps[1:], belong)}
     return [*compress(value, belong)] if isinstance(value, list) and len(value) == len(belong) else value
@@ -302,8 +296,8 @@ def _checked(name: str, options: Mapping[Any, Any]) -> Layout:
         codecs.lookup(str(options.get("encoding", "utf-8")))
     except LookupError as error:
         raise ConfigError(f"{shown}: encoding must be one that Python knows, such as latin1, got {error}") from error
-    lists = {key: tuple(value) for key, value in options.items() if isinstance(value, list) and key != "winner"}
-    return Layout(name=name, **{**options, **lists})
+    names = {key: tuple(map(str, value)) for key, value in options.items() if _KEYS[key].startswith("tuple")}
+    return Layout(name=name, **{**options, **names})
 
 
 @cache
@@ -330,7 +324,6 @@ def require_columns(path: str, layout: Layout, rows: Sequence[Row]) -> None:
     Raises:
         DataError: naming what is lacking and the columns or parts that are there.
     """
-    rows = [*map(layout.spelled, rows)]
     known = columns_of(rows)
     mapped = [(ours, path) for ours, paths in layout.paths.items() if ours not in layout.optional for path in paths]
     lost = sorted(name for name in layout.required if not columns_at(name, known))

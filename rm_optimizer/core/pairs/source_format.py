@@ -14,9 +14,7 @@ from rm_optimizer.core.pairs.column_hints import (
     no_format,
     objection,
     suggestion,
-    texts_notes,
-    unread_note,
-    unread_options,
+    unread_notes,
 )
 from rm_optimizer.core.pairs.formats import Comparison, RowFormat, detect_format
 from rm_optimizer.core.pairs.layouts import ALWAYS_READ, Layout, published, require_columns
@@ -85,12 +83,10 @@ class SourceFormat:
             DataError: if the rows lack a column, look like no format, fit two layouts, or hold a column that would be
                 misread.
         """
-        given = source.layout
-        source, near = _recognized(source, first) if source.layout.is_open else (source, [])
-        layout, notes = source.layout, list[str | None]()
-        if layout.name and not given.name:
-            other = Spelling.current().option("layout", "NAME")
-            notes.append(f"read as {layout.shown}, {layout.in_words()}; name another with {other}, or map columns")
+        layout = source.layout
+        known, near = _recognized(source, first) if layout.is_open else (None, [])
+        if known is not None:
+            return known
         require_columns(source.path, layout, [row for _, row in first])
         stored = list(_belonging(layout, first, RowTally.of_trial(source.path))) or first
         rows = [layout.ours(row) for _, row in stored]
@@ -98,13 +94,14 @@ class SourceFormat:
         if form is None or not any(map(form.fits, rows)):
             raise no_format(source, rows, near)
         lost = [each for each in near if ": prompt is not read by layout" in each]
-        notes += [f"read as format {form.name}, not as {each}" for each in lost[:1]]
-        unread = unread_options(source, form)
+        notes = [
+            *(f"read as format {form.name}, not as {each}" for each in lost[:1]),
+            *unread_notes(source, form, rows),
+        ]
         if (reason := objection(source, form, rows)) is not None:
             raise DataError(f"{source.path}: {reason}")
         has_one_response = form.name == "kwise" and "responses" not in rows[0]
-        notes += [*texts_notes(rows, layout), unread, unread_note(rows, form.columns | SINGLE_RESPONSE | ALWAYS_READ)]
-        return cls(source, form, has_one_response, tuple(f"{source.path}: {note}" for note in notes if note))
+        return cls(source, form, has_one_response, tuple(f"{source.path}: {note}" for note in notes))
 
     @classmethod
     def opened(cls, source: DataSource, tally: RowTally) -> tuple[SourceFormat, Iterator[tuple[int, Row]]]:
@@ -162,7 +159,7 @@ class SourceFormat:
     ) -> Iterator[tuple[int, ComparedRow]]:
         """Comparisons of rows, those of equal responses too; arguments and errors as in `pairs`."""
         layout = self.source.layout
-        ours = each(_belonging(layout, rows, tally), self._ours, tally.report)
+        ours = each(_belonging(layout, rows, tally), partial(layout.read, names=self._read), tally.report)
         if self.has_one_response:
             ours = gather_responses(ours, tally.report, layout.group)
         file = source_name(self.source.path)
@@ -171,12 +168,6 @@ class SourceFormat:
                 turn = f".{found.row['turn']}" if layout.tree else ""
                 found.metadata["group"] = f"{file}:{number}{turn}"
             yield number, found
-
-    def _ours(self, stored: Row) -> Row:
-        """A row under our names, whose numbers are in range and whose content is read."""
-        row = self.source.layout.ours(stored)
-        self.source.layout.require_read(stored, row, self._read)
-        return row
 
     def _compared(self, kwise_rule: KwiseRule, row: Row) -> ComparedRow:
         """Comparisons of a row.
@@ -254,8 +245,8 @@ def _belonging(layout: Layout, rows: Iterable[tuple[int, Row]], tally: RowTally)
     return gather_trees(wanted(), layout.tree, tally.report) if layout.tree else wanted()
 
 
-def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[DataSource, list[str]]:
-    """The source with the published layout of its first rows, and why others with their columns do not read them.
+def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[SourceFormat | None, list[str]]:
+    """The format of the first rows by a published layout, and why others with their columns do not read them.
 
     A layout fits if nine of ten rows have its columns and are read by it; if none fits, one that reads a row does. One
     of two that fit is meant only if it asks for more columns and leaves out none that the other reads.
@@ -292,12 +283,16 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[D
             (fits if causes.total() <= _MOST_BAD * len(rows) else some).append(form)
             meanings[layout.shown] = tuple((each.prompt_id, each.chosen, each.rejected, each.label) for each in pairs)
     fits = fits or some
-    meant = [one.source for one in fits if not any(other.is_meant_before(one, present) for other in fits)]
-    shown = [each.layout.shown for each in meant]
+    meant = [one for one in fits if not any(other.is_meant_before(one, present) for other in fits)]
+    shown = [each.source.layout.shown for each in meant]
     if len({meanings[name] for name in shown}) > 1:
         options = " or ".join(Spelling.current().option(name, "NAME") for name in ("layout", "format"))
         raise DataError(f"{source.path}: the rows fit {' and '.join(shown)}; name the one that is meant with {options}")
-    return (meant[-1] if meant and meant[-1].layout.name else source), near
+    if not meant or not (layout := meant[-1].source.layout).name:
+        return None, near
+    other = Spelling.current().option("layout", "NAME")
+    note = f"read as {layout.shown}, {layout.in_words()}; name another with {other}, or map columns"
+    return replace(meant[-1], notes=(f"{source.path}: {note}", *meant[-1].notes)), near
 
 
 def first_rows(source: DataSource) -> list[tuple[int, Row]]:
@@ -322,11 +317,12 @@ def suggested_layout(source: DataSource, first: Sequence[tuple[int, Row]]) -> tu
     Raises:
         DataError: if two published layouts fit, or the rows hold no comparisons.
     """
-    read = _recognized(source, first)[0] if source.layout.is_open else source
+    known = _recognized(source, first)[0] if source.layout.is_open else None
     with suppress(DataError):
-        form = SourceFormat.of(read, first).form.name
-        layout = read.layout if read.layout.name else replace(read.layout, format=form)
-        with_options = "by these options" if read is source and not read.layout.is_open else "without an option"
+        form = known or SourceFormat.of(source, first)
+        read = form.source.layout
+        layout = read if read.name else replace(read, format=form.form.name)
+        with_options = "without an option" if source.layout.is_open else "by these options"
         return layout.to_dict(), f"{source.path} is read {with_options}, as {layout.shown}, which is:"
     rows = [source.layout.ours(row) for _, row in first]
     found = suggestion(rows, source.layout)

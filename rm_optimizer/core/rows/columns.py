@@ -146,7 +146,7 @@ def _beside(path: str, value: Any, read: Sequence[list[str]], texts: Sequence[st
         yield path, value
     if not read or [] in read:
         return
-    wanted = {steps[0] for steps in read}
+    value, wanted = parsed(value), {steps[0] for steps in read}
     if isinstance(value, list) and not any(re.match(r"-?\d|-?\d*:", step) for step in wanted):
         value = {
             name: part
@@ -231,6 +231,7 @@ def _slice(step: re.Match[str]) -> slice:
 
 
 def _inside(value: Any, step: str) -> Any:
+    value = parsed(value)
     if isinstance(value, Mapping):
         if "*" in step:
             return {name: part for name, part in value.items() if fnmatchcase(name, step) and not is_empty(part)}

@@ -157,6 +157,23 @@ def test_lists_of_responses_as_text_are_parsed_when_asked(tmp_path):
     assert loaded(tmp_path, rows, layout={"parse": ["responses", "scores"]})[0].chosen == "b"
 
 
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_a_path_parses_the_text_that_it_leads_into_and_no_other(tmp_path, write):
+    rows = [{"meta": {"body": write({"q": f"[{i}]"})}, "chosen": "[1, 2]", "rejected": "b"} for i in range(4)]
+    (pair, *_) = loaded(tmp_path, rows, columns={"prompt": "meta.body.q"}).pairs
+    assert (pair.prompt, pair.chosen) == ("[0]", "[1, 2]")
+
+
+def test_columns_whose_names_are_numbers_are_parsed(tmp_path):
+    rows = [{"prompt": write_turn(i), "1": f"a{i}", "2": "b"} for i in range(3)]
+    options = {"columns": {"chosen": "1", "rejected": "2"}, "layout": {"parse": ["prompt"], "has": [1]}}
+    assert loaded(tmp_path, rows, **options).pairs[2].prompt[0].content.startswith('Say "2"')
+
+
+def write_turn(i):
+    return json.dumps(conversation(i, "Hi")[:1])
+
+
 def test_a_text_in_a_parsed_column_that_is_cut_is_a_bad_row(tmp_path):
     rows = [{"prompt": f"[1, {i}]", "chosen": json.dumps(conversation(i, "a")[1:]), "rejected": "b"} for i in range(5)]
     rows[3]["chosen"] = rows[3]["chosen"][:-1]
