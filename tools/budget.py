@@ -28,7 +28,7 @@ ROOMS: Mapping[str, int] = {
     "explanation": 932,
     "records": 836,
     "optim": 811,
-    "evaluation": 1161,
+    "evaluation": 1181,
     "modules at the top": 484,
 }
 LIMITS: Mapping[str, int] = {
@@ -37,8 +37,8 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6075,
     "import lines inside functions": 382,
-    "lines of code": 38017,
-    "private functions with one caller": 414,
+    "lines of code": 38037,
+    "private functions with one caller": 415,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -94,8 +94,8 @@ def score_pairs(
 ) -> PairRewards:
     """Rewards of all pairs, equal on each rank.
 
-    They are computed once over all ranks. Pairs that are equal after truncation are not in `tokenized`. They are ties:
-    both sides get the same reward.
+    They are computed once over all ranks. A sequence of several pairs, as of a list of responses, is computed in one of
+    them. Pairs that are equal after truncation are not in `tokenized`. They are ties: both sides get the same reward.
 
     Args:
         model: the reward model, on its device; its training mode is restored.
@@ -114,6 +114,8 @@ def score_pairs(
     rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if is_split else (0, 1)
     parts: list[tuple[Tensor, Tensor]] = []
     done, stopped = 0, False
+    wanted = np.arange(len(tokenized)) if positions is None else positions
+    computed, sequences = _cover(tokenized, wanted)
     batches = evaluation_batches(
         tokenized,
         dataset,
@@ -122,7 +124,7 @@ def score_pairs(
         pad_token_id=model.renderer.pad_token_id,
         rank=rank,
         world_size=world_size,
-        positions=positions,
+        positions=wanted[computed],
     )
     # FSDP2 reuses the tensors that it gathers into. Made in inference mode, they could not be used in training.
     with _evaluating(model), torch.no_grad() if is_sharded(model) else torch.inference_mode():
@@ -142,14 +144,38 @@ def score_pairs(
             parts.append((batch.pair_index.cpu(), rewards.view(-1, 2).double().cpu()))
             done += len(batch.pair_index)
             if after_batch is not None:
-                after_batch(done)
+                after_batch(done * len(wanted) // len(computed))
         found = _gathered(parts, world_size, stopped=stopped)
         share = 1.0 if positions is None else len(positions) / max(1, len(tokenized))
         tied, ties = _tied_rewards(model, tokenized, dataset, token_budget, share)
-    index = np.concatenate([found.pair_index, tied])
+    known = tokenized.pair_index[wanted]
+    passed = sequences[computed[np.argsort(known[computed])]]  # in the order of `found`
+    of_sequence = np.zeros(sequences.max(initial=-1) + 1)
+    of_sequence[passed] = np.stack([found.chosen, found.rejected], axis=1)
+    index = np.concatenate([known, tied])
     order = np.argsort(index)
-    chosen, rejected = (np.concatenate([side, ties])[order] for side in (found.chosen, found.rejected))
+    chosen, rejected = (np.concatenate([of_sequence[side], ties])[order] for side in sequences.T)
     return PairRewards(chosen, rejected, index[order])
+
+
+def _cover(
+    tokenized: TokenizedPairs, positions: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], Int[np.ndarray, "pairs 2"]]:
+    """Places of pairs that together hold every different sequence of the pairs at these positions.
+
+    With the number of the chosen and of the rejected sequence of each pair; equal token ids have one number.
+    """
+    numbers: dict[bytes, int] = {}
+    sides = (tokenized.chosen, tokenized.rejected)
+    found = [[numbers.setdefault(side(i).tobytes(), len(numbers)) for side in sides] for i in positions.tolist()]
+    sequences = np.array(found, dtype=np.int64).reshape(-1, 2)
+    places, seen = list[int](), set[int]()
+    for most_seen in (0, 1):  # pairs of two new sequences first
+        for place, pair in enumerate(found):
+            if len(seen.intersection(pair)) <= most_seen and not seen.issuperset(pair):
+                places.append(place)
+                seen.update(pair)
+    return np.array(sorted(places), dtype=np.int64), sequences
 
 
 @contextmanager

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
@@ -22,6 +23,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.overlap import pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
+from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation import saved_model
@@ -79,6 +81,36 @@ def test_validation_in_training_counts_the_same_ties(model: BradleyTerryRM, tmp_
     lines = [json.loads(line) for line in (tmp_path / "pair_rewards.jsonl").read_text().splitlines()]
     assert [line["chosen"] for line in lines] == pytest.approx(rewards.chosen.tolist(), abs=1e-5)
     assert evaluation.metrics.tie_rate == 0.25
+
+
+def test_validation_computes_each_response_of_lists_once(model: BradleyTerryRM, monkeypatch: pytest.MonkeyPatch):
+    rows = [
+        {"prompt": f"Say {n}", "responses": [f"{i} it is" for i in range(n)], "scores": [*range(n)]} for n in (5, 8)
+    ]
+    data = PreferenceDataset(rows)
+    tokens = tokenize_pairs(data.pairs, model.renderer, None)
+    alone = [model.score([pair.prompt] * 2, [pair.chosen, pair.rejected]).tolist() for pair in data.pairs]
+    passed: list[int] = []
+    done: list[int] = []
+    rewards_of = BradleyTerryRM.rewards_of
+
+    def counted(model: BradleyTerryRM, batch: AnyPairBatch) -> Tensor:
+        passed.append(2 * batch.num_pairs)
+        return rewards_of(model, batch)
+
+    monkeypatch.setattr(BradleyTerryRM, "rewards_of", counted)
+    for sharing in (False, True):
+        for positions in (None, np.arange(0, len(data), 3)):
+            passed.clear()
+            found = score_pairs(
+                model, tokens, data,
+                token_budget=64, prefix_sharing=sharing, positions=positions, after_batch=done.append,
+            )  # fmt: skip
+            wanted = [alone[i] for i in found.pair_index]
+            assert np.stack([found.chosen, found.rejected], axis=1) == pytest.approx(np.array(wanted), abs=1e-5)
+            assert done[-1] == len(found.pair_index)
+            if positions is None:
+                assert sum(passed) == 6 + 8  # five responses make two pairs and one more
 
 
 def test_each_response_of_a_list_is_scored_once(model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
