@@ -14,21 +14,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9255,
+    "core": 9253,
     "serving": 4541,
     "landscape": 3901,
-    "training": 3083,
+    "training": 3081,
     "rl_coupling": 2515,
     "reporting": 2680,
     "interfaces": 2428,
     "experiments": 1679,
-    "data_efficiency": 1644,
+    "data_efficiency": 1642,
     "schema": 1147,
     "doctor": 920,
     "explanation": 932,
     "records": 836,
     "optim": 811,
-    "evaluation": 1181,
+    "evaluation": 1176,
     "modules at the top": 484,
 }
 LIMITS: Mapping[str, int] = {
@@ -37,8 +37,8 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6075,
     "import lines inside functions": 382,
-    "lines of code": 38037,
-    "private functions with one caller": 415,
+    "lines of code": 38026,
+    "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

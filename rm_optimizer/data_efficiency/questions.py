@@ -26,7 +26,7 @@ from rm_optimizer.core.pairs.winner import cells_in
 from rm_optimizer.core.rows.columns import cell
 from rm_optimizer.core.rows.messages import has_messages, parsed, read_messages, response_json, response_of
 from rm_optimizer.core.rows.prompts import as_messages, read_prompt
-from rm_optimizer.core.rows.readers import read_rows, row_unit
+from rm_optimizer.core.rows.readers import read_rows, refusing, row_unit
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import unquoted_formula, write_csv, write_json_lines, write_text
 from rm_optimizer.records.ledger import read_ledger
@@ -178,12 +178,8 @@ def read_questions(path: Path) -> list[tuple[Question, list[float | None]]]:
     Raises:
         DataError: if the file cannot be read, an answer is not valid, or a question's texts were changed.
     """
-
-    def refuse(number: int, reason: str) -> None:
-        raise DataError(f"{path}, {row_unit(path)} {number}: {reason}")
-
     rows: list[tuple[int, dict[str, Any]]] = []
-    for number, row in read_rows(path, refuse):
+    for number, row in read_rows(path, refusing(path)):
         cells = row["data"] if isinstance(row.get("data"), Mapping) else row
         answers = exported_answers(row, f"{path}, {row_unit(path)} {number}")
         rows.append((number, {**cells} if answers is None else {**cells, _ANSWER: answers}))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rm_optimizer.core.pairs.column_hints import text_hint
 from rm_optimizer.core.pairs.layouts import Layout, require_columns
@@ -22,7 +22,7 @@ from rm_optimizer.core.rows.messages import (
     require_response,
 )
 from rm_optimizer.core.rows.prompts import read_prompt
-from rm_optimizer.core.rows.readers import Report, Row, each, read_rows, row_unit
+from rm_optimizer.core.rows.readers import Row, each, read_rows, refusing
 from rm_optimizer.errors import ConfigError, DataError
 
 REWARD = "reward"
@@ -115,16 +115,6 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
 def stored_rows(path: Path, encoding: str | None = None) -> Iterator[tuple[int, Row]]:
     """Rows as they stand; one that cannot be read raises."""
     return read_rows(path, refusing(path), encoding)
-
-
-def refusing(path: Path) -> Report:
-    """Function that raises the error of a row of a file, with a remedy if its reason has none."""
-
-    def refuse(number: int, reason: str) -> NoReturn:
-        remedy = "" if ";" in reason else "; repair it or leave the row out"
-        raise DataError(f"{path}, {row_unit(path)} {number}: {reason}{remedy}")
-
-    return refuse
 
 
 def _responses(row: Row, columns: Columns | None) -> ResponseRow:

@@ -325,10 +325,8 @@ def objection(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> str |
         rows: its first rows under our names.
     """
     typed, columns, names = Spelling.current().columns, source.layout.columns, columns_of(rows)
-    if found := text_hint(rows, source.layout):
-        return found.text
-    if form.name == "winner" and source.layout.winner is None:
-        return suggestion(rows, source.layout).text
+    if (hint := text_hint(rows, source.layout)) or (form.name == "winner" and source.layout.winner is None):
+        return (hint or suggestion(rows, source.layout)).text
     lists = [row["chosen"] for row in rows if isinstance(row.get("chosen"), list)]
     # Responses alone and no prompt column, as in files for LLaMA-Factory.
     if "prompt" not in names and lists and all(side and is_assistant(side[0]) for side in lists):

@@ -15,7 +15,7 @@ import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -87,6 +87,16 @@ def each(
             report(number, "its values are nested too deeply" if isinstance(error, RecursionError) else str(error))
         else:
             yield number, found
+
+
+def refusing(source: str | Path) -> Callable[[int, str], NoReturn]:
+    """Function that raises the error of a row of a source, with a remedy if its reason has none."""
+
+    def refuse(number: int, reason: str) -> NoReturn:
+        remedy = "" if ";" in reason else "; repair it or leave the row out"
+        raise DataError(f"{source}, {row_unit(source)} {number}: {reason}{remedy}")
+
+    return refuse
 
 
 def row_unit(source: str | Path) -> str:

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import NoReturn
 
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
@@ -22,7 +22,7 @@ from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.messages import Turns
 from rm_optimizer.core.rows.prompts import split_context
-from rm_optimizer.core.rows.readers import Row, each, row_unit
+from rm_optimizer.core.rows.readers import Row, each, refusing
 from rm_optimizer.core.tokens.conversation_text import plain_prompt
 from rm_optimizer.errors import CheckpointError, DataError
 
@@ -59,15 +59,11 @@ def tokenizer_of_pairs(
         longest: number of characters after which a text is not read any more; None reads all of it.
     """
     tokenizer = train_tokenizer((text[:longest] for text in rendered_texts(pairs)), vocab_size)
-    if any(map(_has_fields, pairs)):
+    turns = chain.from_iterable(pair.prompt for pair in pairs if not isinstance(pair.prompt, str))
+    are_long = any(isinstance(response, Turns) for pair in pairs for response in (pair.chosen, pair.rejected))
+    if are_long or any(message.fields for message in turns):
         tokenizer.chat_template = _FIELDS_TEMPLATE
     return tokenizer
-
-
-def _has_fields(pair: PreferencePair) -> bool:
-    before = () if isinstance(pair.prompt, str) else pair.prompt
-    is_long = isinstance(pair.chosen, Turns) or isinstance(pair.rejected, Turns)
-    return is_long or any(message.fields for message in before)
 
 
 def rendered_texts(pairs: Iterable[PreferencePair]) -> Iterator[str]:
@@ -137,10 +133,6 @@ class Frame:
         self.openers = (tokenizer.bos_token_id, tokenizer.cls_token_id)
         self.closing: tuple[int, ...] = ()
         self._blank: dict[int, bool] = {}
-
-    def has_lead(self, ids: Sequence[int]) -> bool:
-        """True if a sequence starts with BOS or CLS, or the tokenizer adds none."""
-        return not self.both[0] or bool(self.lead_width(ids))
 
     def framed(self, ids: list[int]) -> list[int]:
         """The ids with BOS and EOS, each added if it is missing."""
@@ -253,10 +245,7 @@ def with_texts(source: DataSource) -> DataSource:
         return found | {side: _spelled(tokenizer, forms, [*prompt, *ids]) for side, ids in sides.items()}
 
     for file in (file for part in source.files() for file in part.files):
-
-        def refuse(number: int, reason: str, file: str = file) -> NoReturn:
-            raise DataError(f"{file}, {row_unit(file)} {number}: {reason}")
-
+        refuse = refusing(file)
         rows += [row for _, row in each(replace(source, path=file).stored(refuse), read, refuse)]
     return replace(source, rows=rows)
 

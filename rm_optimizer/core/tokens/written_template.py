@@ -59,7 +59,8 @@ class TemplateWriter:
         renderer = ConversationRenderer(tokenizer, _ENOUGH)
         self._frame = renderer.frame.both
         self._framed, self._written = renderer.probe_ids(), renderer.probe_ids(adds_frame=False)
-        self._has_lead = all(renderer.frame.has_lead(ids) for ids in self._written)
+        # Every sequence starts with BOS or CLS, or the tokenizer adds none.
+        self._has_lead = not self._frame[0] or all(map(renderer.frame.lead_width, self._written))
         try:
             self._closing: tuple[int, ...] | None = renderer.closing()
         except DataError:  # the template renders no single turn

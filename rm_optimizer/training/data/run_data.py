@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 from jaxtyping import Float
@@ -15,7 +15,7 @@ from jaxtyping import Float
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.rows.bad_rows import SkippedRow
-from rm_optimizer.core.rows.readers import read_rows
+from rm_optimizer.core.rows.readers import read_rows, refusing
 from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.streaming.dataset import RayPreferenceDataset
 from rm_optimizer.core.streaming.order import MacroBatchStream, StreamPosition, StreamTally
@@ -110,11 +110,7 @@ def training_margins(pairs: PreferenceDataset, source: str, *, num_processes: in
 
 def _file_margins(path: Path) -> dict[str, float]:
     """Margins of a file by pair id."""
-
-    def refuse(number: int, reason: str) -> NoReturn:
-        raise DataError(f"{path}, line {number}: {reason}")
-
-    found: dict[str, float] = {}
+    refuse, found = refusing(path), dict[str, float]()
     for number, row in read_rows(path, refuse):
         try:
             key = str(row["pair_id"])
