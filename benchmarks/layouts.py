@@ -5,7 +5,8 @@
 FOLDER holds one small file a layout, and `wanted.jsonl` with an object for each: `file`, and `pairs` as lists of the
 prompt (text, or lists of role and content, without tools), the better response, the worse one, and the probability
 that it is better.
-Every file is read without an option. The speed is that of the same rows repeated, against `datasets` reading the file.
+Every file is read without an option, and so is a copy of it as pandas writes CSV, with lists as Python prints them. The
+speed is that of the same rows repeated, against `datasets` reading the file.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import Any
 
 from rm_optimizer.core.pairs.pair import PreferencePair, as_messages
 from rm_optimizer.core.rows.messages import CONTEXT_ROLE
+from rm_optimizer.core.rows.readers import read_rows
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.errors import RMOptimizerError
 
@@ -61,6 +63,18 @@ def outcome(path: Path, wanted: Sequence[Sequence[Any]]) -> tuple[str, str]:
     return "wrong", f"only read: {[*(found - expected)]}; only wanted: {[*(expected - found)]}"
 
 
+def as_csv(path: Path, folder: Path) -> Path:
+    """A copy of a file as `DataFrame.to_csv` writes it, or the file itself if it is CSV."""
+    import pandas as pd
+
+    if path.suffix == ".csv":
+        return path
+    rows = [row for _, row in read_rows(path, lambda number, reason: None)]
+    copy = folder / f"{path.stem}.csv"
+    pd.DataFrame(rows).to_csv(copy)
+    return copy
+
+
 def rows_per_second(path: Path, num_rows: int, folder: Path) -> tuple[float, float]:
     """Rows a second of this package and of `datasets`, for the rows of a JSON Lines file repeated."""
     import datasets
@@ -88,25 +102,27 @@ def main() -> int:
     parser.add_argument("-v", "--verbose", action="store_true", help="print right ones, too")
     options = parser.parse_args()
     logging.getLogger("rm_optimizer").setLevel(logging.ERROR)
-    counts = Counter[str]()
+    counts, copies, folder = Counter[str](), Counter[str](), tempfile.TemporaryDirectory()
     for line in (options.folder / "wanted.jsonl").read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
         verdict, told = outcome(options.folder / case["file"], case["pairs"])
         counts[verdict] += 1
+        copies[outcome(as_csv(options.folder / case["file"], Path(folder.name)), case["pairs"])[0]] += 1
         if verdict != "right" or options.verbose:
             print(f"{verdict}: {case['file']}: {told}")
     speeds = {}
     if options.rows:
-        with tempfile.TemporaryDirectory() as folder:
-            for name in ("trl_explicit_conversational.jsonl", "shp.jsonl", "nectar.jsonl"):
-                speeds[name] = rows_per_second(options.folder / name, options.rows, Path(folder))
+        for name in ("trl_explicit_conversational.jsonl", "shp.jsonl", "nectar.jsonl"):
+            speeds[name] = rows_per_second(options.folder / name, options.rows, Path(folder.name))
+    folder.cleanup()
     print(f"tried: {counts.total()}")
     for verdict in ("right", "refused", "wrong"):
         print(f"{verdict}: {counts[verdict]}")
+        print(f"{verdict} as CSV: {copies[verdict]}")
     for name, (ours, theirs) in speeds.items():
         print(f"rows_per_second {name}: {ours:.0f}")
         print(f"rows_per_second_of_datasets {name}: {theirs:.0f}")
-    return 1 if counts["wrong"] else 0
+    return 1 if counts["wrong"] or copies["wrong"] else 0
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9253,
+    "core": 9262,
     "serving": 4541,
     "landscape": 3901,
     "training": 3081,
@@ -22,7 +22,7 @@ ROOMS: Mapping[str, int] = {
     "reporting": 2680,
     "interfaces": 2428,
     "experiments": 1679,
-    "data_efficiency": 1642,
+    "data_efficiency": 1643,
     "schema": 1147,
     "doctor": 920,
     "explanation": 932,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6075,
+    "import lines": 6077,
     "import lines inside functions": 382,
-    "lines of code": 38026,
+    "lines of code": 38036,
     "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

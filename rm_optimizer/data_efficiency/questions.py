@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, prompt_json
 from rm_optimizer.core.pairs.winner import cells_in
 from rm_optimizer.core.rows.columns import cell
-from rm_optimizer.core.rows.messages import has_messages, parsed, read_messages, response_json, response_of
+from rm_optimizer.core.rows.messages import parsed, read_messages, response_json, response_of
 from rm_optimizer.core.rows.prompts import as_messages, read_prompt
 from rm_optimizer.core.rows.readers import read_rows, refusing, row_unit
 from rm_optimizer.errors import ConfigError, DataError
@@ -271,8 +271,9 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
 
 def _prompt(cell: Any) -> Prompt:
     """The prompt of the messages that the text of a cell spells, or the cell itself."""
-    found = parsed(cell)
-    return read_prompt(found if has_messages(found) else cell)
+    with suppress(ValueError):
+        return read_messages("prompt", parsed(cell))
+    return read_prompt(cell)
 
 
 def _response(text: str) -> str:

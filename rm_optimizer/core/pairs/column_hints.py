@@ -187,7 +187,7 @@ def _kinds(rows: Sequence[Row], layout: Layout) -> dict[str, Counter[str]]:
 def text_hint(rows: Sequence[Row], layout: Layout) -> Suggestion | None:
     """Options for columns of which most first cells are text that spells messages, or lists where those are needed.
 
-    An answer in JSON among other text is text, and so are messages on one side alone.
+    An answer in JSON among other text is text, and so are messages or lists on one side alone.
     """
     kinds = _kinds(rows, layout)
     most = {name: max(counts, key=counts.__getitem__, default="") for name, counts in kinds.items()}
@@ -195,10 +195,13 @@ def text_hint(rows: Sequence[Row], layout: Layout) -> Suggestion | None:
         return Suggestion(_said("unreadable", names=lost, plain=Spelling.current().parse(())))
     theirs = {ours: layout.columns.get(ours, ours) for ours in most}
     if most.get("prompt") in ("texts", "list"):
-        read = {ours: f"{theirs[ours]}.0" for ours in chain(*_TEXTS) if kinds.get(ours)}
+        read = {
+            ours: f"{theirs[ours]}.0" for ours in chain(*_TEXTS) if kinds.get(ours) and isinstance(theirs[ours], str)
+        }
         return Suggestion(_said("turns"), read)
     both = [names for names in _TEXTS if {most.get(name) for name in names} <= {"messages", "given"}]
     found = [name for name in chain(*both) if most[name] == "messages"]
+    found += _PAIR if {most.get(name) for name in _PAIR} == {"texts"} else ()
     form = layout.named_format or detect_format(rows)
     if form is None or not any(map(form.fits, rows)):
         found = [

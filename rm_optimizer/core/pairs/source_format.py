@@ -11,9 +11,11 @@ from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from rm_optimizer.core.pairs.column_hints import (
+    Suggestion,
     no_format,
     objection,
     suggestion,
+    text_hint,
     unread_notes,
 )
 from rm_optimizer.core.pairs.formats import Comparison, RowFormat, detect_format
@@ -84,9 +86,11 @@ class SourceFormat:
                 misread.
         """
         layout = source.layout
-        known, near = _recognized(source, first) if layout.is_open else (None, [])
+        known, hint, near = _recognized(source, first) if layout.is_open else (None, None, [])
         if known is not None:
             return known
+        if hint is not None:
+            raise DataError(f"{source.path}: {hint.text}")
         require_columns(source.path, layout, [row for _, row in first])
         stored = list(_belonging(layout, first, RowTally.of_trial(source.path))) or first
         rows = [layout.ours(row) for _, row in stored]
@@ -235,8 +239,8 @@ def _belonging(layout: Layout, rows: Iterable[tuple[int, Row]], tally: RowTally)
     """The rows and answers that a layout compares, with its trees gathered; the tally takes note of the others."""
 
     def wanted() -> Iterator[tuple[int, Row]]:
-        for number, row in each(rows, layout.spelled, tally.report):
-            kept, reason = layout.belonging(row)
+        for number, row in rows:
+            kept, reason = layout.belonging(layout.spelled(row))
             if reason is not None:
                 tally.skip(number, reason if kept is None else f"one or more of its answers are {reason}")
             if kept is not None:
@@ -245,8 +249,10 @@ def _belonging(layout: Layout, rows: Iterable[tuple[int, Row]], tally: RowTally)
     return gather_trees(wanted(), layout.tree, tally.report) if layout.tree else wanted()
 
 
-def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[SourceFormat | None, list[str]]:
-    """The format of the first rows by a published layout, and why others with their columns do not read them.
+def _recognized(
+    source: DataSource, first: Sequence[tuple[int, Row]]
+) -> tuple[SourceFormat | None, Suggestion | None, list[str]]:
+    """The format of the first rows by a published layout, or what it asks to parse, and why others do not read them.
 
     A layout fits if nine of ten rows have its columns and are read by it; if none fits, one that reads a row does. One
     of two that fit is meant only if it asks for more columns and leaves out none that the other reads.
@@ -261,7 +267,7 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[S
     """
     rows = [source.layout.spelled(row) for _, row in first]
     present = frozenset(columns_of(rows))
-    fits, some, near = list[SourceFormat](), list[SourceFormat](), list[str]()
+    fits, some, near, hint = list[SourceFormat](), list[SourceFormat](), list[str](), None
     meanings = dict[str, tuple[tuple[str, str, str, float], ...]]()
     layouts = [each for each in published().values() if sum(map(each.fits, rows)) >= (1 - _MOST_BAD) * len(rows)]
     if layouts and (general := detect_format(rows)) is not None:
@@ -275,6 +281,8 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[S
             pairs = [pair for _, pair in form.pairs(first, KwiseRule.all, tally)]
         except DataError as error:
             near.append(f"{layout.shown}: {str(error).removeprefix(f'{source.path}: ')}")
+            if layout.name and (found := text_hint([*map(candidate.layout.ours, rows)], candidate.layout)):
+                hint = hint or replace(found, told=f"{layout.shown}: {found.told}")
             continue
         causes = tally.causes()
         near += [f"{layout.shown}: {cause}" for cause, _ in causes.most_common(1)]
@@ -289,10 +297,10 @@ def _recognized(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[S
         options = " or ".join(Spelling.current().option(name, "NAME") for name in ("layout", "format"))
         raise DataError(f"{source.path}: the rows fit {' and '.join(shown)}; name the one that is meant with {options}")
     if not meant or not (layout := meant[-1].source.layout).name:
-        return None, near
+        return None, hint, near
     other = Spelling.current().option("layout", "NAME")
     note = f"read as {layout.shown}, {layout.in_words()}; name another with {other}, or map columns"
-    return replace(meant[-1], notes=(f"{source.path}: {note}", *meant[-1].notes)), near
+    return replace(meant[-1], notes=(f"{source.path}: {note}", *meant[-1].notes)), None, near
 
 
 def first_rows(source: DataSource) -> list[tuple[int, Row]]:
@@ -317,15 +325,15 @@ def suggested_layout(source: DataSource, first: Sequence[tuple[int, Row]]) -> tu
     Raises:
         DataError: if two published layouts fit, or the rows hold no comparisons.
     """
-    known = _recognized(source, first)[0] if source.layout.is_open else None
-    with suppress(DataError):
+    known, hint, _ = _recognized(source, first) if source.layout.is_open else (None, None, [])
+    with suppress(DataError):  # also where text must be parsed, which the hint says
         form = known or SourceFormat.of(source, first)
         read = form.source.layout
         layout = read if read.name else replace(read, format=form.form.name)
         with_options = "without an option" if source.layout.is_open else "by these options"
         return layout.to_dict(), f"{source.path} is read {with_options}, as {layout.shown}, which is:"
     rows = [source.layout.ours(row) for _, row in first]
-    found = suggestion(rows, source.layout)
+    found = hint or suggestion(rows, source.layout)
     told = {name: value for name in ("columns", "parse", "winner") if (value := getattr(found, name))}
     if not told:
         raise DataError(f"{source.path}: {found.text}")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from rm_optimizer.core.rows.columns import CONTEXT_COLUMNS, OPTIONAL_COLUMNS, UNREAD_COLUMNS, read_number
-from rm_optimizer.core.rows.messages import has_messages, is_empty, require_text
+from rm_optimizer.core.rows.messages import has_messages, is_empty, parsed, require_text
 from rm_optimizer.core.rows.readers import Report, Row, each
 
 SINGLE_RESPONSE = frozenset({"response", "score"})
@@ -66,7 +66,7 @@ def gather_trees(rows: Iterable[tuple[int, Row]], tree: Mapping[str, str], repor
 
     def groups(row: Row) -> list[Row]:
         shared = {name: value for name, value in row.items() if name not in {*_MESSAGE, *tree.values()}}
-        found = list(_turns(row.get(tree["root"]) if "root" in tree else row, ()))
+        found = list(_turns(parsed(row.get(tree["root"])) if "root" in tree else row, ()))
         if not found:
             raise ValueError("no turn of the tree has two ranked replies")
         return [shared | {"turn": turn} | group for turn, group in enumerate(found, 1)]

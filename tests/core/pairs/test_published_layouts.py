@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -370,6 +371,16 @@ def test_a_damaged_file_is_refused_or_gives_a_part_of_its_pairs(name: str):
         if damage in FREE or (damage == "with prompt" and {"chosen", "rejected"} <= rows[0].keys()):
             continue
         assert {*found} <= {*WANTED}, damage
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_structures_written_as_text_are_read_as_they_are_or_by_the_mapping_that_is_suggested(name: str):
+    rows = [{n: str(v) if isinstance(v, list | dict) else v for n, v in row.items()} for row in rows_of(name)]
+    layout, _ = suggested_layout(DataSource("rows"), [*enumerate(rows, 1)])
+    if {*layout} == {"parse"}:
+        with pytest.raises(DataError, match=re.escape(f"layout={layout}")):
+            PreferenceDataset(rows)
+    assert sorted({*map(meaning, PreferenceDataset(rows, layout=layout))}) == sorted(WANTED)
 
 
 @pytest.mark.parametrize("name", CASES)
