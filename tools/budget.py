@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9262,
+    "core": 9289,
     "serving": 4541,
     "landscape": 3901,
     "training": 3081,
@@ -28,7 +28,7 @@ ROOMS: Mapping[str, int] = {
     "explanation": 932,
     "records": 836,
     "optim": 811,
-    "evaluation": 1176,
+    "evaluation": 1183,
     "modules at the top": 484,
 }
 LIMITS: Mapping[str, int] = {
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6077,
     "import lines inside functions": 382,
-    "lines of code": 38036,
+    "lines of code": 38070,
     "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -173,7 +173,7 @@ def read_pool(
         """
         on_progress(start)
         firsts = range(start, len(pairs), BLOCK_PAIRS)
-        tasks = ((pairs[first : first + BLOCK_PAIRS], first, token_budget) for first in firsts)
+        tasks = [(pairs[first : first + BLOCK_PAIRS], first, token_budget) for first in firsts]
         blocks = map_chunks(_block_of, model, tasks, ray_workers or None)
         for first, (block, margins) in zip(firsts, blocks, strict=True):
             kept[first : first + len(block)] = block

@@ -153,7 +153,7 @@ def score_distinct(
         done = sum(len(chunk) for chunk in log.values())
         on_progress(done, len(conversations))
         firsts = range(done, len(conversations), CHUNK_RESPONSES)
-        chunks = (conversations[first : first + CHUNK_RESPONSES] for first in firsts)
+        chunks = [conversations[first : first + CHUNK_RESPONSES] for first in firsts]
         for entry in map_chunks(partial(_scored, token_budget=token_budget), model, chunks, num_workers):
             log.append(entry)
             done += len(entry)

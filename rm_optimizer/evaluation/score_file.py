@@ -12,7 +12,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import partial
 from itertools import chain, islice
@@ -161,9 +161,7 @@ def score_file(
     with open_ledger(kept, identity, other="scores of another input, model, length limit or chunk size") as log:
         done = sum(len(chunk["rewards"]) for chunk in log.values())
         on_progress(done)
-        rows = islice(read_responses(source, form), done, None)
-        chunks = iter(lambda: list(islice(rows, chunk_rows)), [])
-        compute = partial(_scored, source=source)
+        compute, chunks = partial(_scored, source=source), _Chunks(source.resolve(), form, done, chunk_rows)
         for entry in map_chunks(compute, scorer, chunks, num_workers):
             log.append(entry)
             done += len(entry["rewards"])
@@ -174,6 +172,20 @@ def score_file(
         result = summed_counts({"num_rows": len(chunk.pop("rewards")), **chunk} for chunk in log.values())
         kept.unlink()
     return result
+
+
+@dataclass(frozen=True)
+class _Chunks:
+    """Chunks of a file's rows from one on, read by each iteration."""
+
+    source: Path
+    form: Layout
+    first: int
+    num_rows: int
+
+    def __iter__(self) -> Iterator[list[ResponseRow]]:
+        rows = islice(read_responses(self.source, self.form), self.first, None)
+        return iter(lambda: list(islice(rows, self.num_rows)), [])
 
 
 def require_new(target: Path) -> None:

@@ -18,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rm_optimizer.core.streaming.workers import connected_ray
 from rm_optimizer.errors import ConfigError, Interrupted, TrainingDiverged, did_you_mean
 from rm_optimizer.records.codec import JsonRecord
 from rm_optimizer.records.files import locked, sign, write_text
@@ -268,8 +269,6 @@ class RayExecutor:
     """
 
     def __init__(self, threads: int, gpus: float = 0.0, address: str | None = None) -> None:
-        from rm_optimizer.core.streaming.workers import connected_ray  # imports torch, which is not needed for a plan
-
         self._ray = connected_ray(address)
         resources = self._ray.cluster_resources()
         most = resources.get("CPU", 1) // threads

@@ -265,6 +265,7 @@ def test_a_pool_goes_on_after_a_kill_and_computes_nothing_again(tmp_path, monkey
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # options that Ray Data itself sets
 def test_features_of_ray_workers_are_those_of_this_process(tmp_path, monkeypatch):
     ray = pytest.importorskip("ray")
     monkeypatch.setattr(pool, "BLOCK_PAIRS", 3)

@@ -269,6 +269,7 @@ def test_an_evaluation_writes_into_no_run_and_no_folder_in_use(model: BradleyTer
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # options that Ray Data itself sets
 def test_any_number_of_workers_on_ray_gives_the_same_bits_and_continues_a_stopped_evaluation(
     model: BradleyTerryRM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -282,10 +283,10 @@ def test_any_number_of_workers_on_ray_gives_the_same_bits_and_continues_a_stoppe
 
     found = {}
     try:
-        for workers in (None, 1, 2):
+        for stopped, workers in ((2, None), (None, 1), (None, 2)):
             folder = tmp_path / str(workers)
             with pytest.raises(KeyboardInterrupt):
-                evaluated(model, SHORT, folder, num_workers=2, on_progress=stop)
+                evaluated(model, SHORT, folder, num_workers=stopped, on_progress=stop)
             evaluated(model, SHORT, folder, num_workers=workers, checkpoint="narrow")
             found[workers] = [(folder / name).read_bytes() for name in ("pair_rewards.jsonl", "metrics.json")]
     finally:

@@ -353,6 +353,7 @@ def test_only_jsonl_may_be_zipped():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # options that Ray Data itself sets
 def test_any_number_of_workers_on_ray_writes_the_same_bytes_and_continues_a_stopped_call(tmp_path):
     import ray
 

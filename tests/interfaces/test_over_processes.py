@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import distributed
 
-from rm_optimizer.core.streaming import workers
 from rm_optimizer.core.streaming.workers import end_chunks, follow_chunks, lead_chunks, map_chunks
-from rm_optimizer.errors import CheckpointError, ConfigError
+from rm_optimizer.errors import CheckpointError
 from rm_optimizer.interfaces.cli import app
 from tests.builders import tiny_reward_model
 from tests.training.launched import environment
@@ -32,7 +31,7 @@ def process(rank: int, size: int, folder: str) -> None:
     distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
     if rank:
         follow_chunks(10)
-        return
+        os._exit(0)
     lead_chunks()
     assert [*map_chunks(chunk_of, 10, iter((0, 1, 2)), None)] == [0, 10, 20]
     with pytest.raises(CheckpointError, match="chunk 3 is bad"):
@@ -41,19 +40,13 @@ def process(rank: int, size: int, folder: str) -> None:
     end_chunks()
     assert [*map_chunks(chunk_of, 10, [1, 2], None)] == [10, 20]  # alone again
     Path(folder, "done").touch()
+    os._exit(0)  # gloo's threads may abort a process that ends as usual
 
 
 @pytest.mark.slow
 def test_chunks_are_dealt_in_order_and_errors_raised_by_the_first_process(tmp_path):
     torch.multiprocessing.spawn(process, (2, str(tmp_path)), nprocs=2)
     assert (tmp_path / "done").exists()
-
-
-def test_more_workers_than_the_gpus_of_ray_are_refused(monkeypatch):
-    has_two = SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0, "GPU": 2.0})
-    monkeypatch.setattr(workers, "connected_ray", lambda: has_two)
-    with pytest.raises(ConfigError, match=r"--ray .* must be at most 2, the GPUs that Ray has, got 3"):
-        next(map_chunks(chunk_of, 10, [1], 3))
 
 
 def test_tasks_of_slurm_and_workers_beside_torchrun_are_refused(tmp_path, monkeypatch, capsys):

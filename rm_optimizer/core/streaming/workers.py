@@ -1,31 +1,36 @@
-"""Ray processes that tokenize blocks or compute with a model; they start with little memory and output."""
+"""Ray: processes that tokenize blocks, and chunks computed by Ray Data, by other processes of torchrun or in this one.
+
+It does not import torch, which takes seconds in each process of Ray Data.
+"""
 
 from __future__ import annotations
 
 import logging
 import os
+import pickle
 import signal
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from importlib import import_module
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
-from torch import distributed
-
-from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
 from rm_optimizer.errors import ConfigError, DataError, DataStalled, MissingExtra, RMOptimizerError
+
+if TYPE_CHECKING:
+    from rm_optimizer.core.streaming.blocks import Block, BlockTokenizer, BlockTokens
 
 Model = TypeVar("Model")
 Chunk = TypeVar("Chunk")
 Result = TypeVar("Result")
+_MEGABYTE = 2**20
+_CANCEL_SECONDS = 10
+_START_SECONDS = 300
+"""Seconds within which Ray must have started the processes of all workers."""
 _LOCAL = "local"
 """Address of a Ray of this process alone; without an address Ray joins any cluster that it finds on this machine."""
-_MEGABYTE = 2**20
-_START_SECONDS = 300
-_CANCEL_SECONDS = 10
+_OPTION = "--ray (of select: --ray-workers)"
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -37,6 +42,76 @@ _SETTINGS = {
 With Ray's own priority of 15 the workers get a fortieth of a busy core. On a machine whose cores are all busy, a run
 then waits for its data: a stream that starts in 10 s took 90 s.
 """
+
+
+def load_ray(name: str = "ray") -> Any:
+    """The module `ray`, or a part of it.
+
+    Args:
+        name: full name of the module.
+
+    Raises:
+        MissingExtra: if Ray, or the pandas that Ray Data imports, is not installed.
+    """
+    for setting, value in _SETTINGS.items():
+        os.environ.setdefault(setting, value)
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name not in ("ray", "pandas"):
+            raise
+        raise MissingExtra(error.name, "ray") from error
+
+
+def _cluster() -> str | None:
+    address = os.environ.get("RAY_ADDRESS")
+    return None if address == _LOCAL else address or None
+
+
+def connected_ray(address: str | None = None, **local: int) -> Any:
+    """The `ray` module, connected to a cluster, or to the Ray that already runs in this process.
+
+    Args:
+        address: address of the cluster; None uses `RAY_ADDRESS`, or starts Ray on this machine, which ends with this
+            process, also after a kill.
+        local: options of `ray.init` for a Ray that starts here.
+
+    Raises:
+        MissingExtra: if Ray is not installed.
+    """
+    ray = load_ray()
+    if not ray.is_initialized():
+        handler = signal.getsignal(signal.SIGTERM)
+        address = address or _cluster()
+        options: dict[str, Any] = {} if address else {**local, "include_dashboard": False}
+        try:
+            ray.init(address=address or _LOCAL, log_to_driver=False, logging_level=logging.ERROR, **options)
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, handler)  # Ray takes it; a run saves a checkpoint on it
+    return ray
+
+
+def _worker_resources(ray: Any, num_workers: int, option: str, *, uses_gpu: bool) -> dict[str, int]:
+    """Resources that Ray reserves for a worker: a GPU where there are some, else a core.
+
+    A cluster places workers by their cores. On one machine they share them, and reserve none.
+
+    Args:
+        ray: the connected module.
+        num_workers: number of workers.
+        option: option that sets the number.
+        uses_gpu: False if workers need no GPU.
+
+    Raises:
+        ConfigError: if there are more workers than Ray has GPUs, or than a cluster has cores.
+    """
+    found = ray.cluster_resources()
+    gpus, cores = (int(found.get(kind, 0)) for kind in ("GPU", "CPU"))
+    most, unit = (gpus, "GPUs") if uses_gpu and gpus else (cores, "cores")
+    if (unit == "GPUs" or _cluster()) and num_workers > most:
+        raise ConfigError(f"{option} must be at most {most}, the {unit} that Ray has, got {num_workers}")
+    return {"num_gpus": 1} if unit == "GPUs" else {"num_cpus": int(_cluster() is not None)}
 
 
 class BlockWorker:
@@ -86,11 +161,9 @@ class TokenizerPool:
         self._ray = load_ray()
         self._timeout = fetch_timeout
         self._started = not self._ray.is_initialized()
-        if self._started:
-            _start(self._ray, num_workers, store_mb)
-        # A cluster places workers by the cores they take; in one machine two streams may share them.
-        cores = int("RAY_ADDRESS" in os.environ)
-        actor = self._ray.remote(num_cpus=cores, max_restarts=-1, max_task_retries=-1)(BlockWorker)
+        connected_ray(num_cpus=num_workers, object_store_memory=store_mb * _MEGABYTE)
+        resources = _worker_resources(self._ray, num_workers, "data.num_workers", uses_gpu=False)
+        actor = self._ray.remote(**resources, max_restarts=-1, max_task_retries=-1)(BlockWorker)
         self._shared = [self._ray.put(tokenizer)]  # in a list, or each call would unpack it anew
         self._workers = [actor.remote() for _ in range(num_workers)]
         self._asked = 0
@@ -150,48 +223,91 @@ class TokenizerPool:
         self.close()
 
 
-def load_ray() -> Any:
-    """The `ray` module.
+def _one_thread() -> Any:
+    """`torch` with one thread, since a sum's last bits depend on the number."""
+    import torch
 
-    Raises:
-        MissingExtra: if it is not installed.
-    """
-    for name, value in _SETTINGS.items():
-        os.environ.setdefault(name, value)
+    torch.set_num_threads(1)
+    return torch
+
+
+def _answer(model: Any, compute: Callable[[Any, Any], Any], chunk: Any) -> Any:
+    """Result of a chunk, or the error that ends the command; None for None."""
     try:
-        return import_module("ray")
-    except ModuleNotFoundError as error:
-        if error.name != "ray":
-            raise
-        raise MissingExtra("ray", "ray") from error
-
-
-def connected_ray(address: str | None = None) -> Any:
-    """The `ray` module, connected to a cluster.
-
-    Args:
-        address: address of the cluster; None uses `RAY_ADDRESS`, or starts Ray on this machine.
-
-    Raises:
-        MissingExtra: if Ray is not installed.
-    """
-    ray = load_ray()
-    if not ray.is_initialized():
-        address = address or os.environ.get("RAY_ADDRESS") or _LOCAL
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=False)
-    return ray
+        return None if chunk is None else compute(model, chunk)
+    except RMOptimizerError as error:
+        return error
 
 
 class _Computer:
-    """Actor with an object, which each call brings by a reference in a list, since Ray would unpack it anew."""
+    """Actor with a model and a function, which the first chunk fetches."""
 
-    _object: Any = None
+    _task: Any = None
 
-    def computed(self, compute: Callable[[Any, Any], Any], shared: Sequence[Any], chunk: Any) -> Any:
-        torch.set_num_threads(1)  # a sum's last bits depend on the number
-        if self._object is None:
-            self._object = load_ray().get(shared[0])
-        return compute(self._object, chunk)
+    def __init__(self, shared: list[Any]) -> None:
+        self._shared = shared
+
+    def __call__(self, block: Any) -> dict[str, list[bytes]]:
+        _one_thread()
+        model, compute = self._task = self._task or load_ray().get(self._shared[0])
+        (entry,) = block["entry"].to_pylist()
+        return {"entry": [pickle.dumps(_answer(model, compute, pickle.loads(entry)))]}
+
+
+def _over_ray_data(
+    compute: Callable[[Any, Any], Any], model: Any, chunks: Iterable[Any], num_workers: int
+) -> Iterator[Any]:
+    """Results of chunks by the actor pool of Ray Data.
+
+    Another process of this machine reads the chunks as they are needed, up to the memory that Ray Data plans for them.
+    Ray replaces an actor that dies, and repeats its chunk.
+    """
+    data, ray = load_ray("ray.data"), connected_ray()
+    resources = _worker_resources(ray, num_workers, _OPTION, uses_gpu=True)
+    dataset = data.from_items([0])
+    context = dataset.context
+    context.target_max_block_size = 1  # every chunk is a block, which is what an actor takes
+    context.wait_for_min_actors_s, context.execution_no_progress_timeout_s = _START_SECONDS, -1
+    context.raise_original_map_exception = context.execution_options.preserve_order = True
+    here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}  # the machine that has the file
+    dataset = dataset.flat_map(
+        lambda _, shared: ({"entry": pickle.dumps(chunk)} for chunk in load_ray().get(shared[0])),
+        fn_args=[[ray.put(chunks)]],
+        num_cpus=0,
+        label_selector=here,
+    )
+    dataset = dataset.map_batches(
+        _Computer,
+        fn_constructor_args=[[ray.put((model, compute))]],
+        batch_size=1,  # also keeps the reader out of the actors
+        batch_format="pyarrow",
+        compute=data.ActorPoolStrategy(size=num_workers),
+        **resources,
+    )
+    (results,) = dataset.streaming_split(1)  # runs Ray Data in a process of its own, whose output is not shown
+    try:
+        with closing(iter(results.iter_batches(batch_size=None, prefetch_batches=0, batch_format="pyarrow"))) as blocks:
+            for block in blocks:
+                for entry in block["entry"].to_pylist():
+                    answer = pickle.loads(entry)
+                    if isinstance(answer, RMOptimizerError):
+                        raise answer
+                    yield answer
+    except ray.exceptions.GetTimeoutError as error:
+        raise RMOptimizerError(
+            f"Ray has not started {num_workers} workers within {_START_SECONDS} s; lower {_OPTION}, or wait until the "
+            "cluster has free cores and memory"
+        ) from error
+    except ray.exceptions.RayError as error:
+        cause: BaseException = error
+        while isinstance(cause, ray.exceptions.RayTaskError):
+            cause = cause.cause
+        if not isinstance(cause, ray.exceptions.RayError):
+            raise cause from error
+        reason = str(cause).strip().splitlines()[0]
+        raise RMOptimizerError(
+            f"Ray's workers ended ({reason}); the same command continues from what is done"
+        ) from error
 
 
 _leads = threading.Event()
@@ -200,13 +316,14 @@ _leads = threading.Event()
 
 def lead_chunks() -> None:
     """Let `map_chunks` deal chunks to the other processes of torch.distributed until `end_chunks`."""
-    torch.set_num_threads(1)  # a sum's last bits depend on the number
+    _one_thread()
     _leads.set()
 
 
 def change_model() -> None:
     """End `follow_chunks` in the other processes; the launcher ends those that an error has interrupted."""
     if _leads.is_set():
+        distributed = _one_thread().distributed
         distributed.scatter_object_list([None], [None] * distributed.get_world_size())
 
 
@@ -222,7 +339,7 @@ def follow_chunks(model: Any) -> None:
     Args:
         model: the object that the first process gives to `map_chunks`.
     """
-    torch.set_num_threads(1)
+    distributed = _one_thread().distributed
     while True:
         received: list[Any] = [None]
         distributed.scatter_object_list(received)
@@ -231,16 +348,9 @@ def follow_chunks(model: Any) -> None:
         distributed.gather_object(_answer(model, *received[0]))
 
 
-def _answer(model: Any, compute: Callable[[Any, Any], Any], chunk: Any) -> Any:
-    """Result of a chunk, or the error that ends the command; None for a chunk that fills a round."""
-    try:
-        return None if chunk is None else compute(model, chunk)
-    except RMOptimizerError as error:
-        return error
-
-
 def _over_processes(compute: Callable[[Any, Any], Any], model: Any, chunks: Iterable[Any]) -> Iterator[Any]:
     """Results of chunks, one for each process in a round."""
+    distributed = _one_thread().distributed
     rest, size = iter(chunks), distributed.get_world_size()
     for dealt in iter(lambda: list(islice(rest, size)), []):
         tasks = [(compute, chunk) for chunk in [*dealt, *[None] * (size - len(dealt))]]
@@ -261,67 +371,18 @@ def map_chunks(
 ) -> Iterator[Result]:
     """Results of the chunks in their order, the same for any number of workers on Ray or of processes of torchrun.
 
-    A worker has at most two chunks at a time, and Ray replaces one that dies.
-
     Args:
         compute: function of the model and a chunk.
         model: object that every worker receives once.
-        chunks: read as they are needed.
-        num_workers: actors with one thread or one GPU each; None computes in this process, and in those that it leads.
+        chunks: read as they are needed; for workers a list, or an object that can be pickled and reads in its iterator.
+        num_workers: actors of Ray Data with one thread or one GPU each; None computes in this process, and in others
+            of torchrun that it leads.
 
     Raises:
-        MissingExtra: if Ray is not installed.
-        ConfigError: if there are more workers than Ray has GPUs, unless it has none.
-        RMOptimizerError: if Ray ends.
+        MissingExtra: if there are workers and Ray or pandas is not installed.
+        ConfigError: if there are more workers than Ray has GPUs or a cluster has cores.
+        RMOptimizerError: if the workers do not start, or Ray ends.
     """
-    if num_workers is None:
-        yield from _over_processes(compute, model, chunks) if _leads.is_set() else (compute(model, c) for c in chunks)
-        return
-    ray = connected_ray()
-    num_gpus = int(ray.cluster_resources().get("GPU", 0))
-    if 0 < num_gpus < num_workers:
-        raise ConfigError(
-            f"--ray (of select: --ray-workers) must be at most {num_gpus}, the GPUs that Ray has, got {num_workers}"
-        )
-    shared = [ray.put(model)]
-    cores = int("RAY_ADDRESS" in os.environ)  # a cluster places workers by their cores; on one machine they share them
-    need = {"num_gpus": 1} if num_gpus else {"num_cpus": cores}
-    actor = ray.remote(**need, max_restarts=-1, max_task_retries=-1)(_Computer)
-    workers = [actor.remote() for _ in range(num_workers)]
-    waiting = deque[Any]()
-    try:
-        for number, chunk in enumerate(chunks):
-            if len(waiting) == 2 * num_workers:
-                yield ray.get(waiting.popleft())
-            waiting.append(workers[number % num_workers].computed.remote(compute, shared, chunk))
-        while waiting:
-            yield ray.get(waiting.popleft())
-    except ray.exceptions.RayTaskError as error:
-        raise error.cause from None
-    except ray.exceptions.RayError as error:
-        reason = str(error).splitlines()[0]
-        raise RMOptimizerError(
-            f"Ray's workers ended ({reason}); the same command continues from what is done"
-        ) from error
-    finally:
-        for worker in workers:
-            ray.kill(worker)
-
-
-def _start(ray: Any, num_workers: int, store_mb: int) -> None:
-    logging.getLogger("ray").setLevel(logging.ERROR)
-    handler = signal.getsignal(signal.SIGTERM)
-    options: dict[str, Any] = {"logging_level": logging.ERROR, "configure_logging": False, "log_to_driver": False}
-    if not os.environ.get("RAY_ADDRESS"):
-        memory = store_mb * _MEGABYTE
-        options |= {
-            "address": _LOCAL,
-            "num_cpus": num_workers,
-            "object_store_memory": memory,
-            "include_dashboard": False,
-        }
-    try:
-        ray.init(**options)
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)  # Ray takes it; a run saves a checkpoint on it
+    if num_workers is not None:
+        return _over_ray_data(compute, model, chunks, num_workers)
+    return _over_processes(compute, model, chunks) if _leads.is_set() else (compute(model, chunk) for chunk in chunks)
