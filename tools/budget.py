@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9289,
+    "core": 9281,
     "serving": 4541,
     "landscape": 3901,
     "training": 3081,
@@ -37,8 +37,8 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6077,
     "import lines inside functions": 382,
-    "lines of code": 38070,
-    "private functions with one caller": 414,
+    "lines of code": 38062,
+    "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -189,29 +189,22 @@ def text_hint(rows: Sequence[Row], layout: Layout) -> Suggestion | None:
 
     An answer in JSON among other text is text, and so are messages or lists on one side alone.
     """
-    kinds = _kinds(rows, layout)
+    kinds, plain = _kinds(rows, layout), Spelling.current().parse(())
     most = {name: max(counts, key=counts.__getitem__, default="") for name, counts in kinds.items()}
-    if lost := [name for name in most if name in chain(*_TEXTS) and most[name] == "unreadable"]:
-        return Suggestion(_said("unreadable", names=lost, plain=Spelling.current().parse(())))
+    if lost := [name for name in chain(*_TEXTS) if most.get(name) == "unreadable"]:
+        return Suggestion(_said("unreadable", names=lost, plain=plain))
     theirs = {ours: layout.columns.get(ours, ours) for ours in most}
     if most.get("prompt") in ("texts", "list"):
-        read = {
-            ours: f"{theirs[ours]}.0" for ours in chain(*_TEXTS) if kinds.get(ours) and isinstance(theirs[ours], str)
-        }
-        return Suggestion(_said("turns"), read)
-    both = [names for names in _TEXTS if {most.get(name) for name in names} <= {"messages", "given"}]
-    found = [name for name in chain(*both) if most[name] == "messages"]
-    found += _PAIR if {most.get(name) for name in _PAIR} == {"texts"} else ()
-    form = layout.named_format or detect_format(rows)
-    if form is None or not any(map(form.fits, rows)):
-        found = [
-            name for name in most if most[name] == "messages" or (name in _LISTS and most[name] in ("texts", "values"))
-        ]
-        found += [name for name in _PAIR if layout.format == "lists" and most.get(name) == "texts"]
-    paths = dict.fromkeys(path for name in found for path in paths_of(theirs[name]) if path == root_of(path))
-    if not paths:
-        return None
-    return Suggestion(_said("spelled", names=[*paths], plain=Spelling.current().parse(())), parse=[*paths])
+        first = {ours: f"{theirs[ours]}.0" for ours in chain(*_TEXTS) if kinds.get(ours) and type(theirs[ours]) is str}
+        return Suggestion(_said("turns"), first)
+    form, lists = layout.named_format or detect_format(rows), {*_LISTS, *(_PAIR if layout.format == "lists" else ())}
+    found = [name for name in most if most[name] == "messages" or (name in lists and most[name] in ("texts", "values"))]
+    if form is not None and any(map(form.fits, rows)):
+        both = [names for names in _TEXTS if {most.get(name) for name in names} <= {"messages", "given"}]
+        lists = {*_PAIR} if {most.get(name) for name in _PAIR} == {"texts"} else set()
+        found = [name for name in most if (name in chain(*both) and most[name] == "messages") or name in lists]
+    paths = [*dict.fromkeys(path for name in found for path in paths_of(theirs[name]) if path == root_of(path))]
+    return Suggestion(_said("spelled", names=paths, plain=plain), parse=paths) if paths else None
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]], *names: str) -> list[float]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from rm_optimizer.core.pairs.column_hints import (
     Suggestion,
@@ -37,6 +37,7 @@ from rm_optimizer.core.rows.readers import Row, each, source_name
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema.data import KwiseRule, Spelling
 
+_Numbered: TypeAlias = Sequence[tuple[int, Row]]
 FIRST_ROWS = 50
 """Rows that decide the format and the columns."""
 _MOST_BAD = 0.1
@@ -74,7 +75,7 @@ class SourceFormat:
     notes: tuple[str, ...]
 
     @classmethod
-    def of(cls, source: DataSource, first: Sequence[tuple[int, Row]]) -> SourceFormat:
+    def of(cls, source: DataSource, first: _Numbered) -> SourceFormat:
         """Format named or detected, once the columns are known to be there and to mean what they are read as.
 
         Args:
@@ -86,11 +87,11 @@ class SourceFormat:
                 misread.
         """
         layout = source.layout
-        known, hint, near = _recognized(source, first) if layout.is_open else (None, None, [])
-        if known is not None:
+        known, near = _recognized(source, first) if layout.is_open else (None, [])
+        if isinstance(known, SourceFormat):
             return known
-        if hint is not None:
-            raise DataError(f"{source.path}: {hint.text}")
+        if known is not None:
+            raise DataError(f"{source.path}: {known.text}")
         require_columns(source.path, layout, [row for _, row in first])
         stored = list(_belonging(layout, first, RowTally.of_trial(source.path))) or first
         rows = [layout.ours(row) for _, row in stored]
@@ -249,9 +250,7 @@ def _belonging(layout: Layout, rows: Iterable[tuple[int, Row]], tally: RowTally)
     return gather_trees(wanted(), layout.tree, tally.report) if layout.tree else wanted()
 
 
-def _recognized(
-    source: DataSource, first: Sequence[tuple[int, Row]]
-) -> tuple[SourceFormat | None, Suggestion | None, list[str]]:
+def _recognized(source: DataSource, first: _Numbered) -> tuple[SourceFormat | Suggestion | None, list[str]]:
     """The format of the first rows by a published layout, or what it asks to parse, and why others do not read them.
 
     A layout fits if nine of ten rows have its columns and are read by it; if none fits, one that reads a row does. One
@@ -297,10 +296,10 @@ def _recognized(
         options = " or ".join(Spelling.current().option(name, "NAME") for name in ("layout", "format"))
         raise DataError(f"{source.path}: the rows fit {' and '.join(shown)}; name the one that is meant with {options}")
     if not meant or not (layout := meant[-1].source.layout).name:
-        return None, hint, near
+        return hint, near
     other = Spelling.current().option("layout", "NAME")
     note = f"read as {layout.shown}, {layout.in_words()}; name another with {other}, or map columns"
-    return replace(meant[-1], notes=(f"{source.path}: {note}", *meant[-1].notes)), None, near
+    return replace(meant[-1], notes=(f"{source.path}: {note}", *meant[-1].notes)), near
 
 
 def first_rows(source: DataSource) -> list[tuple[int, Row]]:
@@ -315,7 +314,7 @@ def first_rows(source: DataSource) -> list[tuple[int, Row]]:
     return first
 
 
-def suggested_layout(source: DataSource, first: Sequence[tuple[int, Row]]) -> tuple[dict[str, Any], str]:
+def suggested_layout(source: DataSource, first: _Numbered) -> tuple[dict[str, Any], str]:
     """The shortest layout of rows as a mapping, with `TODO` where only a person can tell, and a sentence on it.
 
     Args:
@@ -325,15 +324,15 @@ def suggested_layout(source: DataSource, first: Sequence[tuple[int, Row]]) -> tu
     Raises:
         DataError: if two published layouts fit, or the rows hold no comparisons.
     """
-    known, hint, _ = _recognized(source, first) if source.layout.is_open else (None, None, [])
+    known = _recognized(source, first)[0] if source.layout.is_open else None
     with suppress(DataError):  # also where text must be parsed, which the hint says
-        form = known or SourceFormat.of(source, first)
+        form = known if isinstance(known, SourceFormat) else SourceFormat.of(source, first)
         read = form.source.layout
         layout = read if read.name else replace(read, format=form.form.name)
         with_options = "without an option" if source.layout.is_open else "by these options"
         return layout.to_dict(), f"{source.path} is read {with_options}, as {layout.shown}, which is:"
     rows = [source.layout.ours(row) for _, row in first]
-    found = hint or suggestion(rows, source.layout)
+    found = known if isinstance(known, Suggestion) else suggestion(rows, source.layout)
     told = {name: value for name in ("columns", "parse", "winner") if (value := getattr(found, name))}
     if not told:
         raise DataError(f"{source.path}: {found.text}")

@@ -303,8 +303,8 @@ def _csv(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[int
             raise DataError(f"{path}, line {number}: {told}") from error
 
 
-_READERS: dict[str, _Reader] = {".parquet": _parquet, ".jsonl": _json_lines, ".json": _json, ".csv": _csv}
-_READERS |= {".ndjson": _json_lines, ".tsv": _csv}
+_READERS: dict[str, _Reader] = {".parquet": _parquet, **dict.fromkeys((".jsonl", ".ndjson"), _json_lines)}
+_READERS |= {".json": _json, **dict.fromkeys((".csv", ".tsv"), _csv)}
 _GZIPPED = (".jsonl.gz", ".json.gz", ".csv.gz")
 _REMEDIES = dict.fromkeys((".pkl", ".pickle", ".arrow", ".feather"), "write it with to_parquet")
 _REMEDIES |= dict.fromkeys((".bz2", ".xz", ".zip"), "unpack it") | {".xlsx": "save it as CSV"}
