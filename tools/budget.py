@@ -15,9 +15,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9281,
-    "serving": 4541,
+    "serving": 4544,
     "landscape": 3901,
-    "training": 3081,
+    "training": 3080,
     "rl_coupling": 2515,
     "reporting": 2680,
     "interfaces": 2428,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6077,
     "import lines inside functions": 382,
-    "lines of code": 38062,
+    "lines of code": 38064,
     "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -165,8 +165,7 @@ def count_run(config: TrainConfig, model: BradleyTerryRM, batches: PreferenceDat
         batches: pairs of the run; of streamed ones the first are counted.
     """
     steps = batches.num_steps
-    with FAKE:
-        optimizer = build_optimizer(model, config.optimizer, head_names=model.head_parameter_names(), num_steps=steps)
+    optimizer = build_optimizer(model, config.optimizer, head_names=model.head_parameter_names(), num_steps=steps)
     state = 0
     for row in describe_groups(optimizer):
         entry = OPTIMIZERS[row.algorithm if row.algorithm in OPTIMIZERS else config.optimizer.name]

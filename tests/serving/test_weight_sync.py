@@ -83,6 +83,18 @@ def test_every_mode_reaches_every_family(family, tmp_path):
                 assert served_difference(server, trained, version) <= PARITY
 
 
+def test_a_server_in_float32_takes_weights_that_were_trained_in_bfloat16(tmp_path):
+    exported("llama", tmp_path / "base")
+    half = moved(BradleyTerryRM.from_pretrained(tmp_path / "base", dtype="bfloat16"), 1, head_only=False)
+    engine = lambda: InProcessEngine(options_of(tmp_path / "base", tmp_path / "tokenizer"))  # noqa: E731
+    with engine_running(engine) as server, RewardClient(server.url) as server.client:
+        with create_rm_publisher(server.url, mode="full") as publisher:
+            publisher.publish(half, "half")
+        half.save_pretrained(tmp_path / "half")
+        exact = BradleyTerryRM.from_pretrained(tmp_path / "half")
+        assert served_difference(server, exact, "half") <= PARITY
+
+
 def test_an_adapter_is_merged_for_a_server_of_the_whole_model(plain):
     model = BradleyTerryRM.from_pretrained(plain.checkpoint)
     add_adapter(model.model, LORA, seed=0)

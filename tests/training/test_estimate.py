@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.run_folder import RunFolder
@@ -52,6 +53,17 @@ def test_the_estimate_is_the_run(small_config, tmp_path, caplog, options):
     assert told.splitlines() == list(found.sentences()[:2])
     last = max(RunFolder(tmp_path / "run").checkpoints.items())[1]
     assert last.stat().st_size == pytest.approx(found.checkpoint, rel=0.02, abs=2e5)
+
+
+def test_a_run_with_moments_in_eight_bits_is_counted_and_trains(small_config, tmp_path):
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    options = (*LARGER, "optimizer=adamw_8bit", "training.max_steps=2")
+    whole = estimate_run(small_config(tmp_path / "run", *LARGER, "training.max_steps=2")).optimizer
+    assert estimate_run(small_config(tmp_path / "run", *options)).optimizer < whole
+    run_training(small_config(tmp_path / "run", *options))
+    last = torch.load(max(RunFolder(tmp_path / "run").checkpoints.items())[1], weights_only=True)
+    tensors = filter(torch.is_tensor, tree_leaves(last["optimizer_states"][0]["state"]))
+    assert torch.uint8 in {each.dtype for each in tensors}
 
 
 def test_an_encoder_is_estimated_from_its_configuration_alone(small_overrides, tmp_path):

@@ -13,7 +13,7 @@ from torch import Tensor
 from rm_optimizer.core.classifier.adapters import has_adapter
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import merged_state
-from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
+from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, LOADED_HALF_TOLERANCE, LOADED_TOLERANCE
 from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
 from rm_optimizer.serving.update_protocol import TensorSpec, WeightProbe, WeightStatus
@@ -60,7 +60,10 @@ def weight_probe(model: BradleyTerryRM) -> WeightProbe:
     return WeightProbe(
         input_ids=[list(encoding.ids) for encoding in model.renderer.encode_batch(prompts, responses)],
         rewards=model.score(prompts, responses).tolist(),
-        tolerance=PROBE_TOLERANCE.get(model.device.type, OTHER_TOLERANCE),
+        tolerance=max(
+            PROBE_TOLERANCE.get(model.device.type, OTHER_TOLERANCE),
+            LOADED_TOLERANCE.get(dtype_name(model.model.dtype), LOADED_HALF_TOLERANCE),
+        ),
     )
 
 
