@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9281,
+    "core": 9283,
     "serving": 4544,
     "landscape": 3901,
     "training": 3080,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6077,
     "import lines inside functions": 382,
-    "lines of code": 38064,
+    "lines of code": 38066,
     "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -43,7 +43,7 @@ from rm_optimizer.schema.registry import Registry
 _CONTENT = {
     *READ_COLUMNS, *CONTEXT_COLUMNS, *UNREAD_COLUMNS, "question", "instruction", "query", "conversation",
     "conversations", "trajectory", "accepted", "preferred", "dispreferred", "messages", "persona", "passage", "problem",
-} - {"score"}  # fmt: skip
+}  # fmt: skip
 """Names of columns that a layout must read or ignore, unless their texts also stand in what it reads."""
 _CANDIDATES = frozenset({"chosen", "rejected", "response_a", "response_b", "responses"})
 _ACCOUNTS = ("has", "lacks", "optional", "ignore", "range")
@@ -240,10 +240,12 @@ class Layout:
             if is_undecided(name, value):
                 raise ValueError(f"{name} is {value}, which layout {self.name} does not read")
         content = [name for name in unread if name.rpartition(".")[2] in _CONTENT]
+        content = [name for name in content if name != "score" or "response" in row]
         known = {folded(text) for each in names for text in texts_in(row.get(each))} if content else set()
         for name in content:
             if not known.issuperset(map(folded, texts_in(unread[name]))):
-                told = f"leave it out with {Spelling.current().columns({name: None})}"
+                without = f"leave it out with {Spelling.current().columns({name: None})}"
+                told = "rename or remove it" if name in self.columns else without
                 raise ValueError(f"{name} is not read by layout {self.name} and would be lost; {told}")
         return row
 

@@ -443,13 +443,16 @@ def test_a_mapping_of_the_user_wins():
         [TWO], layout="stack-exchange-paired", columns={"chosen": "response_k", "rejected": "response_j"}
     )
     assert pair.chosen == bad(0)
-    with pytest.raises(DataError, match="prompt is not read by layout stack-exchange-paired and would be lost"):
+    with pytest.raises(DataError, match="prompt is not read by layout stack-exchange-paired and would be lost; rename"):
         PreferenceDataset([row], layout="stack-exchange-paired")
 
 
 def test_a_score_beside_the_sides_of_a_layout_is_metadata():
     rows = [{"question": q(i), "chosen": good(i), "rejected": bad(i), "score": [None, 2.5][i]} for i in range(2)]
     assert [pair.metadata.get("score") for pair in PreferenceDataset(rows)] == [None, 2.5]
+    single = [{"prompt": q(0), "completion": text, "label": text == "a", "score": 1.5} for text in "ab"]
+    with pytest.raises(DataError, match="score is not read by layout trl-unpaired"):
+        PreferenceDataset(single)
 
 
 def test_columns_that_are_left_out_do_not_hide_a_layout():
