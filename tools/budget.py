@@ -21,7 +21,7 @@ ROOMS: Mapping[str, int] = {
     "rl_coupling": 2515,
     "reporting": 2680,
     "interfaces": 2428,
-    "experiments": 1679,
+    "experiments": 1684,
     "data_efficiency": 1643,
     "schema": 1147,
     "doctor": 920,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6077,
     "import lines inside functions": 382,
-    "lines of code": 38066,
+    "lines of code": 38071,
     "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -266,13 +266,19 @@ class RayExecutor:
 
     Raises:
         MissingExtra: if Ray is not installed.
+        ConfigError: if no machine of the cluster has so many CPUs and GPUs.
     """
 
     def __init__(self, threads: int, gpus: float = 0.0, address: str | None = None) -> None:
         self._ray = connected_ray(address)
-        resources = self._ray.cluster_resources()
-        most = resources.get("CPU", 1) // threads
-        self.slots = max(1, int(min(most, resources.get("GPU", 0) // gpus) if gpus else most))
+        need = {"CPU": threads, **({"GPU": gpus} if gpus else {})}
+        nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
+        self.slots = sum(int(min(node.get(kind, 0) // number for kind, number in need.items())) for node in nodes)
+        if not self.slots:
+            raise ConfigError(
+                f"--executor ray needs a machine with {threads} cores and {gpus:g} GPUs for a trial, and finds "
+                "none; a higher --workers gives each trial fewer cores"
+            )
         remote = self._ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=0)
         self._measure = remote(lambda folder: _started(folder, threads).wait())
 

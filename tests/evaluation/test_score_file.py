@@ -354,22 +354,33 @@ def test_only_jsonl_may_be_zipped():
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # options that Ray Data itself sets
-def test_any_number_of_workers_on_ray_writes_the_same_bytes_and_continues_a_stopped_call(tmp_path):
+def test_any_number_of_workers_on_two_ray_nodes_writes_the_same_bytes_and_continues_a_stopped_call(
+    tmp_path, monkeypatch
+):
     import ray
+    from ray.cluster_utils import Cluster
 
-    source, outputs = write(tmp_path / "in.parquet", ROWS), []
+    write(tmp_path / "in.parquet", ROWS)
+    write(tmp_path / "bad.jsonl", [*ROWS[:5], {"prompt": "nan", "response": "x"}])
+    outputs = []
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     try:
+        cluster.add_node(num_cpus=1)
+        monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+        monkeypatch.chdir(tmp_path)  # the nodes are in another folder
         for workers in (None, 1, 2):
-            target = tmp_path / f"out-{workers}.parquet"
+            target = Path(f"out-{workers}.parquet")
             with pytest.raises(RuntimeError, match="killed"):
-                score_file(LengthScorer(4), source, target, scorer_name="length", chunk_rows=2)
-            score_file(LengthScorer(), source, target, scorer_name="length", chunk_rows=2, num_workers=workers)
+                score_file(LengthScorer(4), "in.parquet", target, scorer_name="length", chunk_rows=2)
+            score_file(LengthScorer(), "in.parquet", target, scorer_name="length", chunk_rows=2, num_workers=workers)
             outputs.append(target.read_bytes())
-        bad = write(tmp_path / "bad.jsonl", [*ROWS[:5], {"prompt": "nan", "response": "x"}])
         with pytest.raises(CheckpointError, match=r"bad.jsonl, line 6"):
-            score_file(NanScorer(), bad, tmp_path / "bad-out.jsonl", scorer_name="nan", chunk_rows=2, num_workers=2)
+            score_file(NanScorer(), "bad.jsonl", "bad-out.jsonl", scorer_name="nan", chunk_rows=2, num_workers=2)
+        with pytest.raises(ConfigError, match="must be at most 2, the cores that Ray has, got 3"):
+            score_file(LengthScorer(), "in.parquet", "out.parquet", scorer_name="length", num_workers=3)
     finally:
         ray.shutdown()
+        cluster.shutdown()
     assert outputs[0] == outputs[1] == outputs[2]
 
 

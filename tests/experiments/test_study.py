@@ -155,6 +155,8 @@ def test_two_ray_nodes_share_a_study_and_give_the_results_of_this_process(tmp_pa
         cluster.add_node(num_cpus=1)
         executor = RayExecutor(threads=1, address=cluster.address)
         assert executor.slots == 2
+        with pytest.raises(ConfigError, match="needs a machine with 2 cores and 0 GPUs for a trial"):
+            RayExecutor(threads=2, address=cluster.address)
         assert shared.run(executor).is_done
     finally:
         ray.shutdown()

@@ -174,7 +174,7 @@ class TokenizerPool:
         except self._ray.exceptions.GetTimeoutError as error:
             self.close()
             raise DataStalled(
-                f"Ray's workers did not start within {_START_SECONDS} s; lower data.num_workers, or free memory"
+                f"Ray's workers did not start in {_START_SECONDS} s; lower data.num_workers, or free cores and memory"
             ) from error
 
     def ask(self, blocks: Sequence[Block]) -> list[Any]:
