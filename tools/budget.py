@@ -23,7 +23,7 @@ ROOMS: Mapping[str, int] = {
     "interfaces": 2428,
     "experiments": 1684,
     "data_efficiency": 1643,
-    "schema": 1147,
+    "schema": 1144,
     "doctor": 920,
     "explanation": 932,
     "records": 836,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6077,
     "import lines inside functions": 382,
-    "lines of code": 38071,
+    "lines of code": 38068,
     "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

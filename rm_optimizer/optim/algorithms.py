@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import BFloat16, Float32
+from jaxtyping import Float
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -207,7 +207,7 @@ class ScheduleFreeAdamW(Optimizer):
         z.sub_(d, alpha=lr)
 
 
-def round_at_random(values: Float32[Tensor, ...]) -> BFloat16[Tensor, ...]:
+def round_at_random(values: Float[Tensor, "*sizes"]) -> Float[Tensor, "*sizes"]:
     """Float32 numbers as one of their two neighbors in bfloat16, at random, so that their mean is the number.
 
     The upper neighbor's probability is the distance from the lower one in units of their difference (stochastic

@@ -174,9 +174,8 @@ HINTS: dict[TrainingSetup, str] = {
     "decay": "add schedule=constant",
     "bfloat16": "use model.dtype=float32 hardware.precision=bf16-mixed",
 }
-
-
 HALF_WEIGHTS: tuple[TrainingSetup, str] = ("bfloat16", "model.dtype=bfloat16")
+"""Setup in which weights of bfloat16 train, each stepped by itself, and the option that chooses it."""
 
 
 def check_compatible(

@@ -379,11 +379,8 @@ class TrainConfig(Options):
             need = "be stop with model.router_aux_loss_coef (it balances each pass, so halves change the gradient)"
             require(not halves, "hardware.on_out_of_memory", need, "halve")
         if MISSING not in (self.adapter, self.model, self.hardware) and self.model.dtype == WeightType.bfloat16:
-            packed, need = (
-                self.adapter.kind == AdapterKind.qlora,
-                "be float32 with adapter=qlora, which packs the weights",
-            )
-            require(not packed, "model.dtype", need, self.model.dtype)
+            is_packed = self.adapter.kind == AdapterKind.qlora
+            require(not is_packed, "model.dtype", "be float32 with adapter=qlora", self.model.dtype)
             alone = self.hardware.devices * self.hardware.num_nodes == 1 and self.hardware.strategy == "auto"
             need = "be float32 with several devices, whose gradients in bfloat16 would be summed, unless adapter=lora"
             require(alone or not self.trains_half_weights, "model.dtype", need, self.model.dtype)
