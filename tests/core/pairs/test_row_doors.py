@@ -158,6 +158,25 @@ def test_lists_of_responses_as_text_are_parsed_when_asked(tmp_path):
 
 
 @pytest.mark.parametrize("write", [json.dumps, str])
+def test_text_on_both_sides_and_text_that_a_published_layout_would_parse_are_refused_by_their_columns(tmp_path, write):
+    turns = [conversation(i, f"a{i}") for i in range(4)]
+    mixed = [
+        {"prompt": turn[:1], "chosen": turn[1:], "rejected": write([turn[1] | {"content": "b"}])} for turn in turns
+    ]
+    lists = [{"prompt": f"Q{i}?", "chosen": write([f"a{i}", f"c{i}"]), "rejected": write([f"b{i}"])} for i in range(4)]
+    sides = {side: f"\n\nHuman: Hi\n\nAssistant: {side}" for side in ("chosen", "rejected")}
+    named = [{"conversations": write([{"role": "user", "content": "Hi"}]), **sides} for _ in turns]
+    for rows, told, parse, num in (
+        (mixed, "the text in rejected spells", ["rejected"], 4),
+        (lists, "the text in chosen, rejected spells", ["chosen", "rejected"], 8),
+        (named, "layout llama-factory-sharegpt: the text in conversations spells", ["conversations"], 4),
+    ):
+        with pytest.raises(DataError, match=f"{told} .*{re.escape(str(parse))}"):
+            loaded(tmp_path, rows)
+        assert len(loaded(tmp_path, rows, layout={"parse": parse})) == num
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
 def test_a_path_parses_the_text_that_it_leads_into_and_no_other(tmp_path, write):
     rows = [{"meta": {"body": write({"q": f"[{i}]"})}, "chosen": "[1, 2]", "rejected": "b"} for i in range(4)]
     (pair, *_) = loaded(tmp_path, rows, columns={"prompt": "meta.body.q"}).pairs
