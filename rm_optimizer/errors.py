@@ -67,7 +67,10 @@ class MissingExtra(RMOptimizerError):
     """An optional dependency is not installed; the text contains the pip command that installs it."""
 
     def __init__(self, package: str, extra: str) -> None:
-        super().__init__(f"{package} is not installed; pip install 'rm-optimizer[{extra}]'")
+        super().__init__(package, extra)  # what a process that receives the error builds it from
+
+    def __str__(self) -> str:
+        return "{} is not installed; pip install 'rm-optimizer[{}]'".format(*self.args)
 
 
 class DiskError(RMOptimizerError):

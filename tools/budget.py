@@ -29,7 +29,7 @@ ROOMS: Mapping[str, int] = {
     "records": 836,
     "optim": 811,
     "evaluation": 1183,
-    "modules at the top": 484,
+    "modules at the top": 486,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6077,
     "import lines inside functions": 382,
-    "lines of code": 38068,
+    "lines of code": 38070,
     "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

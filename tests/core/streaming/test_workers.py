@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -99,5 +100,6 @@ def test_more_workers_than_cores_or_gpus_are_refused_by_the_option(monkeypatch):
 def test_the_pandas_of_ray_data_is_named_with_its_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "ray.data", raising=False)
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingExtra, match=r"pandas is not installed; pip install 'rm-optimizer\[ray\]'"):
+    with pytest.raises(MissingExtra, match=r"pandas is not installed; pip install 'rm-optimizer\[ray\]'") as missing:
         load_ray("ray.data")
+    assert str(pickle.loads(pickle.dumps(missing.value))) == str(missing.value), "it may come from a worker"
