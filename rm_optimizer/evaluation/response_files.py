@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -24,6 +25,8 @@ from rm_optimizer.core.rows.messages import (
 from rm_optimizer.core.rows.prompts import read_prompt
 from rm_optimizer.core.rows.readers import Row, each, read_rows, refusing
 from rm_optimizer.errors import ConfigError, DataError
+
+log = logging.getLogger("rm_optimizer")
 
 REWARD = "reward"
 _READ = ("prompt", "response", "responses")
@@ -75,14 +78,15 @@ def read_responses(path: Path, layout: Layout | None = None) -> Iterator[Respons
 
     Args:
         path: the file.
-        layout: columns, parsed columns and encoding of the file; None reads all text as text.
+        layout: columns, parsed columns and encoding of the file; None reads all text as text, with a warning if it
+            spells messages.
 
     Raises:
         DataError: naming file and row, if the file or a row cannot be read or is no prompt with responses, or if
             nothing tells how text is read that spells messages or lists.
         ConfigError: if the layout has other keys.
     """
-    rows, columns = (stored_rows(path), None) if layout is None else (_ours(path, layout), layout.columns)
+    rows, columns = (plain_rows(path), None) if layout is None else (_ours(path, layout), layout.columns)
     found = each(rows, lambda row: _responses(row, columns), refusing(path))
     return (replace(row, number=number) for number, row in found)
 
@@ -109,7 +113,18 @@ def read_prompts(path: Path) -> Iterator[Prompt]:
     Raises:
         DataError: naming file and row, if the file or a row cannot be read or has no prompt.
     """
-    return (prompt for _, prompt in each(stored_rows(path), lambda row: _prompt(row, {}), refusing(path)))
+    return (prompt for _, prompt in each(plain_rows(path), lambda row: _prompt(row, {}), refusing(path)))
+
+
+def plain_rows(path: Path) -> Iterator[tuple[int, Row]]:
+    """Rows of a file without a layout, with a warning if most first texts spell messages or lists."""
+    rows = stored_rows(path)
+    first = [*islice(rows, FIRST_ROWS)]
+    hint = text_hint([{name: row[name] for name in _READ if name in row} for _, row in first], Layout())
+    if hint and hint.parse:
+        told = "spells lists or messages and is read as text; write lists as such, in JSON Lines or Parquet"
+        log.warning("%s: the text in %s %s", path, ", ".join(hint.parse), told)
+    yield from chain(first, rows)
 
 
 def stored_rows(path: Path, encoding: str | None = None) -> Iterator[tuple[int, Row]]:

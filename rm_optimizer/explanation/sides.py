@@ -26,7 +26,7 @@ from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.tokenizer import added_tokens
 from rm_optimizer.errors import ConfigError, DataError, NeedsImport
-from rm_optimizer.evaluation.response_files import REWARD, FileKind, stored_rows
+from rm_optimizer.evaluation.response_files import REWARD, FileKind, plain_rows
 from rm_optimizer.explanation.probes import Conversation, conversation
 from rm_optimizer.records.accelerator import fastest_device
 
@@ -156,7 +156,7 @@ def read_conversations(path: Path) -> Iterator[tuple[Conversation, float | None]
     Raises:
         DataError: naming the row, if it has no prompt with a response, or not as many rewards as responses.
     """
-    for number, row in stored_rows(path):
+    for number, row in plain_rows(path):
         listed = row.get("responses", [row.get("response")])
         rewards = row.get(REWARD, [None] * len(listed))
         rewards = rewards if isinstance(rewards, list) else [rewards]

@@ -18,7 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 from rm_optimizer.errors import CheckpointError, ConfigError, DataError
-from rm_optimizer.evaluation.response_files import file_kind, read_responses
+from rm_optimizer.evaluation.response_files import file_kind, read_prompts, read_responses
 from rm_optimizer.evaluation.score_file import score_file
 from rm_optimizer.interfaces.cli import app
 from tests.builders import decoder_tokenizer, tiny_model
@@ -389,3 +389,12 @@ class NanScorer(LengthScorer):
 
     def score(self, prompts, responses):
         return torch.where(torch.tensor([prompt == "nan" for prompt in prompts]), torch.nan, 1.0)
+
+
+def test_text_that_spells_messages_is_told_where_no_layout_can_be_given(tmp_path: Path, caplog):
+    for name, prompts, told in (("spelled", '[{"role": "user", "content": "Hi"}]', True), ("plain", "[1, 2]", False)):
+        path = tmp_path / f"{name}.jsonl"
+        path.write_text(json.dumps({"prompt": prompts, "response": "Hello."}) + "\n")
+        caplog.clear()
+        assert list(read_prompts(path)) == [row.prompt for row in read_responses(path)] == [prompts]
+        assert caplog.text.count("the text in prompt spells lists or messages and is read as text") == 2 * told
