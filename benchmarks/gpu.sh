@@ -46,7 +46,7 @@ parts=benchmarks/gpu_parts.py
 beside_vllm=(${VLLM_PYTHON:+--vllm-python "$VLLM_PYTHON"})
 if [[ $on_gpu ]]; then
   from=(${pairs:+--pairs "$pairs"})
-  part tests 600 "$python" -m pytest -m gpu -q
+  part tests 900 "$python" -m pytest -m gpu -q
   part parity 600 "$python" benchmarks/gpu.py "$out/parity"
   for name in adapter full compile attention transfer; do part "$name" 500 "$python" $parts "$name" "${from[@]}"; done
   if [[ $pairs ]]; then
