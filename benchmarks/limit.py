@@ -1,7 +1,7 @@
 """Share of this machine's limit that training and scoring of a model reach; `make bench` for the quick start's model.
 
-The limit is the rate of the matrix products of the model's own linear layers (output, gradient of the input, gradient
-of the weight), measured alone in the same process, for as many rows as the largest pass has tokens. The work is what
+The limit is the rate of the products with the model's own matrices (the output; in training also the gradients of
+input and weight), measured alone in the same process, for as many rows as the largest pass has tokens. The work is what
 the unique tokens of a decoder, or the real ones of an encoder, need: no padding, no second pass over a shared prompt,
 attention by the keys that a query attends to (`ModelFlops`). `share_of_limit` is work over rate over the median
 seconds of a step; the rest is attention's own kernels, norms, the optimizer, the loader and dispatch.
@@ -45,24 +45,28 @@ REPEATS = 5
 """Timings of each product, of which the fastest counts."""
 
 
-def product_rate(model: torch.nn.Module, rows: int, dtype: torch.dtype, device: torch.device) -> float:
-    """Operations a second of the three products of all linear layers, at this number of rows."""
-    shapes = Counter((each.out_features, each.in_features) for each in model.modules() if type(each) is torch.nn.Linear)
-    work = seconds = 0.0
+def product_rate(model: torch.nn.Module, rows: int, dtype: torch.dtype, *, backward: bool) -> float:
+    """Operations a second of the products with all matrices, embeddings left out, at this number of rows."""
+    layers = [each for each in model.modules() if not isinstance(each, torch.nn.Embedding)]
+    weights = [each.weight for each in layers if isinstance(getattr(each, "weight", None), torch.Tensor)]
+    shapes = Counter(tuple(each.shape) for each in weights if each.ndim == 2 and min(each.shape) > 1)
+    device, work, seconds = weights[0].device, 0.0, 0.0
     for (outputs, inputs), count in shapes.items():
         weight, value = (torch.randn(n, inputs, dtype=dtype, device=device) for n in (outputs, rows))
         slope, fastest = torch.randn(rows, outputs, dtype=dtype, device=device), float("inf")
         for _ in range(REPEATS):
             started = time.perf_counter()
-            value @ weight.T, slope @ weight, slope.T @ value
+            value @ weight.T
+            if backward:
+                slope @ weight, slope.T @ value
             synchronize(device)
             fastest = min(fastest, time.perf_counter() - started)
-        work, seconds = work + count * 6 * rows * inputs * outputs, seconds + count * fastest
+        work, seconds = work + count * (6 if backward else 2) * rows * inputs * outputs, seconds + count * fastest
     return work / seconds
 
 
-def scoring(model: BradleyTerryRM, pairs: PreferenceDataset, budget: int) -> tuple[float, float]:
-    """Operations of the rewards of pairs, and the median seconds that they take."""
+def scoring(model: BradleyTerryRM, pairs: PreferenceDataset, budget: int) -> tuple[float, float, int]:
+    """Operations of the rewards of pairs, the median seconds that they take, and the tokens of the largest pass."""
     flops = ModelFlops.of_model(model)
     assert flops is not None, "training has counted this model"
     pad, shares = model.pad_choice.token_id, model.supports_prefix_sharing() is None
@@ -76,7 +80,8 @@ def scoring(model: BradleyTerryRM, pairs: PreferenceDataset, budget: int) -> tup
                 model.rewards_of(batch)
         synchronize(model.device)
         times.append(time.perf_counter() - started)
-    return sum(map(replace(flops, backward=0, trained=0).of_batch, batches)), median(times)
+    work = sum(map(replace(flops, backward=0, trained=0).of_batch, batches))
+    return work, median(times), max(batch.num_padded_tokens for batch in batches)
 
 
 def measure(options: Sequence[str], precision: str, folder: Path) -> dict[str, float]:
@@ -103,10 +108,11 @@ def measure(options: Sequence[str], precision: str, folder: Path) -> dict[str, f
     passes = [[flops.of_batch(each) for each in steps[step].micro] for step in range(1, STEPS)]
     rows = max(each.num_padded_tokens for each in steps[1].micro)
     dtype = torch.bfloat16 if "bf16" in precision else torch.float32
-    rate = product_rate(model.model, rows, dtype, model.device)
+    rate = product_rate(model.model, rows, dtype, backward=True)
     found = {"product_gflops": rate / 1e9, "train_share_of_limit": median(map(sum, passes)) / rate / seconds}
     with torch.autocast(model.device.type, dtype, enabled=dtype == torch.bfloat16):
-        operations, seconds = scoring(model, data.val, config.batching.eval_token_budget)
+        operations, seconds, rows = scoring(model, data.val, config.batching.eval_token_budget)
+    rate = product_rate(model.model, rows, dtype, backward=False)
     return found | {"score_share_of_limit": operations / rate / seconds}
 
 

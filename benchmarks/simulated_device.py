@@ -39,6 +39,8 @@ def measure() -> None:
     """Print each path, then the figures, one a line."""
     import torch
 
+    if torch.cuda.is_available():
+        sys.exit("error: the simulated device would take the place of this machine's GPU; set CUDA_VISIBLE_DEVICES=")
     from tests import simulated_paths as paths
     from tests.simulated_device import plugged
 

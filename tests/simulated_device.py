@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 
 if torch.cuda.is_available():  # whose place this device would take in the whole process
-    pytest.skip("a real device is there, see tests/test_real_device.py", allow_module_level=True)
+    pytest.skip("a real device is there; tests/test_real_device.py computes on it", allow_module_level=True)
 
 aten = torch.ops.aten
 KEY = "PrivateUse1"

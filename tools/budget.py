@@ -27,17 +27,17 @@ ROOMS: Mapping[str, int] = {
     "doctor": 920,
     "explanation": 932,
     "records": 836,
-    "optim": 811,
-    "evaluation": 1192,
+    "optim": 820,
+    "evaluation": 1193,
     "modules at the top": 486,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6078,
+    "import lines": 6079,
     "import lines inside functions": 382,
-    "lines of code": 38079,
+    "lines of code": 38089,
     "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

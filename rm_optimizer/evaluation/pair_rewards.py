@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -167,7 +168,8 @@ def _cover(
     """
     numbers: dict[bytes, int] = {}
     sides = (tokenized.chosen, tokenized.rejected)
-    found = [[numbers.setdefault(side(i).tobytes(), len(numbers)) for side in sides] for i in positions.tolist()]
+    ids = ((sha256(side(i).tobytes()).digest() for side in sides) for i in positions.tolist())
+    found = [[numbers.setdefault(each, len(numbers)) for each in pair] for pair in ids]
     sequences = np.array(found, dtype=np.int64).reshape(-1, 2)
     places, seen = list[int](), set[int]()
     for most_seen in (0, 1):  # pairs of two new sequences first

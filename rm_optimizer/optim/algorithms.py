@@ -215,7 +215,7 @@ def round_at_random(values: Float[Tensor, "*sizes"]) -> Float[Tensor, "*sizes"]:
     """
     noise = torch.randint(1 << 16, values.shape, dtype=torch.int32, device=values.device)
     kept = (values.view(torch.int32) + noise) & -(1 << 16)  # a carry out of the lost bits is the upper neighbor
-    return kept.view(torch.float32).bfloat16()
+    return torch.where(values.isnan(), values, kept.view(torch.float32)).bfloat16()  # a carry may end a NaN
 
 
 class StochasticRounding(Optimizer):
@@ -224,7 +224,7 @@ class StochasticRounding(Optimizer):
     Gradients and state are float32, and a step drops the gradients. An update below the resolution of a weight moves it
     in a share of the steps, so that the mean movement is right. Rounding to the nearest number would lose it. Weights
     are stepped one at a time, so that a single one is held in float32. The base's step of a weight must not depend on
-    the others.
+    the others. The weights' `grad_dtype` stays float32.
 
     Args:
         base: the optimizer that takes the steps.

@@ -1,13 +1,16 @@
-"""Builders of the optimizers of torch, of this package and of pytorch_optimizer."""
+"""Builders of the optimizers of torch, of this package, of pytorch_optimizer and of users."""
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Collection
+from copy import deepcopy
 from importlib import import_module
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
+from omegaconf import MISSING
 from torch import nn
 from torch.optim import Optimizer
 
@@ -25,6 +28,8 @@ from rm_optimizer.optim.registry import (
     POPT,
     TOGETHER,
     WHOLE,
+    Builder,
+    OptimizerInfo,
     built_in,
     require_setups,
 )
@@ -45,6 +50,9 @@ from rm_optimizer.schema.optimizers import (
     ShampooConfig,
     SOAPConfig,
 )
+from rm_optimizer.schema.store import store_optimizer
+
+BuilderT = TypeVar("BuilderT", bound=Builder)
 
 
 @built_in(AdamConfig, "elementwise", 8, refuses=CLIPPED)
@@ -255,3 +263,94 @@ def build_optimizer(
         return optimizer
     require_setups(config, [HALF_WEIGHTS])
     return StochasticRounding(optimizer)
+
+
+def register_optimizer(name: str, options: type[OptimizerConfig], **facts: Any) -> Callable[[BuilderT], BuilderT]:
+    """Decorator that makes a function an optimizer of runs: `optimizer=NAME`.
+
+    The function is called with the model's parameters, whose `groups(config)` the optimizer takes, the options, and the
+    run's number of steps or None.
+
+    Args:
+        name: name of the optimizer, as the user types it.
+        options: dataclass that extends `OptimizerConfig`, with a default for each further field. Without defaults
+            of `lr` and `weight_decay`, AdamW's for the model are taken.
+        facts: further fields of `OptimizerInfo`. If a step of a weight depends on the others or needs the closure,
+            `bfloat16` is added to `refuses`.
+
+    Raises:
+        ConfigError: if the name is taken, an option has no default, or the optimizer leaves a parameter out, does not
+            descend, or does not continue from its saved state.
+
+    Example:
+        >>> from dataclasses import dataclass
+        >>> @dataclass(kw_only=True)
+        ... class PlainOptions(OptimizerConfig):
+        ...     dampening: float = 0.0
+        >>> @register_optimizer("plain", PlainOptions)
+        ... def build_plain(params, config, num_steps):
+        ...     return torch.optim.SGD(params.groups(config), lr=config.lr, dampening=config.dampening)
+    """
+
+    def register(build: BuilderT) -> BuilderT:
+        if not _require_optimizer(name, options, build):
+            reason = "its steps of one weight alone and without a closure are other steps"
+            facts["refuses"] = {"bfloat16": reason, **facts.get("refuses", {})}
+        OPTIMIZERS.add(name, OptimizerInfo(name, options, build, **facts), build)
+        store_optimizer(name, options)
+        return build
+
+    return register
+
+
+def _require_optimizer(name: str, options: type[OptimizerConfig], build: Builder) -> bool:
+    """Refuse an optimizer that leaves a parameter out, does not descend, or does not continue from its saved state.
+
+    Returns True if it steps each weight by itself, without a closure.
+    """
+    if not (isinstance(options, type) and issubclass(options, OptimizerConfig)):
+        raise ConfigError(f"the options of optimizer '{name}' must be a dataclass that extends OptimizerConfig")
+    config = options(name=name)
+    config.lr, config.weight_decay = 1e-3, 0.0
+    if missing := [option for option, value in vars(config).items() if value == MISSING]:
+        raise ConfigError(f"the options of optimizer '{name}' need a default for {', '.join(missing)}")
+
+    def started() -> tuple[nn.Module, Optimizer]:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = nn.ModuleDict({"hidden": nn.Linear(6, 6), "head": nn.Linear(6, 1, bias=False)})
+        return model, build(partition(model, head_names=["head.weight"]), config, 40)
+
+    def losses(model: nn.Module, optimizer: Optimizer) -> list[float]:
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = torch.stack([(p - 1).square().sum() for p in model.parameters()]).sum()
+            loss.backward()  # type: ignore[no-untyped-call]
+            return float(loss.detach())
+
+        return [float(optimizer.step(closure) or math.nan) for _ in range(20)]
+
+    model, optimizer = started()
+    grouped = sorted(id(p) for group in optimizer.param_groups for p in group["params"] if "role" in group)
+    if grouped != sorted(map(id, model.parameters())):
+        raise ConfigError(f"optimizer '{name}' must step every parameter once; give it params.groups(config)")
+    found = losses(model, optimizer)
+    if not found[-1] < found[0]:
+        raise ConfigError(
+            f"optimizer '{name}' must descend, but 20 steps on a quadratic took its loss from {found[0]:.4g} to "
+            f"{found[-1]:.4g}; step against the gradient, and return the closure's loss"
+        )
+    moved = [each.detach().clone() for each in model.parameters()]
+    again, reloaded = started()
+    again.load_state_dict(model.state_dict())
+    reloaded.load_state_dict(deepcopy(optimizer.state_dict()))
+    if losses(again, reloaded) != losses(model, optimizer):
+        raise ConfigError(
+            f"optimizer '{name}' must continue from its saved state; keep all that it remembers in self.state"
+        )
+    single, optimizer = started()
+    try:
+        losses(single, StochasticRounding(optimizer))
+    except TypeError:  # its step needs the closure
+        return False
+    return all(map(torch.allclose, single.parameters(), moved))

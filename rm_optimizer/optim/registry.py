@@ -4,27 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
-import torch
-from omegaconf import MISSING
-from torch import nn
 from torch.optim import Optimizer
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.optim.param_groups import partition
 from rm_optimizer.records.accelerator import accelerators
 from rm_optimizer.schema.config import HardwareConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig, ScheduleConfig, ScheduleName
 from rm_optimizer.schema.registry import Registry
-from rm_optimizer.schema.store import store_optimizer
 
 Family = Literal["elementwise", "factored", "matrix", "two_pass", "schedule_free", "lr_free"]
 TrainingSetup = Literal["fsdp1", "fsdp2", "deepspeed", "decay", "bfloat16"]
 Builder = Callable[..., Optimizer]
-BuilderT = TypeVar("BuilderT", bound=Builder)
 
 
 @dataclass(frozen=True)
@@ -84,83 +77,6 @@ def built_in(options: type[OptimizerConfig], family: Family, state_bytes: float,
         return build
 
     return register
-
-
-def register_optimizer(name: str, options: type[OptimizerConfig], **facts: Any) -> Callable[[BuilderT], BuilderT]:
-    """Decorator that makes a function an optimizer of runs: `optimizer=NAME`.
-
-    The function is called with the model's parameters, whose `groups(config)` the optimizer takes, the options, and the
-    run's number of steps or None.
-
-    Args:
-        name: name of the optimizer, as the user types it.
-        options: dataclass that extends `OptimizerConfig`, with a default for each further field. Without defaults
-            of `lr` and `weight_decay`, AdamW's for the model are taken.
-        facts: further fields of `OptimizerInfo`.
-
-    Raises:
-        ConfigError: if the name is taken, an option has no default, or the optimizer leaves a parameter out, does not
-            descend, or does not continue from its saved state.
-
-    Example:
-        >>> @dataclass(kw_only=True)
-        ... class PlainOptions(OptimizerConfig):
-        ...     dampening: float = 0.0
-        >>> @register_optimizer("plain", PlainOptions)
-        ... def build_plain(params, config, num_steps):
-        ...     return torch.optim.SGD(params.groups(config), lr=config.lr, dampening=config.dampening)
-    """
-
-    def register(build: BuilderT) -> BuilderT:
-        _require_optimizer(name, options, build)
-        OPTIMIZERS.add(name, OptimizerInfo(name, options, build, **facts), build)
-        store_optimizer(name, options)
-        return build
-
-    return register
-
-
-def _require_optimizer(name: str, options: type[OptimizerConfig], build: Builder) -> None:
-    """Refuse an optimizer that leaves a parameter out, does not descend, or does not continue from its saved state."""
-    if not (isinstance(options, type) and issubclass(options, OptimizerConfig)):
-        raise ConfigError(f"the options of optimizer '{name}' must be a dataclass that extends OptimizerConfig")
-    config = options(name=name)
-    config.lr, config.weight_decay = 1e-3, 0.0
-    if missing := [option for option, value in vars(config).items() if value == MISSING]:
-        raise ConfigError(f"the options of optimizer '{name}' need a default for {', '.join(missing)}")
-
-    def started() -> tuple[nn.Module, Optimizer]:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = nn.ModuleDict({"hidden": nn.Linear(6, 6), "head": nn.Linear(6, 1, bias=False)})
-        return model, build(partition(model, head_names=["head.weight"]), config, 40)
-
-    def losses(model: nn.Module, optimizer: Optimizer) -> list[float]:
-        def closure() -> float:
-            optimizer.zero_grad()
-            loss = torch.stack([(p - 1).square().sum() for p in model.parameters()]).sum()
-            loss.backward()  # type: ignore[no-untyped-call]
-            return float(loss.detach())
-
-        return [float(optimizer.step(closure) or math.nan) for _ in range(20)]
-
-    model, optimizer = started()
-    grouped = sorted(id(p) for group in optimizer.param_groups for p in group["params"] if "role" in group)
-    if grouped != sorted(map(id, model.parameters())):
-        raise ConfigError(f"optimizer '{name}' must step every parameter once; give it params.groups(config)")
-    found = losses(model, optimizer)
-    if not found[-1] < found[0]:
-        raise ConfigError(
-            f"optimizer '{name}' must descend, but 20 steps on a quadratic took its loss from {found[0]:.4g} to "
-            f"{found[-1]:.4g}; step against the gradient, and return the closure's loss"
-        )
-    again, reloaded = started()
-    again.load_state_dict(model.state_dict())
-    reloaded.load_state_dict(deepcopy(optimizer.state_dict()))
-    if losses(again, reloaded) != losses(model, optimizer):
-        raise ConfigError(
-            f"optimizer '{name}' must continue from its saved state; keep all that it remembers in self.state"
-        )
 
 
 SHARDED_STRATEGY = "fsdp2"

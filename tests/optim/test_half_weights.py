@@ -24,6 +24,11 @@ def test_a_number_is_rounded_to_a_neighbor_with_the_number_as_mean():
     assert (rounded[:, 4:] == values[4:]).all()  # numbers of bfloat16 stay
 
 
+def test_what_is_no_number_stays_none():
+    patterns = torch.tensor([0x7FFFFFFF, 0x7F800001, -1, 0x7FC00000], dtype=torch.int32)  # with a carry, 0 or infinite
+    assert round_at_random(patterns.view(torch.float32).expand(100, -1)).isnan().all()
+
+
 def test_updates_below_the_resolution_add_up():
     torch.manual_seed(0)
     weight = torch.nn.Parameter(torch.ones(20_000, dtype=torch.bfloat16))

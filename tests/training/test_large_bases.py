@@ -148,6 +148,7 @@ def causal_mask(trees: PackedTrees, window: int | None) -> torch.Tensor:
     return torch.ones(rows, 1, tokens, tokens, dtype=torch.bool).tril()
 
 
+@pytest.mark.slow
 def test_every_weight_in_bfloat16_trains_as_in_float32_and_continues_to_the_same_numbers(config, tmp_path):
     base, found = base_folder(tmp_path / "base"), {}
     for dtype in ("float32", "bfloat16"):

@@ -149,6 +149,30 @@ def test_what_breaks_the_contract_is_refused(name: str, options: Any, build: Any
     assert "odd" not in OPTIMIZERS
 
 
+def by_one_norm(params: Any, config: Any, num_steps: int | None) -> torch.optim.Optimizer:
+    class ByOneNorm(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            loss = None if closure is None else closure()
+            torch.nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1e-2)
+            super().step()
+            return loss
+
+    return ByOneNorm(params.groups(config), lr=config.lr)
+
+
+def by_itself(params: Any, config: Any, num_steps: int | None) -> torch.optim.Optimizer:
+    return torch.optim.Adam(params.groups(config), lr=config.lr)
+
+
+@pytest.mark.parametrize(("build", "refused"), [(by_one_norm, True), (by_itself, False)])
+def test_an_optimizer_that_steps_weights_together_refuses_weights_in_bfloat16(build: Any, refused: bool):
+    try:
+        register_optimizer("odd", OptimizerConfig)(build)
+        assert ("bfloat16" in OPTIMIZERS["odd"].refuses) == refused
+    finally:
+        OPTIMIZERS._entries.pop("odd", None)  # type: ignore[attr-defined]
+
+
 @pytest.mark.slow
 def test_a_comparison_is_typed_as_in_the_tutorial(tmp_path: Path):
     rows = tmp_path / "preferences.parquet"
