@@ -14,31 +14,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9283,
+    "core": 9286,
     "serving": 4544,
     "landscape": 3901,
     "training": 3080,
     "rl_coupling": 2515,
     "reporting": 2680,
-    "interfaces": 2428,
+    "interfaces": 2430,
     "experiments": 1684,
     "data_efficiency": 1643,
     "schema": 1144,
     "doctor": 920,
-    "explanation": 932,
+    "explanation": 941,
     "records": 836,
     "optim": 820,
-    "evaluation": 1193,
+    "evaluation": 1200,
     "modules at the top": 486,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6079,
+    "import lines": 6082,
     "import lines inside functions": 382,
-    "lines of code": 38089,
-    "private functions with one caller": 416,
+    "lines of code": 38110,
+    "private functions with one caller": 415,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

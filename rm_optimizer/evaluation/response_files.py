@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from rm_optimizer.core.pairs.column_hints import text_hint
-from rm_optimizer.core.pairs.layouts import Layout, require_columns
+from rm_optimizer.core.pairs.column_hints import Suggestion, odd_notes, text_hint
+from rm_optimizer.core.pairs.layouts import Layout, as_yaml, require_columns
 from rm_optimizer.core.pairs.source_format import FIRST_ROWS
 from rm_optimizer.core.rows.columns import Columns, in_context
 from rm_optimizer.core.rows.messages import (
@@ -86,24 +86,26 @@ def read_responses(path: Path, layout: Layout | None = None) -> Iterator[Respons
             nothing tells how text is read that spells messages or lists.
         ConfigError: if the layout has other keys.
     """
-    rows, columns = (plain_rows(path), None) if layout is None else (_ours(path, layout), layout.columns)
+    rows, columns = (plain_rows(path), None) if layout is None else (layout_rows(path, layout), layout.columns)
     found = each(rows, lambda row: _responses(row, columns), refusing(path))
     return (replace(row, number=number) for number, row in found)
 
 
-def _ours(path: Path, layout: Layout) -> Iterator[tuple[int, Row]]:
-    """Rows under our names."""
+def layout_rows(path: Path, layout: Layout) -> Iterator[tuple[int, Row]]:
+    """Rows of a file under our names, with a warning if single texts spell messages.
+
+    Raises:
+        DataError: if the file or a row cannot be read, or nothing tells how text is read that spells messages or lists.
+        ConfigError: if the layout has other keys than columns, parse and encoding.
+    """
     if other := layout.to_dict().keys() - {"columns", "parse", "encoding"}:
         raise ConfigError(f"a layout of responses has the keys columns, parse and encoding, got {min(other)}")
     rows = stored_rows(path, layout.encoding)
     first = [*islice(rows, FIRST_ROWS)]
     require_columns(str(path), layout, [row for _, row in first])
-    looked = (layout.ours(layout.spelled(row)) for _, row in first)
-    if (
-        hint := text_hint([{name: row[name] for name in _READ if name in row} for row in looked], layout)
-    ) and not hint.columns:
-        raise DataError(f"{path}: {hint.text}")
-
+    if hint := _hint(path, [layout.ours(layout.spelled(row)) for _, row in first], layout):
+        columns = f"a layout such as {{{as_yaml({'columns': {**layout.columns, **hint.columns}})[0]}}}"
+        raise DataError(f"{path}: {hint.told.replace('{options}', columns) if hint.columns else hint.text}")
     yield from each(chain(first, rows), lambda row: layout.read(layout.spelled(row), _READ), refusing(path))
 
 
@@ -120,11 +122,20 @@ def plain_rows(path: Path) -> Iterator[tuple[int, Row]]:
     """Rows of a file without a layout, with a warning if most first texts spell messages or lists."""
     rows = stored_rows(path)
     first = [*islice(rows, FIRST_ROWS)]
-    hint = text_hint([{name: row[name] for name in _READ if name in row} for _, row in first], Layout())
+    hint = _hint(path, [row for _, row in first], Layout())
     if hint and hint.parse:
         told = "spells lists or messages and is read as text; write lists as such, in JSON Lines or Parquet"
         log.warning("%s: the text in %s %s", path, ", ".join(hint.parse), told)
     yield from chain(first, rows)
+
+
+def _hint(path: Path, rows: Sequence[Row], layout: Layout) -> Suggestion | None:
+    """Options for text that spells messages or lists in most first rows; if that is in fewer, a warning."""
+    looked = [{name: row[name] for name in _READ if name in row} for row in rows]
+    hint = text_hint(looked, layout)
+    for note in () if hint else odd_notes(looked, layout, (("prompt",), ("response",))):
+        log.warning("%s: %s", path, note)
+    return hint
 
 
 def stored_rows(path: Path, encoding: str | None = None) -> Iterator[tuple[int, Row]]:

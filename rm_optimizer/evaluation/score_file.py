@@ -13,7 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
@@ -45,6 +45,8 @@ from rm_optimizer.records.ledger import Ledger, open_ledger
 Reward: TypeAlias = float | list[float]
 """A row's reward: a number, or a list if the row has a list of responses."""
 _BATCH_ROWS = 512
+_READING = 2
+"""Version of the rule by which rows are read; rewards of another are not continued."""
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -157,12 +159,14 @@ def score_file(
         raise DataError(f"{source}: there are no rows to score")
     content = _content_digest(source)
     kept = target.with_name(f"{target.name}.partial")
-    identity = digest([content, scorer_name, chunk_rows, *([form.to_dict()] if layout else [])])
-    with open_ledger(kept, identity, other="scores of another input, model, length limit or chunk size") as log:
+    identity = digest([_READING, content, scorer_name, chunk_rows, form.to_dict()])
+    other = "scores of another input, layout, model, length limit, chunk size or version"
+    with open_ledger(kept, identity, other=other) as log:
         done = sum(len(chunk["rewards"]) for chunk in log.values())
         on_progress(done)
-        compute, chunks = partial(_scored, source=source), _Chunks(source.resolve(), form, done, chunk_rows)
-        for entry in map_chunks(compute, scorer, chunks, num_workers):
+        looked_at = replace(form, parse=form.parse or ())  # with the same reading and no further warning
+        chunks = _Chunks(source.resolve(), looked_at, done, chunk_rows)
+        for entry in map_chunks(partial(_scored, source=source), scorer, chunks, num_workers):
             log.append(entry)
             done += len(entry["rewards"])
             on_progress(done)

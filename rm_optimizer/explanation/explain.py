@@ -53,6 +53,7 @@ def explain_difference(
     b: Any,
     *,
     texts: str | os.PathLike[str] | Iterable[tuple[Prompt, str]] | None = None,
+    layout: object = None,
     max_length: int | None = None,
 ) -> Explanation:
     """Compare two scorings of the same conversations, and name the cause of a difference by intervention.
@@ -66,22 +67,28 @@ def explain_difference(
             responses and rewards; object with `score`; `pipeline`; or function of prompts and responses.
         b: the other side, in the same forms. One of the two must be a model.
         texts: further conversations: a file with columns prompt and response, or tuples of prompt and response.
+        layout: columns, parsed columns and encoding of the files of rewards and texts, as `rm-opt score` takes them.
         max_length: most tokens of a sequence of models that are loaded; None takes the stored number.
 
     Raises:
-        ConfigError: if neither side is a model, or a side is none of these.
+        ConfigError: if neither side is a model, a side is none of these, or a layout is given without a file.
         CheckpointError: if a model cannot be loaded.
         DataError: if a file cannot be used.
     """
     began = time.perf_counter()
+    paths = [each for each in (a, b, texts) if isinstance(each, str | os.PathLike)]
+    if layout is not None and texts not in paths and not any(map(is_scores, paths)):
+        raise ConfigError("layout needs a file of prompts, responses and rewards")
     first, second = model_side(a, max_length), model_side(b, max_length)
     models = [side.model for side in (first, second) if side is not None and side.model is not None]
     if not models:
         raise ConfigError("expected a model as A or B (a folder, hub id or adapter), whose local copy can be changed")
-    first, second = first or other_side(a, models[0].renderer), second or other_side(b, models[0].renderer)
+    first, second = (
+        side or other_side(source, models[0].renderer, layout) for side, source in ((first, a), (second, b))
+    )
     is_second = len(models) == 2 and has_adapter(models[1].model) and not has_adapter(models[0].model)
     is_local_b = first.model is None or is_second
-    given = () if texts is None else _given(texts)
+    given = () if texts is None else _given(texts, layout)
     found = _compared(models[is_second], first if is_local_b else second, given)
     return Explanation(
         first.name, second.name, "B" if is_local_b else "A", **found, wall_seconds=time.perf_counter() - began
@@ -107,10 +114,10 @@ def require_rewards(options: ServeOptions, served: Callable[..., Sequence[float]
             raise HandshakeFailed(str(found))
 
 
-def _given(texts: str | os.PathLike[str] | Iterable[tuple[Prompt, str]]) -> list[Conversation]:
+def _given(texts: str | os.PathLike[str] | Iterable[tuple[Prompt, str]], layout: object) -> list[Conversation]:
     """The user's conversations; of a file the first `MOST_ROWS`."""
     if isinstance(texts, str | os.PathLike):
-        return [talk for talk, _ in read_conversations(Path(texts))][:MOST_ROWS]
+        return [talk for talk, _ in read_conversations(Path(texts), layout)][:MOST_ROWS]
     return [conversation(prompt, response) for prompt, response in listed("texts", texts)]
 
 

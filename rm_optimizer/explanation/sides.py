@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 
 from rm_optimizer.core.importing.importing import import_reward_model
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.pairs.layouts import Layout
 from rm_optimizer.core.pairs.pair import Message
 from rm_optimizer.core.rows.columns import in_context
 from rm_optimizer.core.rows.messages import read_response
@@ -26,7 +27,7 @@ from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.core.tokens.tokenizer import added_tokens
 from rm_optimizer.errors import ConfigError, DataError, NeedsImport
-from rm_optimizer.evaluation.response_files import REWARD, FileKind, plain_rows
+from rm_optimizer.evaluation.response_files import REWARD, FileKind, layout_rows
 from rm_optimizer.explanation.probes import Conversation, conversation
 from rm_optimizer.records.accelerator import fastest_device
 
@@ -95,13 +96,14 @@ def loaded_model(source: str, max_length: int | None, dtype: str | None = None) 
     return model, name
 
 
-def other_side(source: Any, renderer: ConversationRenderer) -> Side:
+def other_side(source: Any, renderer: ConversationRenderer, layout: object = None) -> Side:
     """The side of what is no model here.
 
     Args:
         source: address of a server, file of scores, object with `score`, `pipeline` or function of prompts and
             responses.
         renderer: rendering of the local model, for those that take text.
+        layout: columns, parsed columns and encoding of a file, as the option `layout` has them.
 
     Raises:
         ConfigError: if it is none of these.
@@ -120,7 +122,7 @@ def other_side(source: Any, renderer: ConversationRenderer) -> Side:
     if isinstance(source, str) and _is_address(source):
         return Side(source, _server(source, text_of))
     if isinstance(source, str | os.PathLike):
-        return _file(Path(source))
+        return _file(Path(source), layout)
     name = type(source).__name__
     if hasattr(source, "score"):
         return Side(
@@ -150,18 +152,26 @@ def is_scores(source: str | os.PathLike[str]) -> bool:
     return os.fspath(source).endswith((*FileKind, ".jsonl.gz"))
 
 
-def read_conversations(path: Path) -> Iterator[tuple[Conversation, float | None]]:
+def read_conversations(path: Path, layout: object = None) -> Iterator[tuple[Conversation, float | None]]:
     """Conversations of a file with columns prompt and response (or lists `responses`), with rewards if it has them.
 
+    Args:
+        path: the file.
+        layout: columns, parsed columns and encoding of the file, as the option `layout` has them.
+
     Raises:
-        DataError: naming the row, if it has no prompt with a response, or not as many rewards as responses.
+        DataError: naming the row, if it has no prompt with a response, or not as many rewards as responses; or if
+            nothing tells how text is read that spells messages or lists.
     """
-    for number, row in plain_rows(path):
+    form = Layout.of(layout)
+    for number, row in layout_rows(path, form):
         listed = row.get("responses", [row.get("response")])
-        rewards = row.get(REWARD, [None] * len(listed))
-        rewards = rewards if isinstance(rewards, list) else [rewards]
         try:
-            prompt = in_context(row, read_prompt(row.get("prompt")), {})
+            if not isinstance(listed, list):
+                raise ValueError(f"responses that are {type(listed).__name__} and no list")
+            rewards = row.get(REWARD, [None] * len(listed))
+            rewards = rewards if isinstance(rewards, list) else [rewards]
+            prompt = in_context(row, read_prompt(row.get("prompt")), form.columns)
             talks = [conversation(prompt, read_response("response", text)) for text in listed]
             yield from zip(talks, rewards, strict=True)
         except (KeyError, ValueError) as error:
@@ -169,8 +179,8 @@ def read_conversations(path: Path) -> Iterator[tuple[Conversation, float | None]
             raise DataError(f"{where}: expected prompt, response and a number reward, got {error}") from error
 
 
-def _file(path: Path) -> Side:
-    found = [(talk, reward) for talk, reward in read_conversations(path) if reward is not None]
+def _file(path: Path, layout: object) -> Side:
+    found = [(talk, reward) for talk, reward in read_conversations(path, layout) if reward is not None]
     if not found:
         raise DataError(f"{path}: expected rows with prompt, response and reward, as rm-opt score writes them")
     found.sort(key=lambda item: len(str(item[0])))

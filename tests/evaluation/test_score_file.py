@@ -7,6 +7,7 @@ import gzip
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 from pathlib import Path
@@ -190,8 +191,21 @@ def test_rewards_of_another_model_are_not_continued(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", ROWS)
     with pytest.raises(RuntimeError):
         score_file(LengthScorer(die_at_call=2), source, tmp_path / "out.jsonl", scorer_name="a", chunk_rows=4)
-    with pytest.raises(DataError, match=r"out\.jsonl\.partial: holds scores of another input, model, length"):
+    with pytest.raises(DataError, match=r"out\.jsonl\.partial: holds scores of another input, layout, model"):
         score_file(LengthScorer(), source, tmp_path / "out.jsonl", scorer_name="b", chunk_rows=4)
+
+
+def test_rewards_by_another_reading_are_not_continued(tmp_path, monkeypatch):
+    source, target = write_jsonl(tmp_path / "in.jsonl", ROWS), tmp_path / "out.jsonl"
+    stopped(source, target)
+    with pytest.raises(DataError, match="another input, layout"):
+        score_file(LengthScorer(), source, target, scorer_name="length", chunk_rows=4, layout={"parse": []})
+    with monkeypatch.context() as changed:
+        changed.setattr("rm_optimizer.evaluation.score_file._READING", 1)
+        with pytest.raises(DataError, match="chunk size or version; remove it"):
+            score_file(LengthScorer(), source, target, scorer_name="length", chunk_rows=4)
+    score_file(LengthScorer(), source, target, scorer_name="length", chunk_rows=4)
+    assert rewards_in(target) == EXPECTED
 
 
 def stopped(source: Path, target: Path, name: str = "length") -> None:
@@ -389,6 +403,23 @@ class NanScorer(LengthScorer):
 
     def score(self, prompts, responses):
         return torch.where(torch.tensor([prompt == "nan" for prompt in prompts]), torch.nan, 1.0)
+
+
+def test_single_texts_that_spell_messages_are_told_once_and_lists_of_texts_are_refused(tmp_path: Path, caplog):
+    turns, source = '[{"role": "user", "content": "Hi"}]', tmp_path / "in.csv"
+    for names in ({"prompt": "p", "response": "r"}, {"prompt": "prompt", "response": "response"}):
+        layout = {"columns": names} if "p" in names.values() else None
+        write(source, [{names["prompt"]: text, names["response"]: text} for text in (turns, "a", "b")])
+        score_file(LengthScorer(), source, tmp_path / f"{names['prompt']}.csv", scorer_name="length", layout=layout)
+        for name in ("prompt", "response"):
+            assert caplog.text.count(f"1 of 3 cells of {name} look like messages and are read as text") == 1
+        caplog.clear()
+        write(source, [{names["prompt"]: '["a", "b"]', names["response"]: "x"}])
+        told = f"read the first turn with a layout such as {{columns: {{prompt: {names['prompt']}.0"
+        with pytest.raises(DataError, match=re.escape(told)):
+            score_file(LengthScorer(), source, tmp_path / "refused.csv", scorer_name="length", layout=layout)
+    score_file(LengthScorer(), source, tmp_path / "b.csv", scorer_name="l", layout={"columns": {"prompt": "prompt.0"}})
+    assert rewards_in(tmp_path / "b.csv") == [pytest.approx(1 - 0.1)]
 
 
 def test_text_that_spells_messages_is_told_where_no_layout_can_be_given(tmp_path: Path, caplog):

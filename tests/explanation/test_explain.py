@@ -26,8 +26,9 @@ from benchmarks.why import (
     pipeline_of,
     scores_file,
 )
-from rm_optimizer import BradleyTerryRM, ConfigError, Explanation, explain_difference
+from rm_optimizer import BradleyTerryRM, ConfigError, DataError, Explanation, explain_difference
 from rm_optimizer.core.tokens.chat import ConversationRenderer
+from rm_optimizer.evaluation.score_file import score_file
 from rm_optimizer.explanation.changes import changes
 from rm_optimizer.explanation.findings import REMEDIES
 from rm_optimizer.explanation.local_copy import LocalCopy
@@ -244,6 +245,31 @@ def test_a_server_of_rendered_texts_is_asked(family, path, cause, zoo, models):
         server.shutdown()
     assert found.local == "B"
     assert found.cause.startswith(cause)
+
+
+def test_files_of_scores_are_read_by_the_layout_that_scored_them(zoo, models, tmp_path):
+    model, turns = models["chatml"], json.dumps([{"role": "user", "content": "Hi"}])
+    for rows, layout in (
+        ([{"prompt": turns, "response": text} for text in ("Hello.", "No.")], {"parse": ["prompt"]}),
+        ([{"prompt": turns, "response": "Hello."}], {"parse": []}),
+        ([{"question": "Hi", "a": "Hello.", "b": "No."}], {"columns": {"prompt": "question", "responses": ["a", "b"]}}),
+    ):
+        source, scored = tmp_path / "in.jsonl", tmp_path / "scored.jsonl"
+        source.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        scored.unlink(missing_ok=True)
+        score_file(model, source, scored, scorer_name="chatml", layout=layout)
+        found = explain_difference(model, scored, layout=layout)
+        assert found.agrees
+        assert found.num_probes == (1 if layout == {"parse": []} else 2)
+        with pytest.raises(DataError, match=r"expected prompt|in prompt spells .*parse: \[prompt\]"):
+            explain_difference(model, scored)
+    options = ["--layout", "{columns: {prompt: question, responses: [a, b]}}", "--max-length", str(LIMIT)]
+    assert CliRunner().invoke(app, ["why", str(zoo.of["chatml"]), str(scored), *options]).exit_code == 0
+    scored.write_text(json.dumps({"prompt": "Hi", "responses": "ab", "reward": [0.5, 0.5]}))
+    with pytest.raises(DataError, match=r"line 1: .*got responses that are str and no list"):
+        explain_difference(model, scored)
+    with pytest.raises(ConfigError, match="layout needs a file"):
+        explain_difference(model, model, layout={"parse": []})
 
 
 def test_the_command_exits_with_0_or_4_and_writes_what_was_tried(zoo, tmp_path):

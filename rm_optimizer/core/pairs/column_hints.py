@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from os.path import commonprefix
@@ -207,6 +207,15 @@ def text_hint(rows: Sequence[Row], layout: Layout) -> Suggestion | None:
     return Suggestion(_said("spelled", names=paths, plain=plain), parse=paths) if paths else None
 
 
+def odd_notes(rows: Sequence[Row], layout: Layout, columns: Iterable[Sequence[str]] = _TEXTS) -> Iterator[str]:
+    """Sentences on cells of columns that look like messages and are read as text."""
+    kinds = _kinds(rows, layout)
+    for names in columns:
+        each = [kinds[name] for name in names if name in kinds]
+        if odd := sum(counts["messages"] for counts in each):
+            yield _said("odd", odd=odd, num=sum(counts.total() for counts in each), names=[*names])
+
+
 def _numbers(rows: Sequence[Mapping[str, Any]], *names: str) -> list[float]:
     """The values of columns of numbers, which may be text as in CSV; none for any other column."""
     try:
@@ -366,10 +375,7 @@ def unread_notes(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> It
         DataError: if the source brings options without effect, which are not defaults of all sources.
     """
     entrance, layout, kinds = Spelling.current(), source.layout, _kinds(rows, source.layout)
-    for names in _TEXTS:
-        each = [kinds[name] for name in names if name in kinds]
-        if odd := sum(counts["messages"] for counts in each):
-            yield _said("odd", odd=odd, num=sum(counts.total() for counts in each), names=[*names])
+    yield from odd_notes(rows, layout)
     sides = [name for name in (*_PAIR, *_RESPONSES) if name in kinds]
     if listed := [name for name in sides if kinds[name]["texts"] > kinds[name].total() / 2]:
         yield _said("listed", names=listed, options=entrance.parse(listed))

@@ -7,8 +7,10 @@ from typing import Annotated, Any
 
 from typer import Argument, Exit, Option
 
+from rm_optimizer.interfaces import inputs
 from rm_optimizer.interfaces.inputs import PairOptions
 from rm_optimizer.interfaces.outputs import printed_beside, write_json
+from rm_optimizer.schema.data import Spelling
 
 DTYPE = "Type of the weights: float32, bfloat16 or float16."
 
@@ -92,6 +94,7 @@ def why(
     a: Annotated[str, Argument(help=SIDE, metavar="A")],
     b: Annotated[str, Argument(help="The other side, in the same forms; one of the two must be a model.", metavar="B")],
     text: Annotated[Path | None, Option("--text", help="File of further prompts and responses to compare on.")] = None,
+    layout: Annotated[str | None, Option(metavar="MAPPING", help="Layout of the files, as for rm-opt score.")] = None,
     json_file: Annotated[Path | None, Option("--json", help="Also write all that was tried to this JSON file.")] = None,
     max_length: Annotated[
         int | None, Option("--max-length", min=8, help="Longest sequence in tokens of the models that are loaded.")
@@ -103,7 +106,8 @@ def why(
     """
     from rm_optimizer.explanation.explain import explain_difference
 
-    found = explain_difference(a, b, texts=text, max_length=max_length)
+    with Spelling.flags.used():
+        found = explain_difference(a, b, texts=text, layout=inputs.spelled(layout), max_length=max_length)
     with printed_beside(json_file):
         print(found)
     write_json(json_file, found.to_json())
