@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9286,
+    "core": 9309,
     "serving": 4544,
     "landscape": 3901,
     "training": 3080,
     "rl_coupling": 2515,
     "reporting": 2680,
-    "interfaces": 2430,
+    "interfaces": 2431,
     "experiments": 1684,
     "data_efficiency": 1643,
     "schema": 1144,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6082,
+    "import lines": 6083,
     "import lines inside functions": 382,
-    "lines of code": 38110,
-    "private functions with one caller": 415,
+    "lines of code": 38134,
+    "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

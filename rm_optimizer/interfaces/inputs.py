@@ -240,7 +240,8 @@ def follows(context: Context, loads: Sequence[Callable[[], Any]], other: int | N
     distributed.init_process_group("gloo", timeout=timedelta(days=1))  # the first one may read data for hours
     if processes.rank:
         for load in loads:
-            follow_chunks(load())
+            if not follow_chunks(load):
+                break
         return True
     lead_chunks()
     context.call_on_close(end_chunks)

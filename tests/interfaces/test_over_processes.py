@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import distributed
 
-from rm_optimizer.core.streaming.workers import end_chunks, follow_chunks, lead_chunks, map_chunks
+from rm_optimizer.core.streaming.workers import change_model, end_chunks, follow_chunks, lead_chunks, map_chunks
 from rm_optimizer.errors import CheckpointError
 from rm_optimizer.interfaces.cli import app
 from tests.builders import tiny_reward_model
@@ -27,16 +27,27 @@ def chunk_of(number: int, chunk: int) -> int:
     return number * chunk
 
 
+def unreadable() -> int:
+    raise CheckpointError("the model is damaged here")
+
+
 def process(rank: int, size: int, folder: str) -> None:
     distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=size)
     if rank:
-        follow_chunks(10)
+        assert follow_chunks(lambda: 10)
+        assert follow_chunks(unreadable)
+        assert not follow_chunks(lambda: 10)
+        Path(folder, "left").touch()
         os._exit(0)
     lead_chunks()
     assert [*map_chunks(chunk_of, 10, iter((0, 1, 2)), None)] == [0, 10, 20]
     with pytest.raises(CheckpointError, match="chunk 3 is bad"):
         [*map_chunks(chunk_of, 10, range(7), None)]
     assert [*map_chunks(chunk_of, 10, [5], None)] == [50]
+    change_model()
+    with pytest.raises(CheckpointError, match="the model is damaged here"):
+        [*map_chunks(chunk_of, 10, range(2), None)]
+    change_model()
     end_chunks()
     assert [*map_chunks(chunk_of, 10, [1, 2], None)] == [10, 20]  # alone again
     Path(folder, "done").touch()
@@ -47,6 +58,27 @@ def process(rank: int, size: int, folder: str) -> None:
 def test_chunks_are_dealt_in_order_and_errors_raised_by_the_first_process(tmp_path):
     torch.multiprocessing.spawn(process, (2, str(tmp_path)), nprocs=2)
     assert (tmp_path / "done").exists()
+    assert (tmp_path / "left").exists()
+
+
+def test_one_process_of_torchrun_computes_alone(monkeypatch):
+    monkeypatch.setattr(distributed, "get_world_size", lambda: 1)
+    monkeypatch.setattr(torch, "set_num_threads", lambda number: None)
+    lead_chunks()
+    assert [*map_chunks(chunk_of, 10, [1, 2], None)] == [10, 20]
+
+
+@pytest.mark.slow
+def test_a_users_mistake_is_one_sentence_although_other_models_follow(tmp_path):
+    tiny_reward_model("llama").save_pretrained(tmp_path / "model")
+    (tmp_path / "empty").mkdir()
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--no-python", RM_OPT]
+    words = ["evaluate", "empty", "model", "--suite", "nonesuch.yaml"]
+    done = subprocess.run(
+        [*start, *words], cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False
+    )
+    assert "error: nonesuch.yaml: the suite cannot be read" in done.stderr
+    assert "RuntimeError" not in done.stderr
 
 
 def test_tasks_of_slurm_and_workers_beside_torchrun_are_refused(tmp_path, monkeypatch, capsys):

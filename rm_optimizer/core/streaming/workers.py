@@ -10,6 +10,7 @@ import os
 import pickle
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from importlib import import_module
@@ -31,6 +32,8 @@ _START_SECONDS = 300
 _LOCAL = "local"
 """Address of a Ray of this process alone; without an address Ray joins any cluster that it finds on this machine."""
 _OPTION = "--ray (of select: --ray-workers)"
+_ATTEMPTS = 3
+"""Most workers that may die on one chunk. Ray Data has no option for it: `ray_remote_args` ends with Ray 2.64."""
 _SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -232,15 +235,29 @@ def _one_thread() -> Any:
 
 
 def _answer(model: Any, compute: Callable[[Any, Any], Any], chunk: Any) -> Any:
-    """Result of a chunk, or the error that ends the command; None for None."""
+    """Result of a chunk, or the error that ends the command, which may be the model or the chunk; None for None."""
+    if isinstance(model, RMOptimizerError):
+        return model
     try:
-        return None if chunk is None else compute(model, chunk)
+        return chunk if chunk is None or isinstance(chunk, RMOptimizerError) else compute(model, chunk)
     except RMOptimizerError as error:
         return error
 
 
+class _Attempts:
+    """Actor that counts how many times the workers have begun each chunk."""
+
+    def __init__(self) -> None:
+        self._counts = Counter[int]()
+
+    def begin(self, number: int) -> int:
+        """The number of attempts at a chunk, with this one."""
+        self._counts[number] += 1
+        return self._counts[number]
+
+
 class _Computer:
-    """Actor with a model and a function, which the first chunk fetches."""
+    """Actor with a model and a function, which the first chunk fetches, and the handle of `_Attempts`."""
 
     _task: Any = None
 
@@ -249,9 +266,24 @@ class _Computer:
 
     def __call__(self, block: Any) -> dict[str, list[bytes]]:
         _one_thread()
-        model, compute = self._task = self._task or load_ray().get(self._shared[0])
-        (entry,) = block["entry"].to_pylist()
-        return {"entry": [pickle.dumps(_answer(model, compute, pickle.loads(entry)))]}
+        (entry,), ray = block["entry"].to_pylist(), load_ray()
+        number, chunk = pickle.loads(entry)
+        if ray.get(self._shared[1].begin.remote(number)) > _ATTEMPTS:
+            told = f"{_ATTEMPTS} workers died on one chunk, perhaps for lack of memory; lower {_OPTION} or free memory"
+            answer: Any = RMOptimizerError(f"{told}, and repeat the command, which continues from what is done")
+        else:  # the model may be what does not fit into memory
+            model, compute = self._task = self._task or ray.get(self._shared[0])
+            answer = _answer(model, compute, chunk)
+        return {"entry": [pickle.dumps(answer)]}
+
+
+def _read_entries(shared: list[Any]) -> Iterator[dict[str, bytes]]:
+    """Rows of Ray Data with the number and content of each chunk, and the error that ends them."""
+    try:
+        for entry in enumerate(load_ray().get(shared[0])):
+            yield {"entry": pickle.dumps(entry)}
+    except RMOptimizerError as error:
+        yield {"entry": pickle.dumps((-1, error))}
 
 
 def _over_ray_data(
@@ -260,7 +292,7 @@ def _over_ray_data(
     """Results of chunks by the actor pool of Ray Data.
 
     Another process of this machine reads the chunks as they are needed, up to the memory that Ray Data plans for them.
-    Ray replaces an actor that dies, and repeats its chunk.
+    Ray replaces an actor that dies, and repeats its chunk, which `_Attempts` limits.
     """
     data, ray = load_ray("ray.data"), connected_ray()
     resources = _worker_resources(ray, num_workers, _OPTION, uses_gpu=True)
@@ -270,15 +302,13 @@ def _over_ray_data(
     context.wait_for_min_actors_s, context.execution_no_progress_timeout_s = _START_SECONDS, -1
     context.raise_original_map_exception = context.execution_options.preserve_order = True
     here = {"ray.io/node-id": ray.get_runtime_context().get_node_id()}  # the machine that has the file
+    attempts = ray.remote(num_cpus=0, label_selector=here)(_Attempts).remote()
     dataset = dataset.flat_map(
-        lambda _, shared: ({"entry": pickle.dumps(chunk)} for chunk in load_ray().get(shared[0])),
-        fn_args=[[ray.put(chunks)]],
-        num_cpus=0,
-        label_selector=here,
+        lambda _, shared: _read_entries(shared), fn_args=[[ray.put(chunks)]], num_cpus=0, label_selector=here
     )
     dataset = dataset.map_batches(
         _Computer,
-        fn_constructor_args=[[ray.put((model, compute))]],
+        fn_constructor_args=[[ray.put((model, compute)), attempts]],
         batch_size=1,  # also keeps the reader out of the actors
         batch_format="pyarrow",
         compute=data.ActorPoolStrategy(size=num_workers),
@@ -303,6 +333,9 @@ def _over_ray_data(
         while isinstance(cause, ray.exceptions.RayTaskError):
             cause = cause.cause
         if not isinstance(cause, ray.exceptions.RayError):
+            cause.args = tuple(  # without Ray Data's advice
+                arg.partition("\nFailed to apply UDF")[0] if isinstance(arg, str) else arg for arg in cause.args
+            )
             raise cause from error
         reason = str(cause).strip().splitlines()[0]
         raise RMOptimizerError(
@@ -316,35 +349,41 @@ _leads = threading.Event()
 
 def lead_chunks() -> None:
     """Let `map_chunks` deal chunks to the other processes of torch.distributed until `end_chunks`."""
-    _one_thread()
-    _leads.set()
+    if _one_thread().distributed.get_world_size() > 1:
+        _leads.set()
 
 
-def change_model() -> None:
-    """End `follow_chunks` in the other processes; the launcher ends those that an error has interrupted."""
+def change_model(*, goes_on: bool = True) -> None:
+    """End `follow_chunks` in the other processes; the launcher ends those that an error has interrupted.
+
+    Args:
+        goes_on: True if chunks of another model follow.
+    """
     if _leads.is_set():
         distributed = _one_thread().distributed
-        distributed.scatter_object_list([None], [None] * distributed.get_world_size())
+        distributed.scatter_object_list([None], [goes_on] * distributed.get_world_size())
 
 
 def end_chunks() -> None:
-    """Change the model for the last time: `map_chunks` computes in this process again."""
-    change_model()
+    """End the last model: `map_chunks` computes in this process again."""
+    change_model(goes_on=False)
     _leads.clear()
 
 
-def follow_chunks(model: Any) -> None:
-    """Compute chunks that the first process deals until it ends.
+def follow_chunks(load: Callable[[], Any]) -> bool:
+    """Compute chunks that the first process deals until it changes the model, and return True if it loads another.
 
     Args:
-        model: the object that the first process gives to `map_chunks`.
+        load: function that loads what the first process gives to `map_chunks`. Its error answers the first chunk, since
+            the first process would otherwise wait for a process that has ended.
     """
     distributed = _one_thread().distributed
+    model = _answer(None, lambda _, load: load(), load)
     while True:
         received: list[Any] = [None]
         distributed.scatter_object_list(received)
-        if received[0] is None:
-            return
+        if isinstance(received[0], bool):
+            return received[0]
         distributed.gather_object(_answer(model, *received[0]))
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from rm_optimizer.core.streaming import workers
 from rm_optimizer.core.streaming.workers import TokenizerPool, connected_ray, load_ray, map_chunks
-from rm_optimizer.errors import CheckpointError, ConfigError, MissingExtra
+from rm_optimizer.errors import CheckpointError, ConfigError, DataError, MissingExtra, RMOptimizerError
 
 BYTES = 8 * 2**20
 NUM_CHUNKS = 40
@@ -41,10 +41,23 @@ def computed(folder: Path, chunk: tuple[int, bytes]) -> int:
     if number == 15 and not died.exists():
         died.touch()
         os._exit(1)
+    if number == -1:
+        os._exit(1)
+    if number == -2:
+        raise ValueError("chunk -2 is no chunk")
     if number == 30:
         raise CheckpointError("chunk 30 is bad")
     time.sleep(0.1 if number % 3 else 0.3)  # later chunks end before earlier ones
     return number + len(content)
+
+
+@dataclass(frozen=True)
+class BadRow:
+    """Chunks of a file with a bad row."""
+
+    def __iter__(self) -> Iterator[tuple[int, bytes]]:
+        yield 1, b""
+        raise DataError("row 2 is bad; repair it")
 
 
 def num_actors() -> int:
@@ -75,6 +88,14 @@ def test_chunks_are_read_as_needed_and_return_in_order_although_a_worker_dies(tm
             time.sleep(0.2)
         assert not num_actors()
         assert [*map_chunks(computed, tmp_path, [], 1)] == []
+        before = map_chunks(computed, tmp_path, BadRow(), 1)
+        assert next(before) == 1, "what was read before the bad row is used"
+        with pytest.raises(DataError, match=r"^row 2 is bad; repair it$"):
+            next(before)
+        with pytest.raises(ValueError, match=r"^chunk -2 is no chunk$"):
+            [*map_chunks(computed, tmp_path, [(-2, b"")], 1)]
+        with pytest.raises(RMOptimizerError, match="3 workers died on one chunk"):
+            [*map_chunks(computed, tmp_path, [(-1, b"")], 1)]
     finally:
         ray.shutdown()
     assert found == [number + BYTES for number in range(30)]
