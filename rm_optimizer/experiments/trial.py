@@ -270,15 +270,17 @@ class RayExecutor:
     """
 
     def __init__(self, threads: int, gpus: float = 0.0, address: str | None = None) -> None:
-        self._ray = connected_ray(address)
+        self._ray = connected_ray(address, num_cpus=num_cores())
         need = {"CPU": threads, **({"GPU": gpus} if gpus else {})}
         nodes = [node["Resources"] for node in self._ray.nodes() if node["Alive"]]
         self.slots = sum(int(min(node.get(kind, 0) // number for kind, number in need.items())) for node in nodes)
         if not self.slots:
-            raise ConfigError(
-                f"--executor ray needs a machine with {threads} cores and {gpus:g} GPUs for a trial, and finds "
-                "none; a higher --workers gives each trial fewer cores"
-            )
+            lacks, remedy = f"{threads} cores", "a higher --workers gives each trial fewer cores"
+            if all(node.get("GPU", 0) < gpus for node in nodes):
+                lacks, remedy = f"{gpus:g} GPU", "an empty CUDA_VISIBLE_DEVICES lets trials run without"
+            elif gpus:
+                lacks += f" and {gpus:g} GPU"
+            raise ConfigError(f"--executor ray needs a machine with {lacks} for a trial, and Ray has none; {remedy}")
         remote = self._ray.remote(num_cpus=threads, num_gpus=gpus, max_retries=0)
         self._measure = remote(lambda folder: _started(folder, threads).wait())
 

@@ -6,17 +6,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
 from rm_optimizer.errors import ConfigError, Interrupted
-from rm_optimizer.experiments import cost
+from rm_optimizer.experiments import cost, trial
 from rm_optimizer.experiments.study import PLAN_FILE, Study, StudyPlan, planned_trial, publish
 from rm_optimizer.experiments.training_trials import config_of, train, training_trial
 from rm_optimizer.experiments.trial import InlineExecutor, ProcessExecutor, RayExecutor
 from rm_optimizer.interfaces.cli import app
+from rm_optimizer.records.provenance import num_cores
 from rm_optimizer.records.run_options import options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
@@ -141,6 +143,24 @@ def test_ray_gives_the_results_of_this_process(tmp_path):
     assert outcomes(cluster) == outcomes(inline)
 
 
+@pytest.mark.parametrize(
+    ("threads", "says"),
+    [
+        (2, r"a machine with 1 GPU for a trial, and Ray has none; an empty CUDA_VISIBLE_DEVICES lets"),
+        (8, r"a machine with 8 cores and 1 GPU for a trial, and Ray has none; a higher --workers"),
+    ],
+)
+def test_the_lacking_resource_of_a_trial_on_ray_is_named(threads: int, says: str, monkeypatch):
+    node = {"Alive": True, "Resources": {"CPU": 4.0, **({"GPU": 2.0} if threads == 8 else {})}}
+    given: dict[str, int] = {}
+    monkeypatch.setattr(
+        trial, "connected_ray", lambda address, **local: given.update(local) or SimpleNamespace(nodes=lambda: [node])
+    )
+    with pytest.raises(ConfigError, match=says):
+        RayExecutor(threads, gpus=1.0)
+    assert given == {"num_cpus": num_cores()}, "a trial never has more cores than Ray on this machine"
+
+
 @pytest.mark.slow
 def test_two_ray_nodes_share_a_study_and_give_the_results_of_this_process(tmp_path):
     ray = pytest.importorskip("ray")
@@ -155,7 +175,7 @@ def test_two_ray_nodes_share_a_study_and_give_the_results_of_this_process(tmp_pa
         cluster.add_node(num_cpus=1)
         executor = RayExecutor(threads=1, address=cluster.address)
         assert executor.slots == 2
-        with pytest.raises(ConfigError, match="needs a machine with 2 cores and 0 GPUs for a trial"):
+        with pytest.raises(ConfigError, match="needs a machine with 2 cores for a trial"):
             RayExecutor(threads=2, address=cluster.address)
         assert shared.run(executor).is_done
     finally:
