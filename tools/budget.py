@@ -20,8 +20,8 @@ ROOMS: Mapping[str, int] = {
     "training": 3080,
     "rl_coupling": 2515,
     "reporting": 2680,
-    "interfaces": 2431,
-    "experiments": 1684,
+    "interfaces": 2432,
+    "experiments": 1686,
     "data_efficiency": 1643,
     "schema": 1144,
     "doctor": 920,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6083,
     "import lines inside functions": 382,
-    "lines of code": 38134,
+    "lines of code": 38137,
     "private functions with one caller": 416,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

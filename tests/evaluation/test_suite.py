@@ -119,7 +119,11 @@ def test_several_devices_score_several_models_at_once(folder: Path, models: list
         BradleyTerryRM, "score_encoded", lambda *given, **options: (both.wait(60), score(*given, **options))[1]
     )
     rm_opt(*command, "two")
-    assert Path("two", SUITE_FILE).read_text() == Path("one", SUITE_FILE).read_text()
+    for name, value in {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}.items():
+        monkeypatch.setenv(name, value)
+    rm_opt(*command, "task")
+    for name in ("two", "task"):
+        assert Path(name, SUITE_FILE).read_text() == Path("one", SUITE_FILE).read_text()
 
 
 def result_of(*names: str, rows: Sequence[dict[str, Any]] = ROWS, folder: str) -> SuiteResult:

@@ -174,7 +174,8 @@ def _evaluate_suite(
         items = read_suite(suite, sources, pair_options.bad_rows())
     folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     free, loading = SimpleQueue[str | None](), Lock()
-    places = [None] if ray or launched_processes() is not None else inputs.devices()
+    processes = launched_processes()
+    places = [None] if ray or (processes is not None and processes.world_size > 1) else inputs.devices()
     for device in places:
         free.put(device)
 
