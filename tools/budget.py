@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9309,
+    "core": 9308,
     "serving": 4544,
     "landscape": 3901,
     "training": 3080,
@@ -22,7 +22,7 @@ ROOMS: Mapping[str, int] = {
     "reporting": 2680,
     "interfaces": 2432,
     "experiments": 1686,
-    "data_efficiency": 1643,
+    "data_efficiency": 1650,
     "schema": 1144,
     "doctor": 920,
     "explanation": 941,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6083,
+    "import lines": 6082,
     "import lines inside functions": 382,
-    "lines of code": 38137,
-    "private functions with one caller": 416,
+    "lines of code": 38143,
+    "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, digest, prompt_json
 from rm_optimizer.core.pairs.winner import cells_in
 from rm_optimizer.core.rows.columns import cell
-from rm_optimizer.core.rows.messages import parsed, read_messages, response_json, response_of
+from rm_optimizer.core.rows.messages import has_messages, parsed, read_messages, response_json, response_of
 from rm_optimizer.core.rows.prompts import as_messages, read_prompt
 from rm_optimizer.core.rows.readers import read_rows, refusing, row_unit
 from rm_optimizer.errors import ConfigError, DataError
@@ -39,6 +39,7 @@ SUFFIXES = (".csv", ".jsonl", ".json")
 """Suffixes of files of questions: CSV, JSON Lines, and tasks of Label Studio."""
 _WORDS = {"a": 1.0, "b": 0.0, "tie": 0.5, "left": 1.0, "right": 0.0, "skip": None, "": None}
 _ANSWER = "label"
+_TEXTS = ("prompt", "response_a", "response_b")
 _EXPORTS: Mapping[str, Mapping[str, Any]] = described("layout/general/exports.yaml")
 """Exports of labeling tools, in the order in which they are tried."""
 ANSWER_LOG_SUFFIX = ".labels.jsonl"
@@ -190,7 +191,12 @@ def read_questions(path: Path) -> list[tuple[Question, list[float | None]]]:
             f"{path}: every label is 0 or 1, which is read as the probability of A: 1 is A, 0 is B. If they mean "
             "something else, write A and B"
         )
-    return [_answered(row, f"{path}, {row_unit(path)} {number}") for number, row in rows]
+    found = [_answered(row, f"{path}, {row_unit(path)} {number}") for number, row in rows]
+    texts = [row[name] for _, row in rows if row.get("pair_id") in (None, "") for name in _TEXTS]
+    if spelled := sum(isinstance(text, str) and has_messages(parsed(text)) for text in texts):
+        told = "spell messages and are read as messages, since no pair_id tells; keep that column of rm-opt select"
+        _log.warning(f"{path}: {spelled} of {len(texts)} texts {told}")
+    return found
 
 
 def standing_rows(rows: Iterable[dict[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -250,16 +256,18 @@ def _answered(row: Mapping[str, Any], where: str) -> tuple[Question, list[float 
 
     A skip is None.
     """
-    missing = [name for name in ("prompt", "response_a", "response_b") if not row.get(name)]
+    missing = [name for name in _TEXTS if not row.get(name)]
     if missing:
         raise DataError(f"{where}: expected the columns of rm-opt select, but {missing[0]} is missing")
-    # Texts of JSON and older files have no apostrophe to remove. The identity shows if texts spell messages.
-    forms = (lambda cell: cell, unquoted_formula), (read_prompt, _prompt), (str, _response)
+    # Texts of JSON and older files have no apostrophe to remove. The identity shows if texts spell messages. Without
+    # one, such texts are messages, as Question.row writes these.
+    given = row.get("pair_id")
+    readers = ((_prompt,), (_response,)) if given in (None, "") else ((read_prompt, _prompt), (str, _response))
+    forms = (lambda cell: cell, unquoted_formula), *readers
     for read, of_prompt, of_text in itertools.product(*forms):
         prompt = of_prompt(read(row["prompt"]))
         sides = (of_text(read(str(row["response_a"]))), of_text(read(str(row["response_b"]))))
         key = question_id(prompt, sides)
-        given = row.get("pair_id")
         try:  # a spreadsheet rounds an identity of digits to a number: 3.45063E+15
             is_own = given in (None, "", key) or math.isclose(float(str(given)), float(key), rel_tol=1e-4)
         except ValueError:

@@ -147,6 +147,15 @@ def test_an_argilla_draft_is_no_answer_and_a_discarded_one_a_skip(tmp_path):
         read_answers(path)
 
 
+def test_messages_without_an_identity_are_read_as_messages_with_a_warning(tmp_path, caplog):
+    rows = [{**question.row(), "label": "A"} for question in questions()]
+    path = tmp_path / "ask.jsonl"
+    for changed, told in ((lambda row: row, 0), (lambda row: {**row, "pair_id": ""}, 1)):
+        path.write_text("".join(json.dumps(changed(row)) + "\n" for row in rows))
+        assert {pair.prompt for pair in read_answers(path).pairs} == {pair.prompt for pair in PAIRS}
+        assert caplog.text.count("1 of 9 texts spell messages and are read as messages, since no pair_id tells") == told
+
+
 def test_the_export_of_label_studio_without_tasks_is_refused(tmp_path):
     path = tmp_path / "ask.json"
     path.write_text(json.dumps([{**questions()[0].row(), "preference": "A", "annotator": 1}]))

@@ -28,7 +28,6 @@ from rm_optimizer.core.rows.columns import (
     folded,
     paths_of,
     read_number,
-    root_of,
     texts_in,
     unread_column,
 )
@@ -185,7 +184,7 @@ def _kinds(rows: Sequence[Row], layout: Layout) -> dict[str, Counter[str]]:
 
 
 def text_hint(rows: Sequence[Row], layout: Layout) -> Suggestion | None:
-    """Options for columns of which most first cells are text that spells messages, or lists where those are needed.
+    """Options for columns of which most first cells are text that spells messages, or lists where those are must.
 
     An answer in JSON among other text is text, and so are messages or lists on one side alone.
     """
@@ -195,25 +194,25 @@ def text_hint(rows: Sequence[Row], layout: Layout) -> Suggestion | None:
         return Suggestion(_said("unreadable", names=lost, plain=plain))
     theirs = {ours: layout.columns.get(ours, ours) for ours in most}
     if most.get("prompt") in ("texts", "list"):
-        first = {ours: f"{theirs[ours]}.0" for ours in chain(*_TEXTS) if kinds.get(ours) and type(theirs[ours]) is str}
-        return Suggestion(_said("turns"), first)
-    form, lists = layout.named_format or detect_format(rows), {*_LISTS, *(_PAIR if layout.format == "lists" else ())}
-    found = [name for name in most if most[name] == "messages" or (name in lists and most[name] in ("texts", "values"))]
+        lists = [ours for ours in chain(*_TEXTS) if most.get(ours) in ("texts", "list") and type(theirs[ours]) is str]
+        return Suggestion(_said("turns"), {ours: f"{theirs[ours]}.0" for ours in lists})
+    form, must = layout.named_format or detect_format(rows), {*_LISTS, *(_PAIR if layout.format == "lists" else ())}
+    found = [name for name in most if most[name] == "messages" or (name in must and most[name] in ("texts", "values"))]
     if form is not None and any(map(form.fits, rows)):
         both = [names for names in _TEXTS if {most.get(name) for name in names} <= {"messages", "given"}]
         lists = {*_PAIR} if {most.get(name) for name in _PAIR} == {"texts"} else set()
         found = [name for name in most if (name in chain(*both) and most[name] == "messages") or name in lists]
-    paths = [*dict.fromkeys(path for name in found for path in paths_of(theirs[name]) if path == root_of(path))]
-    return Suggestion(_said("spelled", names=paths, plain=plain), parse=paths) if paths else None
+    paths = [*dict.fromkeys(path for name in found for path in paths_of(theirs[name]))]
+    sentence = "spelled" if must.isdisjoint(found) else "needed"
+    return Suggestion(_said(sentence, names=paths, plain=plain), parse=paths) if paths else None
 
 
 def odd_notes(rows: Sequence[Row], layout: Layout, columns: Iterable[Sequence[str]] = _TEXTS) -> Iterator[str]:
     """Sentences on cells of columns that look like messages and are read as text."""
-    kinds = _kinds(rows, layout)
     for names in columns:
-        each = [kinds[name] for name in names if name in kinds]
-        if odd := sum(counts["messages"] for counts in each):
-            yield _said("odd", odd=odd, num=sum(counts.total() for counts in each), names=[*names])
+        found = sum((counts for name, counts in _kinds(rows, layout).items() if name in names), Counter[str]())
+        if odd := found["messages"]:
+            yield _said("odd", odd=odd, num=found.total(), names=[*names])
 
 
 def _numbers(rows: Sequence[Mapping[str, Any]], *names: str) -> list[float]:
@@ -376,8 +375,7 @@ def unread_notes(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> It
     """
     entrance, layout, kinds = Spelling.current(), source.layout, _kinds(rows, source.layout)
     yield from odd_notes(rows, layout)
-    sides = [name for name in (*_PAIR, *_RESPONSES) if name in kinds]
-    if listed := [name for name in sides if kinds[name]["texts"] > kinds[name].total() / 2]:
+    if listed := [name for name, of in kinds.items() if name in (*_PAIR, *_RESPONSES) and of["texts"] > of.total() / 2]:
         yield _said("listed", names=listed, options=entrance.parse(listed))
     unread = {ours: theirs for ours, theirs in layout.columns.items() if theirs and ours in READ_COLUMNS - form.columns}
     options = {"columns": entrance.columns(unread)} if unread else {}

@@ -60,9 +60,9 @@ class Layout:
         name: name of the layout's file; empty for a mapping and a registered layout.
         format: row format, or "auto".
         columns: our column name to the table's, as the option `columns` has it.
-        parse: columns of the table whose text is read as the list or object that it spells, in JSON or as Python prints
-            it; so is that of columns that a path leads into. None if nothing tells, and text that spells messages in
-            other columns is refused.
+        parse: columns of the table, and paths that `columns` maps, whose text is read as the list or object that it
+            spells, in JSON or as Python prints it; so is that of columns that a path leads into. None if nothing tells,
+            and text that spells messages elsewhere is refused.
         winner: meaning of the winner column, as the option `winner` has it.
         label: preference probability of rows that carry none.
         where: values that a row must have, by column or path: a value, a list of them, or `{not: …}`. Of a list of
@@ -185,7 +185,7 @@ class Layout:
 
     def ours(self, row: Row) -> Row:
         """The row under our names, without what is ignored and with lists for single messages that are responses."""
-        found = renamed(row, self.columns, self.paths) if self.columns else row
+        found = renamed(row, self.columns, self.paths, self.parse or ()) if self.columns else row
         if self.ignore:
             found = {name: cell for name, cell in found.items() if name in self.columns or not self.ignores(name)}
         single = {name: [found[name]] for name in _CANDIDATES & found.keys() if is_message(found[name])}
@@ -226,7 +226,7 @@ class Layout:
         """
         row = self.ours(stored)
         for name in self.parse or ():
-            if isinstance(text := stored.get(name), str) and text.strip().startswith(("[", "{")):
+            if isinstance(text := cell(stored, name, (name,)), str) and text.strip().startswith(("[", "{")):
                 raise ValueError(f"{name} must be a list or an object in JSON or as Python prints it, got {text:.60}")
         for name, (low, high) in self.range.items():
             for value in _listed(row.get(name)):
@@ -328,7 +328,8 @@ def require_columns(path: str, layout: Layout, rows: Sequence[Row]) -> None:
     """
     known = columns_of(rows)
     mapped = [(ours, path) for ours, paths in layout.paths.items() if ours not in layout.optional for path in paths]
-    lost = sorted(name for name in layout.required if not columns_at(name, known))
+    idle = {*(layout.parse or ())}.difference(known, *layout.paths.values())  # paths that nothing reads
+    lost = sorted(name for name in layout.required if name in idle or not columns_at(name, known))
     if lost and (layout.name or not {*lost} <= {path for _, path in mapped}):
         shown, got = layout.shown if layout.name else "the layout", ", ".join(sorted(known))
         raise DataError(f"{path}: {shown} needs the columns {', '.join(lost)}, which the rows lack; got columns {got}")

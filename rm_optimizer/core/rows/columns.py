@@ -105,7 +105,7 @@ def paths_of(theirs: Any) -> list[str]:
     return [theirs] if isinstance(theirs, str) else [*(theirs.values() if isinstance(theirs, Mapping) else theirs)]
 
 
-def renamed(row: Row, columns: Columns, paths: Mapping[str, Sequence[str]]) -> Row:
+def renamed(row: Row, columns: Columns, paths: Mapping[str, Sequence[str]], parse: Collection[str]) -> Row:
     """The row under our column names; columns without one of ours keep theirs.
 
     A name such as `answer.text` reads inside objects, and the same part of each object of a list. `turns.-1` is the
@@ -116,10 +116,11 @@ def renamed(row: Row, columns: Columns, paths: Mapping[str, Sequence[str]]) -> R
         row: the row as it is stored.
         columns: column mapping.
         paths: names and paths that each of our columns is read from, or its own name where it is left out.
+        parse: names and paths whose text is read as the list or object that it spells.
     """
     roots = {path: columns_at(path, row) for each in paths.values() for path in each}
     mapped = {
-        ours: cell(row, theirs)
+        ours: cell(row, theirs, parse)
         for ours, theirs in columns.items()
         if theirs is not None and any(roots[path] for path in paths[ours])
     }
@@ -182,10 +183,11 @@ def columns_at(path: str, names: Collection[str]) -> list[str]:
     return [name for name in names if fnmatchcase(name, root)] if "*" in root else [root] if root in names else []
 
 
-def cell(row: Row, path: Any) -> Any:
+def cell(row: Row, path: Any, parse: Collection[str] = ()) -> Any:
     """The value at a column name or at a path into a column; None where the path leads nowhere.
 
-    Several paths give the list of their values, and those of two speakers the conversation.
+    Several paths give the list of their values, and those of two speakers the conversation. Text at a path of `parse`
+    is read as the list or object that it spells.
 
     Example:
         >>> cell({"answers": [{"text": "a"}, {"text": "b"}]}, "answers.text")
@@ -194,10 +196,11 @@ def cell(row: Row, path: Any) -> Any:
         ['a', 'b']
     """
     if isinstance(path, Mapping):
-        return _conversation({role: cell(row, each) for role, each in path.items()})
+        return _conversation({role: cell(row, each, parse) for role, each in path.items()})
     if not isinstance(path, str):
-        return [cell(row, each) for each in path]
-    return row[path] if path in row else reduce(_inside, path.split("."), row)
+        return [cell(row, each, parse) for each in path]
+    value = row[path] if path in row else reduce(_inside, path.split("."), row)
+    return parsed(value) if path in parse else value
 
 
 def read_number(name: str, value: object) -> float:

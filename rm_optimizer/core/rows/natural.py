@@ -66,9 +66,7 @@ def prompts_of(name: str, values: Prompts) -> list[Prompt]:
     Raises:
         TypeError: if the argument holds no values.
     """
-    if isinstance(values, str):
-        return [values]
-    found = listed(name, values)
+    found = [values] if isinstance(values, str) else listed(name, values)
     return [tuple(found)] if is_one_prompt(found) else found
 
 

@@ -152,7 +152,7 @@ def test_a_prompt_of_messages_as_text_is_parsed_when_asked(tmp_path, write):
 
 def test_lists_of_responses_as_text_are_parsed_when_asked(tmp_path):
     rows = [{"prompt": f"Q{i}?", "responses": json.dumps(["a", "b"]), "scores": "[1, 2]"} for i in range(3)]
-    with pytest.raises(DataError, match=r"in responses, scores spells .*\{'parse': \['responses', 'scores'\]\}"):
+    with pytest.raises(DataError, match=r"in responses, scores spells .*\{'parse': \['responses', 'scores'\]\}; got"):
         loaded(tmp_path, rows)
     assert loaded(tmp_path, rows, layout={"parse": ["responses", "scores"]})[0].chosen == "b"
 
@@ -181,6 +181,27 @@ def test_a_path_parses_the_text_that_it_leads_into_and_no_other(tmp_path, write)
     rows = [{"meta": {"body": write({"q": f"[{i}]"})}, "chosen": "[1, 2]", "rejected": "b"} for i in range(4)]
     (pair, *_) = loaded(tmp_path, rows, columns={"prompt": "meta.body.q"}).pairs
     assert (pair.prompt, pair.chosen) == ("[0]", "[1, 2]")
+
+
+@pytest.mark.parametrize("write", [json.dumps, str])
+def test_text_at_the_end_of_a_path_is_parsed_when_asked(tmp_path, write):
+    turns = [write(conversation(i, "Hi")[:1]) for i in range(4)]
+    rows = [{"x": {"prompt": turn, "id": 1}, "chosen": "a", "rejected": "b"} for turn in turns]
+    options, asked = {"columns": {"prompt": "x.prompt"}}, {"parse": ["x.prompt"]}
+    with pytest.raises(DataError, match=r"in x\.prompt spells .*\{'parse': \['x\.prompt'\]\}, .*\{'parse': \[\]\}"):
+        loaded(tmp_path, rows, **options)
+    pair = loaded(tmp_path, rows, **options, layout=asked).pairs[1]
+    assert (pair.prompt, pair.metadata["x.id"]) == ((Message("user", 'Say "1" isn\'t\n\\d.'),), 1)
+    assert loaded(tmp_path, rows, **options, layout={"parse": []}).pairs[1].prompt == turns[1]
+    for other in ("x.id", "x.none"):  # which nothing reads
+        with pytest.raises(DataError, match=rf"needs the columns x\.{other[2:]}"):
+            loaded(tmp_path, rows, **options, layout={"parse": [*asked["parse"], other]})
+    rows[2]["x"]["prompt"] = turns[2][:-1]
+    with pytest.raises(DataError, match=r"line 3: x\.prompt must be a list or an object in JSON"):
+        loaded(tmp_path, rows, **options, layout=asked)
+    rows = [{"x": {"a": write(["a", "b"]), "s": "[1, 2]"}, "prompt": f"Q{i}?"} for i in range(3)]
+    options = {"columns": {"responses": "x.a", "scores": "x.s"}, "layout": {"parse": ["x.a", "x.s"]}}
+    assert loaded(tmp_path, rows, **options).pairs[0].chosen == "b"
 
 
 def test_columns_whose_names_are_numbers_are_parsed(tmp_path):
@@ -244,6 +265,9 @@ def test_turns_as_lists_of_texts_are_refused_with_a_path_that_reads_one(tmp_path
     pd.DataFrame([{k: write([v]) for k, v in row.items()} | {"winner": "a"} for row in rows]).to_csv(path, index=False)
     with pytest.raises(DataError, match=r"prompt holds lists of texts, .*prompt\.0"):
         PreferenceDataset(path, winner="a,b")
+    pd.read_csv(path).assign(response_a="a", response_b="b").to_csv(tmp_path / "plain.csv", index=False)
+    with pytest.raises(DataError, match=r"first turn with columns=\{'prompt': 'prompt\.0'\}, or"):
+        PreferenceDataset(tmp_path / "plain.csv", winner="a,b")
     columns = {name: f"{name}.0" for name in ("prompt", "response_a", "response_b")}
     assert PreferenceDataset(path, winner="a,b", columns=columns).pairs[2].prompt == "Q2?"
     turns = {name: {"user": "prompt", "assistant": name} for name in ("response_a", "response_b")}
