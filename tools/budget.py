@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9308,
+    "core": 9310,
     "serving": 4544,
     "landscape": 3901,
     "training": 3080,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6082,
     "import lines inside functions": 382,
-    "lines of code": 38143,
+    "lines of code": 38145,
     "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

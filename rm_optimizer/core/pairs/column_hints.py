@@ -194,8 +194,8 @@ def text_hint(rows: Sequence[Row], layout: Layout) -> Suggestion | None:
         return Suggestion(_said("unreadable", names=lost, plain=plain))
     theirs = {ours: layout.columns.get(ours, ours) for ours in most}
     if most.get("prompt") in ("texts", "list"):
-        lists = [ours for ours in chain(*_TEXTS) if most.get(ours) in ("texts", "list") and type(theirs[ours]) is str]
-        return Suggestion(_said("turns"), {ours: f"{theirs[ours]}.0" for ours in lists})
+        turns = [ours for ours in chain(*_TEXTS) if most.get(ours) in ("texts", "list") and type(theirs[ours]) is str]
+        return Suggestion(_said("turns"), {ours: f"{theirs[ours]}.0" for ours in turns})
     form, must = layout.named_format or detect_format(rows), {*_LISTS, *(_PAIR if layout.format == "lists" else ())}
     found = [name for name in most if most[name] == "messages" or (name in must and most[name] in ("texts", "values"))]
     if form is not None and any(map(form.fits, rows)):

@@ -66,7 +66,7 @@ def prompts_of(name: str, values: Prompts) -> list[Prompt]:
     Raises:
         TypeError: if the argument holds no values.
     """
-    found = [values] if isinstance(values, str) else listed(name, values)
+    found: list[Any] = [values] if isinstance(values, str) else listed(name, values)
     return [tuple(found)] if is_one_prompt(found) else found
 
 
@@ -114,16 +114,16 @@ def flat_groups(prompts: Prompts, responses_of_each: Iterable[Texts]) -> tuple[l
 def table_rows(name: str, data: Any) -> list[Any]:
     """Rows of a data frame, an Arrow table, a `datasets.Dataset` or a mapping of columns; the values of a list.
 
-    Cells are those that the table has in a Parquet file: a missing number is None, an array of messages is a list. An
-    index with a name is a column.
+    Cells are those that the table has in a Parquet file: a missing number is None, an array of messages is a list. A
+    level of the index with a name is a column.
 
     Args:
         name: name of the argument, for the message.
         data: the argument.
 
     Raises:
-        DataError: if the columns have different lengths, a column mixes types that no file can hold, or the data hold
-            several splits.
+        DataError: if the columns have different lengths, a column mixes types that no file can hold, an index has the
+            name of a column, or the data hold several splits.
         TypeError: if it is no table and no list; its content is never part of the message.
 
     Example:
@@ -142,8 +142,10 @@ def table_rows(name: str, data: Any) -> list[Any]:
         return listed(name, data)
     try:
         if hasattr(data, "iloc"):
-            is_column = all(name is not None and name not in data.columns for name in data.index.names)
-            table = pa.Table.from_pandas(data, preserve_index=is_column)
+            levels = [level for level in data.index.names if level is not None]
+            if twice := [level for level in levels if [*levels, *data.columns].count(level) > 1]:
+                raise DataError(f"{name}: the index {twice[0]} is also a column; rename it or reset_index(drop=True)")
+            table = pa.Table.from_pandas(data.reset_index(level=levels), preserve_index=False)
         else:
             table = pa.table({**data} if isinstance(data, Mapping) else data)
     except pa.ArrowException as error:

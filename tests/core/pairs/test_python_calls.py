@@ -125,6 +125,8 @@ def test_options_are_taken_as_compose_returns_them():
         iter,
         lambda rows: pd.DataFrame(rows, [7, 8, 9]),
         lambda rows: pd.DataFrame(rows).set_index("prompt"),
+        lambda rows: pd.DataFrame(rows).set_index(["prompt", "chosen"]),
+        lambda rows: pd.DataFrame(rows).set_index(["prompt", [7, 8, 9]]),
         lambda rows: pd.DataFrame(rows).to_dict("list"),
         lambda rows: Dataset.from_list([*rows, *rows]).select([0, 1, 2]),
     ],
@@ -141,6 +143,14 @@ def test_every_table_gives_the_pairs_of_its_rows(form):
         (
             DatasetDict({"train": Dataset.from_list(ROWS), "test": Dataset.from_list(ROWS)}),
             "holds the splits train, test",
+        ),
+        (
+            pd.DataFrame({"prompt": ["secret"], "chosen": ["secret"]}).rename_axis("prompt"),
+            r"data: the index prompt is also a column; rename it or reset_index\(drop=True\)",
+        ),
+        (
+            pd.DataFrame({"prompt": ["secret"]}, pd.MultiIndex.from_tuples([("a", 1)], names=["x", "x"])),
+            "data: the index x is also",
         ),
         ({"prompt": ["secret"], "chosen": ["1", "2"]}, "data cannot be read as a table: .*chosen.*length"),
     ],
