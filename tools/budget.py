@@ -25,7 +25,7 @@ ROOMS: Mapping[str, int] = {
     "data_efficiency": 1650,
     "schema": 1144,
     "doctor": 920,
-    "explanation": 941,
+    "explanation": 942,
     "records": 836,
     "optim": 820,
     "evaluation": 1200,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6082,
     "import lines inside functions": 382,
-    "lines of code": 38145,
+    "lines of code": 38146,
     "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

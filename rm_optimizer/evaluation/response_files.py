@@ -123,9 +123,9 @@ def plain_rows(path: Path) -> Iterator[tuple[int, Row]]:
     rows = stored_rows(path)
     first = [*islice(rows, FIRST_ROWS)]
     hint = _hint(path, [row for _, row in first], Layout())
-    if hint and hint.parse:
+    if hint:
         told = "spells lists or messages and is read as text; write lists as such, in JSON Lines or Parquet"
-        log.warning("%s: the text in %s %s", path, ", ".join(hint.parse), told)
+        log.warning("%s: the text in %s %s", path, ", ".join(hint.parse or hint.columns) or "a column", told)
     yield from chain(first, rows)
 
 

@@ -67,7 +67,7 @@ def explain_difference(
             responses and rewards; object with `score`; `pipeline`; or function of prompts and responses.
         b: the other side, in the same forms. One of the two must be a model.
         texts: further conversations: a file with columns prompt and response, or tuples of prompt and response.
-        layout: columns, parsed columns and encoding of the files of rewards and texts, as `rm-opt score` takes them.
+        layout: columns and parsed columns of the files of rewards and texts, as `rm-opt score` takes them.
         max_length: most tokens of a sequence of models that are loaded; None takes the stored number.
 
     Raises:

@@ -103,7 +103,7 @@ def other_side(source: Any, renderer: ConversationRenderer, layout: object = Non
         source: address of a server, file of scores, object with `score`, `pipeline` or function of prompts and
             responses.
         renderer: rendering of the local model, for those that take text.
-        layout: columns, parsed columns and encoding of a file, as the option `layout` has them.
+        layout: columns and parsed columns of a file, as the option `layout` has them.
 
     Raises:
         ConfigError: if it is none of these.
@@ -157,13 +157,15 @@ def read_conversations(path: Path, layout: object = None) -> Iterator[tuple[Conv
 
     Args:
         path: the file.
-        layout: columns, parsed columns and encoding of the file, as the option `layout` has them.
+        layout: columns and parsed columns of the file, as the option `layout` has them.
 
     Raises:
+        ConfigError: if the layout has other keys, such as the encoding of the file that was scored.
         DataError: naming the row, if it has no prompt with a response, or not as many rewards as responses; or if
             nothing tells how text is read that spells messages or lists.
     """
-    form = Layout.of(layout)
+    if (form := Layout.of(layout)).encoding is not None:
+        raise ConfigError("layout must have no encoding here, since rm-opt score writes UTF-8; leave it out")
     for number, row in layout_rows(path, form):
         listed = row.get("responses", [row.get("response")])
         try:

@@ -423,7 +423,11 @@ def test_single_texts_that_spell_messages_are_told_once_and_lists_of_texts_are_r
 
 
 def test_text_that_spells_messages_is_told_where_no_layout_can_be_given(tmp_path: Path, caplog):
-    for name, prompts, told in (("spelled", '[{"role": "user", "content": "Hi"}]', True), ("plain", "[1, 2]", False)):
+    for name, prompts, told in (
+        ("spelled", '[{"role": "user", "content": "Hi"}]', True),
+        ("turns", '["Hi", "Ho"]', True),
+        ("plain", "[1, 2]", False),
+    ):
         path = tmp_path / f"{name}.jsonl"
         path.write_text(json.dumps({"prompt": prompts, "response": "Hello."}) + "\n")
         caplog.clear()

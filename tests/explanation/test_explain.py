@@ -268,6 +268,8 @@ def test_files_of_scores_are_read_by_the_layout_that_scored_them(zoo, models, tm
     scored.write_text(json.dumps({"prompt": "Hi", "responses": "ab", "reward": [0.5, 0.5]}))
     with pytest.raises(DataError, match=r"line 1: .*got responses that are str and no list"):
         explain_difference(model, scored)
+    with pytest.raises(ConfigError, match="no encoding here, since rm-opt score writes UTF-8"):
+        explain_difference(model, scored, layout={"encoding": "latin1"})
     with pytest.raises(ConfigError, match="layout needs a file"):
         explain_difference(model, model, layout={"parse": []})
 

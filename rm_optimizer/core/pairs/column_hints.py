@@ -184,7 +184,7 @@ def _kinds(rows: Sequence[Row], layout: Layout) -> dict[str, Counter[str]]:
 
 
 def text_hint(rows: Sequence[Row], layout: Layout) -> Suggestion | None:
-    """Options for columns of which most first cells are text that spells messages, or lists where those are must.
+    """Options for columns of which most first cells are text that spells messages, or lists where those are needed.
 
     An answer in JSON among other text is text, and so are messages or lists on one side alone.
     """
