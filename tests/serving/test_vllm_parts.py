@@ -314,6 +314,8 @@ def test_two_processes_of_vllm_behind_one_port_serve_one_version_or_the_other(tm
             with pytest.raises(PublishFailed, match="cannot load the new weights"):
                 publisher.publish(state | {"score.weight": torch.full_like(state["score.weight"], 13.0)}, "bad")
             publisher.publish(models[1], "v1")
+            while all(answer.version != "v1" for answer in answers):  # else the kill may come before any
+                time.sleep(0.05)
             front = int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
             os.kill(front, signal.SIGKILL)
             wait_ready(server)
