@@ -43,7 +43,6 @@ PROMPTS: dict[str, Any] = {
     "message objects": (Message("user", PROMPT),),
     "message": TURN,
     "ShareGPT": [{"from": "human", "value": PROMPT}],
-    "messages as text": str([TURN]),
     "texts": [PROMPT],
     "none": None,
     "number": 3,

@@ -98,7 +98,10 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         },
         {"columns": {"prompt": "conversations"}},
     ),
-    "json-in-csv": ({"chosen": json.dumps(CHAT), "rejected": json.dumps(OTHER)}, {}),
+    "json-in-csv": (
+        {"chosen": json.dumps(CHAT), "rejected": json.dumps(OTHER)},
+        {"layout": {"parse": ["chosen", "rejected"]}},
+    ),
     "transcripts-beside-a-prompt": (
         {
             "prompt": "Capital?",

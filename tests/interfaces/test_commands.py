@@ -138,7 +138,7 @@ def test_rewards_of_weights_trained_again_are_not_continued(checkpoint, pairs, t
     Path("out.jsonl.partial").write_text(header + "\n[0.5]\n")
     result = CliRunner().invoke(app, ["score", str(tmp_path / "model"), "in.jsonl", "out.jsonl"])
     assert result.exit_code == 2
-    assert "holds scores of another input, model, length limit" in result.stderr
+    assert "holds scores of another input, layout, model, length limit" in result.stderr
     digests = [scorer_digest(model), scorer_digest(BradleyTerryRM.from_pretrained(tmp_path / "model"))]
     digests.append(scorer_digest(BradleyTerryRM.from_pretrained(checkpoint, max_length=32)))
     with torch.no_grad():
