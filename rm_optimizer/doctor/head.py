@@ -10,6 +10,7 @@ import torch
 from rm_optimizer.core.classifier.adapters import has_adapter, has_untrained_adapter
 from rm_optimizer.core.classifier.head import head_side_modules, initialize_head
 from rm_optimizer.core.classifier.pooling import RewardHead
+from rm_optimizer.core.classifier.quantization import dtype_name
 from rm_optimizer.core.model.losses import bradley_terry_loss
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.padding import pad_sequences
@@ -78,7 +79,7 @@ def head_dtype(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check
     kinds = (model.reward_head.weight.dtype, rewards.dtype)
     is_exact = all(kind in (torch.float32, torch.float64) for kind in kinds)
     is_rounded = bool((rewards == rewards.bfloat16()).all() and rewards.unique().numel() > 1)
-    name = str(kinds[1] if is_exact else kinds[0]).removeprefix("torch.")
+    name = dtype_name(kinds[1] if is_exact else kinds[0])
     good = "the head computes in full precision inside mixed precision"
     bad = "the head rounds rewards to a half type, which ties unequal responses; compute it in float32"
     is_good, details = is_exact and not is_rounded, {"rounded_under_autocast": str(is_rounded)}

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rm_optimizer.core.classifier.quantization import dtype_name
 from rm_optimizer.core.model.identity import weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.pair import PreferencePair
@@ -274,7 +275,7 @@ class HessianAnalyzer:
             product_reason=choice.reason if choice else "the only way",
             gradients_per_product=choice.gradients_per_product.get(choice.product.name) if choice else None,
             wall_seconds=wall_seconds,
-            dtype=str(objective.dtype).removeprefix("torch."),
+            dtype=dtype_name(objective.dtype),
             seed=self.seed,
             loss_options=json.dumps(vars(objective.loss), sort_keys=True),
             pairs_digest=pairs_digest(objective.batches) if self.group is None else "",

@@ -7,17 +7,20 @@ import logging
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedTokenizerFast
 
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.training.callbacks.run_callback import require_callbacks
 from rm_optimizer.training.data.run_data import data_module, load_data
-from rm_optimizer.training.estimate import estimate_run, kept_bytes
+from rm_optimizer.training.estimate import RunEstimate, estimate_run, kept_bytes
 from rm_optimizer.training.preparation import trainable_model
 from rm_optimizer.training.run import measured, quiet, run_training
 from tests.builders import tiny_model, tiny_tokenizer
@@ -66,13 +69,20 @@ def test_a_run_with_moments_in_eight_bits_is_counted_and_trains(small_config, tm
     assert torch.uint8 in {each.dtype for each in tensors}
 
 
+def of_configuration(
+    family: str, tokenizer: PreTrainedTokenizerFast, overrides: Sequence[str], folder: Path
+) -> RunEstimate:
+    """Estimate of a run on a folder with the configuration of a tiny model, and no weights."""
+    tiny_model(family, tokenizer).config.save_pretrained(folder / "base")
+    tokenizer.save_pretrained(folder / "base")
+    others = [line for line in overrides if not line.startswith("model.")]
+    own = ["model=custom", f"model.path={folder / 'base'}", "model.max_length=64", f"output_dir={folder}"]
+    return estimate_run(typed(compose([*others, *own]), TrainConfig))
+
+
 def test_an_encoder_is_estimated_from_its_configuration_alone(small_overrides, tmp_path):
     tokenizer = tiny_tokenizer("bert")
-    tiny_model("bert", tokenizer).config.save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    others = [line for line in small_overrides if not line.startswith("model.")]
-    own = ["model=custom", f"model.path={tmp_path / 'base'}", "model.max_length=64", f"output_dir={tmp_path}"]
-    found = estimate_run(typed(compose([*others, *own]), TrainConfig))
+    found = of_configuration("bert", tokenizer, small_overrides, tmp_path)
     with torch.device("meta"):
         expected = sum(each.numel() for each in tiny_model("bert", tokenizer).parameters())
     assert found.parameters == found.trainable == expected
@@ -93,12 +103,7 @@ def test_a_preset_is_counted_without_the_hub(model, tmp_path, caplog):
 
 
 def test_a_model_whose_pass_reads_values_is_estimated_without_it(small_overrides, tmp_path):
-    tokenizer = tiny_tokenizer("llama")
-    tiny_model("opt", tokenizer).config.save_pretrained(tmp_path / "base")
-    tokenizer.save_pretrained(tmp_path / "base")
-    others = [line for line in small_overrides if not line.startswith("model.")]
-    own = ["model=custom", f"model.path={tmp_path / 'base'}", "model.max_length=64", f"output_dir={tmp_path}"]
-    found = estimate_run(typed(compose([*others, *own]), TrainConfig))
+    found = of_configuration("opt", tiny_tokenizer("llama"), small_overrides, tmp_path)
     assert found.memory == found.weights + found.gradients + found.optimizer
     assert "without the backward pass of" in found.sentences()[0]
 

@@ -89,6 +89,11 @@ def reading_arguments(model: PreTrainedModel) -> dict[str, Any]:
     return {"quantization_config": model.config.quantization_config, "device_map": {"": model.device}}
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def computing_dtype(model: PreTrainedModel) -> torch.dtype:
     """The type of a backbone's matrix products outside autocast, which bounds how exact its rewards are."""
     quantization = getattr(model.config, "quantization_config", None)

@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from rm_optimizer.core.classifier.adapters import import_peft
+from rm_optimizer.core.classifier.quantization import dtype_name
 from rm_optimizer.core.storage.loading import HARMLESS
 from rm_optimizer.core.storage.model_files import find_source
 from rm_optimizer.errors import CheckpointError, MissingExtra
@@ -241,7 +242,7 @@ def write_weights(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
 
     for name, tensor in tensors:
         if tensor.dtype.itemsize == 1 and tensor.dtype != torch.bool and not HARMLESS.search(name):
-            kind = str(tensor.dtype).removeprefix("torch.")
+            kind = dtype_name(tensor.dtype)
             raise CheckpointError(f"{name} is stored in {kind}, and config.json does not tell how it was quantized")
         shard[name] = tensor.contiguous().clone()
         size += tensor.nbytes

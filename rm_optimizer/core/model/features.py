@@ -11,6 +11,7 @@ from jaxtyping import Float
 from numpy.typing import NDArray
 from torch import Tensor
 
+from rm_optimizer.core.classifier.quantization import dtype_name
 from rm_optimizer.core.classifier.scoring import SequenceScorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.records.files import replacing
@@ -35,7 +36,7 @@ def features(
         file: `.npy` file to hold the vectors, replaced once all are known; the result then maps it into memory.
     """
     shape = (len(sequences), model.reward_head.in_features)
-    dtype = np.dtype(str(model.reward_head.weight.dtype).removeprefix("torch."))
+    dtype = np.dtype(dtype_name(model.reward_head.weight.dtype))
     if file is None:
         vectors = np.zeros(shape, dtype)
         scored_features(model, sequences, vectors, token_budget=token_budget)

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from rm_optimizer.core.classifier.building import LoadOptions, build_model, compile_backbone
 from rm_optimizer.core.classifier.limits import refuse_measured
 from rm_optimizer.core.classifier.pooling import pooling_head_of, set_pooling_head
-from rm_optimizer.core.classifier.quantization import computing_dtype
+from rm_optimizer.core.classifier.quantization import computing_dtype, dtype_name
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel, SequenceScorer
 from rm_optimizer.core.model.identity import require_rendering
 from rm_optimizer.core.model.losses import bradley_terry_loss
@@ -304,7 +304,7 @@ class BradleyTerryRM(ClassifierRewardModel):
         ids = [score.input_ids for score in certificate.shortest()]
         with self.inference():
             rewards = SequenceScorer(self, 1).padded(ids).double().cpu().numpy()
-        require_parity(certificate, rewards, str(computing_dtype(self.model)).removeprefix("torch."), source)
+        require_parity(certificate, rewards, dtype_name(computing_dtype(self.model)), source)
 
 
 def require_bradley_terry(model: object) -> None:

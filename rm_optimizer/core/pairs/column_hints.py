@@ -209,8 +209,9 @@ def text_hint(rows: Sequence[Row], layout: Layout) -> Suggestion | None:
 
 def odd_notes(rows: Sequence[Row], layout: Layout, columns: Iterable[Sequence[str]] = _TEXTS) -> Iterator[str]:
     """Sentences on cells of columns that look like messages and are read as text."""
+    kinds = _kinds(rows, layout)
     for names in columns:
-        found = sum((counts for name, counts in _kinds(rows, layout).items() if name in names), Counter[str]())
+        found = sum((counts for name, counts in kinds.items() if name in names), Counter[str]())
         if odd := found["messages"]:
             yield _said("odd", odd=odd, num=found.total(), names=[*names])
 

@@ -24,7 +24,7 @@ from rm_optimizer.core.classifier.adapters import has_adapter, import_peft
 from rm_optimizer.core.classifier.attention import soft_cap
 from rm_optimizer.core.classifier.heads import OWN_TYPE
 from rm_optimizer.core.classifier.pooling import plain_logits, pooling_head_of
-from rm_optimizer.core.classifier.quantization import computing_dtype, keep_packing, reading_arguments
+from rm_optimizer.core.classifier.quantization import computing_dtype, dtype_name, keep_packing, reading_arguments
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.pairs.pair import Message, Prompt, as_messages
 from rm_optimizer.core.storage.adapter_files import BaseModel, base_of, merged_model, write_adapter
@@ -252,7 +252,7 @@ def certified(
     with torch.autocast(device.type, enabled=False):
         rewards = reward_model.score(prompts, responses, token_budget=_PROBE_TOKEN_BUDGET)
         plain = _plain_rewards(reloaded, ids, device)
-    dtype = str(computing_dtype(model)).removeprefix("torch.")
+    dtype = dtype_name(computing_dtype(model))
     certificate = certify(
         probe,
         ids,

@@ -41,7 +41,7 @@ from rm_optimizer.core.classifier.building import (
 )
 from rm_optimizer.core.classifier.head import head_name, require_trained_head
 from rm_optimizer.core.classifier.heads import token_types, with_token_types
-from rm_optimizer.core.classifier.quantization import is_quantized, keep_packing, quantization_arguments
+from rm_optimizer.core.classifier.quantization import dtype_name, is_quantized, keep_packing, quantization_arguments
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel
 from rm_optimizer.core.storage.adapter_files import (
     BaseModel,
@@ -91,7 +91,7 @@ def checkpoint_payload(reward_model: ClassifierRewardModel, base: BaseModel | No
         files = {file.name: base64.b64encode(file.read_bytes()).decode() for file in sorted(Path(folder).iterdir())}
     return {
         "config": json.loads(model.config.to_json_string(use_diff=False)),
-        "architecture": {"class": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch.")},
+        "architecture": {"class": type(model).__name__, "dtype": dtype_name(model.dtype)},
         "tokenizer_files": files,
         "adapter": describe_adapter(model, base),
         "export": json.loads(json.dumps(reward_model.identity())),

@@ -17,6 +17,7 @@ import torch
 from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
+from rm_optimizer.core.classifier.quantization import dtype_name
 from rm_optimizer.core.classifier.scoring import SequenceScorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.loading import parse_dtype
@@ -37,7 +38,6 @@ from rm_optimizer.serving.options import WorkerOptions
 from rm_optimizer.serving.weights.live_weights import (
     Update,
     checkpoint_version,
-    dtype_name,
     install_packed_linears,
     read_update,
     swap,

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.adapters import has_adapter
 from rm_optimizer.core.classifier.head import head_name
+from rm_optimizer.core.classifier.quantization import dtype_name
 from rm_optimizer.core.storage.adapter_files import adapter_tensor_names
 from rm_optimizer.core.storage.model_files import DIGESTS, weight_digests
 from rm_optimizer.errors import WeightsRefused
@@ -107,11 +108,6 @@ def install_packed_linears(model: nn.Module, *, least_gain: float) -> bool:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, PackedLinear.of(layer))
     return True
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def state_tensors(model: PreTrainedModel) -> dict[str, Tensor]:

@@ -11,6 +11,7 @@ from typing import TypeAlias
 from torch import Tensor
 
 from rm_optimizer.core.classifier.adapters import has_adapter
+from rm_optimizer.core.classifier.quantization import dtype_name
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import merged_state
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, LOADED_HALF_TOLERANCE, LOADED_TOLERANCE
@@ -18,7 +19,7 @@ from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
 from rm_optimizer.serving.update_protocol import TensorSpec, WeightProbe, WeightStatus
 from rm_optimizer.serving.weights.group_transfer import SENDER, GroupLink, open_store
-from rm_optimizer.serving.weights.live_weights import as_bytes, dtype_name, names_of_mode, tensor_sha256
+from rm_optimizer.serving.weights.live_weights import as_bytes, names_of_mode, tensor_sha256
 from rm_optimizer.serving.weights.weight_file import Layout, in_file_order, write_weight_file
 
 PROBE_TOLERANCE = {"cpu": 1e-4}
