@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9313,
-    "serving": 4542,
+    "core": 9314,
+    "serving": 4550,
     "landscape": 3901,
     "training": 3080,
     "rl_coupling": 2515,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6088,
+    "import lines": 6089,
     "import lines inside functions": 382,
-    "lines of code": 38147,
+    "lines of code": 38156,
     "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -79,6 +79,7 @@ class EngineDescription:
         max_length: most tokens of a sequence.
         vocab_size: exclusive upper bound of the token ids.
         token_budget: tokens of one pass at which the engine is fastest.
+        tree_budget: tokens of one pass over sequences with common starts; None where the engine has no other one.
         replicas: copies of the model that compute at the same time.
         shares_prompts: True if a common start of sequences is computed once.
         packed_linears: True if linear layers use weights in oneDNN's own layout.
@@ -99,6 +100,7 @@ class EngineDescription:
     token_budget: int
     shares_prompts: bool
     packed_linears: bool
+    tree_budget: int | None = None
     replicas: int = 1
     pad_token_id: int = 0
     tensors: Mapping[RewardModelTrainingMode, tuple[TensorSpec, ...]] = field(default_factory=dict)

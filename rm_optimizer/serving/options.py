@@ -154,6 +154,7 @@ class WorkerOptions:
         checkpoint: anything `BradleyTerryRM.from_pretrained` loads.
         dtype: type of the backbone's weights.
         token_budget: tokens of one pass; None measures.
+        tree_budget: tokens of one pass over common starts; None is `token_budget`, at least `TREE_TOKENS` if measured.
         threads: CPU threads; None leaves PyTorch's own number.
         device: `auto`, `cpu` or `cuda`.
         packed_linears: least speed-up for which oneDNN's layout is used; None never uses it.
@@ -167,6 +168,7 @@ class WorkerOptions:
     checkpoint: str
     dtype: str = "float32"
     token_budget: int | None = None
+    tree_budget: int | None = None
     threads: int | None = None
     device: str = "auto"
     packed_linears: float | None = LEAST_GAIN

@@ -258,14 +258,16 @@ class SequenceScorer:
     Args:
         model: reward model in evaluation mode.
         token_budget: tokens, padding included, of one pass.
+        tree_budget: tokens, padding included, of one pass over trees; None is `token_budget`.
 
     Attributes:
         shares: True to compute a common start once.
     """
 
-    def __init__(self, model: ClassifierRewardModel, token_budget: int) -> None:
+    def __init__(self, model: ClassifierRewardModel, token_budget: int, tree_budget: int | None = None) -> None:
         self.model = model
         self.token_budget = token_budget
+        self.tree_budget = token_budget if tree_budget is None else tree_budget
         self.shares = model.supports_prefix_sharing() is None
         self._caches = reuse_obstacle(model) is None
 
@@ -317,17 +319,17 @@ class SequenceScorer:
         packed: list[list[int]] = []
         for group in groups:
             if len(group) > 1:
-                runs = tree_groups(rows, [group], min(self.token_budget, TREE_TOKENS))
+                runs = tree_groups(rows, [group], min(self.tree_budget, TREE_TOKENS))
                 tree = prefix_tree([rows[i] for i in group])
                 # A cached start must cost less than computing the start again in each run.
                 recomputed, least = len(tree.prefix) * (len(runs) - 1), TREE_TOKENS
-                if self._caches and recomputed > (least if tree.num_tokens <= self.token_budget else 0):
+                if self._caches and recomputed > (least if tree.num_tokens <= self.tree_budget else 0):
                     for batch, rewards in self._branches(tree):
                         yield [group[i] for i in batch], rewards
                 else:
                     packed += runs
         trees = [prefix_tree([rows[i] for i in run]) for run in packed]
-        for batch in row_batches([tree.num_tokens for tree in trees], self.token_budget):
+        for batch in row_batches([tree.num_tokens for tree in trees], self.tree_budget):
             members = [i for number in batch for i in packed[number]]
             rewards = self.packed([trees[number] for number in batch])
             if rewards.isfinite().all():

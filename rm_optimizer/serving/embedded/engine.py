@@ -493,7 +493,12 @@ class WorkerEngine(Engine):
             if self._description is None:
                 self._description = replace(loaded, replicas=len(self._replicas))
                 # later workers need not measure
-                self.options = replace(self.options, token_budget=loaded.token_budget, tokenizer_folder="")
+                self.options = replace(
+                    self.options,
+                    token_budget=loaded.token_budget,
+                    tree_budget=loaded.tree_budget,
+                    tokenizer_folder="",
+                )
             self._description.require_same(loaded, self.options.checkpoint)
             async with self._updating:  # no update is staged or committed meanwhile
                 await self._catch_up(link, applied)

@@ -22,6 +22,7 @@ from rm_optimizer.core.classifier.scoring import SequenceScorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.loading import parse_dtype
 from rm_optimizer.core.storage.model_files import read_record
+from rm_optimizer.core.tokens.prefix_trees import TREE_TOKENS
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.records.accelerator import fastest_device, synchronize
 from rm_optimizer.records.locations import SourceKind, resolve_source
@@ -185,7 +186,9 @@ class TransformersWorker(Worker):
             self.model.model, least_gain=options.packed_linears
         )
         budget = options.token_budget or calibrated_budget(self.model)
-        self.scorer = SequenceScorer(self.model, budget)
+        # Splitting a tree computes its prompt again, which costs more than the attention of a wide row.
+        trees = options.tree_budget or options.token_budget or max(budget, TREE_TOKENS)
+        self.scorer = SequenceScorer(self.model, budget, trees)
         if options.tokenizer_folder:
             self.model.tokenizer.save_pretrained(options.tokenizer_folder)
         description = EngineDescription(
@@ -196,7 +199,8 @@ class TransformersWorker(Worker):
             version=version,
             max_length=self.model.max_length,
             vocab_size=self.model.model.get_input_embeddings().weight.shape[0],
-            token_budget=self.scorer.token_budget,
+            token_budget=budget,
+            tree_budget=trees,
             shares_prompts=self.scorer.shares,
             packed_linears=packed,
             pad_token_id=self.model.pad_choice.token_id,

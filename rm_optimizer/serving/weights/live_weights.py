@@ -25,20 +25,20 @@ from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.update_protocol import TensorSpec
 from rm_optimizer.serving.weights.weight_file import check_names, check_weight_file, opened
 
-TOLERANCE = 1e-4
-"""Largest difference from `F.linear` relative to the largest output, from another order of float32 summation."""
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 2**-7}
+"""Largest difference from `F.linear` relative to the largest output, from another order of summation, by type."""
 PROBE_ROWS = 256
 
 
 class PackedLinear(nn.Linear):
-    """Float32 linear layer that computes with a packed copy of its weight; its state equals `nn.Linear`'s."""
+    """Linear layer that computes with a packed copy of its weight; its state equals `nn.Linear`'s."""
 
     packed: Tensor
 
     @classmethod
     def of(cls, plain: nn.Linear) -> PackedLinear:
         """Packed layer with the same parameters."""
-        layer = cls(plain.in_features, plain.out_features, bias=plain.bias is not None, device="meta")
+        layer = cls(plain.in_features, plain.out_features, plain.bias is not None, "meta", plain.weight.dtype)
         layer.weight, layer.bias = plain.weight, plain.bias
         layer.packed = pack(plain.weight)
         return layer.train(plain.training)
@@ -57,14 +57,13 @@ def pack(weight: Float[Tensor, "outputs inputs"]) -> Tensor:
 
 def packing_gain(layer: nn.Linear) -> float:
     """Speed-up of the packed layer; 0 if it cannot be packed, or its numbers differ."""
-    if layer.weight.dtype != torch.float32 or layer.weight.device.type != "cpu":
-        return 0.0
     rows = torch.randn(1, PROBE_ROWS, layer.in_features, generator=torch.Generator().manual_seed(0))
+    rows = rows.to(layer.weight.dtype)
     try:
         packed = PackedLinear.of(layer)
         with torch.inference_mode():
             expected = layer(rows)
-            if not (packed(rows) - expected).abs().max() <= TOLERANCE * expected.abs().max():
+            if not (packed(rows) - expected).abs().max() <= TOLERANCES[rows.dtype] * expected.abs().max():
                 return 0.0
             return _seconds(lambda: layer(rows)) / _seconds(lambda: packed(rows))
     except (RuntimeError, AttributeError, NotImplementedError):  # this build of PyTorch has no such operator
@@ -82,13 +81,13 @@ def _seconds(compute: Callable[[], Tensor], repeats: int = 15) -> float:
 
 
 def packable_layers(model: nn.Module) -> dict[str, nn.Linear]:
-    """Plain linear layers in float32 on the CPU with more than one output, by name."""
+    """Plain linear layers on the CPU in a type that can be packed, with more than one output, by name."""
     return {
         name: module
         for name, module in model.named_modules()
         if type(module) is nn.Linear
         and module.out_features > 1
-        and module.weight.dtype == torch.float32
+        and module.weight.dtype in TOLERANCES
         and module.weight.device.type == "cpu"
     }
 
