@@ -135,7 +135,7 @@ def analyze(options: AnalyzeConfig) -> Path:
 
 def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> AnalysisResult[Any]:
     from rm_optimizer.landscape import analysis
-    from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisInput, require_finite_loss
+    from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisInput, finite_loss
     from rm_optimizer.landscape.measured_loss import load_measured_loss
     from rm_optimizer.landscape.operators.single_pairs import pairs_digest
     from rm_optimizer.landscape.series import measure_between, measure_evolution, read_models, readers
@@ -156,7 +156,7 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
     else:
         weights = _unmerged(options.checkpoint)
     measured_loss = load_measured_loss(options, weights)
-    require_finite_loss(measured_loss)
+    log.info("loss %.6g over %s pairs", finite_loss(measured_loss), f"{measured_loss.sample.num_pairs:,}")
     params = measured_loss.params
     subject = AnalysisInput(
         checkpoint=options.checkpoint,

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9314,
     "serving": 4550,
-    "landscape": 3901,
+    "landscape": 3905,
     "training": 3080,
     "rl_coupling": 2515,
     "reporting": 2680,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6089,
     "import lines inside functions": 382,
-    "lines of code": 38156,
+    "lines of code": 38160,
     "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -132,7 +132,7 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     )
 
     def report(block: str, progress: Progress) -> None:
-        context.on_progress(block, len(done), num_blocks, f"relative error {progress.worst_error:.1e}")
+        context.on_progress(block, len(done), num_blocks, progress.remark)
 
     is_partial = False
     with context.ledger(LAYERS_FILE, [*identity, config.method, is_cross_fitted], 1 + num_blocks * searches) as ledger:

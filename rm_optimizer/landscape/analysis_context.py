@@ -107,8 +107,7 @@ class AnalysisContext:
 
     def on_iteration(self, progress: Progress) -> None:
         """Report a product of a Lanczos iteration."""
-        remark = f"{progress.num_products} products, largest error {progress.worst_error:.1e}"
-        self.on_progress("eigenvalues", progress.num_converged, progress.num_wanted, remark)
+        self.on_progress("eigenvalues", progress.num_converged, progress.num_wanted, progress.remark)
 
     def on_product(self, num_products: int) -> None:
         """Report products outside a Lanczos iteration."""
@@ -154,11 +153,11 @@ class AnalysisContext:
         )
 
 
-def require_finite_loss(measured_loss: MeasuredLoss) -> None:
-    """Require a finite loss at the weights of the analysis.
+def finite_loss(measured_loss: MeasuredLoss) -> float:
+    """Loss at the weights of the analysis.
 
     Raises:
         TrainingDiverged: if it is NaN or infinite; names the pairs.
     """
     with measured_loss.measuring() as objective:
-        objective.checked(torch.tensor(objective.value()))
+        return float(objective.checked(torch.tensor(objective.value())))

@@ -171,7 +171,17 @@ def test_progress_is_told_after_each_product():
     found = lanczos(with_eigenvalues(indefinite()), 3, on_iteration=told.append)
     assert [progress.num_products for progress in told] == list(range(1, found.num_products + 1))
     assert told[-1].num_converged == told[-1].num_wanted == 3
-    assert told[-1].worst_error <= 1e-3
+    for progress in told:  # from the first product on
+        assert np.abs(indefinite().numpy() - progress.first).min() <= progress.first_error
+    assert (told[-1].first, told[-1].first_error) == (found.values[0], found.error_bounds[0])
+
+
+@pytest.mark.parametrize(("end", "truth"), [("largest", 10), ("smallest", -4), ("both", 10), ("magnitude", 10)])
+def test_progress_tells_the_first_value_of_the_end_that_is_searched(end, truth):
+    told: list[Progress] = []
+    lanczos(with_eigenvalues(indefinite()), 3, which=end, on_iteration=told.append)
+    assert told[-1].first == pytest.approx(truth, rel=1e-3)
+    assert f"{truth}" in told[-1].remark
 
 
 def test_a_warm_start_from_a_similar_matrix_saves_products():

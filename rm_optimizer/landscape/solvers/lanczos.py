@@ -124,13 +124,20 @@ class Progress:
         num_products: products spent.
         num_converged: number of wanted values within the tolerance.
         num_wanted: number of wanted values.
-        worst_error: largest relative residual of a wanted value.
+        first: first wanted value so far: the largest, or the smallest if only that end is searched.
+        first_error: its error bound.
     """
 
     num_products: int
     num_converged: int
     num_wanted: int
-    worst_error: float
+    first: float
+    first_error: float
+
+    @property
+    def remark(self) -> str:
+        """The products, and the value that is known by now."""
+        return f"{self.num_products} products, {self.first:.4g} ± {self.first_error:.1g} so far"
 
 
 def lanczos(
@@ -260,8 +267,8 @@ class Ritz:
         values: ascending.
         vectors: eigenvectors of the small matrix, one a column.
         residuals: residual of each value.
-        errors: each error bound without the rounding of products.
-        rounded: rounding error of the iteration's own arithmetic, for residuals and errors.
+        bounds: error bound of each value.
+        rounded: rounding error of the iteration's own arithmetic, for residuals and bounds.
         selected: positions of the wanted values, by descending value; fewer than wanted as long as the space is small.
         relative: residual of each value, relative to it or to a millionth of the largest.
         within: True for each value whose residual is within the tolerance, or that is 0 within `rounding`.
@@ -282,15 +289,16 @@ class Ritz:
         self.relative = (residuals + self.rounded) / np.maximum(magnitudes, least)
         has_neighbors = len(values) >= len(self.selected) + 2 or len(values) == operator.dimension
         sharper = np.minimum(residuals, _squared_over_gap(values, residuals)) if has_neighbors else residuals
-        self.errors = np.where(self.relative <= tolerance, sharper, residuals)
+        errors = np.where(self.relative <= tolerance, sharper, residuals)
+        self.bounds = errors + self.rounded + rounding(operator.dtype, values)
         self.within = (self.relative <= tolerance) | (magnitudes + residuals <= _EPSILONS * self.rounded)
         self.may_be_zero = magnitudes <= least
 
     def progress(self, wanted: int) -> Progress:
         """Progress towards that number of values."""
-        relative, num_within = self.relative[self.selected], int(self.within[self.selected].sum())
-        worst = float(relative.max(initial=0.0)) if len(relative) == wanted else np.inf
-        return Progress(self.state.num_products, num_within, wanted, worst)
+        first, num_within = self.selected[-(self.which == "smallest")], int(self.within[self.selected].sum())
+        value, error = float(self.values[first]), float(self.bounds[first])
+        return Progress(self.state.num_products, num_within, wanted, value, error)
 
     def is_done(self) -> bool:
         """True if all wanted values are within the tolerance, and no space after the first changed them.
@@ -329,7 +337,7 @@ class Ritz:
             values=torch.from_numpy(self.values[selected].copy()),
             vectors=state.basis.combine(weights),
             residuals=torch.from_numpy(self.residuals[selected] + rounded),
-            error_bounds=torch.from_numpy(self.errors[selected] + self.rounded + rounded),
+            error_bounds=torch.from_numpy(self.bounds[selected]),
             converged=tuple((converged[selected] & self._is_ranked()).tolist()),
             num_products=state.num_products,
             orthogonality_loss=orthogonality_loss(state.basis.rows()),
