@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9314,
+    "core": 9321,
     "serving": 4550,
     "landscape": 3905,
     "training": 3080,
     "rl_coupling": 2515,
-    "reporting": 2680,
-    "interfaces": 2432,
+    "reporting": 2682,
+    "interfaces": 2445,
     "experiments": 1686,
     "data_efficiency": 1650,
     "schema": 1144,
@@ -28,16 +28,16 @@ ROOMS: Mapping[str, int] = {
     "explanation": 942,
     "records": 836,
     "optim": 820,
-    "evaluation": 1200,
+    "evaluation": 1231,
     "modules at the top": 486,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6089,
-    "import lines inside functions": 382,
-    "lines of code": 38160,
+    "import lines": 6096,
+    "import lines inside functions": 383,
+    "lines of code": 38213,
     "private functions with one caller": 414,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -11,18 +11,21 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 
+from rm_optimizer.core.classifier.quantization import dtype_name
 from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.identity import scorer_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley_terry
 from rm_optimizer.core.pairs.pair import Prompt, digest
 from rm_optimizer.core.rows.natural import Texts, texts
+from rm_optimizer.core.storage.certificate import TurnedOrders
 from rm_optimizer.core.storage.model_files import TrainedOn, TrainedPairs
 from rm_optimizer.core.streaming.workers import map_chunks
 from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
@@ -40,10 +43,13 @@ from rm_optimizer.records.accelerator import fastest_device
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.files import as_path, held, write_text
 from rm_optimizer.records.ledger import open_ledger
+from rm_optimizer.records.orders import random_positions
 from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE, require_no_run
 
 CHUNK_RESPONSES = 256
 """Number of responses scored and saved together."""
+COMPARED_PROMPTS = 512
+"""Most prompts of which a pair is scored in float32 too."""
 
 
 def score_responses(
@@ -188,6 +194,7 @@ class Evaluation(JsonRecord):
         best_of_n: best-of-n selection; None if no pairs come from lists of at least three responses.
         num_skipped: number of rows of the sources that gave no pair.
         checkpoint: name of the model, as the caller gave it.
+        turned: pairs whose order the type of the weights turned; None for float32.
     """
 
     metrics: PairwiseMetrics
@@ -197,6 +204,7 @@ class Evaluation(JsonRecord):
     best_of_n: BestOfN | None
     num_skipped: int
     checkpoint: str
+    turned: TurnedOrders | None = None
 
     def entries(self) -> dict[str, Any]:
         """Entries of the metrics, and one for each other field."""
@@ -216,6 +224,7 @@ def evaluate_checkpoint(
     *,
     output_dir: str | os.PathLike[str] | None = None,
     max_length: int | None = None,
+    dtype: str | None = None,
     token_budget: int = 16384,
     num_bootstrap: int = 1000,
     seed: int = 0,
@@ -229,6 +238,7 @@ def evaluate_checkpoint(
         data: the pairs, as `evaluate_model` takes them.
         output_dir: folder for the files; None writes none.
         max_length: most tokens of a sequence; None means the stored number, or else the model's.
+        dtype: type of the weights, see `load_in`.
         token_budget: most tokens of one pass, padding included.
         num_bootstrap: number of resamples of prompts for the intervals.
         seed: seed of the resamples.
@@ -240,11 +250,17 @@ def evaluate_checkpoint(
             finite.
         ConfigError: if the model cannot read `max_length` tokens.
     """
-    model = BradleyTerryRM.from_pretrained(os.fspath(source), max_length=max_length)
-    model.to(fastest_device())
+
+    def load(dtype: str | None) -> BradleyTerryRM:
+        model = BradleyTerryRM.from_pretrained(os.fspath(source), max_length=max_length, dtype=dtype)
+        return model.to(fastest_device())
+
+    data = PreferenceDataset(data)
+    model, turned = load_in(dtype, load, data, token_budget=token_budget, seed=seed)
     return evaluate_model(
         model,
         data,
+        turned=turned,
         checkpoint=source,
         output_dir=output_dir,
         token_budget=token_budget,
@@ -253,6 +269,44 @@ def evaluate_checkpoint(
         by=by,
         thresholds=thresholds,
     )
+
+
+def load_in(
+    dtype: str | None,
+    load: Callable[[str | None], BradleyTerryRM],
+    data: PreferenceDataset,
+    *,
+    token_budget: int,
+    seed: int,
+) -> tuple[BradleyTerryRM, TurnedOrders | None]:
+    """A model in a type, and pairs whose order that type turns.
+
+    In half types a GPU scores several times as fast. One pair of each of at most `COMPARED_PROMPTS` prompts is first
+    scored in float32, by a model that is gone when the other one is loaded.
+
+    Args:
+        dtype: type of the weights: `float32`, `bfloat16` or `float16`; None is float32.
+        load: loads the model in a type.
+        data: the pairs.
+        token_budget: most tokens of one pass, padding included.
+        seed: seed of the choice of pairs.
+    """
+    if dtype in (None, "float32"):
+        return load(dtype), None
+    exact = load(None)
+    accepted = data.accepted_by(exact.renderer)
+    of_prompt = [*dict(zip(accepted.prompt_ids, accepted.pairs, strict=True)).values()]
+    places = random_positions(len(of_prompt), min(COMPARED_PROMPTS, len(of_prompt)), seed)
+    pairs = [of_prompt[place] for place in places]
+
+    def rewards(model: BradleyTerryRM) -> np.ndarray:
+        encoded = [model.encode([pair.prompt] * 2, (pair.chosen, pair.rejected)) for pair in pairs]
+        return model.score_encoded([*chain(*encoded)], token_budget=token_budget).numpy().reshape(-1, 2).T
+
+    in_float32 = rewards(exact)
+    del exact
+    model = load(dtype)
+    return model, TurnedOrders.of(dtype_name(model.model.dtype), in_float32, rewards(model))
 
 
 def evaluate_model(
@@ -267,6 +321,7 @@ def evaluate_model(
     by: Texts = (),
     thresholds: Iterable[float] = (),
     partial_dir: str | os.PathLike[str] | None = None,
+    turned: TurnedOrders | None = None,
     num_workers: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
@@ -283,6 +338,7 @@ def evaluate_model(
         by: columns of the pairs' metadata whose values are reported separately, in addition to source and subset.
         thresholds: rewards at which to report the rates of true and false positives.
         partial_dir: folder of the rewards so far, from which a repeated call continues; None means `output_dir`.
+        turned: pairs whose order the type of the weights turns, for the result.
         num_workers: actors on Ray that score, with one thread or one GPU each; None scores in this process.
         on_progress: function called with the number of responses done and the number of all.
 
@@ -326,6 +382,7 @@ def evaluate_model(
             best_of_n=best_of_n(pairs.pairs, chosen, rejected, num_bootstrap=num_bootstrap, seed=seed),
             num_skipped=len(pairs.skipped),
             checkpoint=source or "",
+            turned=turned,
         )
         if output_dir is not None:
             write_text(folder / METRICS_FILE, evaluation.to_json() + "\n")

@@ -6,7 +6,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
@@ -183,6 +183,9 @@ class SavedModel:
         str | None,
         Option("--input-form", help="Input form of a third-party model without a chat template: plain or pair."),
     ] = None
+    dtype: Annotated[
+        str | None, Option("--dtype", help="Type of the weights: float32, which is the default, bfloat16 or float16.")
+    ] = None
 
     def __post_init__(self) -> None:
         """Refuse a path that does not exist before torch is imported, which takes seconds."""
@@ -200,7 +203,7 @@ class SavedModel:
 
         try:
             model = BradleyTerryRM.from_pretrained(
-                self.checkpoint, max_length=self.max_length, input_form=self.input_form, seed=seed
+                self.checkpoint, max_length=self.max_length, input_form=self.input_form, dtype=self.dtype, seed=seed
             )
         except (ConfigError, ValueError) as error:
             text = str(error)
@@ -213,6 +216,10 @@ class SavedModel:
         found = devices()
         model.to(device or found[int(os.environ.get("LOCAL_RANK", 0)) % len(found)])
         return model
+
+    def load_as(self, dtype: str | None) -> BradleyTerryRM:
+        """Load the model with weights of a type."""
+        return replace(self, dtype=dtype).load()
 
 
 def follows(context: Context, loads: Sequence[Callable[[], Any]], other: int | None = None) -> bool:

@@ -200,6 +200,8 @@ def evaluation_rows(evaluation: Evaluation) -> dict[str, Cell]:
         )
     if equal := cut.num_identical_dropped:
         rows["equal responses"] = f"{equal:,} pairs have one sequence of tokens on both sides and count as ties"
+    if evaluation.turned is not None:
+        rows[f"order turned by {evaluation.turned.dtype}"] = str(evaluation.turned)
     if seen is None:
         rows["trained on"] = "unknown: nothing is recorded with the model"
     elif not seen.num_pairs_of_prompts:

@@ -6,6 +6,7 @@ import fcntl
 import io
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from scipy.stats import binom
 from torch import Tensor
 
 from rm_optimizer.core.data_loader import PreferenceDataset
@@ -22,14 +24,16 @@ from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.overlap import pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.storage.certificate import TurnedOrders
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation import saved_model
 from rm_optimizer.evaluation.pair_rewards import score_pairs
-from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_model
+from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_checkpoint, evaluate_model
 from rm_optimizer.records.files import held
+from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.tables import print_evaluation
 from tests.builders import narrow_reward_model
 
@@ -233,6 +237,34 @@ def test_a_length_that_nobody_chose_is_said(model: BradleyTerryRM, tmp_path: Pat
     finally:
         model.has_default_length = False
     assert "none, at 64 tokens (a default: the model records none; set --max-length)" in text
+
+
+def test_the_share_of_turned_orders_is_bounded_from_above():
+    exact, rounded = np.array([[1.0] * 50, [0.0] * 50]), np.array([[1.0] * 47 + [-1.0, -1.0, 0.0], [0.0] * 50])
+    found = TurnedOrders.of("bfloat16", exact, rounded)
+    assert (found.num_pairs, found.num_turned, found.largest_change) == (50, 3, 2.0)
+    assert binom.cdf(3, 50, found.at_most) == pytest.approx(0.05)  # so few are seen with 5 % where the share is larger
+    assert TurnedOrders.of("bfloat16", exact, exact).at_most == pytest.approx(1 - 0.05 ** (1 / 50))
+    assert TurnedOrders.of("bfloat16", exact, exact[::-1]).at_most == 1
+
+
+def test_an_evaluation_in_a_half_type_counts_what_it_turns(model: BradleyTerryRM, tmp_path: Path):
+    model.save_pretrained(tmp_path / "model")
+    exact, half = (
+        evaluate_checkpoint(tmp_path / "model", SHORT, dtype=dtype, output_dir=tmp_path / f"{dtype}", num_bootstrap=50)
+        for dtype in (None, "bfloat16")
+    )
+    margins = [
+        np.array([row.chosen - row.rejected for row in RunFolder(tmp_path / f"{dtype}").pair_rewards()])
+        for dtype in (None, "bfloat16")
+    ]
+    assert exact.turned is None
+    assert half.turned is not None
+    assert (half.turned.dtype, half.turned.num_pairs) == ("bfloat16", len(SHORT))
+    assert half.turned.num_turned == int((np.sign(margins[0]) != np.sign(margins[1])).sum())
+    assert 0 < half.turned.largest_change < 0.1
+    assert re.search(rf"order turned by bfloat16 *│ {half.turned.num_turned} of 6 pairs", printed(half))
+    assert Evaluation.from_json((tmp_path / "bfloat16" / "metrics.json").read_text()).turned == half.turned
 
 
 def test_groups_stay_within_their_source_and_rows_keep_their_own_id(model: BradleyTerryRM, tmp_path: Path):

@@ -18,7 +18,7 @@ from rm_optimizer.core.importing.layouts import save_for
 from rm_optimizer.core.importing.publishing import require_hub, upload, use_of, write_card
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.core.storage.certificate import ParityCertificate
+from rm_optimizer.core.storage.certificate import ParityCertificate, TurnedOrders
 from rm_optimizer.core.storage.export import save_adapter
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.codec import NOT_STORED, JsonRecord
@@ -32,9 +32,8 @@ class ExportedModel(JsonRecord, indent=2):
     Args:
         folder: folder of the export.
         dtype: type of its weights.
-        num_pairs: number of pairs on which it was compared with its source.
-        num_turned: pairs whose better response is another one in the export.
-        largest_change: largest change of a reward, after the normalization was taken back.
+        turned: pairs that the export orders otherwise than its source, after the normalization was taken back; None
+            without pairs.
         mean: mean of the source's rewards on the pairs, which was subtracted; None without normalization.
         deviation: their standard deviation, by which rewards were divided.
         use: sentence on its use by the project that it was written for.
@@ -44,9 +43,7 @@ class ExportedModel(JsonRecord, indent=2):
 
     folder: str
     dtype: str
-    num_pairs: int = 0
-    num_turned: int = 0
-    largest_change: float | None = None
+    turned: TurnedOrders | None = None
     mean: float | None = None
     deviation: float | None = None
     use: str | None = None
@@ -58,15 +55,11 @@ class ExportedModel(JsonRecord, indent=2):
         yield "type of the weights", self.dtype
         if self.certificate is not None:
             yield "largest difference of a reward after a reload", f"{self.certificate.max_difference:.2g}"
-        if self.mean is not None:
-            normalized = f"by mean {self.mean:.4g} and deviation {self.deviation:.4g} of {2 * self.num_pairs:,} rewards"
-            yield "normalized", normalized
-        if self.num_pairs:
-            yield (
-                "pairs whose better response is another one than in float32",
-                f"{self.num_turned:,} of {self.num_pairs:,}",
-            )
-            yield "largest change of a reward", f"{self.largest_change:.2g}"
+        if self.mean is not None and self.turned is not None:
+            num_rewards = f"{2 * self.turned.num_pairs:,} rewards"
+            yield "normalized", f"by mean {self.mean:.4g} and deviation {self.deviation:.4g} of {num_rewards}"
+        if self.turned is not None:
+            yield "order turned by the type of the weights", str(self.turned)
         if self.use is not None:
             yield "use", self.use
         if self.uploaded is not None:
@@ -119,7 +112,6 @@ def export_reward_model(
         rescale(model, 1 / deviation, -mean / deviation)
     after = before if model is exact and not normalize else _rewards(model, pairs)
     restored = after if mean is None or deviation is None else deviation * after + mean
-    turned = (before[0] > before[1]) != (restored[0] > restored[1])
     use = None
     if project is not None:
         certificate, use = save_for(project, model, Path(folder))
@@ -128,9 +120,7 @@ def export_reward_model(
     made = ExportedModel(
         folder=str(folder),
         dtype=certificate.dtype,
-        num_pairs=len(pairs),
-        num_turned=int(turned.sum()),
-        largest_change=float((restored - before).abs().max()) if pairs else None,
+        turned=TurnedOrders.of(certificate.dtype, before.numpy(), restored.numpy()) if pairs else None,
         mean=mean,
         deviation=deviation,
         use=use,

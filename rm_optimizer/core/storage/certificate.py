@@ -8,9 +8,11 @@ from itertools import accumulate
 
 import numpy as np
 from jaxtyping import Float
+from scipy.special import betaincinv
 
 from rm_optimizer.core.pairs.pair import Message, Prompt
 from rm_optimizer.errors import CheckpointError
+from rm_optimizer.records.codec import JsonRecord
 
 _STORY = "The lighthouse keeper counted the ships that passed, and wrote each name in a book that nobody read. "
 DEFAULT_PROBE: tuple[tuple[Prompt, str], ...] = (
@@ -172,3 +174,35 @@ def certify(
         device=device,
         scores=scores,
     )
+
+
+@dataclass(frozen=True)
+class TurnedOrders(JsonRecord):
+    """Pairs whose better response is another one with weights of fewer bits than float32.
+
+    Args:
+        dtype: type of the weights.
+        num_pairs: pairs that were scored in both types.
+        num_turned: of these, pairs whose order is another one.
+        at_most: upper end of the share of all such pairs whose order turns, with 95 % confidence if the pairs are
+            independent (Clopper & Pearson, 1934).
+        largest_change: largest change of a reward.
+    """
+
+    dtype: str
+    num_pairs: int
+    num_turned: int
+    at_most: float
+    largest_change: float
+
+    @classmethod
+    def of(cls, dtype: str, exact: Float[np.ndarray, "2 pairs"], rounded: Float[np.ndarray, "2 pairs"]) -> TurnedOrders:
+        """Compare the rewards of both sides of pairs in float32 and in another type."""
+        num_turned = int((np.sign(exact[0] - exact[1]) != np.sign(rounded[0] - rounded[1])).sum())
+        num_kept = exact.shape[1] - num_turned
+        at_most = float(betaincinv(num_turned + 1, num_kept, 0.95)) if num_kept else 1.0
+        return cls(dtype, exact.shape[1], num_turned, at_most, float(np.abs(rounded - exact).max()))
+
+    def __str__(self) -> str:
+        of_all = f"{self.num_turned:,} of {self.num_pairs:,} pairs, at most {self.at_most:.2g} of all"
+        return f"{of_all}; largest change of a reward {self.largest_change:.2g}"

@@ -100,7 +100,7 @@ def evaluate(
     import numpy as np
 
     from rm_optimizer.data_efficiency.votes import vote_calibration, votes_of
-    from rm_optimizer.evaluation.saved_model import evaluate_model
+    from rm_optimizer.evaluation.saved_model import evaluate_model, load_in
     from rm_optimizer.records.files import held
     from rm_optimizer.records.ledger import progress
     from rm_optimizer.records.run_folder import RunFolder
@@ -111,7 +111,13 @@ def evaluate(
     folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     with held(folder, "evaluation"):
         with filling(folder):
-            model = saved.load()
+            model, turned = load_in(
+                saved.dtype,
+                lambda dtype: replace(saved, dtype=dtype).load(),
+                data,
+                token_budget=token_budget,
+                seed=seed,
+            )
             with progress("evaluating", "responses") as show:
                 evaluation = evaluate_model(
                     model,
@@ -119,6 +125,7 @@ def evaluate(
                     checkpoint=saved.checkpoint,
                     output_dir=folder,
                     partial_dir=output or RESULTS,
+                    turned=turned,
                     token_budget=token_budget,
                     num_bootstrap=bootstrap,
                     seed=seed,
@@ -362,13 +369,15 @@ def _score_file(
 
     A JSON file beside the target describes the rewards. Returns the number of responses, and of cut ones.
     """
+    from rm_optimizer.core.classifier.quantization import dtype_name
     from rm_optimizer.core.model.identity import scorer_digest
     from rm_optimizer.evaluation.score_file import score_file
     from rm_optimizer.records.ledger import progress
 
     about: dict[str, str | int] = {"model": checkpoint}
     if isinstance(scorer, LocalScorer):
-        about |= {"model_digest": scorer_digest(scorer.model), "max_length": scorer.model.max_length}
+        dtype = dtype_name(scorer.model.model.dtype)
+        about |= {"model_digest": scorer_digest(scorer.model), "max_length": scorer.model.max_length, "dtype": dtype}
         by = ""
     else:
         about |= {"model_digest": scorer.digest(), "aggregation": scorer.aggregation}

@@ -40,7 +40,8 @@ def test_normalized_rewards_have_mean_zero_and_deviation_one(family: str, tmp_pa
     assert made.mean == pytest.approx(float(before.mean()), rel=1e-5)
     assert made.deviation == pytest.approx(float(before.std()), rel=1e-5)
     torch.testing.assert_close(after, (before - before.mean()) / before.std(), rtol=1e-4, atol=1e-5)
-    assert (made.num_pairs, made.num_turned) == (len(PAIRS), 0)
+    assert made.turned is not None
+    assert (made.turned.num_pairs, made.turned.num_turned) == (len(PAIRS), 0)
     assert (tmp_path / "out" / "modeling_reward.py").exists() == (family == "llama")
 
 
@@ -54,9 +55,10 @@ def test_a_half_type_counts_the_pairs_that_turn(tmp_path: Path):
         [half.score(prompts, [getattr(pair, side) for pair in PAIRS]) for side in ("chosen", "rejected")]
     )
     assert made.dtype == "bfloat16"
-    assert made.num_turned == int(((exact[0] > exact[1]) != (rounded[0] > rounded[1])).sum())
-    assert made.largest_change == pytest.approx(float((rounded - exact).abs().max()), rel=1e-4)
-    assert made.largest_change > 0
+    assert made.turned is not None
+    assert made.turned.num_turned == int(((exact[0] > exact[1]) != (rounded[0] > rounded[1])).sum())
+    assert made.turned.largest_change == pytest.approx(float((rounded - exact).abs().max()), rel=1e-4)
+    assert made.turned.largest_change > 0
 
 
 def test_the_adapter_of_a_run_is_that_of_its_best_checkpoint(tmp_path: Path):
