@@ -37,7 +37,7 @@ IN_USE = {
     "torch": {
         *("_apply", "_is_flat_param"),
         *("_ConvNd", "_NormBase", "_Options", "_devices", "_dynamo", "_foreach_add", "_foreach_add_", "_foreach_norm"),
-        *("_cdata", "_forward_hooks", "_subclasses"),
+        *("_cdata", "_compiled_call_impl", "_forward_hooks", "_subclasses"),
         *("_linear_pointwise", "_modules", "_pytree", "_reorder_linear_weight", "_timeout", "_version"),
     },
     "transformers": {

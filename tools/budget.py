@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9321,
+    "core": 9398,
     "serving": 4550,
     "landscape": 3905,
     "training": 3080,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6096,
+    "import lines": 6101,
     "import lines inside functions": 383,
-    "lines of code": 38213,
-    "private functions with one caller": 414,
+    "lines of code": 38290,
+    "private functions with one caller": 415,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -7,7 +7,11 @@ from __future__ import annotations
 
 import inspect
 import logging
+import threading
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from jaxtyping import Float, Int
@@ -188,8 +192,13 @@ def decoder_logits(
     pool = last_token if name is None else POOLING_HEADS[name]
     backbone = model.base_model
     accepted = inspect.signature(backbone.forward).parameters
-    extra = {"position_ids": mask_position_ids(attention_mask)} if "position_ids" in accepted else {}
-    hidden = backbone(input_ids=input_ids, attention_mask=attention_mask, use_cache=False, **extra).last_hidden_state
+    given: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
+    if "position_ids" in accepted:
+        given["position_ids"] = mask_position_ids(attention_mask)
+    if name is None and isinstance(model.score, nn.Linear) and computes_columns_alone(model):
+        pooled: Tensor = model.score(states_at(model, last_attended(attention_mask)[:, None], **given)[:, 0])
+        return pooled
+    hidden = backbone(**given).last_hidden_state
     states = pool(hidden, attention_mask)
     if isinstance(model.score, GatedHead):
         index = marker_index(input_ids, model.config.reward_head["marker"])
@@ -207,12 +216,116 @@ def decoder_logits(
 def packed_logits(model: PreTrainedModel, packed: PackedTrees) -> Float[Tensor, "sequences 1"]:
     """A decoder's `score` at the last token of each sequence of the trees, whose shared tokens are computed once."""
     masks = attention_masks(packed, model.config.get_text_config(), model.dtype)
-    backbone = model.base_model
-    hidden = backbone(
-        input_ids=packed.input_ids, position_ids=packed.position_ids, attention_mask=masks, use_cache=False
-    ).last_hidden_state
-    logits: Tensor = model.score(hidden.flatten(0, 1)[packed.last])
+    given = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": masks}
+    if computes_columns_alone(model):
+        rows = torch.arange(len(packed.input_ids))
+        row, column = packed.last // packed.input_ids.shape[1], packed.last % packed.input_ids.shape[1]
+        place = (row[:, None] == rows).cumsum(0).gather(1, row[:, None]).squeeze(1) - 1  # among the row's sequences
+        columns = torch.zeros(len(rows), int(place.max()) + 1, dtype=torch.long)
+        columns[row, place] = column
+        states = states_at(model, columns, use_cache=False, **given)[row, place]
+    else:
+        states = model.base_model(use_cache=False, **given).last_hidden_state.flatten(0, 1)[packed.last]
+    logits: Tensor = model.score(states)
     return logits
+
+
+class _KeysFound(Exception):
+    """A layer has computed its keys and values."""
+
+
+class _Keys:
+    """Cache of a layer that stops its first pass at the keys and values, which its second pass gets."""
+
+    def __init__(self, cache: Any) -> None:
+        self.cache = cache
+        self.found: Any = None
+
+    def update(self, *given: Any, **options: Any) -> Any:
+        """Keys and values of all tokens."""
+        if self.found is not None:
+            return self.found
+        self.found = given[:2] if self.cache is None else self.cache.update(*given, **options)
+        raise _KeysFound
+
+
+def states_at(
+    model: PreTrainedModel, columns: Int[Tensor, "rows columns"], **given: Any
+) -> Float[Tensor, "rows columns hidden"]:
+    """A decoder's final states at some columns of each row.
+
+    In inference on a CPU the last layer computes only keys and values of the other tokens, whose attention output and
+    MLP nothing reads, if the model `computes_columns_alone`.
+
+    Args:
+        model: the decoder.
+        columns: columns of the states.
+        given: arguments of the backbone.
+    """
+    if computes_columns_alone(model):
+        return _states_alone(model, columns, given)
+    rows = torch.arange(len(columns), device=columns.device)[:, None]
+    states: Tensor = model.base_model(**given).last_hidden_state[rows, columns]
+    return states
+
+
+def _states_alone(model: PreTrainedModel, columns: Tensor, given: dict[str, Any]) -> Tensor:
+    """`states_at` by a hook that calls the last layer for the keys and values, then lets it go on with the columns."""
+    thread, rows = threading.get_ident(), torch.arange(len(columns))[:, None]
+
+    def taken(values: Tensor) -> Tensor:
+        return values.expand(len(columns), *values.shape[1:])[rows, columns]
+
+    def select(layer: nn.Module, args: Any, options: dict[str, Any]) -> Any:
+        if threading.get_ident() != thread:  # this thread's passes alone
+            return None
+        keys, mask = _Keys(options["past_key_values"]), options["attention_mask"]
+        with suppress(_KeysFound):
+            layer.forward(*args, **options | {"past_key_values": keys})
+        changed = {"past_key_values": keys, "position_ids": taken(options["position_ids"])}
+        changed["position_embeddings"] = tuple(map(taken, options["position_embeddings"]))
+        changed["attention_mask"] = None if mask is None else taken(mask.transpose(1, 2)).transpose(1, 2)
+        return tuple(map(taken, args)), options | changed
+
+    hook = model.base_model.layers[-1].register_forward_pre_hook(select, with_kwargs=True)
+    try:
+        states: Tensor = model.base_model(**given).last_hidden_state
+    finally:
+        hook.remove()
+    return states
+
+
+_COMPUTES_COLUMNS_ALONE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+
+
+def computes_columns_alone(model: PreTrainedModel) -> bool:
+    """True in inference on a CPU if `states_at` gives a decoder's own states, which is tried once."""
+    if not torch.is_inference_mode_enabled() or model.device.type != "cpu":
+        return False
+    backbone = model.base_model  # whose hooks may read every token
+    is_read = any(each._forward_hooks for each in (backbone, *getattr(backbone, "layers", ())[-1:]))
+    if is_read or backbone._compiled_call_impl is not None:
+        return False
+    if model not in _COMPUTES_COLUMNS_ALONE:
+        _COMPUTES_COLUMNS_ALONE[model] = _gives_own_states(model)
+        if not _COMPUTES_COLUMNS_ALONE[model]:
+            say_once(
+                logging.INFO, f"the last layer of {type(model).__name__} computes every token, not the pooled ones"
+            )
+    return _COMPUTES_COLUMNS_ALONE[model]
+
+
+def _gives_own_states(model: PreTrainedModel) -> bool:
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
+    ids, columns = torch.arange(6).expand(2, 6), torch.tensor([[2, 5], [1, 3]])
+    given = {"input_ids": ids, "attention_mask": mask, "position_ids": mask_position_ids(mask), "use_cache": False}
+    try:
+        found = _states_alone(model, columns, given)
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):  # its layers have another form
+        return False
+    own = model.base_model(**given).last_hidden_state[torch.arange(2)[:, None], columns]
+    tolerance = 2**-5 if own.dtype in HALF else 1e-4
+    return found.shape == own.shape and bool((found - own).abs().max() <= tolerance * own.abs().max())
 
 
 def own_logits(

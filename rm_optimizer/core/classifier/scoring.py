@@ -27,11 +27,12 @@ from rm_optimizer.core.classifier.limits import check_window, default_max_length
 from rm_optimizer.core.classifier.pooling import (
     RewardHead,
     decoder_logits,
-    last_token,
+    last_attended,
     own_logits,
     packed_logits,
     pooling_head_of,
     pools_last_token,
+    states_at,
 )
 from rm_optimizer.core.classifier.router_loss import RouterBalance
 from rm_optimizer.core.metrics.estimate import require_finite
@@ -362,7 +363,7 @@ class SequenceScorer:
         model, device, depth = self.model.model, self.model.device, len(tree.prefix)
         cache = DynamicCache()
         prefix = torch.from_numpy(tree.prefix.astype(np.int64))[None].to(device)
-        model.base_model(input_ids=prefix, past_key_values=cache, use_cache=True)
+        states_at(model, torch.zeros_like(prefix[:, :1]), input_ids=prefix, past_key_values=cache, use_cache=True)
         most = max(1, CACHED_TOKENS // depth)
         batches = length_batches([len(branch) for branch in tree.branches], self.token_budget)
         for part in (batch[start : start + most] for batch in batches for start in range(0, len(batch), most)):
@@ -373,11 +374,13 @@ class SequenceScorer:
             for index, layer in enumerate(cache.layers):  # the copies share the memory until they grow
                 keys, values = (kept.expand(len(part), *kept.shape[1:]) for kept in (layer.keys, layer.values))
                 repeated.update(keys, values, index)
-            hidden = model.base_model(
+            states = states_at(
+                model,
+                last_attended(mask)[:, None].to(device),
                 input_ids=ids.to(device),
                 attention_mask=attended.to(device),
                 position_ids=positions.to(device),
                 past_key_values=repeated,
                 use_cache=True,
-            ).last_hidden_state
-            yield part, model.score(last_token(hidden, mask)).squeeze(-1).cpu()
+            )
+            yield part, model.score(states[:, 0]).squeeze(-1).cpu()

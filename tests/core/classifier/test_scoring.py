@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 import torch
 
+from rm_optimizer.core.classifier.pooling import computes_columns_alone
 from rm_optimizer.core.classifier.scoring import SequenceScorer, reuse_obstacle
 from rm_optimizer.core.model.features import features
 from rm_optimizer.core.tokens.prefix_trees import TREE_TOKENS
@@ -33,6 +36,47 @@ def test_shared_starts_give_the_rewards_of_sequences_apart(family, token_budget)
     assert reuse_obstacle(model) is None
     shared = SequenceScorer(model, token_budget).rewards(rows)
     np.testing.assert_allclose(shared, one_by_one(model, rows), atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_the_last_layer_computes_the_pooled_tokens_alone(family, attention):
+    model, rows = tiny_reward_model(family), sequences()
+    model.model.set_attn_implementation(attention)
+    with torch.no_grad():  # no inference mode: every layer computes every token
+        ids = [torch.from_numpy(row.astype(np.int64))[None] for row in rows]
+        expected = [float(model(row, torch.ones_like(row))) for row in ids]
+    layers = model.model.base_model.layers if hasattr(model.model.base_model, "layers") else []
+    seen = []
+    for layer in layers:
+        layer.mlp.register_forward_pre_hook(
+            lambda _, args, layer=layer: seen.append((layer, args[0].shape[:2].numel()))
+        )
+    for budget in (1, 64, 4096):
+        np.testing.assert_allclose(SequenceScorer(model, budget).rewards(rows), expected, atol=TOLERANCE)
+    with torch.inference_mode(), layers[-1].register_forward_hook(lambda *given: None) if layers else nullcontext():
+        assert not computes_columns_alone(model.model)  # a hook reads all of its output
+    if layers:
+        tokens = [sum(count for each, count in seen if each is layer) for layer in layers]
+        assert tokens[-1] < tokens[0] / 4
+
+
+@pytest.mark.parametrize("broken", ["mixes tokens", "has another form"])
+def test_a_last_layer_that_would_compute_otherwise_computes_every_token(broken):
+    model, rows = tiny_reward_model("llama"), sequences()
+    layer = model.model.base_model.layers[-1]
+    if broken == "mixes tokens":
+        layer.mlp.register_forward_hook(lambda _, args, output: output + args[0].cumsum(dim=1))
+    else:
+        layer.register_forward_pre_hook(
+            lambda _, args, options: (args, {**options, "position_ids": None}), with_kwargs=True
+        )
+    with torch.no_grad():
+        ids = [torch.from_numpy(row.astype(np.int64))[None] for row in rows]
+        expected = [float(model(row, torch.ones_like(row))) for row in ids]
+    with torch.inference_mode():
+        np.testing.assert_allclose(SequenceScorer(model, 1).padded(rows), expected, atol=TOLERANCE)
+        assert not computes_columns_alone(model.model)
 
 
 def test_an_encoder_is_scored_without_sharing():
