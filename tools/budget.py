@@ -14,17 +14,17 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9398,
+    "core": 9481,
     "serving": 4550,
     "landscape": 3905,
-    "training": 3080,
+    "training": 3083,
     "rl_coupling": 2515,
     "reporting": 2682,
     "interfaces": 2445,
     "experiments": 1686,
     "data_efficiency": 1650,
     "schema": 1144,
-    "doctor": 920,
+    "doctor": 921,
     "explanation": 942,
     "records": 836,
     "optim": 820,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6101,
+    "import lines": 6104,
     "import lines inside functions": 383,
-    "lines of code": 38290,
-    "private functions with one caller": 415,
+    "lines of code": 38377,
+    "private functions with one caller": 417,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

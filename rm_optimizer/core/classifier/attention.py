@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from jaxtyping import Bool
@@ -30,8 +30,9 @@ from transformers import (
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import flash_attention_mask, sdpa_mask
-from transformers.utils import is_flash_attn_2_available
+from transformers.masking_utils import bidirectional_mask_function, flash_attention_mask, sdpa_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.utils import is_flash_attn_2_available, is_tracing
 
 from rm_optimizer.core.tokens.padding import PackedTrees
 from rm_optimizer.errors import ConfigError, MissingExtra, did_you_mean
@@ -123,6 +124,121 @@ SWITCHES = {
 for switch in SWITCHES.values():
     AttentionInterface.register(switch.name, switch)
     AttentionMaskInterface.register(switch.name, switch.mask)
+
+UNPADDED = "sdpa_unpadded"
+"""Name of SDPA on a CPU whose padded sequences pass an encoder's layers as one row of tokens, without padding."""
+
+
+def unpadded_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attention within each sequence of a row, by a mask of `unpadded_mask`; SDPA for any other mask."""
+    if not _marks_tokens(attention_mask):
+        found: tuple[Tensor, Tensor | None]
+        found = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        return found
+    tokens, masks = _tokens(attention_mask), [None] * len(attention_mask)
+    if attention_mask.shape[2] > 1:
+        masks = [mask[kept][:, kept] for mask, kept in zip(attention_mask[:, 0].bool(), tokens, strict=True)]
+    lengths, options["is_causal"] = tokens.sum(dim=1).tolist(), False
+    sequences = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), masks, strict=True)
+    return torch.cat([sdpa_attention_forward(module, *each, **options)[0] for each in sequences], dim=1), None
+
+
+def unpadded_mask(
+    *, mask_function: Callable[..., Any], attention_mask: Tensor | None, device: torch.device, **options: Any
+) -> Tensor | None:
+    """SDPA's mask of padded sequences, on a CPU in uint8; (sequences, 1, 1, tokens) where all tokens see each other."""
+    plain: dict[str, Any] = {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
+    is_cpu = torch.device(device).type == "cpu" and options["q_length"] == options["kv_length"]
+    mask: Tensor | None
+    if attention_mask is None or not is_cpu or is_tracing(attention_mask) or bool(attention_mask.all()):
+        mask = sdpa_mask(**plain, **options)
+        return mask
+    sees_all = mask_function is bidirectional_mask_function
+    mask = attention_mask[:, None, None] if sees_all else sdpa_mask(**plain, **options)
+    return None if mask is None else mask.byte()
+
+
+AttentionInterface.register(UNPADDED, unpadded_attention)
+AttentionMaskInterface.register(UNPADDED, unpadded_mask)
+
+
+def _marks_tokens(value: object) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor) and value.ndim == 4 and value.dtype == torch.uint8
+
+
+def _tokens(mask: Tensor) -> Bool[Tensor, "sequences tokens"]:
+    """Mask of the tokens, which all attend to themselves."""
+    return (mask[:, 0, 0] if mask.shape[2] == 1 else mask[:, 0].diagonal(dim1=1, dim2=2)).bool()
+
+
+def _row(states: Tensor, tokens: Bool[Tensor, "sequences tokens"]) -> Tensor:
+    """Padded states in one row without padding."""
+    return states.expand(len(tokens), -1, -1).flatten(0, 1).index_select(0, tokens.flatten().nonzero()[:, 0])[None]
+
+
+def _into_row(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Hook before a layer: padded states and rotary angles become one row."""
+    mask = next(filter(_marks_tokens, (*args, *kwargs.values())), None)
+    if mask is None:
+        return None
+    tokens = _tokens(mask)
+    if args[0].shape[:2] == tokens.shape:
+        args = (_row(args[0], tokens), *args[1:])
+    if (angles := kwargs.get("position_embeddings")) is not None:
+        kwargs = kwargs | {"position_embeddings": tuple(_row(each, tokens) for each in angles)}
+    return args, kwargs
+
+
+def _out_of_row(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], states: Tensor) -> Tensor | None:
+    """Hook after the last layer: the row becomes padded states again, with zeros for padding."""
+    mask = next(filter(_marks_tokens, (*args, *kwargs.values())), None)
+    if mask is None:
+        return None
+    tokens = _tokens(mask)
+    padded = states.new_zeros(tokens.numel(), states.shape[-1])
+    return padded.index_copy(0, tokens.flatten().nonzero()[:, 0], states[0]).view(*tokens.shape, -1)
+
+
+def drop_padding(encoder: PreTrainedModel, read: Callable[[], Tensor], tolerance: float) -> bool:
+    """Let an encoder's layers compute no padding on a CPU, if its head then reads the same; True if they do.
+
+    Embeddings and head still see padded sequences, so that positions, token types and pooling are the model's own.
+    Passes on other devices, and those that are compiled or counted without data, are padded as before.
+
+    Args:
+        encoder: the model; it gets hooks and another attention.
+        read: the head's input for padded sequences of unlike lengths, computed by the encoder.
+        tolerance: largest relative change of it that counts as rounding.
+    """
+    backbone = encoder.base_model
+    layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
+    makes_masks = hasattr(inspect.getmodule(type(backbone)), "create_bidirectional_mask")
+    can_switch = encoder.config._attn_implementation == "sdpa" and encoder._can_set_attn_implementation()
+    if not (layers and makes_masks and can_switch):
+        return False
+    padded = read()
+    hooks = [layer.register_forward_pre_hook(_into_row, with_kwargs=True) for layer in layers]
+    hooks.append(layers[-1].register_forward_hook(_out_of_row, with_kwargs=True))
+    encoder.set_attn_implementation(UNPADDED)
+    try:
+        found = read()
+        if found.shape == padded.shape and float((found - padded).norm()) <= tolerance * float(padded.norm()):
+            return True
+    except (RuntimeError, IndexError, TypeError, ValueError):  # layers that take more than states, angles and mask
+        pass
+    encoder.set_attn_implementation("sdpa")
+    for hook in hooks:
+        hook.remove()
+    return False
+
+
+def drops_padding(model: PreTrainedModel) -> bool:
+    """True if passes of the model, where it is now, compute no padding."""
+    return str(model.config._attn_implementation) == UNPADDED and model.device.type == "cpu"
 
 
 CHAIN = ("flash_attention_2", "sdpa", "eager")

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
-from rm_optimizer.core.classifier.attention import choose_attention
+from rm_optimizer.core.classifier.attention import choose_attention, drops_padding
 from rm_optimizer.core.classifier.head import freeze_beside_text
 from rm_optimizer.core.classifier.heads import OWN_TYPE, with_head, with_token_types
 from rm_optimizer.core.classifier.limits import refuse_known
@@ -224,5 +224,7 @@ def compile_backbone(model: PreTrainedModel, *, backend: str = "inductor") -> No
         )
     # DDP's splitting of graphs at its buckets refuses higher-order operators: checkpointed layers, FlexAttention.
     torch._dynamo.config.optimize_ddp = False
+    if drops_padding(model):  # the number of tokens in each sequence would be part of the graph
+        model.set_attn_implementation("sdpa")
     model.base_model.compile(backend=backend, dynamic=True)
     _log.info("the backbone is compiled at its first passes, which take longer")

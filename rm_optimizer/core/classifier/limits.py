@@ -26,7 +26,7 @@ KNOWN = {
 }
 """`model_type`s whose rewards depend on their batch, and why; others are measured."""
 _SHORT, _LONG = 5, 9
-_TOLERANCE = {torch.float32: 1e-4, torch.float64: 1e-4}
+TOLERANCE = 1e-4
 """Relative change of the head's input that counts as rounding; half types round too much for this test."""
 
 
@@ -41,7 +41,6 @@ def refuse_known(config: PretrainedConfig) -> None:
         raise ConfigError(_sentence(config.model_type, reason))
 
 
-@torch.no_grad()
 def refuse_measured(
     name: str,
     rewards_of: Callable[[Int[Tensor, "sequences tokens"], Int[Tensor, "sequences tokens"]], Tensor],
@@ -50,7 +49,7 @@ def refuse_measured(
     num_tokens: int,
     pad_token_id: int,
     dtype: torch.dtype,
-) -> None:
+) -> Callable[[], Tensor] | None:
     """Refuse a model whose state of a sequence changes if a longer one is in its batch, with two passes of 23 tokens.
 
     The inputs of the head are compared, since a fresh head's rewards are all near zero. Nothing is measured in half
@@ -64,20 +63,31 @@ def refuse_measured(
         pad_token_id: id that fills masked positions.
         dtype: type of the backbone.
 
+    Returns:
+        A function that computes the head's inputs for both sequences again; None for a half type.
+
     Raises:
         ConfigError: if the state changes, or the model computes no rewards from token ids.
     """
-    if dtype not in _TOLERANCE:
-        return
-    seen: list[Tensor] = []
-    hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].detach()))
+    if dtype not in (torch.float32, torch.float64):
+        return None
     generator = torch.Generator().manual_seed(0)
     ids = [torch.randint(num_tokens, (length,), generator=generator).tolist() for length in (_SHORT, _LONG)]
     ids = [[token if token != pad_token_id else (token + 1) % num_tokens for token in row] for row in ids]
-    try:
-        for rows in (ids[:1], ids):
-            padded, mask = pad_sequences(rows, pad_token_id)
+
+    @torch.no_grad()
+    def read(count: int = len(ids)) -> Tensor:
+        seen: list[Tensor] = []
+        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        padded, mask = pad_sequences(ids[:count], pad_token_id)
+        try:
             rewards_of(padded.to(head.weight.device), mask.to(head.weight.device))
+        finally:
+            hook.remove()
+        return seen[0].flatten(1).double()
+
+    try:
+        alone, beside = read(1)[0], read()[0]
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -85,13 +95,11 @@ def refuse_measured(
         raise ConfigError(
             f"{name} computes no rewards from token ids alone ({reason}); correct its configuration or take another"
         ) from error
-    finally:
-        hook.remove()
-    alone, beside = (states.flatten(1)[0].double() for states in seen)
     beside = beside[: len(alone)]  # some heads read every token, those of the short sequence come first
     change = float((beside - alone).norm() / alone.norm().clamp(min=1e-30))
-    if not change <= _TOLERANCE[dtype] and bool(alone.isfinite().all()):
+    if not change <= TOLERANCE and bool(alone.isfinite().all()):
         raise ConfigError(_sentence(name, f"padding changes what it reads of a sequence by {change:.2g} of its length"))
+    return read
 
 
 def _sentence(name: str, reason: str) -> str:

@@ -12,8 +12,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from rm_optimizer.core.classifier.attention import drop_padding
 from rm_optimizer.core.classifier.building import LoadOptions, build_model, compile_backbone
-from rm_optimizer.core.classifier.limits import refuse_measured
+from rm_optimizer.core.classifier.limits import TOLERANCE, refuse_measured
 from rm_optimizer.core.classifier.pooling import pooling_head_of, set_pooling_head
 from rm_optimizer.core.classifier.quantization import computing_dtype, dtype_name
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel, SequenceScorer
@@ -181,7 +182,7 @@ class BradleyTerryRM(ClassifierRewardModel):
             pad_choice = from_values(PadChoice, recorded["pad_token"])
             if pad_choice.token_id == self.pad_choice.token_id:
                 self.pad_choice = pad_choice
-        refuse_measured(
+        read = refuse_measured(
             type(model).__name__,
             self,
             self.reward_head,
@@ -189,6 +190,8 @@ class BradleyTerryRM(ClassifierRewardModel):
             pad_token_id=self.pad_choice.token_id,
             dtype=computing_dtype(model),
         )
+        if read is not None and not self._reads_last_token:
+            drop_padding(model, read, TOLERANCE)
 
     @classmethod
     def from_pretrained(

@@ -18,6 +18,7 @@ import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
 
+from rm_optimizer.core.classifier.attention import drops_padding
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch
 from rm_optimizer.records.accelerator import memory_module, synchronize
@@ -81,6 +82,7 @@ class MemoryProfile(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: MacroBatch, batch_idx: int
     ) -> None:
         """Stop the clock and log the step."""
+        assert isinstance(pl_module, RunModule)
         device = pl_module.device
         synchronize(device)
         seconds = time.perf_counter() - self._started
@@ -89,7 +91,8 @@ class MemoryProfile(pl.Callback):
             names, peaks = GPU_MEMORY, (module.max_memory_allocated(device), module.max_memory_reserved(device))
         else:
             names, peaks = CPU_MEMORY, rss_bytes()
-        values = {"step_seconds": seconds} | dict(zip(names, peaks, strict=True)) | step_rates(batch, seconds)
+        values = {"step_seconds": seconds} | dict(zip(names, peaks, strict=True))
+        values |= step_rates(batch, seconds, drops_padding=drops_padding(pl_module.model.model))
         if self._flops is not None and self._peak_flops is not None:
             values["mfu"] = sum(map(self._flops.of_batch, batch.micro)) / seconds / self._peak_flops
         self.steps.append(values)
@@ -126,7 +129,7 @@ class MemoryProfile(pl.Callback):
         )
 
 
-def step_rates(batch: MacroBatch, seconds: float) -> dict[str, float]:
+def step_rates(batch: MacroBatch, seconds: float, *, drops_padding: bool = False) -> dict[str, float]:
     """Tokens and pairs a second of one step on this process's share of its pairs, and the share of padding.
 
     `tokens` counts computed tokens with padding. `real_tokens` counts both sequences of every pair. `unique_tokens`
@@ -135,15 +138,17 @@ def step_rates(batch: MacroBatch, seconds: float) -> dict[str, float]:
     Args:
         batch: the step's micro-batches.
         seconds: duration of the step.
+        drops_padding: True if the model computes no padding of the micro-batches.
     """
-    moved = sum(micro.num_padded_tokens for micro in batch.micro)
+    needed = sum(map(computed_tokens, batch.micro))
+    moved = needed if drops_padding else sum(micro.num_padded_tokens for micro in batch.micro)
     counts = {
         "tokens_per_second": moved,
         "real_tokens_per_second": sum(micro.num_tokens for micro in batch.micro),
         "unique_tokens_per_second": sum(micro.num_unique_tokens for micro in batch.micro),
         "pairs_per_second": sum(micro.num_pairs for micro in batch.micro),
     }
-    padding = 1 - sum(map(computed_tokens, batch.micro)) / moved if moved else 0.0
+    padding = 1 - needed / moved if moved else 0.0
     return {name: count / seconds for name, count in counts.items()} | {"padding_share": padding}
 
 

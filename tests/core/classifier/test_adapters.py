@@ -609,9 +609,10 @@ def test_a_base_in_four_bits_trains_saves_merges_and_reloads(family: str, tmp_pa
     assert save_adapter(model, tmp_path / "adapter").is_passed
     again = BradleyTerryRM.from_pretrained(tmp_path / "adapter")
     assert is_quantized(again.model)
-    assert torch.equal(again.score(PROMPTS, RESPONSES), rewards)
+    again_rewards = again.score(PROMPTS, RESPONSES)  # without padding on a processor, unlike those of `model`
+    torch.testing.assert_close(again_rewards, rewards)
     from_checkpoint = BradleyTerryRM.from_pretrained(lightning_checkpoint(model, tmp_path / "last.ckpt"))
-    assert torch.equal(from_checkpoint.score(PROMPTS, RESPONSES), rewards)
+    assert torch.equal(from_checkpoint.score(PROMPTS, RESPONSES), again_rewards)
     merges_exactly = not torch.cuda.is_available()  # a processor computes in float32
     assert model.save_pretrained(tmp_path / "merged").tolerance == (1e-4 if merges_exactly else 2.0**-2)
     assert not is_quantized(BradleyTerryRM.from_pretrained(tmp_path / "merged").model)

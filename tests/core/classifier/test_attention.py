@@ -28,11 +28,12 @@ from rm_optimizer.core.classifier.attention import (
     tree_block_mask,
     tree_mask,
 )
+from rm_optimizer.core.classifier.building import compile_backbone
 from rm_optimizer.core.classifier.pooling import decoder_logits, packed_logits
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.padding import PackedTrees, pack_trees, pad_sequences
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree
-from tests.builders import fresh_reward_model, tiny_model
+from tests.builders import encoder_tokenizer, fresh_reward_model, tiny_architecture, tiny_model
 
 PAD = 2
 WINDOWS = {"sliding_window": 5, "use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}
@@ -392,3 +393,122 @@ def test_sdpa_by_name_is_not_given_to_a_model_with_a_soft_cap(caplog: pytest.Log
     with caplog.at_level(logging.WARNING, logger="rm_optimizer"):
         assert choose_attention(config, "sdpa", torch.float32) == "eager"
     assert "sdpa: leaves out the model's soft cap (attn_logit_softcapping=50)" in caplog.text
+
+
+ROTARY = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
+UNPADDED: dict[str, dict[str, Any]] = {
+    **{family: tiny_architecture(family) for family in ("bert", "distilbert", "roberta")},
+    "electra": {"model_type": "electra", **ROTARY, "num_hidden_layers": 2, "embedding_size": 24},
+    "modernbert with windows": tiny_architecture("modernbert", num_hidden_layers=4, local_attention=6),
+    "modernbert, mean": tiny_architecture("modernbert", classifier_pooling="mean"),
+    "eurobert": {"model_type": "eurobert", **ROTARY, "num_hidden_layers": 2, "classifier_pooling": "mean"},
+    "nomic_bert": {"model_type": "nomic_bert", **ROTARY, "num_hidden_layers": 2},
+}
+LENGTHS = (23, 7, 1, 40, 12, 12)
+
+
+def encoder(case: str, *, dropout: bool = False) -> BradleyTerryRM:
+    fields = UNPADDED[case] | {"initializer_range": 0.3}
+    model = BradleyTerryRM.from_config(fields, encoder_tokenizer(), max_length=64, seed=0, dropout=dropout)
+    with torch.no_grad():
+        model.reward_head.weight.mul_(30)  # a fresh head's rewards are near zero
+    return model
+
+
+def padded_batch(lengths: tuple[int, ...] = LENGTHS) -> tuple[Tensor, Tensor]:
+    draws = np.random.default_rng(0)
+    return pad_sequences([draws.integers(5, 300, length).tolist() for length in lengths], 0)
+
+
+def rewards_and_gradient(model: BradleyTerryRM, kernel: str) -> tuple[Tensor, Tensor]:
+    model.model.set_attn_implementation(kernel)
+    rewards = model(*padded_batch())
+    gradient = torch.autograd.grad(rewards.square().sum(), list(model.parameters()), materialize_grads=True)
+    return rewards.detach(), torch.cat([each.flatten() for each in gradient])
+
+
+def assert_unpadded_equals_padded(model: BradleyTerryRM) -> None:
+    """In float32 both sums of 32 to 64 products round to 1e-6 of the whole; the aim is 1e-5."""
+    padded, unpadded = (rewards_and_gradient(model, kernel) for kernel in ("sdpa", attention.UNPADDED))
+    assert padded[0].std() > 1e-2
+    for ours, theirs in zip(unpadded, padded, strict=True):
+        assert float((ours - theirs).norm()) <= 1e-5 * float(theirs.norm())
+
+
+@pytest.mark.parametrize("case", UNPADDED)
+def test_an_encoder_without_padding_has_the_rewards_and_gradient_of_the_padded_pass(case: str):
+    model = encoder(case)
+    assert attention.drops_padding(model.model)
+    assert_unpadded_equals_padded(model)
+
+
+def test_layers_compute_the_tokens_alone_and_other_batches_as_before(monkeypatch: pytest.MonkeyPatch):
+    model, seen = encoder("bert"), list[tuple[int, ...]]()
+    layer = model.model.base_model.encoder.layer[1].output.dense
+    layer.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2])))
+    model(*padded_batch())
+    model(*padded_batch((9, 9)))  # without padding
+    monkeypatch.setattr(attention, "is_tracing", lambda tensor: True)
+    model(*padded_batch())
+    assert seen == [(1, sum(LENGTHS)), (2, 9), (len(LENGTHS), max(LENGTHS))]
+
+
+def test_tokens_masked_inside_a_sequence_are_left_out():
+    model = encoder("bert")
+    ids, mask = padded_batch((6, 9))
+    mask[0, 2] = 0
+    found = model(ids, mask)
+    model.model.set_attn_implementation("sdpa")
+    torch.testing.assert_close(found, model(ids, mask), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("case", ["bert", "modernbert with windows"])
+def test_layers_computed_again_have_no_padding_either(case: str):
+    model = encoder(case).train()
+    expected = rewards_and_gradient(model, attention.UNPADDED)
+    model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    for ours, theirs in zip(rewards_and_gradient(model, attention.UNPADDED), expected, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_dropout_is_drawn_without_padding_too():
+    model = encoder("distilbert", dropout=True).train()
+    first, second = model(*padded_batch()), model(*padded_batch())
+    assert attention.drops_padding(model.model)
+    assert not torch.allclose(first, second)
+
+
+def test_an_encoder_whose_layers_read_neighbors_is_padded():
+    """Each token reads the one before it, which in one row is another sequence's last one."""
+    model, batch = tiny_model("bert"), padded_batch()
+    for layer in model.base_model.encoder.layer:
+        shift = torch.nn.ZeroPad2d((0, 0, 1, -1))
+        layer.intermediate.register_forward_pre_hook(lambda _, inputs, shift=shift: inputs[0] + shift(inputs[0]))
+
+    def read() -> Tensor:
+        with torch.no_grad():
+            logits: Tensor = model(*batch).logits
+        return logits
+
+    expected = read()
+    assert not attention.drop_padding(model, read, 1e-4)
+    assert model.config._attn_implementation == "sdpa"
+    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in model.base_model.encoder.layer)
+    assert torch.equal(read(), expected)
+
+
+@pytest.mark.parametrize("family", ["xmod", "albert", "mpnet"])
+def test_encoders_that_cannot_leave_padding_out_keep_it(family: str):
+    """Adapters chosen by row; layers shared under another name; attention by relative positions."""
+    fields = {"languages": ["en_XX"], "default_language": "en_XX"} if family == "xmod" else {}
+    fields |= {"model_type": family, **ROTARY, "num_hidden_layers": 2, "max_position_embeddings": 130}
+    model = BradleyTerryRM.from_config(fields, encoder_tokenizer(), max_length=64, seed=0)
+    assert not attention.drops_padding(model.model)
+    assert model(*padded_batch()).isfinite().all()
+
+
+def test_decoders_and_compiled_encoders_keep_padding():
+    assert fresh_reward_model("llama").model.config._attn_implementation == "sdpa"
+    model = encoder("bert").model
+    compile_backbone(model, backend="eager")
+    assert not attention.drops_padding(model)

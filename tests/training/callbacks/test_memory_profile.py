@@ -91,6 +91,11 @@ def test_prompts_count_once_among_unique_tokens_and_padding_only_among_moved_one
     }
 
 
+def test_padding_that_a_model_drops_is_not_moved():
+    rates = step_rates(macro(padded([6, 8, 5, 5], shared=4)), seconds=0.5, drops_padding=True)
+    assert (rates["tokens_per_second"], rates["padding_share"]) == (24 / 0.5, 0)
+
+
 def test_a_packed_batch_moves_shared_prompts_once():
     rates = step_rates(macro(packed([6, 8, 5, 5], shared=4)), seconds=1.0)
     assert rates["real_tokens_per_second"] == 24
