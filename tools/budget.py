@@ -19,7 +19,7 @@ ROOMS: Mapping[str, int] = {
     "landscape": 3905,
     "training": 3083,
     "rl_coupling": 2515,
-    "reporting": 2682,
+    "reporting": 2685,
     "interfaces": 2445,
     "experiments": 1686,
     "data_efficiency": 1650,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6104,
-    "import lines inside functions": 383,
-    "lines of code": 38377,
+    "import lines": 6106,
+    "import lines inside functions": 386,
+    "lines of code": 38380,
     "private functions with one caller": 417,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
+from typing import TYPE_CHECKING
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -13,8 +14,6 @@ from rich.console import Console
 
 from rm_optimizer.experiments.compared_runs import read_runs
 from rm_optimizer.experiments.run_comparison import COSTS, ArmScores, RunComparison, RunScores, compare_runs
-from rm_optimizer.landscape.estimates.density import density_curve
-from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.document import Answer, Document, Drawing, Listing, Part
@@ -30,9 +29,11 @@ from rm_optimizer.reporting.figures import (
     series_line,
 )
 from rm_optimizer.reporting.html import sentence
-from rm_optimizer.reporting.landscape.spectrum import matrix_title
 from rm_optimizer.reporting.run_report import CHANCE_LOSS
 from rm_optimizer.reporting.tables import SCORE_NAMES, TextTable, print_tables
+
+if TYPE_CHECKING:
+    from rm_optimizer.landscape.spectrum import HessianSpectrum
 
 COMPARISON_FILE = "comparison.json"
 MATRICES = ("hessian", "gauss_newton", "fisher")
@@ -178,6 +179,10 @@ def spectra_of(runs: Sequence[RunScores]) -> dict[str, HessianSpectrum]:
         found: dict[str, HessianSpectrum] = {}
         for run in runs:
             path = RunFolder(Path(run.folder)).landscape(run.folder, matrix) / f"{matrix}.json"
+            if not path.is_file():
+                continue
+            from rm_optimizer.landscape.spectrum import HessianSpectrum  # imports torch
+
             try:
                 spectrum = HessianSpectrum.from_json(path.read_text(encoding="utf-8"))
             except (OSError, ValueError, TypeError):
@@ -258,6 +263,9 @@ def plot_spectra(spectra: Mapping[str, HessianSpectrum]) -> Figure:
     Args:
         spectra: spectra by run, all of one matrix and one selection of parameters.
     """
+    from rm_optimizer.landscape.estimates.density import density_curve
+    from rm_optimizer.reporting.landscape.spectrum import matrix_title
+
     first = next(iter(spectra.values()))
     sizes = sorted({spectrum.num_pairs for spectrum in spectra.values()})
     shown = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}, so not quite comparable"

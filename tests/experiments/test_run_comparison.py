@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -97,6 +99,18 @@ def test_the_result_is_read_back_and_its_rows_are_one_table(trained_runs):
     rows = found.rows()
     assert len({tuple(row) for row in rows}) == 1
     assert {row["level"] for row in rows} == {"run", "arm", "difference"}
+
+
+def test_stored_runs_are_compared_without_torch(trained_runs, tmp_path):
+    runs = [str(trained_runs / "adamw/0"), str(trained_runs / "muon/1")]
+    argv = ["rm-opt", "compare", *runs, "--output", str(tmp_path / "out"), "--bootstrap", "50"]
+    code = (
+        f"import sys\nfrom rm_optimizer.interfaces.entry import main\nsys.argv = {argv}\n"
+        "try:\n    main()\nfinally:\n    print({'torch', 'transformers', 'sklearn', 'sympy'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+    assert (tmp_path / "out" / "comparison.json").is_file()
 
 
 @pytest.fixture
