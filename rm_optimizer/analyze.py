@@ -268,7 +268,7 @@ def _log(options: AnalyzeConfig, finding: AnalysisResult[Any], folder: Path, fil
 
 
 def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
-    """Draw the curvature that the run measured during training, beside the Hessian's spectrum."""
+    """Draw the curvature that the run measured during training, next to the Hessian's spectrum."""
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.reporting.landscape.results import draw_training_curvature
     from rm_optimizer.reporting.run_report import has_training_curvature

@@ -44,7 +44,7 @@ class BaseRewardModel(nn.Module, Scorer):
 
     Args:
         model_name: name of the model, for the reader.
-        device: device to move to, where the subclass does so; None is that of the parameters.
+        device: device to move to, where the subclass does so; None is the parameters' device.
     """
 
     def __init__(self, model_name: str = "", device: str | torch.device | None = None) -> None:
@@ -89,6 +89,6 @@ class BaseRewardModel(nn.Module, Scorer):
         return found[0] if isinstance(responses, str) else found
 
     def score_pair(self, prompt: Prompt, response_a: str, response_b: str) -> float:
-        """Margin: reward of `response_a` less that of `response_b`."""
+        """Margin: reward of `response_a` less the reward of `response_b`."""
         rewards = self.score([prompt, prompt], [response_a, response_b])
         return float(rewards[0] - rewards[1])

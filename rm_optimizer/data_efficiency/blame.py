@@ -197,7 +197,7 @@ def groups_of_column(
     prompts: Sequence[str],
     seed: int,
 ) -> list[GroupBlame]:
-    """Influence of each group of a column, beside shuffled assignments of the groups."""
+    """Influence of each group of a column, compared with shuffled assignments of the groups."""
     known, member = np.unique(names, return_inverse=True)
     # prompts whose pairs all belong to one group are shuffled whole, since their pairs are not independent
     units = np.unique(np.array(prompts), return_inverse=True)[1]

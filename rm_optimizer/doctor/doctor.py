@@ -113,7 +113,7 @@ def diagnose(
         model: the model, on its device.
         data: data sets by name, of which two or more are compared for leaks; None checks only the model.
         seed: seed of samples, folds, random labels and bootstraps.
-        trained: record of the pairs that the model was trained on; None if there is none.
+        trained: record of the pairs that the model was trained on; None without one.
         max_pairs: most pairs, over all data sets, whose rewards are computed.
         max_audited_pairs: approximate number of pairs of each data set whose tokens are counted.
         token_budget: most tokens of one pass over pairs, padding included.
@@ -154,7 +154,7 @@ class Examination:
         model: the model.
         data: data sets by name.
         seed: seed of every random choice.
-        trained: record of the pairs that the model was trained on; None if there is none.
+        trained: record of the pairs that the model was trained on; None without one.
         max_pairs: most pairs, over all data sets, whose rewards are computed.
         max_audited_pairs: approximate number of pairs of each data set whose tokens are counted.
         token_budget: most tokens of one pass over pairs, padding included.

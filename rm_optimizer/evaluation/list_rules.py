@@ -43,7 +43,7 @@ class SuiteItem:
         prompt_id: identity of the prompt.
         responses: responses by their place in the row; of lists of better and worse ones, the better ones come first.
         edges: places of the better and the worse response of each decided comparison.
-        pairs: these comparisons as pairs, without those of equal or blank responses.
+        pairs: these comparisons as pairs, without equal or blank responses.
         is_second: True if the better response of a pair is the row's second one.
         group: group that the row belongs to.
         rule: name of the rule.

@@ -110,7 +110,7 @@ def layout_rows(path: Path, layout: Layout) -> Iterator[tuple[int, Row]]:
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
-    """Prompts of a file with a column `prompt`; other columns but those of its context are left alone.
+    """Prompts of a file with a column `prompt`; of other columns only its context is read.
 
     Raises:
         DataError: naming file and row, if the file or a row cannot be read or has no prompt.
@@ -139,7 +139,7 @@ def _hint(path: Path, rows: Sequence[Row], layout: Layout) -> Suggestion | None:
 
 
 def stored_rows(path: Path, encoding: str | None = None) -> Iterator[tuple[int, Row]]:
-    """Rows as they stand; one that cannot be read raises."""
+    """Rows as stored; one that cannot be read raises."""
     return read_rows(path, refusing(path), encoding)
 
 

@@ -116,7 +116,7 @@ class Trial:
 
     @property
     def result(self) -> TrialResult | None:
-        """The outcome; None if there is none yet."""
+        """The outcome; None before the end."""
         return self._stored(TrialResult, RESULT_FILE)
 
     @property

@@ -71,7 +71,7 @@ def explain_difference(
         max_length: most tokens of a sequence of models that are loaded; None takes the stored number.
 
     Raises:
-        ConfigError: if neither side is a model, a side is none of these, or a layout is given without a file.
+        ConfigError: if neither side is a model, a side is something else, or a layout is given without a file.
         CheckpointError: if a model cannot be loaded.
         DataError: if a file cannot be used.
     """
@@ -96,7 +96,7 @@ def explain_difference(
 
 
 def require_rewards(options: ServeOptions, served: Callable[..., Sequence[float]]) -> None:
-    """Compare the rewards that a server gives with those of its option `check`.
+    """Compare the rewards that a server gives with the file of its option `check`.
 
     Args:
         options: options of the server.

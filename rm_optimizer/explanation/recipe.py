@@ -43,7 +43,7 @@ class Recipe:
         generation: True to append the generation prompt.
         bos: number of BOS (or CLS) at the start.
         eos: `none`, `once`, `twice`, or `unblanked` for an EOS without the blanks after it.
-        tokenizer: `own`, `other` for that of the other side's folder, a part's name for that part alone, or `file`
+        tokenizer: `own`, `other` for the other side's folder, a part's name for that part alone, or `file`
             for `tokenizer.json` as it is, where transformers' class reads it otherwise.
         cut: `prompt` (this package's rule), `left`, `left_all` (BOS too), `right` or `right_end` (EOS is kept).
         pair: True to read prompt and response as the tokenizer's pair of texts.
@@ -77,7 +77,7 @@ class Recipe:
 
 
 class RecipeRenderer:
-    """Renderer of conversations by recipes; the ids of the default recipe are those of `ConversationRenderer`.
+    """Renderer of conversations by recipes; the default recipe gives the ids of `ConversationRenderer`.
 
     Args:
         renderer: rendering of the local copy.

@@ -106,7 +106,7 @@ def other_side(source: Any, renderer: ConversationRenderer, layout: object = Non
         layout: columns and parsed columns of a file, as the option `layout` has them.
 
     Raises:
-        ConfigError: if it is none of these.
+        ConfigError: if it is something else.
         DataError: if a file has no prompts, responses and rewards.
     """
     lead, end, tokenizer = "", "", renderer.tokenizer

@@ -17,7 +17,7 @@ class PairOrder:
     Args:
         name: name of the order, which the run's record keeps.
         positions: positions of the pairs of an epoch, counted from 0 in the data set; a pure function of the epoch,
-            counted from 0. A pair may stand more than once, but there are as many positions as pairs.
+            counted from 0. A pair may occur more than once, but there are as many positions as pairs.
 
     Example:
         >>> PairOrder("reversed", lambda epoch: range(3)[::-1]).identity

@@ -302,6 +302,6 @@ def _identity(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _recorded(folder: Path) -> dict[str, Any]:
-    """The options of the analysis in a folder; empty if there is none."""
+    """The options of the analysis in a folder; empty without one."""
     options = _json(folder / ANALYSIS_FILE).get("options")
     return options if isinstance(options, dict) and "checkpoint" in options else {}

@@ -120,7 +120,7 @@ def blame_document(found: Blame) -> Document:
 
 
 def blame_answer(found: Blame) -> Answer:
-    """The groups that stand out, in a sentence."""
+    """The groups that depart from the others, in a sentence."""
     stand_out = [group for group in found.groups if group.p_value < _SUSPECT]
     if not stand_out:
         return Answer("open", "No group of training pairs stands out", (_scale(found),))

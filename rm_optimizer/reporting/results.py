@@ -1,4 +1,4 @@
-"""Figure of each kind of result, which `result.plot()` returns, and those of rewards that steer a policy."""
+"""Figure of each kind of result, which `result.plot()` returns, and figures of rewards that steer a policy."""
 
 from __future__ import annotations
 

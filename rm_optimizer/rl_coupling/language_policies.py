@@ -149,10 +149,10 @@ class VLLMPolicy:
 
 
 def plain_turns(prompt: Prompt) -> list[dict[str, Any]]:
-    """The prompt's messages as TRL's trainers take them, which take nothing beside them.
+    """The prompt's messages as TRL's trainers take them, which take nothing else.
 
     Raises:
-        ValueError: if the prompt has tools or other values beside its messages.
+        ValueError: if the prompt has tools or other values in addition to its messages.
     """
     context, messages = split_context(as_messages(prompt))
     if context:

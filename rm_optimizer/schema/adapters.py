@@ -1,6 +1,6 @@
 """Options of adapters: full fine-tuning, LoRA, or LoRA on a base in four bits.
 
-No tuned number stands here; the presets in `configs/adapter` own them, each with its source.
+No tuned number is here; the presets in `configs/adapter` own them, each with its source.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class AdapterKind(StrEnum):
     none = "none"
     """Every weight."""
     lora = "lora"
-    """Low-rank factors beside frozen matrices (Hu et al., 2021, arXiv 2106.09685)."""
+    """Low-rank factors on frozen matrices (Hu et al., 2021, arXiv 2106.09685)."""
     qlora = "qlora"
     """The same, the frozen matrices stored in four bits (Dettmers et al., 2023, arXiv 2305.14314)."""
 

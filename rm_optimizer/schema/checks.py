@@ -34,7 +34,7 @@ class Options:
     """Options of one group, each number in the interval of its field.
 
     Args:
-        group: name before the options, as the user types it; empty for those of the whole run.
+        group: name before the options, as the user types it; empty for options of the whole run.
 
     Raises:
         ConfigError: if a number lies outside.

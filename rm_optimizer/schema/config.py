@@ -30,7 +30,7 @@ class Attention(StrEnum):
 
 
 class WeightType(StrEnum):
-    """Type of the weights of a base model; those of its head and of an adapter are float32 in any case."""
+    """Type of the weights of a base model; its head and an adapter are float32 in any case."""
 
     float32 = "float32"
     bfloat16 = "bfloat16"
@@ -325,7 +325,7 @@ class LoggerConfig(Options, group="logger"):
     name: str | None = needing("wandb", None)
     """Name of the run in W&B; null takes the run folder's name."""
     group: str | None = needing("wandb", None)
-    """W&B group of the run, such as that of a study."""
+    """W&B group of the run, such as a study's."""
     tags: list[str] = needing("wandb", list)
     """W&B tags of the run, each of 1 to 64 characters: [baseline, seed0]."""
     log_model: bool = needing("wandb", True)

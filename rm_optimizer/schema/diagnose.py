@@ -134,7 +134,7 @@ def _value_sentence(error: OmegaConfBaseException, overrides: Sequence[str]) -> 
 
 
 def unknown_option(option: str, root: DictConfig) -> str:
-    """Did-you-mean among the options beside it, or else among those of the same name elsewhere.
+    """Did-you-mean among the options of its group, or else among options of the same name elsewhere.
 
     An option of another library is answered with its counterpart.
     """

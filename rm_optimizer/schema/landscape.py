@@ -73,7 +73,7 @@ class DirectionKind(StrEnum):
 
 
 class Split(StrEnum):
-    """Pairs to draw from: those of training, its validation pairs, or all of `data.train`."""
+    """Pairs to draw from: training pairs, validation pairs, or all of `data.train`."""
 
     train = "train"
     val = "val"

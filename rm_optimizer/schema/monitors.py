@@ -30,7 +30,7 @@ DIRECTIONS = {
 }
 """Direction in which each metric is better."""
 UNDIRECTED = ("val/margin_std", "val/reward_mean", "val/reward_std", "val/temperature")
-"""Metrics without a better direction of their own; `training.mode` must set it."""
+"""Metrics without a better direction; `training.mode` must set it."""
 _OF_ALL = {"val/loss", "val/score_mse", "val/score_spearman"}
 _OF_GROUPS = "|".join(name.removeprefix("val/") for name in (*DIRECTIONS, *UNDIRECTED) if name not in _OF_ALL)
 OF_A_GROUP = re.compile(rf"val/(?P<column>source|subset)/(?P<group>.+)/(?P<metric>{_OF_GROUPS})")

@@ -1,6 +1,6 @@
 """Options of optimizers and schedules: one dataclass for each registered name.
 
-No tuned number stands here; the presets in `configs/optimizer` own them, each with its source.
+No tuned number is here; the presets in `configs/optimizer` own them, each with its source.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class ShampooConfig(OptimizerConfig):
     block_size: int = within("[1, inf)", MISSING)
     """Side of the blocks that a matrix is divided into."""
     start_step: int = within("[1, inf)", MISSING)
-    """First step with preconditioning; earlier steps are those of the graft."""
+    """First step with preconditioning; earlier steps are the graft's."""
     precondition_frequency: int = within("[1, inf)", MISSING)
     """Steps between computations of the inverse roots."""
 

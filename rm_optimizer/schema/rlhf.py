@@ -40,7 +40,7 @@ class RLHFConfig(Options, group="rlhf"):
     server: str | None = None
     """Reward server that scores with the weights of the single reward model."""
     gold: str | None = None
-    """Judge of the responses: a reward model, or world; null takes the world's for its own policy, else none."""
+    """Judge of the responses: a reward model, or world; null takes the world for its own policy, and else no judge."""
     algorithm: PolicyAlgorithm = PolicyAlgorithm.grpo
     """grpo (rewards standardized within each prompt's group) or rloo (less the mean of the others)."""
     steps: int = within("[1, inf)", MISSING)
@@ -83,7 +83,7 @@ class RLHFConfig(Options, group="rlhf"):
 
 @dataclass(kw_only=True)
 class RLHFRunConfig(TrainConfig):
-    """All options of `rm-opt rlhf`: those of a reward model's run, and those of the policy."""
+    """All options of `rm-opt rlhf`: a reward model's run, and the policy."""
 
     rlhf: RLHFConfig = MISSING
 

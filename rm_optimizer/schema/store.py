@@ -37,7 +37,7 @@ GROUPS = {
 
 
 def read_rate(config: DictConfig) -> str:
-    """Name of the model's learning rate that a composed configuration reads: that of LoRA factors with an adapter."""
+    """Name of the model's learning rate that a composed configuration reads: LoRA factors' with an adapter."""
     kind = OmegaConf.select(config, "adapter.kind", default=AdapterKind.none)
     return "adamw_lr" if kind == AdapterKind.none else "lora_lr"
 

@@ -87,7 +87,7 @@ class EngineDescription:
         tensors: names of the tensors that an update must bring, by mode.
         tokenizer_folder: folder with the model's tokenizer; empty if none was requested.
         identity: `ConversationRenderer.identity` of the model.
-        export: the checkpoint's `export.json` with certificate and reward statistics; empty if there is none.
+        export: the checkpoint's `export.json` with certificate and reward statistics; empty without one.
     """
 
     engine: str

@@ -46,7 +46,7 @@ class ServeOptions:
     ] = None
     update_key: Annotated[
         str | None,
-        Option("--update-key", envvar="RM_OPT_UPDATE_KEY", help="Key of weight updates; by default that of --api-key."),
+        Option("--update-key", envvar="RM_OPT_UPDATE_KEY", help="Key of weight updates; by default --api-key."),
     ] = None
     takes_updates: Annotated[bool, Option("--updates/--no-updates", help="Accept or refuse weight updates.")] = True
     transports: Annotated[

@@ -128,7 +128,7 @@ WireMessages: TypeAlias = Annotated[list[WireMessage], Field(fail_fast=True, max
 
 
 class TemplateValues(RequestModel):
-    """Values that the chat template reads beside messages, as `apply_chat_template` takes them."""
+    """Values that the chat template reads with the messages, as `apply_chat_template` takes them."""
 
     tools: list[dict[str, Any]] | None = None
     documents: list[dict[str, Any]] | None = None

@@ -275,7 +275,7 @@ def _skeleton(config: TrainConfig, train: PreferenceDataset) -> BradleyTerryRM:
 
 
 def _backward_bytes(model: BradleyTerryRM, batch: AnyPairBatch) -> tuple[int, int] | tuple[None, None]:
-    """Bytes that a backward pass needs, and those of one layer; None if the forward pass reads values of tensors."""
+    """Bytes that a backward pass needs, and one layer's; None if the forward pass reads values of tensors."""
     recomputed: list[Any] = [each for each in model.modules() if getattr(each, "gradient_checkpointing", False)]
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     torch_log.disabled = True  # it logs the stack of the error that is caught here

@@ -64,7 +64,7 @@ class LoadOptions:
         revision: hub revision.
         trust_remote_code: run modeling code that the checkpoint brings.
         dtype: type of the backbone's weights; the head is float32 or better.
-        quantize: store the backbone's matrices in four bits; only for training a LoRA adapter beside them.
+        quantize: store the backbone's matrices in four bits; only for training a LoRA adapter on them.
         new_head: accept a source without a trained reward head and draw a new one, to train it.
     """
 
@@ -79,7 +79,7 @@ class LoadOptions:
 
 
 def read_config(location: str, options: LoadOptions) -> PretrainedConfig:
-    """Configuration of a stored model; of one with a head of its own, its backbone's with `reward_head`."""
+    """Configuration of a stored model; if it has another head, its backbone's with `reward_head`."""
     stored, _ = PretrainedConfig.get_config_dict(location, revision=options.revision)
     kind, trusted = stored.get("model_type"), options.trust_remote_code
     if kind not in CONFIG_MAPPING and kind != OWN_TYPE and "auto_map" in stored and not trusted:

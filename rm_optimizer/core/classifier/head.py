@@ -84,7 +84,7 @@ def head_side_modules(model: PreTrainedModel) -> tuple[str, ...]:
 def parts_beside_text(model: PreTrainedModel) -> tuple[str, ...]:
     """Dotted names of the backbone's modules and parameters outside its text model, poolers excluded.
 
-    There are none in a model that reads text only.
+    A model that reads text only has no such layers.
     """
     if model.config.get_text_config() is model.config:
         return ()
@@ -143,7 +143,7 @@ def require_trained_head(
         unread: names of the stored weights that the model has no place for.
 
     Raises:
-        CheckpointError: if the head has another form, weights were drawn at random, or those of the head were trained
+        CheckpointError: if the head has another form, weights were drawn at random, or the head's were trained
             for another task.
     """
     task = next((task for name in model.config.architectures or () for task in OTHER_TASKS if task in name), None)

@@ -60,7 +60,7 @@ def keep_packing(model: PreTrainedModel) -> PreTrainedModel:
     """Keep matrices in four bits as they were read.
 
     At the first evaluation on a processor with AVX512-BF16, bitsandbytes (0.50) repacks them for a kernel in bfloat16,
-    after which rewards differ from those of training in the second digit.
+    after which rewards differ from training's in the second digit.
     """
     for module in filter(is_packed, model.modules()):
         module.support_avx512bf16_for_cpu = False

@@ -19,7 +19,7 @@ class RouterBalance:
 
     `E sum_e f_e P_e` over the `E` experts, with `f_e` the routed assignments to an expert for each token and `P_e` its
     mean router probability, over the tokens of all layers that are no padding (Fedus et al., 2021, arXiv:2101.03961,
-    Eq. 4-6). The value is that of the family's own function in `transformers`; balanced routing gives the number of
+    Eq. 4-6). The family's own function in `transformers` gives this value; balanced routing gives the number of
     experts for each token.
 
     Args:

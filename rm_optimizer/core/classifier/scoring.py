@@ -293,7 +293,7 @@ class SequenceScorer:
     ) -> Iterator[tuple[list[list[int]], Float[Tensor, " rows"]]]:
         """Compute the different sequences pass by pass, and yield each one's places in `sequences` and its reward.
 
-        The passes depend on the set of sequences alone, not on their order. The arguments are those of `rewards`.
+        The passes depend on the set of sequences alone, not on their order. The arguments are as in `rewards`.
         """
         places: dict[bytes, list[int]] = {}
         for place, sequence in enumerate(sequences):

@@ -49,9 +49,9 @@ class Head:
         form: its form in words.
         names: stored names of its tensors.
         weights: matrix of each layer in float64, the last of shape (1, …).
-        biases: bias of each layer in float64, zero where there is none.
+        biases: bias of each layer in float64, zero without one.
         activation: function between the layers.
-        gate: settings of a gated head, whose first matrix is that of the objectives; empty for others.
+        gate: settings of a gated head, whose first matrix has the objectives; empty for others.
     """
 
     form: str

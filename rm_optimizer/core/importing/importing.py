@@ -86,7 +86,7 @@ class ImportedModel(JsonRecord, indent=2):
         source: where it comes from.
         form: form in which it was stored.
         head: stored names of the head's tensors.
-        prefix: what stood before the backbone's names.
+        prefix: text before the backbone's names.
         normalization: what was folded into the head, in words; None if nothing.
         factor: factor of the stored head's output.
         constant: constant of the reward, the head's bias included, of a decoder's linear head.
@@ -141,7 +141,7 @@ def import_reward_model(
 ) -> ImportedModel:
     """Bring a reward model of other software into a certified folder, with the same rewards.
 
-    The form is found by names and shapes of the stored tensors. A linear head becomes that of a plain classifier, with
+    The form is found by names and shapes of the stored tensors. A linear head becomes a plain classifier's, with
     bias, mean and deviation folded in. Any other head, and a constant that a decoder's classifier has no place for,
     becomes a folder with its own code (`modeling_reward.py`). Modeling code of the source never runs.
 
@@ -263,10 +263,10 @@ def _is_copy(name: str, tensor: StoredTensor, backbone: Mapping[str, StoredTenso
 
 
 def _tokenizer(base: Path, staging: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, read beside a configuration that names no code; code of its own only fills its files.
+    """The model's tokenizer, read with a configuration that names no code; its code only fills its files.
 
     Raises:
-        CheckpointError: if it cannot be read, or not without code of its own.
+        CheckpointError: if it cannot be read, or only by its own code.
     """
     for file in base.iterdir():
         is_code = trust_remote_code and file.suffix == ".py"
@@ -326,7 +326,7 @@ def _plain_config(stored: StoredModel) -> PretrainedConfig:
 
 
 def _settled(head: Head, *, drop_constant: bool) -> tuple[dict[str, Any] | None, dict[str, Tensor]]:
-    """Settings of a head of its own, None for a plain linear one, and its weights by name."""
+    """Settings of a separate head, None for a plain linear one, and its weights by name."""
     layers = list(zip(head.weights, head.biases, strict=True))
     if head.gate:
         (objectives, _), *gate, (total, _) = layers
@@ -357,7 +357,7 @@ def _named(stem: str, layers: Sequence[tuple[Tensor, Tensor]]) -> dict[str, Tens
 def _own_head(
     skeleton: PreTrainedModel, rest: Mapping[str, StoredTensor], factor: float, constant: float, logit: str | None
 ) -> dict[str, Tensor]:
-    """The head of a classifier whose class has one of its own, such as an encoder's, with one scaled output."""
+    """The head of a classifier whose class defines one, such as an encoder's, with one scaled output."""
     final = head_name(skeleton)
     if lost := sorted({f"{final}.{kind}" for kind in ("weight", "bias")} - rest.keys()):
         raise CheckpointError(
@@ -411,5 +411,5 @@ def _require_read_end(record: ImportedModel, model: BradleyTerryRM, pad_id: int 
 
 
 def _reads_before_pad(record: ImportedModel) -> bool:
-    """True for DeepSpeed-Chat's and Starling's `v_head` beside `rwtransformer` or `transformer`."""
+    """True for DeepSpeed-Chat's and Starling's `v_head` next to `rwtransformer` or `transformer`."""
     return record.head == ("v_head.weight",) and record.prefix.endswith("transformer.")

@@ -124,7 +124,7 @@ def _earlier_names(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
 
 
 def _with_value_head(model: BradleyTerryRM, folder: Path) -> ParityCertificate:
-    """Write a causal model, whose output layer is its embedding, and the head in a file of its own."""
+    """Write a causal model, whose output layer is its embedding, and the head in another file."""
     folder, head = replaceable(folder), model.reward_head
     classifier = merged_model(model.model) if has_adapter(model.model) else model.model
     config = copy.deepcopy(classifier.config)

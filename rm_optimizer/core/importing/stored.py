@@ -131,7 +131,7 @@ def _from_files(folder: Path, work: Path) -> Iterator[tuple[str, StoredTensor]]:
 
 
 def has_other_weights(folder: Path) -> bool:
-    """True if an adapter's folder holds weights beside it, such as a value head."""
+    """True if an adapter's folder holds further weights, such as a value head."""
     known = ("adapter_model", *_OTHER_FILES)
     return any(not file.name.startswith(known) for kind in ("*.bin", "*.safetensors") for file in folder.glob(kind))
 

@@ -133,7 +133,7 @@ def paired_effect(
 ) -> Estimate:
     """Mean over seeds of `worse`'s score less `better`'s (accuracy: the other way round), paired throughout.
 
-    The variance of the prompts is the jackknife's over prompts of the mean over seeds, that of the seeds the variance
+    The variance of the prompts is the jackknife's over prompts of the mean over seeds; the seeds' is the variance
     between their own effects; see `PairedScores`. One seed has no variance: its interval, if requested, is over prompts
     for the given models.
 

@@ -50,7 +50,7 @@ class PairColumns:
         rejected: rewards of the other responses.
         label: probability that `chosen` is the better one, in [0, 1].
         weight: number of pairs that each counts for, positive.
-        length_gap: length of the preferred response less that of the other; 0 if lengths are unknown.
+        length_gap: length of the preferred response less the other's; 0 if lengths are unknown.
         cluster: index of the pair's prompt, rising from 0 without gaps.
         position: position of the caller's pair i in these columns.
     """
@@ -122,7 +122,7 @@ _BOUNDS = {"accuracy": (0.0, 1.0), "brier": (0.0, 1.0), "longer_wins": (0.0, 1.0
 class PairwiseMetrics(JsonRecord):
     """Agreement of rewards with preferences; shares and means are weighted by the pairs' weights.
 
-    The *margin* of a pair is the reward of the better response less that of the other, by label; pairs labeled 0.5
+    The *margin* of a pair is the reward of the better response less the other's, by label; pairs labeled 0.5
     have no better response and count only in NLL, Brier score and calibration. With P = sigmoid(beta * margin),
     `accuracy = 1 - negative_margin_rate - tie_rate / 2`.
 
@@ -246,7 +246,7 @@ def evaluate_pairs(
         prompt_ids: prompt of each pair; pairs of one prompt are resampled together.
         label: probability that `chosen` is the better one, in [0, 1], so below 0.5 `rejected` is; none is 1.
         weight: number of pairs that each counts for, positive; none is 1.
-        length_gap: length of the preferred response less that of the other, for the length baseline.
+        length_gap: length of the preferred response less the other's, for the length baseline.
         groups: columns to report separately, each with a value for every pair (`{"source": […]}`).
         thresholds: rewards at which to report the rates of true and false positives, over all pairs.
         num_bootstrap: resamples; 0 gives standard errors only, for quick evaluations.
@@ -315,7 +315,7 @@ def _sides(pairs: PairColumns) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _margin(pairs: PairColumns) -> np.ndarray:
-    """Reward of the better response less that of the other; 0 for a pair labeled 0.5."""
+    """Reward of the better response less the other's; 0 for a pair labeled 0.5."""
     return np.asarray(np.sign(pairs.label - 0.5) * (pairs.chosen - pairs.rejected))
 
 

@@ -77,7 +77,7 @@ def loss_named(name: str) -> PairLoss:
     """The loss that `loss.name` means: a registered one, or the function of `module:function`.
 
     Raises:
-        ConfigError: if it is unknown, or the function is none that `register_loss` accepts.
+        ConfigError: if it is unknown, or `register_loss` does not accept the function.
     """
     return _imported(name) if ":" in name else LOSSES[name]
 

@@ -291,7 +291,7 @@ class BradleyTerryRM(ClassifierRewardModel):
             folder: folder of the export, which may replace an earlier export and nothing else.
             probe: prompts and responses to compare on; None takes a fixed set.
             statistics: statistics of the rewards on validation data (mean, std, …), JSON values.
-            beside: files to copy into the folder.
+            beside: further files to copy into the folder.
 
         Raises:
             CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.

@@ -21,7 +21,7 @@ from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.locations import ADAPTER_FILE
 
 MOST_OWN_SHARE = 0.5
-"""Largest share of a model's bytes that a further model may have of its own; above it, sharing saves nothing."""
+"""Largest share of a model's bytes that a further model may not share; above it, sharing saves nothing."""
 
 
 class SharedBackbone:

@@ -363,7 +363,7 @@ _SENTENCE = 5
 def unread_notes(source: DataSource, form: RowFormat, rows: Sequence[Row]) -> Iterator[str]:
     """Sentences on text that spells messages or lists, on options and on columns of text that the format does not read.
 
-    Ids, sources, numbers and short text of few values are metadata. A text that also stands in a column that is read is
+    Ids, sources, numbers and short text of few values are metadata. A text that is also in a column that is read is
     not lost.
 
     Args:
@@ -402,7 +402,7 @@ def contrary_notes(source: DataSource, pairs: Sequence[PreferencePair]) -> Itera
     """Sentences on unread columns by which the other response is the better one.
 
     These are scores of both sides, and columns whose values name a side. If the names of the sides tell nothing, such
-    as `left` and `right`, a column that may name the better one by values of its own is named as well.
+    as `left` and `right`, a column that may name the better one by other values is named as well.
 
     Args:
         source: the source.

@@ -94,7 +94,7 @@ class RowFormat:
         return any(all(not _kinds(row, name).isdisjoint(form[name]) for name in form) for form in self.cells)
 
     def compare(self, row: Row, rule: KwiseRule) -> list[Comparison]:
-        """Comparisons of a row, each with the better response first; those of equal responses too.
+        """Comparisons of a row, each with the better response first; equal responses are compared too.
 
         Raises:
             ValueError: if there are none, with the reason.
@@ -243,7 +243,7 @@ def _conversation(name: str, value: Any, prompt: Prompt | None) -> tuple[Message
 
 
 def _require_agreement(prompt: Prompt, messages: Sequence[Message]) -> None:
-    """Refuse a prompt column that is not the prompt of the conversations beside it; case and blanks do not count."""
+    """Refuse a prompt column that differs from the prompt of the row's conversations; case and blanks do not count."""
     given, own = (
         [(message.role, message.content.casefold().split()) for message in turns]
         for turns in (as_messages(prompt), messages)
@@ -314,7 +314,7 @@ def kwise_pairs(scores: Sequence[float], rule: KwiseRule) -> list[tuple[int, int
 
 
 def _edge(edge: Any, responses: Sequence[Any], scores: Any) -> tuple[int, int]:
-    """The two places of an edge, the better one first, or that of the higher score where the row has scores."""
+    """The two places of an edge, the better one first, or the one with the higher score where the row has scores."""
     places = [*edge.values()] if isinstance(edge, Mapping) else edge if isinstance(edge, list) else []
     places = [place.get("response_id") if isinstance(place, Mapping) else place for place in places]
     if len(places) != 2 or not all(type(place) is int and 0 <= place < len(responses) for place in places):

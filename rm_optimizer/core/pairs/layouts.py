@@ -1,4 +1,4 @@
-"""Layouts: descriptions of tables of preferences by the options that read them, published ones and those of users."""
+"""Layouts: descriptions of tables of preferences by the options that read them, published ones and users' own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _CONTENT = {
     *READ_COLUMNS, *CONTEXT_COLUMNS, *UNREAD_COLUMNS, "question", "instruction", "query", "conversation",
     "conversations", "trajectory", "accepted", "preferred", "dispreferred", "messages", "persona", "passage", "problem",
 }  # fmt: skip
-"""Names of columns that a layout must read or ignore, unless their texts also stand in what it reads."""
+"""Names of columns that a layout must read or ignore, unless their texts are also in what it reads."""
 _CANDIDATES = frozenset({"chosen", "rejected", "response_a", "response_b", "responses"})
 _ACCOUNTS = ("has", "lacks", "optional", "ignore", "range")
 """Keys of a layout that recognize a table and account for its columns."""
@@ -70,7 +70,7 @@ class Layout:
         group: columns that single responses of one prompt must share to be compared.
         tree: columns of a tree of messages, as `gather_trees` takes them.
         range: least and greatest number of a column of ours.
-        has: columns that a table of this layout has besides those that are read.
+        has: further columns that a table of this layout has.
         lacks: columns that a table of this layout does not have.
         optional: columns of ours whose column or path may be missing.
         ignore: columns and paths, also with `*`, that are neither read nor kept.
@@ -312,7 +312,7 @@ def published() -> Mapping[str, Layout]:
 LAYOUTS = Registry("layout", {name: Layout(format=name) for name in ("auto", *FORMATS)})
 """Layouts by the value of the option `format`: the formats, and the layouts of tables that users add."""
 ALWAYS_READ = frozenset({*OPTIONAL_COLUMNS, *CONTEXT_COLUMNS})
-"""Columns that are read by their own names beside those of a format."""
+"""Columns that are read by their own names in addition to a format's."""
 
 
 def require_columns(path: str, layout: Layout, rows: Sequence[Row]) -> None:

@@ -14,7 +14,7 @@ from rm_optimizer.core.rows.prompts import as_messages
 
 
 def _line_keys(prompt: Prompt) -> list[int]:
-    """A key for the prompt up to and with each of its lines that has words; the last stands for the whole prompt."""
+    """A key for the prompt up to and with each of its lines that has words; the last is the key of the whole prompt."""
     key, keys = b"", list[int]()
     for message in as_messages(prompt):
         words_so_far = blake2b(key + f"{message.role}\n".encode("utf-8", "surrogatepass"), digest_size=8)

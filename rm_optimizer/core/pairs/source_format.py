@@ -1,4 +1,4 @@
-"""Format of a source, as its first rows show it: a named or general one, or that of a published layout."""
+"""Format of a source, as its first rows show it: a named or general one, or a published layout's."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ class SourceFormat:
     def compared(
         self, rows: Iterable[tuple[int, Row]], kwise_rule: KwiseRule, tally: RowTally
     ) -> Iterator[tuple[int, ComparedRow]]:
-        """Comparisons of rows, those of equal responses too; arguments and errors as in `pairs`."""
+        """Comparisons of rows, also of equal responses; arguments and errors as in `pairs`."""
         layout = self.source.layout
         ours = each(_belonging(layout, rows, tally), partial(layout.read, names=self._read), tally.report)
         if self.has_one_response:
@@ -219,7 +219,7 @@ class SourceFormat:
 
     @cached_property
     def _read(self) -> frozenset[str]:
-        """Columns that are read and no metadata; beside a list of responses, `response` and `score` are metadata."""
+        """Columns that are read and no metadata; with a list of responses, `response` and `score` are metadata."""
         columns = self.form.columns | {PER_RESPONSE, *ALWAYS_READ}
         return columns if self.has_one_response else columns - SINGLE_RESPONSE
 

@@ -23,8 +23,8 @@ class DataSource:
         path: a file, a saved `datasets` folder or a hub name.
         layout: description of its rows.
         weight: its share in a mixture: each pair counts `weight` times; a fraction takes a random part.
-        inherited: names of the options that are those of all sources.
-        name: name of the source, which pairs carry as `metadata["source"]`; that of the path if it is empty.
+        inherited: names of the options that hold for all sources.
+        name: name of the source, which pairs carry as `metadata["source"]`; the path's if it is empty.
         is_named: True if the name also replaces one in the rows, which then is the subset.
         rows: rows in memory, which are read in place of a file.
 

@@ -28,7 +28,7 @@ FACT_SENTENCES: tuple[str, ...] = tuple(_WORLD["fact_sentences"])
 SENTENCES: Mapping[str, Sequence[str]] = {kind: tuple(texts) for kind, texts in _WORLD["sentences"].items()}
 NEUTRAL, COURTEOUS, EXAMPLES, STEPS, RUDE, HEDGING, RAMBLING = SENTENCES.values()
 SENTENCE_COUNTS = tuple((SENTENCES[kind], tuple(shares)) for kind, shares in _WORLD["counts"].items())
-"""Probabilities that a response has 0, 1, 2 sentences of each kind, beside its facts."""
+"""Probabilities that a response has 0, 1, 2 sentences of each kind, in addition to its facts."""
 
 BRIEF_WORDS, MOST_WORDS = 20, 60
 _FACTS = re.compile(rf"\b(?:{'|'.join(sorted(map(re.escape, chain(*TOPICS.values())), key=len, reverse=True))})\b")

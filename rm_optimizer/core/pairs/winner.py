@@ -66,7 +66,7 @@ class Winner:
                 `strength:-3,3` and `probability:1,2`.
 
         Raises:
-            ConfigError: if it is none of these, or a value stands twice.
+            ConfigError: if it is something else, or has a value twice.
 
         Example:
             >>> Winner.parse("model_a,model_b,tie|tie (bothbad)").read("Tie").label

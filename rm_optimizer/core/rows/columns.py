@@ -73,7 +73,7 @@ def is_context(name: str) -> bool:
 
 
 def unread_column(row: Row, columns: Mapping[str, str | None]) -> str | None:
-    """First column of a row with context that the model would not read; None if there is none.
+    """First column of a row with context that the model would not read; None if it reads all.
 
     A part of an object, which has its path for name, is judged by the last word of it, and other messages of a
     conversation are context as well.
@@ -141,7 +141,7 @@ def _beside(path: str, value: Any, read: Sequence[list[str]], texts: Sequence[st
         path: path of the value.
         value: the value.
         read: paths inside the value that are read.
-        texts: all texts that are read, among them those of messages that lie on no path.
+        texts: all texts that are read, also of messages that lie on no path.
     """
     if not read and not (is_message(value) and value.get("content", value.get("value")) in texts):
         yield path, value
@@ -186,7 +186,7 @@ def columns_at(path: str, names: Collection[str]) -> list[str]:
 def cell(row: Row, path: Any, parse: Collection[str] = ()) -> Any:
     """The value at a column name or at a path into a column; None where the path leads nowhere.
 
-    Several paths give the list of their values, and those of two speakers the conversation. Text at a path of `parse`
+    Several paths give the list of their values, and paths of two speakers the conversation. Text at a path of `parse`
     is read as the list or object that it spells.
 
     Example:

@@ -21,7 +21,7 @@ def gather_responses(
 ) -> Iterator[tuple[int, Row]]:
     """K-wise rows of a table with one response and score a row: rows of one prompt become one, at the first's number.
 
-    A prompt is all that the model reads before the response, so columns of context decide beside `prompt` which rows
+    A prompt is all that the model reads before the response, so columns of context decide with `prompt` which rows
     belong together. Other columns that differ within a prompt go to `PER_RESPONSE`, so that each pair can tell both
     values.
 

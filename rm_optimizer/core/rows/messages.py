@@ -21,14 +21,14 @@ _CALL_ROLES = frozenset({"function_call", "tool_call"})
 """Roles of a turn whose content spells a tool call, as ms-swift and LLaMA-Factory write it."""
 _FIELDS = {name: name for name in ("tool_calls", "tool_call_id", "name", "reasoning_content")}
 _FIELDS |= {"reasoning": "reasoning_content", "thinking": "reasoning_content", "function_call": "tool_calls"}
-"""Fields of a message that are read beside its content, by the names that data sets give them."""
+"""Fields of a message that are read with its content, by the names that data sets give them."""
 _CALL_FIELDS = tuple(name for name, ours in _FIELDS.items() if ours == "tool_calls")
 _UNREAD_FIELDS = frozenset({"tools", "functions", "image", "images", "audio", "videos", "files"})
 """Fields of a message that change its meaning and that are not read."""
 CONTEXT_ROLE = "(context)"
-"""Role of the entry before a conversation's messages that holds what the template reads beside them."""
+"""Role of the entry before a conversation's messages that holds what else the template reads."""
 TEMPLATE_COLUMNS = ("tools", "documents", "chat_template_kwargs")
-"""Columns of a row that its chat template reads beside the messages."""
+"""Columns of a row that its chat template reads with the messages."""
 _PROSE_WORDS = 10
 _OTHER_ESCAPE = re.compile(r"(?<!\\)(?:\\\\)*\\[^\\nrtxuU'\"]")
 """A backslash as `repr` never writes one."""
@@ -43,7 +43,7 @@ class Message:
     Args:
         role: speaker of the turn.
         content: its text.
-        fields: what a template reads beside it: `tool_calls` in OpenAI's form with arguments as objects,
+        fields: what a template reads with it: `tool_calls` in OpenAI's form with arguments as objects,
             `tool_call_id`, `name` and `reasoning_content`. It must not be changed.
 
     Raises:

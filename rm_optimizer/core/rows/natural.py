@@ -71,7 +71,7 @@ def prompts_of(name: str, values: Prompts) -> list[Prompt]:
 
 
 def paired(prompts: Prompts, responses: Texts) -> tuple[list[Prompt], list[str]]:
-    """Prompts and responses one for one; a single prompt is that of every response.
+    """Prompts and responses one for one; a single prompt belongs to every response.
 
     Args:
         prompts: one prompt for each response, or a single one, as text or messages.

@@ -32,11 +32,11 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant", "System": "system"}
 
 
 def with_context(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
-    """The prompt with what its chat template reads beside the messages; the prompt itself if that is nothing.
+    """The prompt with what else its chat template reads; the prompt itself if that is nothing.
 
     Args:
         prompt: text or messages.
-        values: cells by name; those of `TEMPLATE_COLUMNS` are read, as values or as their text. Empty ones count as
+        values: cells by name; `TEMPLATE_COLUMNS` are read, as values or as their text. Empty ones count as
             absent, and so do null fields in tools, documents and arguments, which Arrow files add to objects.
 
     Raises:
@@ -65,7 +65,7 @@ def with_context(prompt: Prompt, values: Mapping[str, Any]) -> Prompt:
 
 
 def split_context(messages: Sequence[Message]) -> tuple[Mapping[str, Any], tuple[Message, ...]]:
-    """Values that the chat template reads beside the messages, by column, and the messages."""
+    """Values that the chat template reads with the messages, by column, and the messages."""
     is_there = bool(messages) and messages[0].role == CONTEXT_ROLE
     return (messages[0].fields, tuple(messages[1:])) if is_there else (MappingProxyType({}), tuple(messages))
 
@@ -110,7 +110,7 @@ def read_prompt(value: object) -> Prompt:
     """A prompt in any form: text, a transcript that ends in `Assistant:`, or messages.
 
     Raises:
-        ValueError: if it is none of these, or a message of it cannot be used.
+        ValueError: if it is something else, or a message of it cannot be used.
     """
     if isinstance(value, list | tuple):
         return read_messages("prompt", value)

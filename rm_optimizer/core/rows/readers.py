@@ -130,7 +130,7 @@ def _unpacked(name: str) -> str:
 
 
 def _suffix(path: Path) -> str:
-    """Suffix of the file's kind, below that of its compression."""
+    """Suffix of the file's kind, before its compression's."""
     return Path(_unpacked(path.name.lower())).suffix
 
 
@@ -341,7 +341,7 @@ def source_files(source: str) -> list[NamedFiles]:
     """The files of a source: a file, a hub name, a folder of files or a pattern such as `sets/*.parquet`.
 
     Of a folder and those below it the files of all kinds are read: Parquet, JSON Lines, JSON and CSV. A file is left
-    out if one of an earlier kind has the same name, and a JSON file beside Parquet or JSON Lines.
+    out if one of an earlier kind has the same name, and a JSON file next to Parquet or JSON Lines.
 
     Raises:
         DataError: if a folder holds no file of pairs, or a model, or nothing matches the pattern.

@@ -211,7 +211,7 @@ class TrainedOn:
 
     Args:
         num_pairs: pairs evaluated that training read, in either order.
-        num_pairs_of_prompts: pairs evaluated whose prompt training read; those of `num_pairs` are among them.
+        num_pairs_of_prompts: pairs evaluated whose prompt training read, those that it read whole included.
         num_prompts: different prompts of these.
     """
 
@@ -278,7 +278,7 @@ class TrainedPairs:
 
     @classmethod
     def recorded(cls, source: str | Path) -> TrainedPairs | None:
-        """Recorded training pairs of a model, beside it or in its run folder; None without a record.
+        """Recorded training pairs of a model, in its folder or its run's; None without a record.
 
         Args:
             source: anything `BradleyTerryRM.from_pretrained` loads.

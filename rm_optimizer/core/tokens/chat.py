@@ -338,7 +338,7 @@ def renderer_of(source: object, max_length: int | None = None) -> ConversationRe
         max_length: most tokens of a sequence; None is the model's, or what a plain tokenizer states, at most 1024.
 
     Raises:
-        TypeError: if it is none of these.
+        TypeError: if it is something else.
     """
     own: object = MODEL_RENDERERS.get(id(source))
     own = getattr(source, "renderer", source) if own is None else own

@@ -106,7 +106,7 @@ class ContentRules:
         return found
 
     def of_context(self, context: Mapping[str, Any], control: Callable[[], ControlTokens]) -> Mapping[str, Any]:
-        """The values beside the messages as the template gets them."""
+        """The values that the template gets with the messages."""
         if self.special_tokens == SpecialTokens.keep or not context:
             return context
         return {name: _mapped(value, control(), self._checked) for name, value in context.items()}
@@ -141,7 +141,7 @@ class ControlTokens:
 
 
 def control_tokens(special_tokens: Iterable[str]) -> re.Pattern[str]:
-    """Pattern of tokens that stand for the frame of a conversation: of common families, and these of a tokenizer."""
+    """Pattern of tokens that frame a conversation: of common families, and these of a tokenizer."""
     return re.compile("|".join([*map(re.escape, special_tokens), _CONTROL]))
 
 
@@ -181,7 +181,7 @@ def shown_thinking(text: str) -> str:
 
 
 def has_hidden_tags(turns: Sequence[Turn]) -> bool:
-    """True if a content itself holds a character that stands for a tag."""
+    """True if a content itself holds a character that replaces a tag."""
     return any(hidden in turn["content"] for turn in turns for hidden in _HIDDEN.values())
 
 

@@ -140,7 +140,7 @@ class ChatTemplate:
 
         Args:
             turns: its messages.
-            context: what the template reads beside them, by the names of `TEMPLATE_COLUMNS`.
+            context: what else the template reads, by the names of `TEMPLATE_COLUMNS`.
             open_turn: True to add the generation prompt.
 
         Raises:

@@ -112,7 +112,7 @@ class PreferenceDataset(SourcePairs, Sequence[PreferencePair]):
     Raises:
         DataError: if a source cannot be read or a row is bad; the text names file and row.
         ConfigError: if an option of a source is wrong.
-        TypeError: if `data` or `tokenizer` is none of these, or an option is unknown.
+        TypeError: if `data` or `tokenizer` is something else, or an option is unknown.
 
     Example:
         >>> pairs = [PreferencePair("2 + 2?", "4", "5"), PreferencePair("3 + 3?", "6", "9")]

@@ -2,7 +2,7 @@
 
 In a causal model, a token's hidden state does not depend on later tokens, so the common first tokens of two sequences
 need to be computed only once. A row contains trees of a prefix and the branches that continue it. Each branch attends
-to the prefix and to itself, and its positions continue the prefix. Rewards and gradients equal those of the separate
+to the prefix and to itself, and its positions continue the prefix. Rewards and gradients equal the ones of the separate
 sequences (as in flash-preference, li-plus, 2025; here with any attention that accepts a mask).
 """
 

@@ -108,7 +108,7 @@ def split_thinking(content: str) -> tuple[str, str]:
 
 
 def texts_of(turns: Sequence[Turn]) -> list[tuple[int, str, str]]:
-    """Texts of the turns that must stand in the rendered text, each with the number of its turn and its path."""
+    """Texts of the turns that must be in the rendered text, each with the number of its turn and its path."""
     found = []
     for number, turn in enumerate(turns):
         found += [(number, name, turn[name]) for name in REASONING_FIELDS if turn.get(name)]
@@ -136,7 +136,7 @@ def call_in_order(turns: Sequence[Turn], number: int) -> Mapping[str, Any]:
     """The call that a tool's result answers by its place: the k-th result after several calls is of the k-th.
 
     Returns:
-        The call; empty if there is none.
+        The call; empty without one.
     """
     start = number
     while start and turns[start - 1]["role"] == "tool":
@@ -146,7 +146,7 @@ def call_in_order(turns: Sequence[Turn], number: int) -> Mapping[str, Any]:
 
 
 def is_name_of_call(turns: Sequence[Turn], number: int) -> bool:
-    """True if the turn's `name` is that of the function whose call it answers by its place."""
+    """True if the turn's `name` names the function whose call it answers by its place."""
     function = call_in_order(turns, number).get("function", {})
     return turns[number]["role"] == "tool" and bool(function.get("name") == turns[number]["name"])
 

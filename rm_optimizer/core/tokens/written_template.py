@@ -69,7 +69,7 @@ class TemplateWriter:
     def write_for_training(self) -> None:
         """Make the template write the whole sequence, for a model that is not trained yet.
 
-        If a template ends a turn with a special token of its own, the sequence ends there, as with plain
+        If a template ends a turn with its own special token, the sequence ends there, as with plain
         `apply_chat_template`. Otherwise the template gets EOS. The tokenizer is not changed if its template writes the
         whole sequence already, or if the completed template gives other tokens than the text with BOS and EOS (some
         SentencePiece tokenizers).
@@ -93,7 +93,7 @@ class TemplateWriter:
     def write_as_read(self, form: str | None, source: object) -> None:
         """Make the template write the input of a reward model that was trained elsewhere.
 
-        Nothing is added to the text of its own template. Without a template, the form decides.
+        Nothing is added to the text of its template. Without a template, the form decides.
 
         Args:
             form: `plain`, `pair` (the input of OpenAssistant's DeBERTa), or None, which means `plain` with a warning.
@@ -161,7 +161,7 @@ class TemplateWriter:
 
 
 def _find(ids: list[int], part: list[int], start: int) -> int:
-    """Index of the first occurrence of `part` from `start` on; the length of the ids if there is none."""
+    """Index of the first occurrence of `part` from `start` on; the length of the ids without one."""
     places = range(start, len(ids) - len(part) + 1)
     return next((place for place in places if ids[place : place + len(part)] == part), len(ids))
 

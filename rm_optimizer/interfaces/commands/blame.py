@@ -26,9 +26,9 @@ def blame(
     context: Context,
     checkpoint: Annotated[str, Argument(help="Run folder, or any saved model with --data.")],
     pair_options: PairOptions,
-    data: Annotated[list[str] | None, Option("--data", "-d", help="Training pairs; default: those of the run.")] = None,
+    data: Annotated[list[str] | None, Option("--data", "-d", help="Training pairs; default: the run's.")] = None,
     val: Annotated[
-        list[str] | None, Option("--data-val", help="Pairs not trained on; default without --data: those of the run.")
+        list[str] | None, Option("--data-val", help="Pairs not trained on; default without --data: the run's.")
     ] = None,
     pair: Annotated[str | None, Option("--pair", help="Explain the margins of the pairs in this file.")] = None,
     subset: Annotated[

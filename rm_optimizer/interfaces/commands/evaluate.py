@@ -367,7 +367,7 @@ def _score_file(
 ) -> tuple[int, ...]:
     """Write `source` with a column `reward` to `target`, continuing an earlier call that was stopped.
 
-    A JSON file beside the target describes the rewards. Returns the number of responses, and of cut ones.
+    A JSON file next to the target describes the rewards. Returns the number of responses, and of cut ones.
     """
     from rm_optimizer.core.classifier.quantization import dtype_name
     from rm_optimizer.core.model.identity import scorer_digest

@@ -166,7 +166,7 @@ def label(
 ) -> None:
     """Ask the questions on a local page. Keys: A, B, T for a tie, S to skip, U to undo.
 
-    Every answer is saved at once, in NAME.labels.jsonl beside the questions. Repeat a stopped command to continue it.
+    Every answer is saved at once, in NAME.labels.jsonl next to the questions. Repeat a stopped command to continue it.
     """
     from rm_optimizer.data_efficiency.labeling_page import PageServer, open_answer_log
     from rm_optimizer.data_efficiency.questions import read_questions

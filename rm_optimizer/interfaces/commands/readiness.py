@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rm_optimizer.rl_coupling.readiness.probe import Oracle, ResponsePool
 
 REPORT, PICTURE, PAGE = "readiness.json", "readiness.png", "readiness.html"
-"""Files of the result, beside the model."""
+"""Files of the result, next to the model."""
 WITHOUT_A_RUN = Path("outputs", "readiness")
 """Folder of the results for a model that is not a local folder."""
 PROMPTS = 64
@@ -149,7 +149,7 @@ def readiness(
     ensemble: Annotated[
         Path | None, Option("--ensemble", help="Folder of an ensemble whose disagreement is reported.")
     ] = None,
-    output: Annotated[Path | None, Option("--output", help="Folder of the results; default: beside the model.")] = None,
+    output: Annotated[Path | None, Option("--output", help="Folder of the results; default: the model's.")] = None,
     json_file: Annotated[Path | None, Option("--json", help="Also write the report to this JSON file.")] = None,
 ) -> None:
     """Estimate if a reward model is fit to optimize a policy.
@@ -230,7 +230,7 @@ def _validation_pairs(checkpoint: str) -> PreferenceDataset:
 
     Raises:
         ConfigError: if it belongs to no run, or to one with streamed pairs.
-        DataError: if the pairs are no longer those of the run.
+        DataError: if the pairs are no longer the run's.
     """
     from rm_optimizer.core.tokens.splits import load_training_data
     from rm_optimizer.records.codec import from_values

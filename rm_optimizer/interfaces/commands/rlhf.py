@@ -34,7 +34,7 @@ def rlhf(
     """Train reward models, and optimize a policy against them.
 
     The policy is optimized with TRL's GRPO or RLOO. Options are written name=value. Options of the policy are named
-    rlhf.NAME; options of the reward models are those of `rm-opt train`. Every checkpoint is measured on fresh
+    rlhf.NAME; reward models take the options of `rm-opt train`. Every checkpoint is measured on fresh
     responses. Repeat a stopped command to continue it.
     """
     from rm_optimizer.interfaces.command_line import checked

@@ -276,7 +276,7 @@ class AsyncRewardClient(Connection):
 SLACK_SECONDS = 10.0
 """Seconds to wait for a call beyond its own timeout."""
 CALLS = 2
-"""Most calls with a timeout of their own in one call: the handshake and the request."""
+"""Most calls with separate timeouts in one call: the handshake and the request."""
 
 
 @dataclass(eq=False, repr=False)

@@ -313,7 +313,7 @@ class PickledByArguments:
     """Client of servers that is pickled by its arguments alone; the copy opens its own connections.
 
     Args:
-        url: address of the server, `http://host:port`; those of several are separated by commas.
+        url: address of the server, `http://host:port`; several are separated by commas.
 
     Raises:
         ConfigError: if an address is not of this form.
@@ -358,7 +358,7 @@ class ClientArguments(PickledByArguments):
     """Arguments of a client.
 
     Args:
-        url: address of the server, `http://host:port`; those of several are separated by commas.
+        url: address of the server, `http://host:port`; several are separated by commas.
         renderer: renderer of the served model; None lets the server render. Required for a plain vLLM.
         api_key: bearer token; None sends none.
         timeout_seconds: seconds for a whole call, retries included.

@@ -368,7 +368,7 @@ class WorkerEngine(Engine):
 
     @property
     def _updates(self) -> Sequence[StagedWeights]:
-        """Updates that serve; those of an earlier engine wait for `restore`."""
+        """Updates that serve; an earlier engine's wait for `restore`."""
         return self.committed if self._is_restored else ()
 
     @property

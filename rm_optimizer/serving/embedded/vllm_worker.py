@@ -144,7 +144,7 @@ class VllmWorker(Worker):
             self._prepared = None
 
     def rehearse(self, revision: int) -> None:
-        """Check the probe with a further adapter; that of a plain classifier is checked by `load`."""
+        """Check the probe with a further adapter; a plain classifier's is checked by `load`."""
         weights, tensors = self._staged(revision)
         if self._model.adapter is None:
             return

@@ -35,7 +35,7 @@ from rm_optimizer.serving.service.metrics import ENTRY, OTHER_ROUTE, ServerMetri
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Paths without a key, for the liveness probes of an orchestrator; they reveal only that the server runs."""
 UPDATE_PATHS = "/rm/weights"
-"""Prefix of the paths of weight updates, which may have a key of their own."""
+"""Prefix of the paths of weight updates, which may have another key."""
 LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "[::1]"})
 MAX_OPEN_BYTES = 64 * 2**20
 """Bytes of the bodies of open requests before a new one; requests of falling sizes hold some times as many."""

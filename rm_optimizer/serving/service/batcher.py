@@ -234,7 +234,7 @@ class Batcher:
                 await self._work.wait()
 
     def _next_batch(self) -> list[_Unit]:
-        """Next units in order up to a batch's tokens, each with those of other requests that start alike and fit."""
+        """Next units in order up to a batch's tokens, each with units of other requests that start alike and fit."""
         alike: dict[tuple[int, ...], list[_Unit]] = defaultdict(list)
         if self._shares_prompts:
             for unit in self._queue:

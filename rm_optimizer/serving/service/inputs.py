@@ -106,7 +106,7 @@ class RenderedTexts:
 
 
 def _leading(tokens: Sequence[str | None]) -> re.Pattern[str]:
-    """Pattern of leading special tokens, between which blanks may stand; no token is matched by its own prefix."""
+    """Pattern of leading special tokens, with blanks between them; no token is matched by its own prefix."""
     distinct = sorted({token for token in tokens if token}, key=len, reverse=True)
     return re.compile(rf"(?:\s*?(?:{'|'.join(map(re.escape, distinct))}))*+")
 
@@ -200,7 +200,7 @@ class InputReader:
 
         Args:
             messages: its messages.
-            values: what the chat template reads beside them.
+            values: what else the chat template reads.
 
         Raises:
             InvalidRequest: if it does not end so, or the chat template refuses it.

@@ -119,7 +119,7 @@ class RewardService:
     Args:
         engine: not yet started.
         model_name: name of the model in requests.
-        max_queued_tokens: most tokens of unanswered requests, hence of one request.
+        max_queued_tokens: most tokens of unanswered requests, and so of one request.
     """
 
     def __init__(self, engine: Engine, *, model_name: str, max_queued_tokens: int = DEFAULT_QUEUED_TOKENS) -> None:

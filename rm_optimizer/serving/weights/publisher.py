@@ -122,7 +122,7 @@ class RMPublisherAdapter(PickledByArguments):
     same revision.
 
     Args:
-        url: address of the server, `http://host:port`; those of several are separated by commas.
+        url: address of the server, `http://host:port`; several are separated by commas.
         mode: set of tensors to send: `full`, `head_only` or `lora`.
         transport: `inline`, one HTTP body; `path`, a file below the server's weights root on one machine; `gloo` or
             `nccl`, a process group.
@@ -237,7 +237,7 @@ class RMPublisherAdapter(PickledByArguments):
         """Status of the server: the served weights and the update in progress.
 
         Args:
-            timeout_seconds: seconds to wait for the server; None takes those of an update.
+            timeout_seconds: seconds to wait for the server; None takes an update's.
 
         Raises:
             RMOptimizerError: if the server does not answer.

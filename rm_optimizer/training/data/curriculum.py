@@ -37,7 +37,7 @@ class CurriculumSampler:
         seed: seed of the draws.
 
     Attributes:
-        easy_idx: positions of the easy pairs; `medium_idx` and `hard_idx` those of the others.
+        easy_idx: positions of the easy pairs; `medium_idx` and `hard_idx` hold the others.
 
     Raises:
         DataError: if there are no margins, or one is not finite.
@@ -140,7 +140,7 @@ def _taken(bins: Sequence[Iterator[int]], counts: Sequence[int]) -> NDArray[np.i
 
 
 def shares_at(progress: float) -> tuple[float, float, float]:
-    """Shares of easy, medium and hard pairs at a progress of the training; that of the last stage from 1 on."""
+    """Shares of easy, medium and hard pairs at a progress of the training; the last stage's from 1 on."""
     return next(shares for end, shares in STAGES if progress < end)
 
 
@@ -151,7 +151,7 @@ def exact_counts(shares: Sequence[float], num: int, room: Sequence[int]) -> list
 
     Args:
         shares: non-negative, their sum positive over the entries with room.
-        num: the sum, at most that of `room`.
+        num: the sum, at most the sum of `room`.
         room: largest count of each.
 
     Example:

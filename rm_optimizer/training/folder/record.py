@@ -158,7 +158,7 @@ class RunResult(JsonRecord, indent=2):
 
     @classmethod
     def read(cls, run_dir: Path) -> RunResult | None:
-        """The result of the run in a folder; None if there is none, or it is damaged or of another version."""
+        """The result of the run in a folder; None if it is absent, damaged or of another version."""
         try:
             return cls.from_json((run_dir / RESULT_FILE).read_text(encoding="utf-8"))
         except (OSError, ValueError, TypeError):
