@@ -108,6 +108,7 @@ class Blame(JsonRecord, indent=1, rows="groups"):
         groups: each group of each column, the largest sums first.
         raised: pairs whose presence raises the target most.
         lowered: pairs whose presence lowers it most.
+        above_words: `validated` less `words_score`; None if no model was retrained.
         pair_ids: identity of each training pair.
         influence: influence of each.
         words: what the words alone say of each.
@@ -128,13 +129,19 @@ class Blame(JsonRecord, indent=1, rows="groups"):
     groups: tuple[GroupBlame, ...]
     raised: tuple[PairBlame, ...]
     lowered: tuple[PairBlame, ...]
+    above_words: Estimate | None = None
     pair_ids: tuple[str, ...] = field(metadata=NOT_STORED, default=())
     influence: Float[np.ndarray, " pairs"] = field(metadata=NOT_STORED, default_factory=lambda: np.zeros(0))
     words: Float[np.ndarray, " pairs"] = field(metadata=NOT_STORED, default_factory=lambda: np.zeros(0))
 
 
 def datamodeling_score(
-    influence: Float[np.ndarray, "pairs targets"], halves: Sequence[Half], *, num_bootstrap: int = 1000, seed: int = 0
+    influence: Float[np.ndarray, "pairs targets"],
+    halves: Sequence[Half],
+    *,
+    less: Float[np.ndarray, "pairs targets"] | None = None,
+    num_bootstrap: int = 1000,
+    seed: int = 0,
 ) -> Estimate:
     """Linear datamodeling score (Park et al., 2023, arXiv:2303.14186).
 
@@ -145,6 +152,7 @@ def datamodeling_score(
     Args:
         influence: influence of each training pair on each target.
         halves: the models.
+        less: other influences, whose score is subtracted in each resample; None subtracts nothing.
         num_bootstrap: resamples.
         seed: seed of the resampling.
 
@@ -156,11 +164,13 @@ def datamodeling_score(
     member = np.zeros((len(halves), len(influence)))
     for row, half in zip(member, halves, strict=True):
         row[list(half.rows)] = 1
-    predicted, seen = member @ influence, np.array([half.margins for half in halves])
+    tables = [member @ each for each in (influence, less) if each is not None]
+    seen = np.array([half.margins for half in halves])
 
     def score(models: np.ndarray, targets: np.ndarray) -> float:
-        both = [_ranks(table[np.ix_(models, targets)]) for table in (predicted, seen)]
-        return float((both[0] * both[1]).sum(axis=0).mean())
+        drawn, *ranks = (_ranks(table[np.ix_(models, targets)]) for table in (seen, *tables))
+        first, *other = (float((drawn * each).sum(axis=0).mean()) for each in ranks)
+        return first - sum(other)
 
     generator = np.random.default_rng(seed)
     num_models, num_targets = seen.shape

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from jaxtyping import Float
 from scipy.sparse import csr_matrix
 
@@ -109,7 +110,8 @@ def blame(
         damping: share of the largest eigenvalue of `H`; None takes the rule.
         memory_gib: most memory for gradients.
         halves: models that were trained on parts of the pairs, for the validation.
-        folder: folder for gradients, from which a stopped call continues; None keeps them in memory.
+        folder: folder for gradients, from which a stopped call continues; None keeps them in memory. The processes of a
+            group of `torch.distributed` share the pairs through it.
         token_budget: most tokens of a micro-batch; it changes no result.
         seed: seed of projection, shuffles and intervals.
         on_progress: function of the number of gradients done and of all.
@@ -151,10 +153,11 @@ def blame(
     def listed(places: np.ndarray) -> tuple[PairBlame, ...]:
         return tuple(_described(place, train[place], influence, by_words, by_column) for place in places.tolist())
 
-    validated = of_words = None
+    validated = of_words = above_words = None
     if halves:
-        validated = datamodeling_score(np.mean([one.of_pairs for one in found], axis=0), halves, seed=seed)
-        of_words = datamodeling_score(word_influence(train, target.pairs), halves, seed=seed)
+        of_pairs, words = np.mean([one.of_pairs for one in found], axis=0), word_influence(train, target.pairs)
+        validated, of_words = (datamodeling_score(each, halves, seed=seed) for each in (of_pairs, words))
+        above_words = datamodeling_score(of_pairs, halves, less=words, seed=seed)
     order = np.argsort(-influence, kind="stable")
     return Blame(
         target=target.name,
@@ -168,6 +171,7 @@ def blame(
         projection_error=max(one.projection_error for one in found),
         validated=validated,
         words_score=of_words,
+        above_words=above_words,
         agreement=rank_correlation(influence, by_words),
         groups=tuple(sorted(groups, key=lambda group: -abs(group.total.value))),
         raised=listed(order[:MOST_LISTED][influence[order[:MOST_LISTED]] > 0]),
@@ -313,20 +317,32 @@ def _gradients(
     seed: int,
     on_progress: Callable[[int, int], None],
 ) -> Float[np.ndarray, "rows columns"]:
-    """Gradients of all pairs, in memory or in a file from which a stopped call continues."""
+    """Gradients of all pairs, in memory or in a file from which a stopped call continues.
+
+    The processes of a group share the pairs, and write into one file.
+    """
+    in_group = dist.is_available() and dist.is_initialized()
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
     if folder is None:
+        if num_ranks > 1:
+            raise ConfigError("several processes need a folder that all of them read, got none")
         rows = np.full(shape, np.nan, np.float32)
     else:
         path = folder / f"gradients-{digest([identity_of(objective), shape, seed])}.npy"
-        if not path.exists():
+        if rank == 0 and not path.exists():
             with replacing(path) as new:
                 empty = np.lib.format.open_memmap(new, "w+", np.float32, shape)
                 with new.open("r+b") as file:  # a full disk is an error here, and kills the process below
                     os.posix_fallocate(file.fileno(), 0, new.stat().st_size)
                 empty[:] = np.nan
                 empty.flush()
+        if num_ranks > 1:
+            dist.barrier()
         rows = np.lib.format.open_memmap(path, "r+")
-    return reward_gradients(objective, rows, seed=seed, on_progress=on_progress)
+    reward_gradients(objective, rows, seed=seed, rank=rank, num_ranks=num_ranks, on_progress=on_progress)
+    if num_ranks > 1:
+        dist.barrier()
+    return rows
 
 
 def word_influence(

@@ -233,19 +233,12 @@ def follows(context: Context, loads: Sequence[Callable[[], Any]], other: int | N
     Raises:
         ConfigError: if another launcher started several processes, or there are also workers.
     """
-    processes = launched_processes()
-    if processes is None or (processes.world_size == 1 and processes.launcher != "torchrun"):
+    rank = joined_rank(other)
+    if rank is None:
         return False
-    if processes.launcher != "torchrun":
-        raise ConfigError("expected one process, or several of torchrun, got tasks of SLURM; write srun torchrun …")
-    if other:
-        raise ConfigError("torchrun has started the processes that score; leave the option for workers on Ray out")
-    from torch import distributed
-
     from rm_optimizer.core.streaming.workers import end_chunks, follow_chunks, lead_chunks
 
-    distributed.init_process_group("gloo", timeout=timedelta(days=1))  # the first one may read data for hours
-    if processes.rank:
+    if rank:
         for load in loads:
             if not follow_chunks(load):
                 break
@@ -253,6 +246,28 @@ def follows(context: Context, loads: Sequence[Callable[[], Any]], other: int | N
     lead_chunks()
     context.call_on_close(end_chunks)
     return False
+
+
+def joined_rank(other: int | None = None) -> int | None:
+    """Rank of this process in the group of torchrun, which it joins; None if it was started alone.
+
+    Args:
+        other: workers that another option asks for; None or 0 for none.
+
+    Raises:
+        ConfigError: if another launcher started several processes, or there are also workers.
+    """
+    processes = launched_processes()
+    if processes is None or (processes.world_size == 1 and processes.launcher != "torchrun"):
+        return None
+    if processes.launcher != "torchrun":
+        raise ConfigError("expected one process, or several of torchrun, got tasks of SLURM; write srun torchrun …")
+    if other:
+        raise ConfigError("torchrun has started the processes that score; leave the option for workers on Ray out")
+    from torch import distributed
+
+    distributed.init_process_group("gloo", timeout=timedelta(days=1))  # the first one may read data for hours
+    return processes.rank
 
 
 def devices() -> list[str]:

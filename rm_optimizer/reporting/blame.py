@@ -64,8 +64,10 @@ def notes_on_blame(found: Blame) -> tuple[str, ...]:
     else:
         notes.append(
             f"linear datamodeling score over {found.validated.num_samples} retrained halves: {found.validated:.2f}; of "
-            f"the words of the texts alone: {found.words_score:.2f}"
+            f"the words of the texts alone: {found.words_score:.2f}; difference: {found.above_words:.2f}"
         )
+        if found.above_words is not None and not (found.above_words.low or 0) > 0:
+            notes.append("so influences of single pairs are not shown to say more than their words do")
     notes.append(f"rank correlation with what the words of the texts alone say: {found.agreement:.2f}")
     shares = ", ".join(f"{share:.2g}" for share in found.damping)
     notes.append(f"damping {shares} of the largest eigenvalue, by this rule: {found.rule}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -146,6 +146,32 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, qua
     assert config.max_length is not None, "checked with the options"
     tokenizer = tokenizer_of_pairs(train.pairs, config.vocab_size)
     return BradleyTerryRM.from_config(config.architecture, tokenizer, **shared)
+
+
+def from_start(config: TrainConfig, model: BradleyTerryRM, folder: Path) -> TrainConfig:
+    """Options of a run whose base is the starting point of a model that was built small.
+
+    Another set of pairs would give another tokenizer, and so other starting vectors to the same words.
+
+    Args:
+        config: options of the model's run; those with a base are returned unchanged.
+        model: the trained model, for its tokenizer.
+        folder: folder of the starting point, which is written if it is missing.
+    """
+    if config.model.path is not None:
+        return config
+    old = config.model
+    if not folder.exists():
+        assert old.max_length is not None, "checked with the options"
+        BradleyTerryRM.from_config(
+            old.architecture,
+            model.tokenizer,
+            max_length=old.max_length,
+            seed=config.seed,
+            pooling_head=old.pooling_head,
+        ).save_pretrained(folder)
+    new = replace(old, name="custom", path=str(folder), architecture={}, vocab_size=ModelConfig.vocab_size)
+    return replace(config, model=replace(new, pooling_head=None))
 
 
 SKIPPED_FILE = "skipped_rows.txt"

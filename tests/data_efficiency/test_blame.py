@@ -191,6 +191,11 @@ def test_the_score_of_a_linear_world_is_one_and_of_noise_is_zero():
     parts = [rng.permutation(40)[:20] for _ in range(16)]
     right = [Half(part.tolist(), influence[part].sum(axis=0).tolist()) for part in parts]
     assert datamodeling_score(influence, right).value == pytest.approx(1)
+    other = rng.normal(size=influence.shape)
+    less = datamodeling_score(influence, right, less=other)
+    assert less.value == pytest.approx(1 - datamodeling_score(other, right).value)
+    same = datamodeling_score(other, right, less=other)
+    assert (same.low, same.high) == (0, 0)  # both scores are of the same resamples
     noise = [Half(part.tolist(), rng.normal(size=6).tolist()) for part in parts]
     found = datamodeling_score(influence, noise)
     low, high = found.low or 0.0, found.high or 0.0

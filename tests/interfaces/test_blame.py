@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from rm_optimizer import compose
 from rm_optimizer.core.pairs.synthetic import PreferenceWorld
+from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.data_efficiency.blame import Blame
 from rm_optimizer.interfaces.cli import app
 from rm_optimizer.reporting.folder_page import write_page
+from rm_optimizer.schema import TrainConfig, typed
+from rm_optimizer.training.preparation import build_model, from_start
 from rm_optimizer.training.run import train_reward_model
 from tests.builders import narrow_reward_model
 
@@ -101,6 +106,30 @@ def test_influences_of_other_pairs_are_refused(checkpoint: str):
         assert not Path(f"{Path(file).stem}.out").exists()
 
 
+def test_a_half_starts_from_the_weights_and_the_tokenizer_of_its_run(tmp_path: Path):
+    options = compose(["model=tiny", "model.architecture.num_hidden_layers=1", "output_dir=."])
+    config = typed(options, TrainConfig)
+    run = build_model(config.model, PreferenceDataset(WORLD.train), config.seed)
+    half = from_start(config, run, tmp_path / "start")
+    model = build_model(half.model, PreferenceDataset(WORLD.train[:20]), half.seed)
+    assert model.tokenizer.get_vocab() == run.tokenizer.get_vocab()
+    pairs = zip(model.state_dict().values(), run.state_dict().values(), strict=True)
+    assert all(torch.equal(one, other) for one, other in pairs)
+    assert from_start(half, run, tmp_path / "start") is half
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("files")
+def test_weights_that_the_run_froze_stay_out_of_the_influences():
+    options = {"training.max_steps": 4, "model.freeze": "backbone"}
+    train_reward_model("tiny", "adamw", "train.jsonl", val="val.jsonl", output_dir="run", options=options)
+    found = []
+    for params in ("trainable", "head"):
+        rm_opt("blame", "run", "--params", params, "--damping", "0.1", "--output", params)
+        found.append(Blame.from_json(Path(params, "blame.json").read_text()))
+    assert found[0].raised == found[1].raised
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("files")
 def test_a_run_brings_its_pairs_and_is_validated_by_retraining_halves():
@@ -110,6 +139,7 @@ def test_a_run_brings_its_pairs_and_is_validated_by_retraining_halves():
     printed = rm_opt("blame", "run", "--all-checkpoints", "--validate", "4")
     assert "by 2 checkpoints" in printed
     assert "linear datamodeling score over 4 retrained halves" in printed
+    assert "difference: " in printed
     first = Blame.from_json(Path("run/blame/blame.json").read_text())
     again = rm_opt("blame", "run", "--all-checkpoints", "--validate", "5")
     assert "half 5 of 5" in again

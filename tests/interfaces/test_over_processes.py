@@ -1,4 +1,4 @@
-"""`evaluate`, `score` and `select` by torchrun: the same bits for any number of processes."""
+"""`evaluate`, `score`, `select` and `blame` by torchrun: the same bits for any number of processes."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_tasks_of_slurm_and_workers_beside_torchrun_are_refused(tmp_path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("command", ["evaluate", "suite", "score", "select"])
+@pytest.mark.parametrize("command", ["evaluate", "suite", "score", "select", "blame"])
 def test_one_two_and_four_processes_write_the_same_bits(command, tmp_path):
     tiny_reward_model("llama").save_pretrained(tmp_path / "model")
     tiny_reward_model("llama", seed=1).save_pretrained(tmp_path / "other")
@@ -116,7 +116,10 @@ def test_one_two_and_four_processes_write_the_same_bits(command, tmp_path):
     sides = [{"prompt": row["prompt"], "response": row["chosen"]} for row in rows]
     (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sides))
+    few = rows[:300]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in few))
     words = {
+        "blame": ["blame", "model", "-d", "few.jsonl", "--pair", "few.jsonl", "--damping", "0.01", "--output", "{at}"],
         "evaluate": ["evaluate", "model", "--data", "pairs.jsonl", "--bootstrap", "20", "--output", "{at}"],
         "suite": ["evaluate", "model", "other", "--suite", "suite.yaml", "--bootstrap", "20", "--output", "{at}"],
         "score": ["score", "model", "in.jsonl", "{at}/out.jsonl"],
@@ -134,15 +137,15 @@ def test_one_two_and_four_processes_write_the_same_bits(command, tmp_path):
         ],
     }[command]
     written = []
-    for size in (1, 2) if command == "suite" else (1, 2, 4):
+    for size in (1, 2) if command in ("suite", "blame") else (1, 2, 4):
         at = tmp_path / str(size)
         at.mkdir()
         start = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", "--no-python", RM_OPT]
         full = [sys.executable, *start, *(word.replace("{at}", str(at)) for word in words)]
         done = subprocess.run(full, cwd=tmp_path, env=environment(), capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-2000:]
-        names = ("pair_rewards.jsonl", "metrics.json", "suite.json", "out.jsonl", "differences.npy")
+        names = ("pair_rewards.jsonl", "metrics.json", "suite.json", "out.jsonl", "differences.npy", "blame.json")
         files = {path.name: path.read_bytes() for path in at.rglob("*") if path.name in names}
-        assert len(files) == {"evaluate": 2, "suite": 1, "score": 1, "select": 2}[command]
+        assert len(files) == {"evaluate": 2, "suite": 1, "score": 1, "select": 2, "blame": 1}[command]
         written.append(files)
     assert all(each == written[0] for each in written)

@@ -11,14 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Context, Option
 
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.interfaces.exits import rank
 from rm_optimizer.interfaces.field_flags import refuse_unread
-from rm_optimizer.interfaces.inputs import PairOptions, SavedModel
+from rm_optimizer.interfaces.inputs import PairOptions, SavedModel, joined_rank
 from rm_optimizer.interfaces.outputs import filling, made_folder
 
 if TYPE_CHECKING:
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import PreferencePair
+    from rm_optimizer.core.tokens.dataset import PreferenceDataset
     from rm_optimizer.data_efficiency.blame import Half
     from rm_optimizer.data_efficiency.influence import BlameTarget
+    from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema import TrainConfig
 
 
@@ -68,81 +72,61 @@ def blame(
     from rm_optimizer.schema import LossConfig
 
     run = RunFolder.of(checkpoint)
-    if run is None and (not data or (all_checkpoints or validate)):
-        option = "--all-checkpoints" if all_checkpoints else "--validate" if validate else None
-        needs = f"{option} needs a run folder" if option else "--data must name the training pairs"
-        raise ConfigError(f"{needs}, since {checkpoint} is in no run folder")
-    if output is None and run is None:
-        raise ConfigError(f"--output must name a folder for the results, since {checkpoint} is in no run folder")
-    if 0 < validate < 4:
-        raise ConfigError(f"--validate must be 0 or at least 4, got {validate}")
-    if of not in ("margin", "loss", "eigenvector"):
-        raise ConfigError(f"--of must be margin, loss or eigenvector, got {of}")
-    targets = {"--pair": pair, "--subset": subset, "--edit": edit, f"--of {of}": None if of == "margin" else of}
-    named = [name for name, value in targets.items() if value is not None]
-    if len(named) > 1 and (of != "loss" or edit is not None or len(named) > 2):
-        raise ConfigError(f"give one target at a time, got {' and '.join(named)}")
-    if validate and data and not val:
-        raise ConfigError("--validate needs --data-val beside --data, since the halves are chosen by these pairs")
-    if damping is not None and not damping > 0:
-        raise ConfigError(f"--damping must be positive, got {damping:g}")
-    if not (data or val or pair):
-        refuse_unread(context, "without --data, --data-val or --pair", *PairOptions.__dataclass_fields__)
-    if of == "eigenvector" and validate:
-        raise ConfigError("--validate needs a target of pairs, which --of eigenvector is not; leave one out")
-    if memory_gib <= 0:
-        raise ConfigError(f"--memory-gib must be positive, got {memory_gib:g}")
+    _refuse_conflicts(context, is_run=run is not None)
     saved = SavedModel(checkpoint, max_length)
+    is_first = not (own_rank := joined_rank())
+    if validate and own_rank is not None:
+        raise ConfigError("--validate trains in one process; leave torchrun or --validate out")
 
-    from rm_optimizer.core.tokens.splits import load_training_data
     from rm_optimizer.data_efficiency.influence import blame as measure
-    from rm_optimizer.experiments.training_trials import config_of
-    from rm_optimizer.landscape.measured_loss import require_trained_pairs
     from rm_optimizer.landscape.operators.parameters import select_parameters
     from rm_optimizer.records.ledger import progress
-    from rm_optimizer.records.recall import recorded_sources
     from rm_optimizer.reporting.blame import print_blame, write_blame
+    from rm_optimizer.training.preparation import freeze, from_start
 
-    config: TrainConfig | None = None
-    if run is not None:
-        options = {**run.options, "data": {**run.options["data"], **({} if data else recorded_sources(run))}}
-        config = config_of(options)
-    trained = load_training_data(config.data) if config is not None and not data else None
-    if trained is not None and run is not None and config is not None:
-        require_trained_pairs(run, trained, config.data)
-        for note in (*trained.train.notes, *trained.val.notes):
-            print(note)
-    read = trained.train if trained is not None else pair_options.load(data or [])
-    aside = pair_options.load(val) if val else trained.val if trained is not None else None
+    config, read, aside = _run_pairs(run, reads_pairs=not data) if run is not None else (None, None, None)
+    read = pair_options.load(data) if data else read
+    aside = pair_options.load(val) if val else aside
+    assert read is not None, "refused above"
     explained = pair_options.load(pair) if pair is not None else aside
     target = _target(() if explained is None else explained.pairs, pair, subset, edit, of)
+    files = [checkpoint]
+    if all_checkpoints and run is not None:
+        files = [str(path) for path in run.checkpoints.values()]
+        if not files:
+            raise ConfigError(f"--all-checkpoints needs checkpoints, and {run.path} holds none; leave it out")
     if output is not None:
         folder = made_folder(output)
     else:
         assert run is not None, "refused above"
         folder = run.path / "blame"
         folder.mkdir(exist_ok=True)
-    loss = LossConfig() if config is None else config.loss
-    files = [checkpoint]
-    if all_checkpoints and run is not None:
-        files = [str(path) for path in run.checkpoints.values()]
-        if not files:
-            raise ConfigError(f"--all-checkpoints needs checkpoints, and {run.path} holds none; leave it out")
 
-    model = replace(saved, checkpoint=files[0]).load()
+    frozen = None if config is None else config.model.freeze
+
+    def loaded(file: str) -> BradleyTerryRM:
+        """A checkpoint whose parameters are trainable as in the run."""
+        model = replace(saved, checkpoint=file).load()
+        if frozen is not None:
+            freeze(model, frozen)
+        return model
+
+    model = loaded(files[0])
     select_parameters(model, params)
     train = read.accepted_by(model.renderer).pairs
     held_out = () if aside is None else aside.accepted_by(model.renderer).pairs
     with filling(folder), progress("gradients", "pairs") as show:
         halves: Sequence[Half] = ()
         if validate and config is not None:
-            halves = _halves(config, train, held_out, target, validate, folder, seed)
+            halves = _halves(
+                from_start(config, model, folder / "start"), train, held_out, target, validate, folder, seed
+            )
         found = measure(
-            chain([model], (replace(saved, checkpoint=file).load() for file in files[1:])),
+            chain([model], map(loaded, files[1:])),
             train,
             target,
             held_out=held_out,
-            loss=loss,
+            loss=LossConfig() if config is None else config.loss,
             params=params,
             columns=by,
             damping=damping,
@@ -150,13 +134,66 @@ def blame(
             halves=halves,
             folder=folder,
             seed=seed,
-            on_progress=show,
+            on_progress=show if is_first else lambda done, total: None,
         )
+    if not is_first:
+        return
     page = write_blame(found, folder)
     for left in folder.glob("gradients-*.npy"):
         left.unlink()
     print_blame(found)
     print(f"results: {page}")
+
+
+def _refuse_conflicts(context: Context, *, is_run: bool) -> None:
+    """Refuse options that are out of range, or need another option or a run folder."""
+    given = context.params
+    checkpoint, of, validate = given["checkpoint"], given["of"], given["validate"]
+    outside = f"since {checkpoint} is in no run folder"
+    for option in ("all_checkpoints", "validate"):
+        if given[option] and not is_run:
+            raise ConfigError(f"--{option.replace('_', '-')} needs a run folder, {outside}")
+    if not is_run and not given["data"]:
+        raise ConfigError(f"--data must name the training pairs, {outside}")
+    if not is_run and given["output"] is None:
+        raise ConfigError(f"--output must name a folder for the results, {outside}")
+    if 0 < validate < 4:
+        raise ConfigError(f"--validate must be 0 or at least 4, got {validate}")
+    if of not in ("margin", "loss", "eigenvector"):
+        raise ConfigError(f"--of must be margin, loss or eigenvector, got {of}")
+    named = [f"--{name}" for name in ("pair", "subset", "edit") if given[name] is not None]
+    named += [] if of == "margin" else [f"--of {of}"]
+    if len(named) > 1 and (of != "loss" or "--edit" in named or len(named) > 2):
+        raise ConfigError(f"give one target at a time, got {' and '.join(named)}")
+    if validate and given["data"] and not given["val"]:
+        raise ConfigError("--validate needs --data-val beside --data, since the halves are chosen by these pairs")
+    if validate and of == "eigenvector":
+        raise ConfigError("--validate needs a target of pairs, which --of eigenvector is not; leave one out")
+    for name in ("damping", "memory_gib"):
+        if given[name] is not None and not given[name] > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {given[name]:g}")
+    if not (given["data"] or given["val"] or given["pair"]):
+        refuse_unread(context, "without --data, --data-val or --pair", *PairOptions.__dataclass_fields__)
+
+
+def _run_pairs(
+    run: RunFolder, *, reads_pairs: bool
+) -> tuple[TrainConfig, PreferenceDataset | None, PreferenceDataset | None]:
+    """Options of a run, and its training and validation pairs if they are to be read."""
+    from rm_optimizer.core.tokens.splits import load_training_data
+    from rm_optimizer.experiments.training_trials import config_of
+    from rm_optimizer.landscape.measured_loss import require_trained_pairs
+    from rm_optimizer.records.recall import recorded_sources
+
+    sources = recorded_sources(run) if reads_pairs else {}
+    config = config_of({**run.options, "data": {**run.options["data"], **sources}})
+    if not reads_pairs:
+        return config, None, None
+    trained = load_training_data(config.data)
+    require_trained_pairs(run, trained, config.data)
+    for note in (*trained.train.notes, *trained.val.notes) if rank() == 0 else ():
+        print(note)
+    return config, trained.train, trained.val
 
 
 def _target(

@@ -100,6 +100,8 @@ def reward_gradients(
     rows: Float[np.ndarray, "rows columns"],
     *,
     seed: int = 0,
+    rank: int = 0,
+    num_ranks: int = 1,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Float[np.ndarray, "rows columns"]:
     """Gradients of each pair's margin, or of its two rewards if the loss reads more than margins, in `rows`.
@@ -113,6 +115,8 @@ def reward_gradients(
         rows: array to write into, one or two rows a pair in the order of the batches; rows that end with NaN are
             computed, and others are kept.
         seed: seed of the columns and signs.
+        rank: rank of this process, which computes every `num_ranks`-th pair.
+        num_ranks: number of processes that write into the array.
         on_progress: function of the number of pairs done and of all.
     """
     support, per_pair = support_of(objective, num_spare=0), len(rows) // objective.num_pairs
@@ -122,9 +126,11 @@ def reward_gradients(
         bucket = torch.randint(rows.shape[1], (support.dimension,), generator=generator).to(objective.device)
         sign = (2 * torch.randint(2, (support.dimension,), generator=generator) - 1).to(objective.device)
     seen = dict.fromkeys(range(objective.num_pairs), 0)
-    kept = curvature_rows(
-        objective, "rewards", objective.parameters, lambda number: bool(np.isnan(rows[(number + 1) * per_pair - 1, -1]))
-    )
+
+    def is_wanted(number: int) -> bool:
+        return number % num_ranks == rank and bool(np.isnan(rows[(number + 1) * per_pair - 1, -1]))
+
+    kept = curvature_rows(objective, "rewards", objective.parameters, is_wanted)
     for number, gradient in kept:
         whole = torch.cat([support.part(place, part).reshape(-1) for place, part in enumerate(gradient)])
         if bucket is not None and sign is not None:
