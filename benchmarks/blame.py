@@ -5,8 +5,8 @@ model. `FOLDER` keeps the numbers of finished models, so that the same command c
 are, averaged over worlds:
 
 - `lds_NAME`: linear datamodeling score over models trained on halves by the same recipe from the same start, with its
-  interval, of `blame` (damping by its rule), of all checkpoints averaged, of three orders of a run averaged, of few
-  projected columns, of gradient products, of the words alone and of random numbers; `lds_ceiling`: of models trained on
+  interval, of `blame` (damping by its rule), of all checkpoints averaged, of three orders of a run averaged, of
+  gradient products, of the words alone and of random numbers; `lds_ceiling`: of models trained on
   the same halves in another order; `less_words`: scores above that of the words, by world with their intervals;
 - `gradients_a_pair`, and `seconds_by_training`, the processor time of `blame` over that of one training;
 - `annotator_auroc`: one of ten annotators prefers length; its rank among the ten by the sum of influences on the reward
@@ -50,9 +50,8 @@ from rm_optimizer.schema import TrainConfig, typed
 from rm_optimizer.training.preparation import freeze, from_start
 from rm_optimizer.training.run import train_reward_model
 
-NUM_HELD_OUT = 200
-SMALL = 0.05
-"""Memory in GiB that the projected influences get."""
+NUM_HELD_OUT, NUM_REAL = 200, 60
+"""Held-out pairs of a world and of real pairs."""
 FROZEN = 5
 """Layers of a pretrained encoder that are not trained, and its embeddings."""
 SHORT = 350
@@ -114,9 +113,10 @@ def recipe(given: argparse.Namespace, epochs: float, pairs: int) -> TrainConfig:
     """Options of all trainings."""
     model = ["model=tiny"]
     if given.base:
-        model = [f"model.path={given.base}", "model.max_length=96", f"model.freeze={FROZEN}", "optimizer.lr=3e-4"]
-    every = max(1, int(epochs * pairs / 32 / 5))
-    kept = [f"training.checkpoint_every={every}", "training.keep_checkpoints=6", "logger.tensorboard=false"]
+        model = [f"model.path={given.base}", "model.max_length=64", f"model.freeze={FROZEN}", "optimizer.lr=3e-4"]
+        model += ["training.eval_at_start=false", "training.evals_per_epoch=1"]
+    every = max(1, int(epochs * pairs / 32 / 3))
+    kept = [f"training.checkpoint_every={every}", "training.keep_checkpoints=3", "logger.tensorboard=false"]
     options = [*model, f"training.epochs={epochs}", "batching.batch_size=32", *kept, "output_dir=."]
     return typed(compose(options), TrainConfig)
 
@@ -149,7 +149,7 @@ def pairs_of(given: argparse.Namespace, seed: int) -> tuple[list[PreferencePair]
         world = PreferenceWorld(seed).pairs(given.pairs, NUM_HELD_OUT)
         return world.train, world.val
     drawn = []
-    for path, count in zip(given.real, (given.pairs, NUM_HELD_OUT), strict=True):
+    for path, count in zip(given.real, (given.pairs, NUM_REAL), strict=True):
         pairs = PreferenceDataset(str(path)).pairs
         short = [pair for pair in pairs if max(len(pair.chosen), len(pair.rejected)) + len(pair.prompt) <= SHORT]
         drawn.append([short[place] for place in random_positions(len(short), count, seed)])
@@ -196,7 +196,6 @@ def score_of_world(given: argparse.Namespace, seed: int) -> dict[str, Any]:
             "blame": found,
             "checkpoints": blame(checkpoints, train, target, **options),
             "runs": blame([model, *others], train, target, **options),
-            "projected": blame(model, train, target, memory_gib=SMALL, **options),
             "product": blame(model, train, target, damping=1e4, halves=halves),
         }
         return {
