@@ -16,13 +16,13 @@ ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9481,
     "serving": 4550,
-    "landscape": 3905,
-    "training": 3083,
+    "landscape": 3907,
+    "training": 3098,
     "rl_coupling": 2515,
-    "reporting": 2685,
-    "interfaces": 2445,
+    "reporting": 2687,
+    "interfaces": 2474,
     "experiments": 1686,
-    "data_efficiency": 1650,
+    "data_efficiency": 1669,
     "schema": 1144,
     "doctor": 921,
     "explanation": 942,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6106,
-    "import lines inside functions": 386,
-    "lines of code": 38380,
-    "private functions with one caller": 417,
+    "import lines": 6113,
+    "import lines inside functions": 387,
+    "lines of code": 38447,
+    "private functions with one caller": 419,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

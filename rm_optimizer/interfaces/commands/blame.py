@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
@@ -77,6 +78,8 @@ def blame(
     is_first = not (own_rank := joined_rank())
     if validate and own_rank is not None:
         raise ConfigError("--validate trains in one process; leave torchrun or --validate out")
+    if os.environ.get("LOCAL_WORLD_SIZE") != os.environ.get("WORLD_SIZE") and own_rank is not None:
+        raise ConfigError("rm-opt blame shares gradients between the processes of one machine, got several machines")
 
     from rm_optimizer.data_efficiency.influence import blame as measure
     from rm_optimizer.landscape.operators.parameters import select_parameters
