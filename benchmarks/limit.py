@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -45,8 +45,15 @@ REPEATS = 5
 """Timings of each product, of which the fastest counts."""
 
 
-def product_rate(model: torch.nn.Module, rows: int, dtype: torch.dtype, *, backward: bool) -> float:
-    """Operations a second of the products with all matrices, embeddings left out, at this number of rows."""
+def product_rate(
+    model: torch.nn.Module,
+    rows: int,
+    dtype: torch.dtype,
+    *,
+    backward: bool,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Operations a second of `clock` of the products with all matrices, embeddings left out, at this number of rows."""
     layers = [each for each in model.modules() if not isinstance(each, torch.nn.Embedding)]
     weights = [each.weight for each in layers if isinstance(getattr(each, "weight", None), torch.Tensor)]
     shapes = Counter(tuple(each.shape) for each in weights if each.ndim == 2 and min(each.shape) > 1)
@@ -55,12 +62,12 @@ def product_rate(model: torch.nn.Module, rows: int, dtype: torch.dtype, *, backw
         weight, value = (torch.randn(n, inputs, dtype=dtype, device=device) for n in (outputs, rows))
         slope, fastest = torch.randn(rows, outputs, dtype=dtype, device=device), float("inf")
         for _ in range(REPEATS):
-            started = time.perf_counter()
+            started = clock()
             value @ weight.T
             if backward:
                 slope @ weight, slope.T @ value
             synchronize(device)
-            fastest = min(fastest, time.perf_counter() - started)
+            fastest = min(fastest, clock() - started)
         work, seconds = work + count * (6 if backward else 2) * rows * inputs * outputs, seconds + count * fastest
     return work / seconds
 

@@ -3,8 +3,11 @@
 Both sides score the same token ids with the same random Llama-shaped decoder of about 30M parameters (`--layers` makes
 it smaller). *Singles* are unrelated sequences; *best-of-8* are groups of eight responses to one prompt (its own two and
 six of other prompts'). Offline, sides take turns `--rounds` times in one process, and a speed-up is the median over
-rounds of the naive side's processor seconds over ours. The limit of a group is the ratio of its tokens to its unique
-ones, times the speed-up on singles; `share_of_limit` is how much of it the engine reaches.
+rounds of the naive side's processor seconds over ours. `share_of_limit` is the operations that the rewards need, over
+the rate of the products with the model's own matrices, over the engine's processor seconds. Needed are those of the
+unique tokens (`ModelFlops`), without the last layer's matrices but for keys and values where no reward is read.
+The rate is measured in each round, in the engine's type, for a pass of its size (`product_rate` of
+`benchmarks/limit.py`), with packed weights where the engine packs its own.
 
 Over HTTP, sixteen clients send singles and best-of-8 groups in turn, each one request after the other, to
 `rm-opt serve` and to a FastAPI server that scores one sequence after the other; the servers take turns. `--dtype` is
@@ -26,7 +29,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
@@ -41,10 +44,15 @@ from transformers import AutoModelForSequenceClassification
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.chat import ConversationRenderer
-from rm_optimizer.core.tokens.prefix_trees import unique_tokens
+from rm_optimizer.core.tokens.prefix_trees import prefix_tree, unique_tokens
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.options import WorkerOptions
+from rm_optimizer.serving.weights.live_weights import packing_gain
+from rm_optimizer.training.callbacks.memory_profile import ModelFlops
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from benchmarks.limit import product_rate
 
 GROUP = 8
 VOCABULARY = 16_000
@@ -155,12 +163,20 @@ def offline(args: argparse.Namespace, folder: Path, work: Work) -> dict[str, flo
     sides = {"naive float32": naive.rewards} | {f"engine {d}": worker.scorer.rewards for d, worker in engines.items()}
     parts = {"singles": [work.singles], "best_of_8": work.groups}
     costs: dict[tuple[str, str], list[Cost]] = {}
+    rates: dict[tuple[str, str], list[float]] = {}
     for side in sides.values():
         side(work.singles[:2])
     for _ in range(args.rounds):
         for part, batches in parts.items():
             for name, side in sides.items():
                 costs.setdefault((name, part), []).append(timed(side, batches))
+            for dtype, worker in engines.items():
+                tokens = worker.description.token_budget if part == "singles" else worker.description.tree_budget
+                kind = getattr(torch, dtype)
+                rate = product_rate(naive.model, tokens, kind, backward=False, clock=time.process_time)
+                layer = torch.nn.Linear(SHAPE["hidden_size"], SHAPE["intermediate_size"], bias=False, dtype=kind)
+                gain = packing_gain(layer) if worker.description.packed_linears else 1.0
+                rates.setdefault((dtype, part), []).append(rate * gain)
     rows = [row for group in work.groups for row in group]
     ratio = sum(map(len, rows)) / sum(unique_tokens(group) for group in work.groups)
     print(f"total / unique tokens of the groups: {ratio:.2f}; singles have {sum(map(len, work.singles))} tokens")
@@ -171,7 +187,31 @@ def offline(args: argparse.Namespace, folder: Path, work: Work) -> dict[str, flo
     for name, part in costs:
         report(name, part, costs)
         figures[f"{name} {part}"] = speedup(costs["naive float32", part], costs[name, part])
-    return figures | {"ratio": ratio}
+    flops = ModelFlops.of_model(engines["float32"].model)
+    assert flops is not None, "the decoder above has no experts, windows or recurrence"
+    for (dtype, part), found in rates.items():
+        needed = sum(operations(naive.model, flops, batch) for batch in parts[part])
+        own = costs[f"engine {dtype}", part]
+        shares = [needed / rate / cost.cpu for rate, cost in zip(found, own, strict=True)]
+        print(f"engine {dtype} {part}: products at {median(found) / 1e9:.0f} GFLOP per processor second")
+        figures[f"share {dtype} {part}"] = median(shares)
+    return figures
+
+
+def operations(model: torch.nn.Module, flops: ModelFlops, batch: Rows) -> float:
+    """Operations of the forward pass that the rewards of unrelated sequences, or of one group, need."""
+    together = unique_tokens(batch) < sum(map(len, batch))
+    trees = [prefix_tree(batch)] if together else [prefix_tree([row]) for row in batch]
+    depths = [len(tree.prefix) for tree in trees]
+    lengths = [depth + len(branch) for tree, depth in zip(trees, depths, strict=True) for branch in tree.branches]
+    keys = sum(n * (n + 1) // 2 for n in lengths)
+    keys -= sum((len(tree.branches) - 1) * n * (n + 1) // 2 for tree, n in zip(trees, depths, strict=True))
+    tokens = sum(tree.num_tokens for tree in trees)
+    last = model.get_submodule("model.layers")[-1].named_parameters()
+    spared = sum(
+        each.numel() for name, each in last if each.ndim == 2 and not name.endswith(("k_proj.weight", "v_proj.weight"))
+    )
+    return replace(flops, backward=0, trained=0).of_tokens(tokens, keys) - 2 * (tokens - len(batch)) * spared
 
 
 def report(name: str, part: str, costs: dict[tuple[str, str], list[Cost]]) -> None:
@@ -316,7 +356,9 @@ def main() -> None:
     print(f"speedup_best_of_8: {groups:.2f}")
     for name, value in http.items():
         print(f"{name}: {value:.3f}")
-    print(f"share_of_limit: {groups / (singles * figures['ratio']):.2f}")
+    for name, value in figures.items():
+        if name.startswith("share "):
+            print(f"share_of_limit_{name.removeprefix('share ').replace(' ', '_')}: {value:.2f}")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ ROOMS: Mapping[str, int] = {
     "core": 9481,
     "serving": 4550,
     "landscape": 3907,
-    "training": 3098,
+    "training": 3100,
     "rl_coupling": 2515,
     "reporting": 2687,
     "interfaces": 2474,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6113,
     "import lines inside functions": 387,
-    "lines of code": 38447,
+    "lines of code": 38449,
     "private functions with one caller": 419,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -229,9 +229,13 @@ class ModelFlops:
 
     def of_batch(self, batch: AnyPairBatch) -> float:
         """Operations of one forward and backward pass over a micro-batch, padding left out."""
+        return self.of_tokens(computed_tokens(batch), _attended_keys(batch, self.is_causal))
+
+    def of_tokens(self, tokens: int, keys: int) -> float:
+        """Operations of one forward and backward pass over tokens, whose queries attend to so many keys in all."""
         per_token = 2 * (self.forward + self.backward + self.trained)
         per_key = 4 * self.attention * (1 + self.backward / max(self.forward, 1) * 2)
-        return per_token * computed_tokens(batch) + per_key * _attended_keys(batch, self.is_causal)
+        return per_token * tokens + per_key * keys
 
 
 def computed_tokens(batch: AnyPairBatch) -> int:
