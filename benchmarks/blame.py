@@ -183,8 +183,11 @@ def score_of_world(given: argparse.Namespace, seed: int) -> dict[str, Any]:
 
     def scored(_: int) -> dict[str, Any]:
         start = time.process_time()
-        others = [trained(same, given.folder / f"other-{stem}-{order}", train, val, order) for order in (1, 2)]
-        training = (time.process_time() - start) / 2
+        others = [
+            trained(same, given.folder / f"other-{stem}-{order}", train, val, order)
+            for order in ((1,) if given.base else (1, 2))
+        ]
+        training = (time.process_time() - start) / len(others)
         target = BlameTarget("margins", val)
         start, options = time.process_time(), {"held_out": val, "halves": halves}
         passes: list[int] = []

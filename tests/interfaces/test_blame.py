@@ -151,5 +151,10 @@ def test_a_run_brings_its_pairs_and_is_validated_by_retraining_halves():
     assert not Path("run/blame/half").exists()
     page = write_page(Path("run")).read_text()
     assert "Pairs that raised it" in page
+    train_reward_model("tiny", "adamw", "train.jsonl", val="val.jsonl", output_dir="other", options=options, seed=1)
+    assert "by 4 checkpoints" in rm_opt("blame", "run", "other", "--all-checkpoints")
+    train_reward_model("tiny", "adamw", "val.jsonl", val="train.jsonl", output_dir="stranger", options=options)
+    refused = CliRunner().invoke(app, ["blame", "run", "stranger"])
+    assert "stranger" in refused.stderr
     eigenvector = rm_opt("blame", "run", "--of", "eigenvector", "--params", "head")
     assert "first eigenvector" in eigenvector

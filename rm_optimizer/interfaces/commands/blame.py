@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 def blame(
     context: Context,
-    checkpoint: Annotated[str, Argument(help="Run folder, or any saved model with --data.")],
+    checkpoint: Annotated[
+        list[str], Argument(help="Run folder, or any saved model with --data; influences of several are averaged.")
+    ],
     pair_options: PairOptions,
     data: Annotated[list[str] | None, Option("--data", "-d", help="Training pairs; default: the run's.")] = None,
     val: Annotated[
@@ -72,9 +74,10 @@ def blame(
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema import LossConfig
 
-    run = RunFolder.of(checkpoint)
-    _refuse_conflicts(context, is_run=run is not None)
-    saved = SavedModel(checkpoint, max_length)
+    folders = [RunFolder.of(name) for name in checkpoint]
+    runs = [run for run in folders if run is not None]
+    _refuse_conflicts(context, [name for name, run in zip(checkpoint, folders, strict=True) if run is None])
+    saved = [SavedModel(name, max_length) for name in checkpoint]
     is_first = not (own_rank := joined_rank())
     if validate and own_rank is not None:
         raise ConfigError("--validate trains in one process; leave torchrun or --validate out")
@@ -87,34 +90,32 @@ def blame(
     from rm_optimizer.reporting.blame import print_blame, write_blame
     from rm_optimizer.training.preparation import freeze, from_start
 
-    config, read, aside = _run_pairs(run, reads_pairs=not data) if run is not None else (None, None, None)
+    config, read, aside = _run_pairs(runs, reads_pairs=not data) if runs else (None, None, None)
     read = pair_options.load(data) if data else read
     aside = pair_options.load(val) if val else aside
     assert read is not None, "refused above"
     explained = pair_options.load(pair) if pair is not None else aside
     target = _target(() if explained is None else explained.pairs, pair, subset, edit, of)
-    files = [checkpoint]
-    if all_checkpoints and run is not None:
-        files = [str(path) for path in run.checkpoints.values()]
-        if not files:
-            raise ConfigError(f"--all-checkpoints needs checkpoints, and {run.path} holds none; leave it out")
+    if all_checkpoints:
+        saved = [replace(saved[0], checkpoint=str(path)) for each in runs for path in each.checkpoints.values()]
+        if not saved:
+            raise ConfigError(f"--all-checkpoints needs checkpoints, and {runs[0].path} holds none; leave it out")
     if output is not None:
         folder = made_folder(output)
     else:
-        assert run is not None, "refused above"
-        folder = run.path / "blame"
+        folder = runs[0].path / "blame"
         folder.mkdir(exist_ok=True)
 
     frozen = None if config is None else config.model.freeze
 
-    def loaded(file: str) -> BradleyTerryRM:
-        """A checkpoint whose parameters are trainable as in the run."""
-        model = replace(saved, checkpoint=file).load()
+    def loaded(source: SavedModel) -> BradleyTerryRM:
+        """A model whose parameters are trainable as in the run."""
+        model = source.load()
         if frozen is not None:
             freeze(model, frozen)
         return model
 
-    model = loaded(files[0])
+    model = loaded(saved[0])
     select_parameters(model, params)
     train = read.accepted_by(model.renderer).pairs
     held_out = () if aside is None else aside.accepted_by(model.renderer).pairs
@@ -125,7 +126,7 @@ def blame(
                 from_start(config, model, folder / "start"), train, held_out, target, validate, folder, seed
             )
         found = measure(
-            chain([model], map(loaded, files[1:])),
+            chain([model], map(loaded, saved[1:])),
             train,
             target,
             held_out=held_out,
@@ -148,18 +149,17 @@ def blame(
     print(f"results: {page}")
 
 
-def _refuse_conflicts(context: Context, *, is_run: bool) -> None:
-    """Refuse options that are out of range, or need another option or a run folder."""
+def _refuse_conflicts(context: Context, outside: Sequence[str]) -> None:
+    """Refuse options that are out of range, or that models outside of run folders cannot have or must have."""
     given = context.params
-    checkpoint, of, validate = given["checkpoint"], given["of"], given["validate"]
-    outside = f"since {checkpoint} is in no run folder"
-    for option in ("all_checkpoints", "validate"):
-        if given[option] and not is_run:
-            raise ConfigError(f"--{option.replace('_', '-')} needs a run folder, {outside}")
-    if not is_run and not given["data"]:
-        raise ConfigError(f"--data must name the training pairs, {outside}")
-    if not is_run and given["output"] is None:
-        raise ConfigError(f"--output must name a folder for the results, {outside}")
+    of, validate = given["of"], given["validate"]
+    needs = [
+        f"--{name.replace('_', '-')} needs a run folder" for name in ("all_checkpoints", "validate") if given[name]
+    ]
+    needs += [] if given["data"] else ["--data must name the training pairs"]
+    needs += [] if given["output"] else ["--output must name a folder for the results"]
+    if outside and needs:
+        raise ConfigError(f"{needs[0]}, since {outside[0]} is in no run folder")
     if 0 < validate < 4:
         raise ConfigError(f"--validate must be 0 or at least 4, got {validate}")
     if of not in ("margin", "loss", "eigenvector"):
@@ -180,20 +180,21 @@ def _refuse_conflicts(context: Context, *, is_run: bool) -> None:
 
 
 def _run_pairs(
-    run: RunFolder, *, reads_pairs: bool
+    runs: Sequence[RunFolder], *, reads_pairs: bool
 ) -> tuple[TrainConfig, PreferenceDataset | None, PreferenceDataset | None]:
-    """Options of a run, and its training and validation pairs if they are to be read."""
+    """Options of the first run, and the training and validation pairs of all runs if they are to be read."""
     from rm_optimizer.core.tokens.splits import load_training_data
     from rm_optimizer.experiments.training_trials import config_of
     from rm_optimizer.landscape.measured_loss import require_trained_pairs
     from rm_optimizer.records.recall import recorded_sources
 
-    sources = recorded_sources(run) if reads_pairs else {}
-    config = config_of({**run.options, "data": {**run.options["data"], **sources}})
+    sources = recorded_sources(runs[0]) if reads_pairs else {}
+    config = config_of({**runs[0].options, "data": {**runs[0].options["data"], **sources}})
     if not reads_pairs:
         return config, None, None
     trained = load_training_data(config.data)
-    require_trained_pairs(run, trained, config.data)
+    for run in runs:
+        require_trained_pairs(run, trained, config.data)
     for note in (*trained.train.notes, *trained.val.notes) if rank() == 0 else ():
         print(note)
     return config, trained.train, trained.val
