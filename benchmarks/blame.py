@@ -62,14 +62,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--worlds", type=int, default=3, help="worlds of the score")
-    parser.add_argument("--pairs", type=int, default=2000, help="training pairs of a world")
+    parser.add_argument("--pairs", type=int, default=1000, help="training pairs of a world")
     parser.add_argument("--epochs", type=float, default=2, help="passes over them")
-    parser.add_argument("--halves", type=int, default=24, help="models trained on halves of a world's pairs")
+    parser.add_argument("--halves", type=int, default=12, help="models trained on halves of a world's pairs")
     parser.add_argument("--plantings", type=int, default=20, help="worlds with a planted annotator and a planted leak")
-    parser.add_argument("--removals", type=int, default=6, help="worlds in which 5 %% of the pairs are removed")
+    parser.add_argument("--removals", type=int, default=4, help="worlds in which 5 %% of the pairs are removed")
     parser.add_argument("--base", help="pretrained encoder whose last layer is trained, in place of model=tiny")
     parser.add_argument("--real", type=Path, nargs=2, help="training and validation pairs for --base")
     given = parser.parse_args()
+    if (given.base is None) != (given.real is None):
+        parser.error("--base and --real go together")
     given.folder.mkdir(parents=True, exist_ok=True)
     worlds = [score_of_world(given, seed) for seed in range(given.worlds)]
     plantings = pieces(given.folder / "plantings.jsonl", given.plantings, lambda seed: planted(given.folder, seed))
@@ -217,10 +219,10 @@ def removed(given: argparse.Namespace, seed: int, num_pairs: int = 1000) -> dict
     """Accuracy and loss on 400 other pairs after removing 5 % of the training pairs by each rule."""
     world = PreferenceWorld(seed).pairs(num_pairs, NUM_HELD_OUT + 400)
     val, test = world.val[:NUM_HELD_OUT], world.val[NUM_HELD_OUT:]
-    run, config = given.folder / f"removed-{seed}", recipe(given, given.epochs, num_pairs)
+    run, config = given.folder / f"removed-{seed}", recipe(argparse.Namespace(base=None), given.epochs, num_pairs)
+    config = replace(config, training=replace(config.training, eval_at_start=False, evals_per_epoch=1))
     model = trained(config, run, world.train, val)
-    checkpoints = (loaded(config, path) for path in RunFolder(run).checkpoints.values())
-    found = blame(checkpoints, world.train, BlameTarget("loss", val, "loss"), held_out=val)
+    found = blame(model, world.train, BlameTarget("loss", val, "loss"), held_out=val)
     differences, turn = turned(fixed_differences(PreferenceDataset(world.train), None), seed)
     groups = np.array(conversation_groups([pair.prompt for pair in world.train]))
     chances = held_out_chances(differences, turn, groups, seed=seed).confidence

@@ -20,7 +20,7 @@ ROOMS: Mapping[str, int] = {
     "training": 3100,
     "rl_coupling": 2515,
     "reporting": 2687,
-    "interfaces": 2474,
+    "interfaces": 2475,
     "experiments": 1686,
     "data_efficiency": 1669,
     "schema": 1144,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6113,
     "import lines inside functions": 387,
-    "lines of code": 38449,
+    "lines of code": 38450,
     "private functions with one caller": 419,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
