@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import AutoConfig, AutoTokenizer
 
 from rm_optimizer.core.classifier.adapters import add_adapter
+from rm_optimizer.core.classifier.attention import keeping_padding
 from rm_optimizer.core.classifier.building import LoadOptions, build, read_config
 from rm_optimizer.core.classifier.head import head_side_modules
 from rm_optimizer.core.classifier.quantization import parameter_size
@@ -280,7 +281,7 @@ def _backward_bytes(model: BradleyTerryRM, batch: AnyPairBatch) -> tuple[int, in
     torch_log = logging.getLogger("torch._subclasses.fake_tensor")
     torch_log.disabled = True  # it logs the stack of the error that is caught here
     try:
-        with FAKE, torch.compiler.set_stance("force_eager"):
+        with FAKE, torch.compiler.set_stance("force_eager"), keeping_padding(model.model):
             kept = whole = kept_bytes(model, batch)
             if recomputed:  # a layer is computed again, and then keeps all of its tensors
                 for each in recomputed:

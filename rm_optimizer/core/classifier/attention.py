@@ -11,13 +11,14 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, TypeGuard
 
 import torch
-from jaxtyping import Bool
+from jaxtyping import Bool, Int
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import (
@@ -32,7 +33,7 @@ from transformers.integrations.flex_attention import flex_attention_forward
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import bidirectional_mask_function, flash_attention_mask, sdpa_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.utils import is_flash_attn_2_available, is_tracing
+from transformers.utils import is_flash_attn_2_available
 
 from rm_optimizer.core.tokens.padding import PackedTrees
 from rm_optimizer.errors import ConfigError, MissingExtra, did_you_mean
@@ -137,27 +138,27 @@ def unpadded_attention(
         found: tuple[Tensor, Tensor | None]
         found = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return found
-    tokens, masks = _tokens(attention_mask), [None] * len(attention_mask)
+    lengths, options["is_causal"] = _tokens(attention_mask).sum(dim=1).tolist(), False
+    masks: list[Tensor | None] = [None] * len(lengths)
     if attention_mask.shape[2] > 1:
-        masks = [mask[kept][:, kept] for mask, kept in zip(attention_mask[:, 0].bool(), tokens, strict=True)]
-    lengths, options["is_causal"] = tokens.sum(dim=1).tolist(), False
+        masks = [mask[:n, :n] for mask, n in zip(attention_mask[:, 0].view(torch.bool), lengths, strict=True)]
     sequences = zip(*(torch.split(states, lengths, dim=2) for states in (query, key, value)), masks, strict=True)
     return torch.cat([sdpa_attention_forward(module, *each, **options)[0] for each in sequences], dim=1), None
 
 
-def unpadded_mask(
-    *, mask_function: Callable[..., Any], attention_mask: Tensor | None, device: torch.device, **options: Any
-) -> Tensor | None:
-    """SDPA's mask of padded sequences, on a CPU in uint8; (sequences, 1, 1, tokens) where all tokens see each other."""
-    plain: dict[str, Any] = {"mask_function": mask_function, "attention_mask": attention_mask, "device": device}
-    is_cpu = torch.device(device).type == "cpu" and options["q_length"] == options["kv_length"]
-    mask: Tensor | None
-    if attention_mask is None or not is_cpu or is_tracing(attention_mask) or bool(attention_mask.all()):
-        mask = sdpa_mask(**plain, **options)
-        return mask
-    sees_all = mask_function is bidirectional_mask_function
-    mask = attention_mask[:, None, None] if sees_all else sdpa_mask(**plain, **options)
-    return None if mask is None else mask.byte()
+def unpadded_mask(*, attention_mask: Tensor | None, device: torch.device, **options: Any) -> Tensor | None:
+    """SDPA's mask, in uint8 for an encoder's sequences that are padded on the right, on a CPU.
+
+    It has shape (sequences, 1, 1, tokens) where all tokens of a sequence attend to each other.
+    """
+    is_encoder = not options.get("allow_is_causal_skip", True) and options["q_length"] == options["kv_length"]
+    drops = False
+    if is_encoder and attention_mask is not None and torch.device(device).type == "cpu":
+        drops = bool((attention_mask[:, 1:] <= attention_mask[:, :-1]).all()) and not bool(attention_mask.all())
+        if drops and options["mask_function"] is bidirectional_mask_function:
+            return attention_mask[:, None, None].byte()
+    mask: Tensor | None = sdpa_mask(attention_mask=attention_mask, device=device, **options)
+    return mask.byte() if drops and mask is not None else mask
 
 
 AttentionInterface.register(UNPADDED, unpadded_attention)
@@ -207,7 +208,7 @@ def drop_padding(encoder: PreTrainedModel, read: Callable[[], Tensor], tolerance
     """Let an encoder's layers compute no padding on a CPU, if its head then reads the same; True if they do.
 
     Embeddings and head still see padded sequences, so that positions, token types and pooling are the model's own.
-    Passes on other devices, and those that are compiled or counted without data, are padded as before.
+    Passes on other devices are padded as before.
 
     Args:
         encoder: the model; it gets hooks and another attention.
@@ -217,8 +218,7 @@ def drop_padding(encoder: PreTrainedModel, read: Callable[[], Tensor], tolerance
     backbone = encoder.base_model
     layers = [module for module in backbone.modules() if isinstance(module, GradientCheckpointingLayer)]
     makes_masks = hasattr(inspect.getmodule(type(backbone)), "create_bidirectional_mask")
-    can_switch = encoder.config._attn_implementation == "sdpa" and encoder._can_set_attn_implementation()
-    if not (layers and makes_masks and can_switch):
+    if not (layers and makes_masks and can_drop_padding(encoder)):
         return False
     padded = read()
     hooks = [layer.register_forward_pre_hook(_into_row, with_kwargs=True) for layer in layers]
@@ -236,9 +236,26 @@ def drop_padding(encoder: PreTrainedModel, read: Callable[[], Tensor], tolerance
     return False
 
 
+def can_drop_padding(model: PreTrainedModel) -> bool:
+    """True if the model's attention is SDPA and can be switched to `UNPADDED`."""
+    return str(model.config._attn_implementation) == "sdpa" and model._can_set_attn_implementation()
+
+
 def drops_padding(model: PreTrainedModel) -> bool:
     """True if passes of the model, where it is now, compute no padding."""
     return str(model.config._attn_implementation) == UNPADDED and model.device.type == "cpu"
+
+
+@contextmanager
+def keeping_padding(model: PreTrainedModel) -> Iterator[None]:
+    """Padded passes inside the block, whose operations depend on shapes alone and not on values of masks."""
+    kernel = str(model.config._attn_implementation)
+    if kernel == UNPADDED:
+        model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(kernel)
 
 
 CHAIN = ("flash_attention_2", "sdpa", "eager")
@@ -345,7 +362,7 @@ def say_once(level: int, sentence: str) -> None:
     _log.log(level, sentence)
 
 
-KERNELS = ("sdpa", "eager", "flex_attention", *SWITCHES)
+KERNELS = ("sdpa", UNPADDED, "eager", "flex_attention", *SWITCHES)
 """Attention kernels that take a mask of any form."""
 LAYER_KINDS = ("full_attention", "sliding_attention")
 """Kinds of layers, as configurations list them, whose masks are known."""
@@ -411,6 +428,31 @@ def attention_masks(packed: PackedTrees, config: Any, dtype: torch.dtype) -> Any
             mask = zeros.masked_fill_(~mask, lowest)
         masks[kind] = mask
     return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def one_row(packed: PackedTrees, config: Any) -> tuple[dict[str, Any], Int[Tensor, " sequences"]]:
+    """All trees in one row without padding: arguments of a backbone with the kernel `UNPADDED`, and the last tokens.
+
+    Args:
+        packed: the rows, on the CPU.
+        config: the text model's configuration.
+    """
+    width = packed.input_ids.shape[1]
+    row, column = packed.last // width, packed.last % width
+    used = torch.zeros(len(packed.input_ids), dtype=torch.long).scatter_reduce(0, row, column + 1, "amax")
+    places = (torch.arange(width) < used[:, None]).flatten().nonzero()[:, 0]
+    ids, positions, end = (each.flatten()[places] for each in (packed.input_ids, packed.position_ids, packed.end))
+    starts = (positions == 0).nonzero()[:, 0]
+    sizes = starts.diff(append=starts.new_tensor([len(places)]))
+    inside = torch.arange(int(sizes.max()))
+    of_tree = (starts[:, None] + inside).clamp(max=len(places) - 1)
+    reach = (end - places % width)[of_tree] + inside  # first column of the tree that does not attend to the token
+    end = reach.where(inside < sizes[:, None], 0).to(packed.end.dtype)
+    trees = replace(packed, input_ids=ids[of_tree], position_ids=positions[of_tree], end=end)
+    masks = attention_masks(trees, config, torch.float32)
+    marks = {kind: mask.byte() for kind, mask in masks.items()} if isinstance(masks, dict) else masks.byte()
+    given = {"input_ids": ids[None], "position_ids": positions[None], "attention_mask": marks}
+    return given, torch.searchsorted(places, packed.last)
 
 
 def takes_blocks(kernel: str, device: torch.device) -> bool:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rm_optimizer.core.classifier.attention import attention_masks, say_once
+from rm_optimizer.core.classifier.attention import attention_masks, drops_padding, one_row, say_once
 from rm_optimizer.core.classifier.heads import GatedHead, marker_index
 from rm_optimizer.core.tokens.padding import PackedTrees
 from rm_optimizer.errors import ConfigError
@@ -215,7 +215,12 @@ def decoder_logits(
 
 def packed_logits(model: PreTrainedModel, packed: PackedTrees) -> Float[Tensor, "sequences 1"]:
     """A decoder's `score` at the last token of each sequence of the trees, whose shared tokens are computed once."""
-    masks = attention_masks(packed, model.config.get_text_config(), model.dtype)
+    config = model.config.get_text_config()
+    if drops_padding(model) and not torch.is_inference_mode_enabled():
+        given, last = one_row(packed, config)
+        scores: Tensor = model.score(model.base_model(use_cache=False, **given).last_hidden_state[0, last])
+        return scores
+    masks = attention_masks(packed, config, model.dtype)
     given = {"input_ids": packed.input_ids, "position_ids": packed.position_ids, "attention_mask": masks}
     if computes_columns_alone(model):
         rows = torch.arange(len(packed.input_ids))

@@ -376,7 +376,7 @@ def test_a_soft_cap_is_applied_in_memory_in_the_export_and_in_plain_transformers
     prompts, responses = ["How do I boil an egg?"] * 2, ["In boiling water for seven minutes.", "No."]
     rewards = model.score(prompts, responses)
     uncapped = soft_capped(cap=None)
-    assert uncapped.model.config._attn_implementation == "sdpa"
+    assert uncapped.model.config._attn_implementation == attention.UNPADDED
     assert (uncapped.score(prompts, responses) - rewards).abs().max() > 1e-3
     model.save_pretrained(tmp_path)
     plain = AutoModelForSequenceClassification.from_pretrained(tmp_path).eval()
@@ -442,19 +442,20 @@ def test_an_encoder_without_padding_has_the_rewards_and_gradient_of_the_padded_p
     assert_unpadded_equals_padded(model)
 
 
-def test_layers_compute_the_tokens_alone_and_other_batches_as_before(monkeypatch: pytest.MonkeyPatch):
+def test_layers_compute_the_tokens_alone_and_other_batches_as_before():
     model, seen = encoder("bert"), list[tuple[int, ...]]()
     layer = model.model.base_model.encoder.layer[1].output.dense
     layer.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2])))
     model(*padded_batch())
     model(*padded_batch((9, 9)))  # without padding
-    monkeypatch.setattr(attention, "is_tracing", lambda tensor: True)
-    model(*padded_batch())
+    with attention.keeping_padding(model.model):
+        model(*padded_batch())
     assert seen == [(1, sum(LENGTHS)), (2, 9), (len(LENGTHS), max(LENGTHS))]
 
 
-def test_tokens_masked_inside_a_sequence_are_left_out():
-    model = encoder("bert")
+@pytest.mark.parametrize("case", ["bert", "modernbert with windows"])
+def test_tokens_masked_inside_a_sequence_are_left_out(case: str):
+    model = encoder(case)
     ids, mask = padded_batch((6, 9))
     mask[0, 2] = 0
     found = model(ids, mask)
@@ -507,8 +508,8 @@ def test_encoders_that_cannot_leave_padding_out_keep_it(family: str):
     assert model(*padded_batch()).isfinite().all()
 
 
-def test_decoders_and_compiled_encoders_keep_padding():
-    assert fresh_reward_model("llama").model.config._attn_implementation == "sdpa"
-    model = encoder("bert").model
-    compile_backbone(model, backend="eager")
-    assert not attention.drops_padding(model)
+def test_compiled_models_keep_padding():
+    for model in (fresh_reward_model("llama").model, encoder("bert").model):
+        assert attention.drops_padding(model)
+        compile_backbone(model, backend="eager")
+        assert not attention.drops_padding(model)

@@ -20,7 +20,13 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask, flex_attention
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
-from rm_optimizer.core.classifier.attention import attention_masks, sharing_obstacle, tree_block_mask, tree_mask
+from rm_optimizer.core.classifier.attention import (
+    UNPADDED,
+    attention_masks,
+    sharing_obstacle,
+    tree_block_mask,
+    tree_mask,
+)
 from rm_optimizer.core.classifier.pooling import decoder_logits, packed_logits
 from rm_optimizer.core.tokens.padding import PackedTrees, pack_trees, pad_sequences
 from rm_optimizer.core.tokens.plan import assign_rows, row_batches
@@ -103,7 +109,7 @@ def exact(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> PreTrained
     return model
 
 
-@pytest.mark.parametrize("kernel", ["sdpa", "eager"])
+@pytest.mark.parametrize("kernel", ["sdpa", "eager", UNPADDED])
 @pytest.mark.parametrize("case", CASES)
 def test_rewards_and_gradients_equal_those_of_the_sequences_apart(
     case: str, kernel: str, monkeypatch: pytest.MonkeyPatch
@@ -113,6 +119,17 @@ def test_rewards_and_gradients_equal_those_of_the_sequences_apart(
     assert sharing_obstacle(model) is None
     exact(model, monkeypatch)
     assert_same(model, packed_logits(model, packed()).squeeze(-1), apart(model), 1e-10)
+
+
+def test_trees_in_one_row_move_each_token_once():
+    model, trees, seen = architecture("llama").float(), packed(), list[tuple[int, ...]]()
+    model.set_attn_implementation(UNPADDED)
+    model.model.layers[1].mlp.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2])))
+    packed_logits(model, trees)
+    with torch.inference_mode():  # where the last layer computes the pooled tokens alone
+        packed_logits(model, trees)
+    assert seen[0] == (1, trees.num_tokens)
+    assert seen[-1] != seen[0]
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral with a window"])
