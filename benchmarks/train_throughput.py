@@ -9,10 +9,13 @@ lengthen; `wall_speedup` is by the clock in any case.
 
 Memory is the growth of a fresh process's peak while it trains (on a GPU: the peak allocated). `loss_gap` is the largest
 difference of a step's loss between our default path and our plain one: every pair in a pass of its own, no prefix
-shared. `loss_gap_trl` is that to TRL. Tokens moved count padding; unique ones count a shared prompt once.
+shared. `loss_gap_trl` is that to TRL. Tokens moved count computed padding; unique ones count a shared prompt once.
+`share_of_limit` is that of `limit.py`, at this model's steps, in each of `--precisions`, with the profile's parts of a
+step. `--rounds 0` prints it alone, without TRL.
 
     python benchmarks/train_throughput.py --pairs hh_train.jsonl.gz
     python benchmarks/train_throughput.py --pairs hh_train.jsonl.gz --models qwen   # on a GPU, bf16
+    python benchmarks/train_throughput.py --pairs hh_train.jsonl.gz --rounds 0 --steps 8  # share_of_limit
 """
 
 from __future__ import annotations
@@ -35,6 +38,7 @@ from unittest.mock import patch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # and TRL sends no telemetry
 
+import limit
 import numpy as np
 import pytorch_lightning as pl
 import torch
@@ -42,6 +46,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
+from rm_optimizer.core.classifier.attention import drops_padding
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, as_messages
@@ -52,6 +57,7 @@ from rm_optimizer.core.tokens.loader import MacroBatches
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.records.orders import epoch_order
 from rm_optimizer.schema import TrainConfig, compose, typed
+from rm_optimizer.training.callbacks.memory_profile import computed_tokens
 from rm_optimizer.training.run import run_training
 
 LEARNING_RATE = 1e-4
@@ -118,6 +124,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="optimizer steps of one training")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
+    parser.add_argument("--precisions", nargs="*", default=["32-true", "bf16-mixed"], help="of share_of_limit")
     parser.add_argument("--layers", type=int, help="layers, fewer for a quick look")
     parser.add_argument("--only", nargs=2, metavar=("SIDE", "FOLDER"), help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -196,8 +203,8 @@ def fit_trl(args: argparse.Namespace, folder: Path) -> Fit:
     return Fit(*spent, losses, _memory_since(before))
 
 
-def fit_ours(args: argparse.Namespace, folder: Path, **changed: Any) -> Fit:
-    """Train with `run_training` at its defaults, but for `changed`."""
+def our_options(args: argparse.Namespace, folder: Path, **changed: Any) -> list[str]:
+    """Options of our training, defaults but for what both sides share and `changed`."""
     on_gpu = torch.cuda.is_available()
     values: dict[str, Any] = {
         "model": "minilm",
@@ -222,9 +229,13 @@ def fit_ours(args: argparse.Namespace, folder: Path, **changed: Any) -> Fit:
         "logger.tensorboard": "false",
         **changed,
     }
+    return [f"{name}={value}" for name, value in values.items()]
+
+
+def fit_ours(args: argparse.Namespace, folder: Path, **changed: Any) -> Fit:
+    """Train with `run_training` at its defaults, but for `changed`."""
     with tempfile.TemporaryDirectory() as run_dir:
-        overrides = [f"{name}={value}" for name, value in {**values, "output_dir": run_dir}.items()]
-        config = typed(compose(overrides), TrainConfig)
+        config = typed(compose(our_options(args, folder, **changed, output_dir=run_dir)), TrainConfig)
         before = _memory_mark()
         spent: list[float] = []
         with patch.object(pl.Trainer, "fit", timed(pl.Trainer.fit, spent)):
@@ -295,6 +306,8 @@ def tokens_moved(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         sum(getattr(batch, name) for batch in micro)
         for name in ("num_padded_tokens", "num_tokens", "num_unique_tokens")
     )
+    if drops_padding(model.model):
+        moved = sum(map(computed_tokens, micro))
     steps = epoch_order(len(tokens), 0, 0).reshape(args.steps, -1)
     padded = sum(2 * len(step) * int(tokens.lengths[step].max()) for step in steps)
     return {
@@ -302,6 +315,19 @@ def tokens_moved(args: argparse.Namespace, folder: Path) -> dict[str, float]:
         "moved_over_real": moved / real,
         "trl_moved_over_unique": padded / unique,
     }
+
+
+def share_of_limit(args: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Shares of the rate of the products that our steps reach, and the parts of their seconds, by precision."""
+    found = {}
+    for precision in args.precisions:
+        with tempfile.TemporaryDirectory() as run_dir:
+            values = limit.measure(our_options(args, folder), precision, Path(run_dir), args.steps)
+        name = precision.partition("-")[0]
+        kept = {key: value for key, value in values.items() if key.startswith(("product", "part"))}
+        found |= {f"share_of_limit_{name}": values["train_share_of_limit"]}
+        found |= {f"{key}_{name}": value for key, value in kept.items()}
+    return found
 
 
 def _seconds(fit: Fit) -> float:
@@ -316,6 +342,9 @@ def gap(first: list[float], second: list[float]) -> float:
 def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, float]:
     """Everything about one model."""
     write_model(args, name, folder)
+    shares = share_of_limit(args, folder)
+    if not args.rounds:
+        return shares
     ratios, wall_ratios, trl, ours = [], [], None, None
     for turn in range(args.rounds):
         trl, ours = fit_trl(args, folder), fit_ours(args, folder)
@@ -334,6 +363,7 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, floa
         "speedup_high": max(ratios),
         "wall_speedup": median(wall_ratios),
         **tokens_moved(args, folder),
+        **shares,
         "memory_ratio": memory["ours"] / memory["trl"],
         "loss_gap": gap(ours.losses, plain.losses),
         "loss_gap_trl": gap(ours.losses, trl.losses),
@@ -356,6 +386,8 @@ def main(argv: list[str] | None = None) -> None:
     for name, row in rows.items():
         for key, value in row.items():
             print(f"{key}_{name}: {value:.4g}")
+    if not args.rounds:
+        return
     print(f"tokens_over_unique: {min(row['moved_over_unique'] for row in rows.values()):.4f}")
     print(f"memory_ratio: {max(row['memory_ratio'] for row in rows.values()):.4f}")
     print(f"loss_gap: {max(row['loss_gap'] for row in rows.values()):.3g}")
