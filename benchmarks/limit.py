@@ -10,6 +10,7 @@ clipping, and dispatch (Python, autograd and views); `wait` is the time between 
 step. The profiler itself lengthens dispatch.
 
     python benchmarks/limit.py                              # the quick start's model
+    python benchmarks/limit.py model.architecture.model_type=bert '~model.architecture.num_key_value_heads'
     python benchmarks/limit.py model=qwen data.train=pairs.jsonl hardware=h100
 """
 

@@ -187,7 +187,8 @@ def build_model(
         default = CONFIG_MAPPING[kind]()
         for name in fields:
             if not hasattr(default, name):
-                raise ConfigError(did_you_mean(f"{kind} field in model.architecture", name, default.to_dict()))
+                unknown = did_you_mean(f"{kind} field in model.architecture", name, default.to_dict())
+                raise ConfigError(f"{unknown}; '~model.architecture.{name}' leaves out a preset's field")
         names = (f"{role}_token_id" for role in ("pad", "bos", "eos", "cls", "sep"))
         known = {name: getattr(tokenizer, name) for name in names if hasattr(default, name)}
         known = {name: value for name, value in known.items() if value is not None or getattr(default, name) is None}
