@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9481,
+    "core": 9530,
     "serving": 4550,
     "landscape": 3907,
     "training": 3100,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6113,
+    "import lines": 6123,
     "import lines inside functions": 387,
-    "lines of code": 38450,
+    "lines of code": 38499,
     "private functions with one caller": 419,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -18,9 +18,17 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from rm_optimizer.core.classifier.attention import attention_masks, drops_padding, one_row, say_once
+from rm_optimizer.core.classifier.attention import (
+    UNPADDED,
+    attention_masks,
+    can_drop_padding,
+    drops_padding,
+    one_row,
+    say_once,
+)
 from rm_optimizer.core.classifier.heads import GatedHead, marker_index
-from rm_optimizer.core.tokens.padding import PackedTrees
+from rm_optimizer.core.tokens.padding import PackedTrees, num_embeddings, pack_trees
+from rm_optimizer.core.tokens.prefix_trees import prefix_tree
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.schema.registry import Registry
 
@@ -216,7 +224,7 @@ def decoder_logits(
 def packed_logits(model: PreTrainedModel, packed: PackedTrees) -> Float[Tensor, "sequences 1"]:
     """A decoder's `score` at the last token of each sequence of the trees, whose shared tokens are computed once."""
     config = model.config.get_text_config()
-    if drops_padding(model) and not torch.is_inference_mode_enabled():
+    if drops_padding(model) and torch.is_grad_enabled():
         given, last = one_row(packed, config)
         scores: Tensor = model.score(model.base_model(use_cache=False, **given).last_hidden_state[0, last])
         return scores
@@ -233,6 +241,26 @@ def packed_logits(model: PreTrainedModel, packed: PackedTrees) -> Float[Tensor, 
         states = model.base_model(use_cache=False, **given).last_hidden_state.flatten(0, 1)[packed.last]
     logits: Tensor = model.score(states)
     return logits
+
+
+def drop_tree_padding(decoder: PreTrainedModel) -> None:
+    """Let training on a CPU compute trees in one row without padding, if the rewards of two trees are then the same."""
+    if not can_drop_padding(decoder) or decoder.device.type != "cpu":
+        return
+    ids = (torch.arange(1, 9) % num_embeddings(decoder)).numpy()
+    trees = [prefix_tree([ids[:3], ids[:6], ids[[0, 4]]]), prefix_tree([ids[2:], ids[[2, 5]]])]
+    packed = pack_trees(trees, pad_token_id=0)
+    decoder.set_attn_implementation(UNPADDED)
+    with torch.no_grad():
+        expected = packed_logits(decoder, packed)
+        try:
+            with torch.enable_grad():
+                found = packed_logits(decoder, packed).detach()
+        except (IndexError, RuntimeError, TypeError, ValueError):  # its attention reads the mask otherwise
+            found = expected + torch.inf
+    tolerance = 2**-5 if decoder.dtype in HALF else 1e-4
+    if not float((found - expected).norm()) <= tolerance * float(expected.norm()):
+        decoder.set_attn_implementation("sdpa")
 
 
 class _KeysFound(Exception):

@@ -12,10 +12,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from rm_optimizer.core.classifier.attention import UNPADDED, can_drop_padding, drop_padding
+from rm_optimizer.core.classifier.attention import drop_padding
 from rm_optimizer.core.classifier.building import LoadOptions, build_model, compile_backbone
 from rm_optimizer.core.classifier.limits import TOLERANCE, refuse_measured
-from rm_optimizer.core.classifier.pooling import pooling_head_of, set_pooling_head
+from rm_optimizer.core.classifier.pooling import drop_tree_padding, pooling_head_of, set_pooling_head
 from rm_optimizer.core.classifier.quantization import computing_dtype, dtype_name
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel, SequenceScorer
 from rm_optimizer.core.model.identity import require_rendering
@@ -192,8 +192,8 @@ class BradleyTerryRM(ClassifierRewardModel):
         )
         if read is not None and not self._reads_last_token:
             drop_padding(model, read, TOLERANCE)
-        elif self.supports_prefix_sharing() is None and can_drop_padding(model):
-            model.set_attn_implementation(UNPADDED)  # for trees of shared prompts
+        elif self.supports_prefix_sharing() is None:
+            drop_tree_padding(model)
 
     @classmethod
     def from_pretrained(

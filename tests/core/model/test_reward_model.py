@@ -239,7 +239,7 @@ def test_unknown_architectures_and_fields_get_a_did_you_mean():
     tokenizer = decoder_tokenizer()
     with pytest.raises(ConfigError, match="did you mean 'llama'"):
         BradleyTerryRM.from_config({"model_type": "lama"}, tokenizer, max_length=64, seed=0)
-    with pytest.raises(ConfigError, match="did you mean 'hidden_size'.*; '~model.architecture.hiden_size' leaves out a"):
+    with pytest.raises(ConfigError, match=r"'hidden_size'.*; '~model\.architecture\.hiden_size' leaves out a"):
         BradleyTerryRM.from_config({"model_type": "llama", "hiden_size": 8}, tokenizer, max_length=64, seed=0)
 
 

@@ -27,7 +27,7 @@ from rm_optimizer.core.classifier.attention import (
     tree_block_mask,
     tree_mask,
 )
-from rm_optimizer.core.classifier.pooling import decoder_logits, packed_logits
+from rm_optimizer.core.classifier.pooling import decoder_logits, drop_tree_padding, packed_logits
 from rm_optimizer.core.tokens.padding import PackedTrees, pack_trees, pad_sequences
 from rm_optimizer.core.tokens.plan import assign_rows, row_batches
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree, tree_groups
@@ -121,15 +121,22 @@ def test_rewards_and_gradients_equal_those_of_the_sequences_apart(
     assert_same(model, packed_logits(model, packed()).squeeze(-1), apart(model), 1e-10)
 
 
-def test_trees_in_one_row_move_each_token_once():
+def test_trees_in_one_row_move_each_token_once_in_training():
     model, trees, seen = architecture("llama").float(), packed(), list[tuple[int, ...]]()
-    model.set_attn_implementation(UNPADDED)
+    drop_tree_padding(model)
     model.model.layers[1].mlp.register_forward_pre_hook(lambda _, inputs: seen.append(tuple(inputs[0].shape[:2])))
     packed_logits(model, trees)
-    with torch.inference_mode():  # where the last layer computes the pooled tokens alone
+    with torch.no_grad():
         packed_logits(model, trees)
-    assert seen[0] == (1, trees.num_tokens)
-    assert seen[-1] != seen[0]
+    assert seen == [(1, trees.num_tokens), tuple(trees.input_ids.shape)]
+
+
+def test_a_decoder_that_reads_neighbors_keeps_its_rows():
+    """Each token reads the one before it, which at the start of a tree is another tree's last one."""
+    model, shift = architecture("llama").float(), torch.nn.ZeroPad2d((0, 0, 1, -1))
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda _, inputs: inputs[0] + shift(inputs[0]))
+    drop_tree_padding(model)
+    assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.parametrize("case", ["llama", "mistral with a window"])
