@@ -14,8 +14,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9530,
-    "serving": 4550,
+    "core": 9581,
+    "serving": 4555,
     "landscape": 3907,
     "training": 3100,
     "rl_coupling": 2515,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6123,
+    "import lines": 6132,
     "import lines inside functions": 387,
-    "lines of code": 38499,
+    "lines of code": 38555,
     "private functions with one caller": 419,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

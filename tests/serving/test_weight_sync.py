@@ -47,6 +47,11 @@ def plain(tmp_path_factory):
             yield server
 
 
+def assert_same(scored, before) -> None:
+    """The same weights; a kept start may round otherwise."""
+    assert (scored.weights, scored.rewards) == (before.weights, pytest.approx(before.rewards, abs=1e-5))
+
+
 def served_difference(server, model: BradleyTerryRM, version: str) -> float:
     scored = server.client.score_versioned(PROMPTS, RESPONSES)
     assert scored.version == version
@@ -153,7 +158,7 @@ def test_a_mode_that_does_not_fit_is_refused_and_says_why(plain):
         broken = dict(plain.model.model.state_dict()) | {"score.weight": torch.full((1, 32), torch.nan)}
         with pytest.raises(PublishFailed, match=r"score\.weight: holds values that are not finite"):
             publisher.publish(broken, "refused")
-    assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
+    assert_same(plain.client.score_versioned(PROMPTS, RESPONSES), before)
 
 
 def test_a_head_over_another_backbone_is_taken_back(plain):
@@ -161,7 +166,7 @@ def test_a_head_over_another_backbone_is_taken_back(plain):
     other = moved(BradleyTerryRM.from_pretrained(plain.checkpoint), 99)
     with create_rm_publisher(plain.url, mode="head_only") as publisher, pytest.raises(PublishFailed, match="probe"):
         publisher.publish(other, "refused")
-    assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
+    assert_same(plain.client.score_versioned(PROMPTS, RESPONSES), before)
 
 
 def test_a_sender_that_is_killed_in_the_middle_changes_nothing(plain, python):
@@ -174,7 +179,7 @@ def test_a_sender_that_is_killed_in_the_middle_changes_nothing(plain, python):
     hasty = create_rm_publisher(plain.url, timeout_seconds=1)
     with hasty, pytest.raises(PublishFailed, match="half is in progress"):
         hasty.publish(plain.model, "hasty")
-    assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
+    assert_same(plain.client.score_versioned(PROMPTS, RESPONSES), before)
     version = next(names)
     with create_rm_publisher(plain.url) as publisher:
         publisher.publish(plain.model, version)  # waits for the dead trainer's time to pass
@@ -275,7 +280,7 @@ def test_a_proxys_refusal_of_an_update_is_not_retried_and_its_status_is_named(pl
         with pytest.raises(PublishFailed, match=f"do not serve at .*: {status} no upstream"):
             publisher.publish(plain.model, "refused")
     assert asked == ["status", "begin", "abort"]
-    assert plain.client.score_versioned(PROMPTS, RESPONSES) == before
+    assert_same(plain.client.score_versioned(PROMPTS, RESPONSES), before)
 
 
 @pytest.mark.slow

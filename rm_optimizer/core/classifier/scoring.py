@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -47,10 +48,22 @@ from rm_optimizer.core.tokens.padding import (
     set_pad_token_id,
 )
 from rm_optimizer.core.tokens.plan import length_batches, row_batches
-from rm_optimizer.core.tokens.prefix_trees import TREE_TOKENS, PrefixTree, common_starts, prefix_tree, tree_groups
+from rm_optimizer.core.tokens.prefix_trees import (
+    LEAST_SHARED,
+    TREE_TOKENS,
+    PrefixTree,
+    common_starts,
+    prefix_tree,
+    shared_length,
+    tree_groups,
+)
 from rm_optimizer.records.accelerator import need_not_wait
 from rm_optimizer.records.codec import json_values
 
+KEPT_BYTES = 256 * 2**20
+"""Most memory of the keys and values that a server keeps from call to call."""
+MOST_STARTS = 256
+"""Most kept starts, and most earlier sequences among which a common start is looked for."""
 CACHED_TOKENS = 65_536
 """Most tokens, over all branches of a pass, whose keys and values are copied from a cached start; bounds memory."""
 
@@ -253,6 +266,54 @@ def reuse_obstacle(model: ClassifierRewardModel) -> str | None:
     return None
 
 
+class PromptCache:
+    """Keys and values of starts that sequences of different calls have in common, for one state of the weights.
+
+    A start is computed and kept when a second sequence has it. Beyond `most_bytes` the least recently used one goes.
+
+    Args:
+        most_bytes: most bytes of keys and values.
+    """
+
+    def __init__(self, most_bytes: int = KEPT_BYTES) -> None:
+        self.most_bytes = most_bytes
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget everything, since the weights change."""
+        self._seen: deque[NDArray[np.int32]] = deque(maxlen=MOST_STARTS)
+        self._kept: list[tuple[NDArray[np.int32], DynamicCache]] = []  # most recently used last
+
+    def start(
+        self, prefix: NDArray[np.int32], compute: Callable[[NDArray[np.int32]], DynamicCache]
+    ) -> tuple[int, DynamicCache] | None:
+        """Length of the longest known start of a prefix, and keys and values of at least as many tokens.
+
+        Args:
+            prefix: token ids that the branches of a tree have in common.
+            compute: keys and values of a start.
+        """
+        if len(prefix) < LEAST_SHARED:
+            return None
+        depth, place = max(((shared_length(ids, prefix), i) for i, (ids, _) in enumerate(self._kept)), default=(0, 0))
+        seen = max((shared_length(ids, prefix) for ids in self._seen), default=0)
+        self._seen.append(prefix)
+        if seen >= depth + LEAST_SHARED:
+            found = compute(prefix[:seen])
+            self._kept.append((prefix[:seen], found))
+            while len(self._kept) > MOST_STARTS or sum(map(_bytes, self._kept)) > self.most_bytes:
+                del self._kept[0]
+            return seen, found
+        if depth < LEAST_SHARED:
+            return None
+        self._kept.append(self._kept.pop(place))
+        return depth, self._kept[-1][1]
+
+
+def _bytes(kept: tuple[NDArray[np.int32], DynamicCache]) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in kept[1].layers)
+
+
 class SequenceScorer:
     """Scorer of token sequences with a model, on the model's device.
 
@@ -260,17 +321,25 @@ class SequenceScorer:
         model: reward model in evaluation mode.
         token_budget: tokens, padding included, of one pass.
         tree_budget: tokens, padding included, of one pass over trees; None is `token_budget`.
+        prompts: starts that are kept from call to call, cleared whenever the weights change; None keeps none.
 
     Attributes:
         shares: True to compute a common start once.
     """
 
-    def __init__(self, model: ClassifierRewardModel, token_budget: int, tree_budget: int | None = None) -> None:
+    def __init__(
+        self,
+        model: ClassifierRewardModel,
+        token_budget: int,
+        tree_budget: int | None = None,
+        prompts: PromptCache | None = None,
+    ) -> None:
         self.model = model
         self.token_budget = token_budget
         self.tree_budget = token_budget if tree_budget is None else tree_budget
         self.shares = model.supports_prefix_sharing() is None
         self._caches = reuse_obstacle(model) is None
+        self._prompts = prompts if self._caches else None
 
     @torch.inference_mode()
     def rewards(
@@ -316,6 +385,19 @@ class SequenceScorer:
     def _passes(
         self, rows: Sequence[NDArray[np.int32]], groups: Sequence[Sequence[int]]
     ) -> Iterator[tuple[list[int], Tensor]]:
+        if self._prompts is not None:
+            others = []
+            for group in groups:
+                tree = prefix_tree([rows[i] for i in group])
+                depth, cache = self._prompts.start(tree.prefix, self._cache_of) or (0, None)
+                # The rest of the prefix is computed for each branch.
+                if cache is None or (len(tree.prefix) - depth) * (len(group) - 1) >= depth:
+                    others.append(group)
+                    continue
+                branches = tuple(np.concatenate([tree.prefix[depth:], branch]) for branch in tree.branches)
+                for batch, rewards in self._branches(PrefixTree(tree.prefix[:depth], branches), cache):
+                    yield [group[i] for i in batch], rewards
+            groups = others
         yield from self._padded_passes(rows, [group[0] for group in groups if len(group) == 1])
         packed: list[list[int]] = []
         for group in groups:
@@ -325,7 +407,7 @@ class SequenceScorer:
                 # A cached start must cost less than computing the start again in each run.
                 recomputed, least = len(tree.prefix) * (len(runs) - 1), TREE_TOKENS
                 if self._caches and recomputed > (least if tree.num_tokens <= self.tree_budget else 0):
-                    for batch, rewards in self._branches(tree):
+                    for batch, rewards in self._branches(tree, self._cache_of(tree.prefix)):
                         yield [group[i] for i in batch], rewards
                 else:
                     packed += runs
@@ -358,12 +440,17 @@ class SequenceScorer:
         rewards: Tensor = self.model(*(each.to(device, non_blocking=need_not_wait(device)) for each in (ids, mask)))
         return rewards.cpu()
 
-    def _branches(self, tree: PrefixTree) -> Iterator[tuple[list[int], Tensor]]:
-        """Rewards of a tree's branches: its prefix in one pass, then the branches over a copy of its cache."""
-        model, device, depth = self.model.model, self.model.device, len(tree.prefix)
+    def _cache_of(self, start: NDArray[np.int32]) -> DynamicCache:
+        """Keys and values of a start, computed in one pass."""
         cache = DynamicCache()
-        prefix = torch.from_numpy(tree.prefix.astype(np.int64))[None].to(device)
-        states_at(model, torch.zeros_like(prefix[:, :1]), input_ids=prefix, past_key_values=cache, use_cache=True)
+        ids = torch.from_numpy(start.astype(np.int64))[None].to(self.model.device)
+        columns = torch.zeros_like(ids[:, :1])
+        states_at(self.model.model, columns, input_ids=ids, past_key_values=cache, use_cache=True)
+        return cache
+
+    def _branches(self, tree: PrefixTree, cache: DynamicCache) -> Iterator[tuple[list[int], Tensor]]:
+        """Rewards of a tree's branches over copies of its prefix's keys and values, which may have more tokens."""
+        model, device, depth = self.model.model, self.model.device, len(tree.prefix)
         most = max(1, CACHED_TOKENS // depth)
         batches = length_batches([len(branch) for branch in tree.branches], self.token_budget)
         for part in (batch[start : start + most] for batch in batches for start in range(0, len(batch), most)):
@@ -372,8 +459,8 @@ class SequenceScorer:
             attended = torch.cat([mask.new_ones(len(part), depth), mask], dim=1)
             repeated = DynamicCache()
             for index, layer in enumerate(cache.layers):  # the copies share the memory until they grow
-                keys, values = (kept.expand(len(part), *kept.shape[1:]) for kept in (layer.keys, layer.values))
-                repeated.update(keys, values, index)
+                kept = (each[:, :, :depth].expand(len(part), -1, -1, -1) for each in (layer.keys, layer.values))
+                repeated.update(*kept, index)
             states = states_at(
                 model,
                 last_attended(mask)[:, None].to(device),

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from transformers.utils import logging as transformers_logging
 
 from rm_optimizer.core.classifier.quantization import dtype_name
-from rm_optimizer.core.classifier.scoring import SequenceScorer
+from rm_optimizer.core.classifier.scoring import PromptCache, SequenceScorer
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.loading import parse_dtype
 from rm_optimizer.core.storage.model_files import read_record
@@ -188,7 +188,10 @@ class TransformersWorker(Worker):
         budget = options.token_budget or calibrated_budget(self.model)
         # Splitting a tree computes its prompt again, which costs more than the attention of a wide row.
         trees = options.tree_budget or options.token_budget or max(budget, TREE_TOKENS)
-        self.scorer = SequenceScorer(self.model, budget, trees)
+        self.prompts = PromptCache()
+        # Each kept start has a pass of its own, which on an accelerator costs more than the start itself.
+        kept = self.prompts if self.model.device.type == "cpu" else None
+        self.scorer = SequenceScorer(self.model, budget, trees, kept)
         if options.tokenizer_folder:
             self.model.tokenizer.save_pretrained(options.tokenizer_folder)
         description = EngineDescription(
@@ -217,19 +220,23 @@ class TransformersWorker(Worker):
         """Swap in the staged weights, check their probe, and swap back; see `Worker.rehearse`."""
         weights, update = self._staged(revision)
         self.staged = None
-        replaced = swap(self.model.model, update)
+        replaced = self._swap(update)
         try:
             rewards = self._rewards(probe_sequences(weights.probe, self.model.max_length), None)
             check_rewards(rewards, weights.probe, self.description.dtype)
         finally:
-            swap(self.model.model, replaced)
+            self._swap(replaced)
         self.staged = weights, update
 
     def commit(self, revision: int) -> None:
         """Swap in the staged weights; see `Worker.commit`."""
         weights, update = self._staged(revision)
-        swap(self.model.model, update)
+        self._swap(update)
         self.staged, self.version, self.revision = None, weights.version, revision
+
+    def _swap(self, update: Update) -> Update:
+        self.prompts.clear()  # no weights may read the keys and values of others
+        return swap(self.model.model, update)
 
     def _rewards(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None) -> Sequence[float]:
         rows = [np.array(row, dtype=np.int32) for row in sequences]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rm_optimizer.core.classifier.pooling import computes_columns_alone
-from rm_optimizer.core.classifier.scoring import SequenceScorer, reuse_obstacle
+from rm_optimizer.core.classifier.scoring import KEPT_BYTES, PromptCache, SequenceScorer, reuse_obstacle
 from rm_optimizer.core.model.features import features
 from rm_optimizer.core.tokens.prefix_trees import TREE_TOKENS
 from tests.builders import DECODERS, FAMILIES, decoder_tokenizer, tiny_reward_model
@@ -77,6 +77,28 @@ def test_a_last_layer_that_would_compute_otherwise_computes_every_token(broken):
     with torch.inference_mode():
         np.testing.assert_allclose(SequenceScorer(model, 1).padded(rows), expected, atol=TOLERANCE)
         assert not computes_columns_alone(model.model)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+@pytest.mark.parametrize("most_bytes", [KEPT_BYTES, 0])
+def test_starts_that_are_kept_from_call_to_call_change_no_reward(family, most_bytes):
+    model, rng = tiny_reward_model(family), np.random.default_rng(0)
+    system = rng.integers(5, 300, 40)
+    prompts = [np.concatenate([system, rng.integers(5, 300, 80)]) for _ in range(2)]
+    rows = [np.concatenate([p, rng.integers(5, 300, n)]).astype(np.int32) for n in (1, 9, 30, 4) for p in prompts]
+    rows += [rows[0], rows[3][:36], rng.integers(5, 300, 7).astype(np.int32), rows[0][:1]]
+    calls = [[11], [0], [1], [2], [3, 8], [4, 5], [6, 2, 4], [7], [0], [9], [10], [11]]
+    expected, seen, cache = one_by_one(model, rows), [], PromptCache(most_bytes)
+    model.model.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    scorer = SequenceScorer(model, 4096, prompts=cache)
+    for places in calls:
+        found = scorer.rewards([rows[i] for i in places])
+        np.testing.assert_allclose(found, expected[places], atol=TOLERANCE)
+    tokens = sum(len(rows[i]) for places in calls for i in places)
+    assert (sum(seen) < 0.75 * tokens) == (most_bytes > 0)
+    assert len(cache._kept) == 3 * (most_bytes > 0)  # the common start of both prompts, and each of them
 
 
 def test_an_encoder_is_scored_without_sharing():

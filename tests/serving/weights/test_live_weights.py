@@ -59,6 +59,7 @@ def stage(worker, weights):
 
 
 def rewards(worker):
+    worker.prompts.clear()  # a kept start rounds otherwise
     return worker.scorer.rewards(ROWS)
 
 
@@ -73,6 +74,20 @@ def test_full_weights_score_as_their_sender(worker, tmp_path):
     worker.commit(1)
     assert worker.version == "v1"
     np.testing.assert_allclose(rewards(worker), expected, atol=1e-5)
+
+
+def test_keys_and_values_of_earlier_weights_answer_no_request(worker, tmp_path):
+    model, state = other_state()
+    prompt = np.random.default_rng(0).integers(5, 300, 60)
+    rows = [np.append(prompt, last).astype(np.int32).tolist() for last in range(5, 9)]
+    before = [worker.score([row]).rewards[0] for row in rows]
+    stage(worker, staged(tmp_path, state))
+    worker.rehearse(1)
+    np.testing.assert_allclose([worker.score([row]).rewards[0] for row in rows], before, atol=1e-5)
+    worker.commit(1)
+    expected = [model(ids, torch.ones_like(ids)).item() for ids in torch.tensor(rows)[:, None]]
+    np.testing.assert_allclose([worker.score([row]).rewards[0] for row in rows], expected, atol=1e-5)
+    assert np.abs(np.subtract(expected, before)).min() > 1e-3
 
 
 def test_a_head_update_is_one_tensor_and_changes_nothing_else(worker, tmp_path):
