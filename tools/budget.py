@@ -36,7 +36,7 @@ LIMITS: Mapping[str, int] = {
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
     "import lines": 6132,
-    "import lines inside functions": 387,
+    "import lines inside functions": 388,
     "lines of code": 38555,
     "private functions with one caller": 419,
 }

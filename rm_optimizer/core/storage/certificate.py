@@ -8,7 +8,6 @@ from itertools import accumulate
 
 import numpy as np
 from jaxtyping import Float
-from scipy.special import betaincinv
 
 from rm_optimizer.core.pairs.pair import Message, Prompt
 from rm_optimizer.errors import CheckpointError
@@ -198,6 +197,8 @@ class TurnedOrders(JsonRecord):
     @classmethod
     def of(cls, dtype: str, exact: Float[np.ndarray, "2 pairs"], rounded: Float[np.ndarray, "2 pairs"]) -> TurnedOrders:
         """Compare the rewards of both sides of pairs in float32 and in another type."""
+        from scipy.special import betaincinv  # the server's HTTP process reads this file and does without
+
         num_turned = int((np.sign(exact[0] - exact[1]) != np.sign(rounded[0] - rounded[1])).sum())
         num_kept = exact.shape[1] - num_turned
         at_most = float(betaincinv(num_turned + 1, num_kept, 0.95)) if num_kept else 1.0
