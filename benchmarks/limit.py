@@ -19,11 +19,13 @@ from __future__ import annotations
 import argparse
 import csv
 import logging
+import os
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -76,6 +78,19 @@ KINDS = {
 """Operators of `aten` by kind; names with `attention` are attention, and the others arithmetic."""
 
 
+@contextmanager
+def _silence() -> Iterator[None]:
+    """Keep the profiler's library, which writes a line at each start and stop, from standard error."""
+    with open(os.devnull, "w") as nowhere:
+        kept = os.dup(2)
+        os.dup2(nowhere.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)
+
+
 class StepProfile(pl.Callback):
     """Parts of the seconds of the steps from `first` on, on a CPU."""
 
@@ -93,7 +108,8 @@ class StepProfile(pl.Callback):
         self.parts["wait"] += now - self._ended if self._ended else 0.0
         if trainer.global_step >= self.first and pl_module.device.type == "cpu":
             self._profile = profile(activities=[ProfilerActivity.CPU])
-            self._profile.start()
+            with _silence():
+                self._profile.start()
         self._began = time.perf_counter()
 
     def on_train_batch_end(self, *_: object) -> None:
@@ -101,7 +117,8 @@ class StepProfile(pl.Callback):
         if self._profile is None:
             return
         seconds = time.perf_counter() - self._began
-        self._profile.stop()
+        with _silence():
+            self._profile.stop()
         events = self._profile.events()
         backward = max(each.time_range.end for each in events if each.name.startswith("autograd::engine"))
         stepped = max(each.time_range.end for each in events if each.name.startswith("Optimizer.step"))

@@ -10,8 +10,8 @@ lengthen; `wall_speedup` is by the clock in any case.
 Memory is the growth of a fresh process's peak while it trains (on a GPU: the peak allocated). `loss_gap` is the largest
 difference of a step's loss between our default path and our plain one: every pair in a pass of its own, no prefix
 shared. `loss_gap_trl` is that to TRL. Tokens moved count computed padding; unique ones count a shared prompt once.
-`share_of_limit` is that of `limit.py`, at this model's steps, in each of `--precisions`, with the profile's parts of a
-step. `--rounds 0` prints it alone, without TRL.
+`--rounds 0` trains without TRL and prints the `share_of_limit` of `limit.py` at this model's steps, in each of
+`--precisions`, with the profile's parts of a step.
 
     python benchmarks/train_throughput.py --pairs hh_train.jsonl.gz
     python benchmarks/train_throughput.py --pairs hh_train.jsonl.gz --models qwen   # on a GPU, bf16
@@ -127,7 +127,10 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--precisions", nargs="*", default=["32-true", "bf16-mixed"], help="of share_of_limit")
     parser.add_argument("--layers", type=int, help="layers, fewer for a quick look")
     parser.add_argument("--only", nargs=2, metavar=("SIDE", "FOLDER"), help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not args.rounds and args.steps < limit.PROFILED + 2:
+        parser.error(f"--rounds 0 needs --steps of at least {limit.PROFILED + 2}, got {args.steps}")
+    return args
 
 
 def write_model(args: argparse.Namespace, name: str, folder: Path) -> None:
@@ -342,9 +345,8 @@ def gap(first: list[float], second: list[float]) -> float:
 def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, float]:
     """Everything about one model."""
     write_model(args, name, folder)
-    shares = share_of_limit(args, folder)
     if not args.rounds:
-        return shares
+        return share_of_limit(args, folder)
     ratios, wall_ratios, trl, ours = [], [], None, None
     for turn in range(args.rounds):
         trl, ours = fit_trl(args, folder), fit_ours(args, folder)
@@ -363,7 +365,6 @@ def measure(args: argparse.Namespace, name: str, folder: Path) -> dict[str, floa
         "speedup_high": max(ratios),
         "wall_speedup": median(wall_ratios),
         **tokens_moved(args, folder),
-        **shares,
         "memory_ratio": memory["ours"] / memory["trl"],
         "loss_gap": gap(ours.losses, plain.losses),
         "loss_gap_trl": gap(ours.losses, trl.losses),
