@@ -14,13 +14,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9581,
+    "core": 9584,
     "serving": 4555,
     "landscape": 3907,
     "training": 3100,
     "rl_coupling": 2515,
-    "reporting": 2687,
-    "interfaces": 2475,
+    "reporting": 2688,
+    "interfaces": 2469,
     "experiments": 1686,
     "data_efficiency": 1669,
     "schema": 1144,
@@ -28,14 +28,14 @@ ROOMS: Mapping[str, int] = {
     "explanation": 942,
     "records": 836,
     "optim": 820,
-    "evaluation": 1231,
+    "evaluation": 1233,
     "modules at the top": 486,
 }
 LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6132,
+    "import lines": 6136,
     "import lines inside functions": 388,
     "lines of code": 38555,
     "private functions with one caller": 419,

@@ -17,6 +17,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self
 
 import numpy as np
+import torch
 
 from rm_optimizer.core.classifier.quantization import dtype_name
 from rm_optimizer.core.metrics.estimate import require_finite
@@ -26,6 +27,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM, require_bradley
 from rm_optimizer.core.pairs.pair import Prompt, digest
 from rm_optimizer.core.rows.natural import Texts, texts
 from rm_optimizer.core.storage.certificate import TurnedOrders
+from rm_optimizer.core.storage.loading import parse_dtype
 from rm_optimizer.core.storage.model_files import TrainedOn, TrainedPairs
 from rm_optimizer.core.streaming.workers import map_chunks
 from rm_optimizer.core.tokens.cache import TruncationReport, truncation_report
@@ -281,17 +283,20 @@ def load_in(
 ) -> tuple[BradleyTerryRM, TurnedOrders | None]:
     """A model in a type, and pairs whose order that type turns.
 
-    In half types a GPU scores several times as fast. One pair of each of at most `COMPARED_PROMPTS` prompts is first
+    Devices with units for half types score faster. One pair of each of at most `COMPARED_PROMPTS` prompts is first
     scored in float32, by a model that is gone when the other one is loaded.
 
     Args:
-        dtype: type of the weights: `float32`, `bfloat16` or `float16`; None is float32.
+        dtype: type of the weights; None is float32.
         load: loads the model in a type.
         data: the pairs.
         token_budget: most tokens of one pass, padding included.
         seed: seed of the choice of pairs.
+
+    Raises:
+        ConfigError: if no type has the name.
     """
-    if dtype in (None, "float32"):
+    if parse_dtype(dtype).itemsize >= torch.float32.itemsize:
         return load(dtype), None
     exact = load(None)
     accepted = data.accepted_by(exact.renderer)

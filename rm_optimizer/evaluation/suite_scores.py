@@ -18,6 +18,7 @@ import pyarrow.parquet as pq
 from jaxtyping import Float
 from scipy.stats import t as student_t
 
+from rm_optimizer.core.classifier.quantization import computing_dtype, dtype_name
 from rm_optimizer.core.metrics.effects import ERROR_RATE, holm_adjusted
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import StudentMean, cluster_bootstrap, cluster_totals, with_honest_width
@@ -51,6 +52,7 @@ class SuiteScores(JsonRecord):
         scores: scores by name: averages, the official number first, then groups.
         num_ties: comparisons whose rewards are exactly equal.
         max_length: most tokens of a sequence; 0 for no model.
+        dtype: type of the weights.
         num_prompt_cut: responses whose prompt lost tokens.
         num_response_cut: responses that lost tokens themselves.
         trained_on: overlap with the model's training pairs; None without a record of them.
@@ -61,6 +63,7 @@ class SuiteScores(JsonRecord):
     scores: dict[str, Estimate] = field(default_factory=dict)
     num_ties: int = 0
     max_length: int = 0
+    dtype: str = "float32"
     num_prompt_cut: int = 0
     num_response_cut: int = 0
     trained_on: TrainedOn | None = None
@@ -333,6 +336,7 @@ def score_on_suite(
         is_model=True,
         num_ties=sum(better == worse for better, worse in sides),
         max_length=model.max_length,
+        dtype=dtype_name(computing_dtype(model.model)),
         num_prompt_cut=sum(row.prompt_cut > 0 for row in scored),
         num_response_cut=sum(row.response_cut > 0 for row in scored),
         trained_on=None if trained is None else trained.count([pair for item in items.items for pair in item.pairs]),

@@ -63,6 +63,7 @@ def _facts(model: SuiteScores, result: SuiteResult) -> dict[str, Cell]:
     seen = model.trained_on
     return {
         "": model.name,
+        "weights": model.dtype,
         "length limit": model.max_length,
         "prompts cut": model.num_prompt_cut,
         "responses cut": model.num_response_cut,

@@ -31,7 +31,7 @@ from rm_optimizer.core.tokens.cache import tokenize_pairs
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation import saved_model
 from rm_optimizer.evaluation.pair_rewards import score_pairs
-from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_checkpoint, evaluate_model
+from rm_optimizer.evaluation.saved_model import Evaluation, evaluate_checkpoint, evaluate_model, load_in
 from rm_optimizer.records.files import held
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.reporting.tables import print_evaluation
@@ -259,6 +259,9 @@ def test_an_evaluation_in_a_half_type_counts_what_it_turns(model: BradleyTerryRM
         for dtype in (None, "bfloat16")
     ]
     assert exact.turned is None
+    with pytest.raises(ConfigError, match="unknown dtype 'bf17'"):
+        load_in("bf17", lambda dtype: pytest.fail("loaded"), PreferenceDataset(SHORT), token_budget=64, seed=0)
+    assert load_in("float64", lambda dtype: model, PreferenceDataset(SHORT), token_budget=64, seed=0) == (model, None)
     assert half.turned is not None
     assert (half.turned.dtype, half.turned.num_pairs) == ("bfloat16", len(SHORT))
     assert half.turned.num_turned == int((np.sign(margins[0]) != np.sign(margins[1])).sum())

@@ -20,6 +20,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.storage.certificate import ParityCertificate, TurnedOrders
 from rm_optimizer.core.storage.export import save_adapter
+from rm_optimizer.core.storage.loading import parse_dtype
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.codec import NOT_STORED, JsonRecord
 from rm_optimizer.records.run_folder import RunFolder
@@ -32,8 +33,9 @@ class ExportedModel(JsonRecord, indent=2):
     Args:
         folder: folder of the export.
         dtype: type of its weights.
-        turned: pairs that the export orders otherwise than its source, after the normalization was taken back; None
-            without pairs.
+        turned: pairs that a half type orders otherwise than its source, after the normalization was taken back; None
+            without pairs or in another type.
+        num_pairs: pairs that the rewards were normalized on, or compared.
         mean: mean of the source's rewards on the pairs, which was subtracted; None without normalization.
         deviation: their standard deviation, by which rewards were divided.
         use: sentence on its use by the project that it was written for.
@@ -44,6 +46,7 @@ class ExportedModel(JsonRecord, indent=2):
     folder: str
     dtype: str
     turned: TurnedOrders | None = None
+    num_pairs: int = 0
     mean: float | None = None
     deviation: float | None = None
     use: str | None = None
@@ -55,11 +58,11 @@ class ExportedModel(JsonRecord, indent=2):
         yield "type of the weights", self.dtype
         if self.certificate is not None:
             yield "largest difference of a reward after a reload", f"{self.certificate.max_difference:.2g}"
-        if self.mean is not None and self.turned is not None:
-            num_rewards = f"{2 * self.turned.num_pairs:,} rewards"
-            yield "normalized", f"by mean {self.mean:.4g} and deviation {self.deviation:.4g} of {num_rewards}"
+        if self.mean is not None:
+            normalized = f"by mean {self.mean:.4g} and deviation {self.deviation:.4g} of {2 * self.num_pairs:,} rewards"
+            yield "normalized", normalized
         if self.turned is not None:
-            yield "order turned by the type of the weights", str(self.turned)
+            yield f"order turned by {self.dtype}", str(self.turned)
         if self.use is not None:
             yield "use", self.use
         if self.uploaded is not None:
@@ -112,6 +115,7 @@ def export_reward_model(
         rescale(model, 1 / deviation, -mean / deviation)
     after = before if model is exact and not normalize else _rewards(model, pairs)
     restored = after if mean is None or deviation is None else deviation * after + mean
+    is_half = parse_dtype(dtype).itemsize < torch.float32.itemsize
     use = None
     if project is not None:
         certificate, use = save_for(project, model, Path(folder))
@@ -120,7 +124,8 @@ def export_reward_model(
     made = ExportedModel(
         folder=str(folder),
         dtype=certificate.dtype,
-        turned=TurnedOrders.of(certificate.dtype, before.numpy(), restored.numpy()) if pairs else None,
+        turned=TurnedOrders.of(certificate.dtype, before.numpy(), restored.numpy()) if pairs and is_half else None,
+        num_pairs=len(pairs),
         mean=mean,
         deviation=deviation,
         use=use,

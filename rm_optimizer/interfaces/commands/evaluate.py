@@ -111,13 +111,7 @@ def evaluate(
     folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
     with held(folder, "evaluation"):
         with filling(folder):
-            model, turned = load_in(
-                saved.dtype,
-                lambda dtype: replace(saved, dtype=dtype).load(),
-                data,
-                token_budget=token_budget,
-                seed=seed,
-            )
+            model, turned = load_in(saved.dtype, saved.load_as, data, token_budget=token_budget, seed=seed)
             with progress("evaluating", "responses") as show:
                 evaluation = evaluate_model(
                     model,
