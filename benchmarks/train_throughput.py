@@ -46,7 +46,6 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.trainer_callback import PrinterCallback
 from transformers.utils import logging as transformers_logging
 
-from rm_optimizer.core.classifier.attention import drops_padding
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, as_messages
@@ -57,7 +56,7 @@ from rm_optimizer.core.tokens.loader import MacroBatches
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.records.orders import epoch_order
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.training.callbacks.memory_profile import computed_tokens
+from rm_optimizer.training.callbacks.memory_profile import moved_tokens
 from rm_optimizer.training.run import run_training
 
 LEARNING_RATE = 1e-4
@@ -305,12 +304,8 @@ def tokens_moved(args: argparse.Namespace, folder: Path) -> dict[str, float]:
     budget = typed(compose(["model=minilm", "output_dir=x"]), TrainConfig).batching.micro_token_budget
     batches = MacroBatches(collator, batch_size=args.batch_size, micro_token_budget=budget, seed=0)
     micro = [batch for step in range(args.steps) for batch in batches[step].micro]
-    moved, real, unique = (
-        sum(getattr(batch, name) for batch in micro)
-        for name in ("num_padded_tokens", "num_tokens", "num_unique_tokens")
-    )
-    if drops_padding(model.model):
-        moved = sum(map(computed_tokens, micro))
+    real, unique = (sum(getattr(batch, name) for batch in micro) for name in ("num_tokens", "num_unique_tokens"))
+    moved = sum(moved_tokens(batch, model.model) for batch in micro)
     steps = epoch_order(len(tokens), 0, 0).reshape(args.steps, -1)
     padded = sum(2 * len(step) * int(tokens.lengths[step].max()) for step in steps)
     return {

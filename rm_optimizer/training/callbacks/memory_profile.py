@@ -17,8 +17,10 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.attention import drops_padding
+from rm_optimizer.core.classifier.pooling import pools_last_token
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch, MacroBatch, PackedPairBatch
 from rm_optimizer.records.accelerator import memory_module, synchronize
@@ -92,7 +94,7 @@ class MemoryProfile(pl.Callback):
         else:
             names, peaks = CPU_MEMORY, rss_bytes()
         values = {"step_seconds": seconds} | dict(zip(names, peaks, strict=True))
-        values |= step_rates(batch, seconds, drops_padding=drops_padding(pl_module.model.model))
+        values |= step_rates(batch, seconds, pl_module.model.model)
         if self._flops is not None and self._peak_flops is not None:
             values["mfu"] = sum(map(self._flops.of_batch, batch.micro)) / seconds / self._peak_flops
         self.steps.append(values)
@@ -129,7 +131,7 @@ class MemoryProfile(pl.Callback):
         )
 
 
-def step_rates(batch: MacroBatch, seconds: float, *, drops_padding: bool = False) -> dict[str, float]:
+def step_rates(batch: MacroBatch, seconds: float, model: PreTrainedModel) -> dict[str, float]:
     """Tokens and pairs a second of one step on this process's share of its pairs, and the share of padding.
 
     `tokens` counts computed tokens with padding. `real_tokens` counts both sequences of every pair. `unique_tokens`
@@ -138,10 +140,10 @@ def step_rates(batch: MacroBatch, seconds: float, *, drops_padding: bool = False
     Args:
         batch: the step's micro-batches.
         seconds: duration of the step.
-        drops_padding: True if the model computes no padding of the micro-batches.
+        model: the classifier that is trained.
     """
     needed = sum(map(computed_tokens, batch.micro))
-    moved = needed if drops_padding else sum(micro.num_padded_tokens for micro in batch.micro)
+    moved = sum(moved_tokens(micro, model) for micro in batch.micro)
     counts = {
         "tokens_per_second": moved,
         "real_tokens_per_second": sum(micro.num_tokens for micro in batch.micro),
@@ -241,6 +243,15 @@ class ModelFlops:
 def computed_tokens(batch: AnyPairBatch) -> int:
     """Tokens that a pass over the batch computes, without padding: a shared prompt once if the batch shares it."""
     return batch.num_unique_tokens if isinstance(batch, PackedPairBatch) else batch.num_tokens
+
+
+def moved_tokens(batch: AnyPairBatch, model: PreTrainedModel) -> int:
+    """Tokens that a training pass over the batch computes, with padding where the model computes it.
+
+    Without padding, an encoder computes any batch, and a decoder trees of shared prompts.
+    """
+    is_unpadded = drops_padding(model) and (isinstance(batch, PackedPairBatch) or not pools_last_token(model))
+    return computed_tokens(batch) if is_unpadded else batch.num_padded_tokens
 
 
 def _is_plain_transformer(config: Any, max_length: int) -> bool:

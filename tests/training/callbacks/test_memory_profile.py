@@ -17,7 +17,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from rm_optimizer.core.classifier.adapters import add_adapter
-from rm_optimizer.core.classifier.attention import tree_mask
+from rm_optimizer.core.classifier.attention import drops_padding, tree_mask
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import MacroBatch, PackedPairBatch, PairBatch
 from rm_optimizer.core.tokens.padding import pack_trees
@@ -27,7 +27,7 @@ from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.training import RunResult, train_reward_model
 from rm_optimizer.training.callbacks.memory_profile import ModelFlops, peak_bf16_flops, step_rates
-from tests.builders import fresh_reward_model
+from tests.builders import fresh_reward_model, tiny_model
 
 Build = Callable[..., TrainConfig]
 
@@ -81,7 +81,7 @@ def macro(*micro: PairBatch | PackedPairBatch) -> MacroBatch:
 
 
 def test_prompts_count_once_among_unique_tokens_and_padding_only_among_moved_ones():
-    rates = step_rates(macro(padded([6, 8, 5, 5], shared=4)), seconds=0.5)
+    rates = step_rates(macro(padded([6, 8, 5, 5], shared=4)), 0.5, tiny_model("llama"))
     assert rates == {
         "tokens_per_second": 4 * 8 / 0.5,
         "real_tokens_per_second": 24 / 0.5,
@@ -92,12 +92,20 @@ def test_prompts_count_once_among_unique_tokens_and_padding_only_among_moved_one
 
 
 def test_padding_that_a_model_drops_is_not_moved():
-    rates = step_rates(macro(padded([6, 8, 5, 5], shared=4)), seconds=0.5, drops_padding=True)
-    assert (rates["tokens_per_second"], rates["padding_share"]) == (24 / 0.5, 0)
+    encoder, decoder = (fresh_reward_model(family).model for family in ("bert", "llama"))
+    for model, batch, tokens in (
+        (encoder, padded([6, 8, 5, 5], shared=4), 24),
+        (decoder, padded([6, 8, 5, 5], shared=4), 32),
+        (decoder, packed([6, 8, 5, 5], shared=4), 16),
+    ):
+        assert drops_padding(model)
+        rates = step_rates(macro(batch), 0.5, model)
+        assert rates["tokens_per_second"] == tokens / 0.5
+        assert rates["padding_share"] == (0.25 if tokens == 32 else 0)
 
 
 def test_a_packed_batch_moves_shared_prompts_once():
-    rates = step_rates(macro(packed([6, 8, 5, 5], shared=4)), seconds=1.0)
+    rates = step_rates(macro(packed([6, 8, 5, 5], shared=4)), 1.0, tiny_model("llama"))
     assert rates["real_tokens_per_second"] == 24
     assert rates["unique_tokens_per_second"] == 16
     assert rates["tokens_per_second"] == 20
@@ -105,7 +113,7 @@ def test_a_packed_batch_moves_shared_prompts_once():
 
 
 def test_a_rank_without_pairs_has_no_rates():
-    assert set(step_rates(macro(), seconds=1.0).values()) == {0}
+    assert set(step_rates(macro(), 1.0, tiny_model("llama")).values()) == {0}
 
 
 MEASURED = """
