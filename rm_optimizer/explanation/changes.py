@@ -159,7 +159,7 @@ def changes(local: LocalCopy) -> Iterator[Change]:
         getattr(each, "sliding_window", None)
         for each in (config, None if local.other is None else local.other.model.config.get_text_config())
     )
-    for kernel in {"eager", "sdpa"} - {str(config._attn_implementation)}:
+    for kernel in {"eager", "sdpa"} - {str(config._attn_implementation).removesuffix("_unpadded")}:
         yield change("attention", f"attention kernel {kernel}", attention=kernel)
     if own is not None:
         yield change("attention", "no sliding window", attention=str(NO_LIMIT))

@@ -139,6 +139,12 @@ def test_weights_that_were_rounded_are_no_other_weights(zoo, models):
     assert not {"weights", "head_weights"} & {cause.kind for cause in tried}
 
 
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_the_own_attention_kernel_is_no_change(models, family):
+    tried = [change.cause.name for change in changes(LocalCopy(models[family], None)) if change.fields.get("attention")]
+    assert tried == ["attention kernel eager"]
+
+
 def test_a_cause_outside_the_list_is_unknown_and_the_excluded_ones_are_listed(models):
     cubed = lambda prompts, responses: (models["chatml"].score(prompts, responses).numpy() ** 3).tolist()  # noqa: E731
     found = explain_difference(models["chatml"], cubed)
