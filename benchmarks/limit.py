@@ -104,9 +104,8 @@ class StepProfile(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: object, index: int
     ) -> None:
         """Start the profiler and the clock."""
-        now = time.perf_counter()
-        self.parts["wait"] += now - self._ended if self._ended else 0.0
         if trainer.global_step >= self.first and pl_module.device.type == "cpu":
+            self.parts["wait"] += time.perf_counter() - self._ended
             self._profile = profile(activities=[ProfilerActivity.CPU])
             with _silence():
                 self._profile.start()
@@ -115,6 +114,7 @@ class StepProfile(pl.Callback):
     def on_train_batch_end(self, *_: object) -> None:
         """Stop both, and add the step's parts."""
         if self._profile is None:
+            self._ended = time.perf_counter()
             return
         seconds = time.perf_counter() - self._began
         with _silence():
@@ -133,7 +133,7 @@ class StepProfile(pl.Callback):
         self._seconds, self._ended = self._seconds + seconds, time.perf_counter()
 
     def shares(self) -> dict[str, float]:
-        """Parts of the profiled seconds, largest first."""
+        """Parts of the profiled seconds, largest first; none on a GPU."""
         return {f"part_{kind}": part / self._seconds for kind, part in self.parts.most_common()}
 
 

@@ -17,7 +17,7 @@ ROOMS: Mapping[str, int] = {
     "core": 9584,
     "serving": 4555,
     "landscape": 3907,
-    "training": 3100,
+    "training": 3103,
     "rl_coupling": 2515,
     "reporting": 2688,
     "interfaces": 2469,
@@ -35,9 +35,9 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6136,
+    "import lines": 6138,
     "import lines inside functions": 388,
-    "lines of code": 38555,
+    "lines of code": 38558,
     "private functions with one caller": 419,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
