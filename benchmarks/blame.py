@@ -164,7 +164,7 @@ def score_of_world(given: argparse.Namespace, seed: int) -> dict[str, Any]:
     stem = f"{seed}-{given.pairs}-{given.epochs:g}-{Path(given.base).name if given.base else 'tiny'}"
     run, config = given.folder / f"whole-{stem}", recipe(given, given.epochs, given.pairs)
     model = loaded(config, run / "best") if (run / "best").exists() else trained(config, run, train, val)
-    same = from_start(config, model, given.folder / f"start-{stem}")
+    same = from_start(config, model, given.folder)
 
     def half(number: int, order: int) -> Half:
         rows = np.sort(np.random.default_rng([seed, number]).permutation(len(train))[: len(train) // 2]).tolist()
@@ -231,7 +231,7 @@ def removed(given: argparse.Namespace, seed: int, num_pairs: int = 1000) -> dict
         "clean": np.argsort(chances),
         "random": np.random.default_rng(seed).permutation(num_pairs),
     }
-    same = from_start(config, model, given.folder / f"start-removed-{seed}")
+    same = from_start(config, model, given.folder)
     result = {}
     for name, rows in {**orders, "none": np.arange(0)}.items():
         kept = np.delete(np.arange(num_pairs), rows[: num_pairs // 20])

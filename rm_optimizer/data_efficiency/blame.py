@@ -69,7 +69,7 @@ class GroupBlame:
         num_pairs: its pairs.
         total: sum of its pairs' influences, with an interval over prompts.
         mean: influence of one of its pairs.
-        by_checkpoint: the sum by each checkpoint.
+        by_model: the sum by each model.
         p_value: share of shuffled assignments in which some group of the column departs as much from the mean influence
             (the largest of all groups' deviations, so that without any effect 5 % of columns have a value below 0.05).
         words: the sum that the words of the texts alone would have said.
@@ -80,7 +80,7 @@ class GroupBlame:
     num_pairs: int
     total: Estimate
     mean: float
-    by_checkpoint: tuple[float, ...]
+    by_model: tuple[float, ...]
     p_value: float
     words: float
 
@@ -92,12 +92,12 @@ class Blame(JsonRecord, indent=1, rows="groups"):
     Args:
         target: name of the target.
         of: `margin`, `loss` or `eigenvector`.
-        value: the target by the model, the mean over checkpoints: the mean margin, the mean loss, or the first
+        value: the target by the model, the mean over models: the mean margin, the mean loss, or the first
             eigenvalue of `H` over the weight of the pairs.
         num_pairs: training pairs.
         num_left_out: of these, pairs that are equal after truncation, whose influence is 0.
-        num_checkpoints: checkpoints whose influences were averaged.
-        damping: damping of each checkpoint, as a share of the largest eigenvalue.
+        num_models: models whose influences were averaged: checkpoints, or runs that differ in the seed.
+        damping: damping of each model, as a share of the largest eigenvalue.
         rule: the rule that chose the damping.
         projection_error: standard deviation of an inner product of gradients by their projection, relative to the
             product of their lengths; 0 without a projection.
@@ -119,7 +119,7 @@ class Blame(JsonRecord, indent=1, rows="groups"):
     value: float
     num_pairs: int
     num_left_out: int
-    num_checkpoints: int
+    num_models: int
     damping: tuple[float, ...]
     rule: str
     projection_error: float

@@ -99,7 +99,7 @@ def blame(
     between the two losses than the model has. No retraining is needed.
 
     Args:
-        models: the model, or several checkpoints of its training, whose influences are averaged.
+        models: the model, or several, such as its checkpoints or other seeds, whose influences are averaged.
         train: pairs that it was trained on, in their order.
         target: the number; a pair or pairs are their mean margin.
         held_out: pairs that the model was not trained on, for the choice of the damping.
@@ -165,9 +165,9 @@ def blame(
         value=float(np.mean([one.value for one in found])),
         num_pairs=len(train),
         num_left_out=found[-1].num_left_out,
-        num_checkpoints=len(found),
+        num_models=len(found),
         damping=tuple(one.damping for one in found),
-        rule=found[-1].rule + (", at the last checkpoint" if len(found) > 1 else ""),
+        rule=found[-1].rule + (", for the last model" if len(found) > 1 else ""),
         projection_error=max(one.projection_error for one in found),
         validated=validated,
         words_score=of_words,

@@ -18,7 +18,7 @@ from jaxtyping import Float
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.run_folder import OPTIONS_FILE, PAIR_REWARDS_FILE, RESULT_FILE, PairReward, RunFolder
-from rm_optimizer.records.run_options import BY_CONTENT, FREE, flat, is_among
+from rm_optimizer.records.run_options import BY_CONTENT, decisive_options
 from rm_optimizer.training.folder.record import RunResult
 
 PairKey = tuple[str, float, float, int]
@@ -250,5 +250,4 @@ def _read(name: str, path: Path) -> ComparedRun | DivergedRun:
 
 def _of_arms(config: Mapping[str, Any], train_fingerprint: str) -> dict[str, Any]:
     """The options that can change the result, without the seed, and the training fingerprint."""
-    found = {name: value for name, value in flat(config) if not is_among(name, (*FREE, *BY_CONTENT, "seed"))}
-    return found | {"training pairs": train_fingerprint[:12]}
+    return decisive_options(config, *BY_CONTENT, "seed") | {"training pairs": train_fingerprint[:12]}

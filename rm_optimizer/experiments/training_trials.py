@@ -17,7 +17,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.experiments.study import PlannedTrial, planned_trial
 from rm_optimizer.experiments.trial import SPEC_FILE, TrialSpec
 from rm_optimizer.records.codec import json_values
-from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
+from rm_optimizer.records.run_options import decisive_options, options_of
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.config import LoggerConfig, Resume
 
@@ -64,7 +64,7 @@ def training_trial(label: str, config: TrainConfig) -> PlannedTrial:
         config: options of the run, with absolute paths; its `output_dir` is not used.
     """
     options = options_of(config)
-    identity = {name: value for name, value in flat(options) if not is_among(name, (*FREE, "data.train", "data.val"))}
+    identity = decisive_options(options, "data.train", "data.val")
     contents = _contents(config)
     return planned_trial(label, {"options": options, "contents": contents}, identity | {"contents": contents})
 

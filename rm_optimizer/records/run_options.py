@@ -39,12 +39,20 @@ def options_of(config: Options) -> dict[str, Any]:
     return options
 
 
-def changed_options(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Dotted names of the options that differ, without the free ones."""
-    old, new = dict(flat(before)), dict(flat(after))
-    return [
-        name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name) and not is_among(name, FREE)
-    ]
+def decisive_options(options: Mapping[str, Any], *but: str) -> dict[str, Any]:
+    """Dotted names and values of the options that can change a result.
+
+    Args:
+        options: nested options.
+        but: further options, and groups of them, to leave out.
+    """
+    return {name: value for name, value in flat(options) if not is_among(name, (*FREE, *but))}
+
+
+def changed_options(before: Mapping[str, Any], after: Mapping[str, Any], *but: str) -> list[str]:
+    """Dotted names of the decisive options that differ, see `decisive_options`."""
+    old, new = decisive_options(before, *but), decisive_options(after, *but)
+    return [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
 
 
 def has_same_length(before: Mapping[str, Any], after: Mapping[str, Any]) -> bool:
@@ -61,8 +69,7 @@ def require_same_options(before: Mapping[str, Any], after: Mapping[str, Any]) ->
         ConfigError: if options differ or the length shrinks, with their names and values.
     """
     old, new = dict(flat(before)), dict(flat(after))
-    changed = [name for name in changed_options(before, after) if not is_among(name, (*BY_CONTENT, *LENGTH))]
-    if changed:
+    if changed := changed_options(before, after, *BY_CONTENT, *LENGTH):
         told = "; ".join(f"{name} was {_shown(old.get(name))}, is {_shown(new.get(name))}" for name in changed[:4])
         more = f" and {len(changed) - 4} more" if len(changed) > 4 else ""
         raise ConfigError(

@@ -84,7 +84,7 @@ def print_blame(found: Blame, console: Console | None = None) -> None:
     for name in ("raised", "lowered"):
         table = tables[name]
         tables[name] = TextTable(table.title, table.head, table.rows[:_MOST_PRINTED])
-    name = "the model" if found.num_checkpoints == 1 else f"{found.num_checkpoints} checkpoints"
+    name = "the model" if found.num_models == 1 else f"{found.num_models} models"
     print(f"{found.target}: {found.value:.4f} by {name}; influence of {found.num_pairs:,} training pairs")
     print_tables((table for table in tables.values() if table.rows), notes_on_blame(found), console)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from rm_optimizer.core.classifier.building import compile_backbone
 from rm_optimizer.core.classifier.head import head_side_modules, keep_exact, require_trainable_head
 from rm_optimizer.core.classifier.router_loss import RouterBalance
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair, digest
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.tokens.audit import content_notes, layout_examples
@@ -29,6 +30,7 @@ from rm_optimizer.optim.param_groups import partition
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.records.orders import PairOrder
+from rm_optimizer.records.run_options import options_of
 from rm_optimizer.schema import ModelConfig, TrainConfig
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
 from rm_optimizer.schema.config import FREEZE_BACKBONE
@@ -156,21 +158,25 @@ def from_start(config: TrainConfig, model: BradleyTerryRM, folder: Path) -> Trai
     Args:
         config: options of the model's run; those with a base are returned unchanged.
         model: the trained model, for its tokenizer.
-        folder: folder of the starting point, which is written if it is missing.
+        folder: folder in which the starting point is written, unless it is there from an earlier call.
     """
     if config.model.path is not None:
         return config
     old = config.model
-    if not folder.exists():
+    vocabulary = json.loads(model.tokenizer.backend_tokenizer.to_str())["model"]  # without the last call's padding
+    decisive = [options_of(old), config.seed, vocabulary, model.tokenizer.chat_template]
+    start = folder / f"start-{digest(decisive)}"
+    if not start.exists():
         assert old.max_length is not None, "checked with the options"
         BradleyTerryRM.from_config(
             old.architecture,
             model.tokenizer,
             max_length=old.max_length,
             seed=config.seed,
+            dropout=old.dropout,
             pooling_head=old.pooling_head,
-        ).save_pretrained(folder)
-    new = replace(old, name="custom", path=str(folder), architecture={}, vocab_size=ModelConfig.vocab_size)
+        ).save_pretrained(start)
+    new = replace(old, name="custom", path=str(start), architecture={}, vocab_size=ModelConfig.vocab_size)
     return replace(config, model=replace(new, pooling_head=None))
 
 

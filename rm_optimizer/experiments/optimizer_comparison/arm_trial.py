@@ -29,7 +29,7 @@ from rm_optimizer.optim.mechanism import StartingPoint, check_mechanism, mechani
 from rm_optimizer.records.accelerator import fastest_device, memory_module
 from rm_optimizer.records.files import replacing, write_text
 from rm_optimizer.records.locations import BEST_FOLDER
-from rm_optimizer.records.run_options import FREE, flat, is_among, options_of
+from rm_optimizer.records.run_options import decisive_options, options_of
 from rm_optimizer.schema import DataConfig, TrainConfig
 from rm_optimizer.schema.landscape import SpectrumOptions
 from rm_optimizer.training.callbacks.checkpoints import checkpoint_path
@@ -162,7 +162,7 @@ def arm_trial(
         logger=replace(shared.logger, tensorboard=False, log_model=False),  # the weights are removed
     )
     options = options_of(config)
-    known = {name: value for name, value in flat(options) if not is_among(name, (*FREE, "data"))}
+    known = decisive_options(options, "data")
     curvature = frozen.options.curvature_pairs if stage == setting.FINAL else 0
     identity = {"frozen": frozen.digest, "stage": stage, "options": known, "curvature_pairs": curvature}
     scored = ("val", "test") if stage == setting.FINAL else ("val",)

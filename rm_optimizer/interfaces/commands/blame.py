@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -76,7 +76,7 @@ def blame(
 
     folders = [RunFolder.of(name) for name in checkpoint]
     runs = [run for run in folders if run is not None]
-    _refuse_conflicts(context, [name for name, run in zip(checkpoint, folders, strict=True) if run is None])
+    _refuse_conflicts(context, folders)
     saved = [SavedModel(name, max_length) for name in checkpoint]
     is_first = not (own_rank := joined_rank())
     if validate and own_rank is not None:
@@ -88,7 +88,7 @@ def blame(
     from rm_optimizer.landscape.operators.parameters import select_parameters
     from rm_optimizer.records.ledger import progress
     from rm_optimizer.reporting.blame import print_blame, write_blame
-    from rm_optimizer.training.preparation import freeze, from_start
+    from rm_optimizer.training.preparation import freeze
 
     config, read, aside = _run_pairs(runs, reads_pairs=not data) if runs else (None, None, None)
     read = pair_options.load(data) if data else read
@@ -98,8 +98,6 @@ def blame(
     target = _target(() if explained is None else explained.pairs, pair, subset, edit, of)
     if all_checkpoints:
         saved = [replace(saved[0], checkpoint=str(path)) for each in runs for path in each.checkpoints.values()]
-        if not saved:
-            raise ConfigError(f"--all-checkpoints needs checkpoints, and {runs[0].path} holds none; leave it out")
     if output is not None:
         folder = made_folder(output)
     else:
@@ -122,9 +120,7 @@ def blame(
     with filling(folder), progress("gradients", "pairs") as show:
         halves: Sequence[Half] = ()
         if validate and config is not None:
-            halves = _halves(
-                from_start(config, model, folder / "start"), train, held_out, target, validate, folder, seed
-            )
+            halves = _halves(config, model, train, held_out, target, validate, folder, seed)
         found = measure(
             chain([model], map(loaded, saved[1:])),
             train,
@@ -149,9 +145,11 @@ def blame(
     print(f"results: {page}")
 
 
-def _refuse_conflicts(context: Context, outside: Sequence[str]) -> None:
-    """Refuse options that are out of range, or that models outside of run folders cannot have or must have."""
+def _refuse_conflicts(context: Context, folders: Sequence[RunFolder | None]) -> None:
+    """Refuse options out of range, models that have no mean, and options that models outside of run folders need."""
     given = context.params
+    outside = [name for name, run in zip(given["checkpoint"], folders, strict=True) if run is None]
+    _refuse_mixture(given, outside, [run for run in folders if run is not None])
     of, validate = given["of"], given["validate"]
     needs = [
         f"--{name.replace('_', '-')} needs a run folder" for name in ("all_checkpoints", "validate") if given[name]
@@ -177,6 +175,34 @@ def _refuse_conflicts(context: Context, outside: Sequence[str]) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} must be positive, got {given[name]:g}")
     if not (given["data"] or given["val"] or given["pair"]):
         refuse_unread(context, "without --data, --data-val or --pair", *PairOptions.__dataclass_fields__)
+
+
+def _refuse_mixture(given: Mapping[str, Any], outside: Sequence[str], runs: Sequence[RunFolder]) -> None:
+    """Refuse models that are named twice, and runs of different options or without checkpoints."""
+    from rm_optimizer.records.locations import resolve_source
+    from rm_optimizer.records.run_options import BY_CONTENT, changed_options
+
+    if outside and runs:
+        raise ConfigError(
+            f"{runs[0].path} is a run and {outside[0]} is in no run folder, so that its loss is not known; name runs "
+            "alone, or saved models alone"
+        )
+    for run in runs:
+        if given["all_checkpoints"] and not run.checkpoints:
+            raise ConfigError(f"--all-checkpoints needs checkpoints, and {run.path} holds none; leave one of them out")
+        if changed := changed_options(runs[0].options, run.options, *BY_CONTENT, "seed"):
+            raise ConfigError(
+                f"influences are averaged over runs that differ only in the seed, but {run.path} and {runs[0].path} "
+                f"differ in {', '.join(changed)}; leave one of them out"
+            )
+    if given["all_checkpoints"]:
+        sources = [str(run.path) for run in runs]
+    else:
+        sources = [resolve_source(name).location for name in given["checkpoint"]]
+    places = [Path(source).resolve() for source in sources]
+    if twice := [source for source, place in zip(sources, places, strict=True) if places.count(place) > 1]:
+        kind = "model" if outside else "run"
+        raise ConfigError(f"each {kind} must be named once, but {twice[0]} is named twice; leave one of them out")
 
 
 def _run_pairs(
@@ -247,6 +273,7 @@ def _target(
 
 def _halves(
     config: TrainConfig,
+    model: BradleyTerryRM,
     train: Sequence[PreferencePair],
     held_out: Sequence[PreferencePair],
     target: BlameTarget,
@@ -260,10 +287,13 @@ def _halves(
     from rm_optimizer.records.codec import from_values
     from rm_optimizer.records.ledger import open_ledger
     from rm_optimizer.records.orders import random_positions
-    from rm_optimizer.records.run_options import options_of
+    from rm_optimizer.records.run_options import BY_CONTENT, decisive_options, options_of
+    from rm_optimizer.training.preparation import from_start
 
+    recipe = decisive_options(options_of(config), *BY_CONTENT)
+    config = from_start(config, model, folder)
     pairs = [[pair.to_dict() for pair in some] for some in (train, held_out, target.pairs)]
-    identity = digest([options_of(config), *pairs, seed])
+    identity = digest([recipe, Path(str(config.model.path)).name, *pairs, seed])
     with open_ledger(folder / f"halves-{identity}.jsonl", identity, other="other halves") as log:
         done = [from_values(Half, value) for value in log.values()]
         for number in range(len(done), count):
