@@ -37,7 +37,7 @@ IN_USE = {
     "torch": {
         *("_apply", "_is_flat_param"),
         *("_ConvNd", "_NormBase", "_Options", "_devices", "_dynamo", "_foreach_add", "_foreach_add_", "_foreach_norm"),
-        *("_cdata", "_compiled_call_impl", "_forward_hooks", "_subclasses"),
+        *("_cdata", "_compiled_call_impl", "_forward_hooks", "_forward_pre_hooks", "_subclasses"),
         *("_linear_pointwise", "_modules", "_pytree", "_reorder_linear_weight", "_timeout", "_version"),
     },
     "transformers": {
@@ -164,7 +164,7 @@ def test_pytorch_has_its_forward_derivatives_its_compiler_and_its_base_layers():
     assert isinstance(torch.nn.Conv1d(1, 1, 1), torch.nn.modules.conv._ConvNd)
     assert isinstance(torch.nn.BatchNorm1d(1), torch.nn.modules.batchnorm._NormBase)
     assert torch.nn.Sequential(torch.nn.Identity())._modules.keys() == {"0"}
-    assert torch.nn.Identity()._forward_hooks == {}
+    assert torch.nn.Identity()._forward_hooks == torch.nn.Identity()._forward_pre_hooks == {}
 
 
 def test_pytorch_casts_the_tensors_of_a_module_by_one_method():

@@ -296,36 +296,48 @@ def states_at(
         given: arguments of the backbone.
     """
     if computes_columns_alone(model):
-        return _states_alone(model, columns, given)
-    rows = torch.arange(len(columns), device=columns.device)[:, None]
-    states: Tensor = model.base_model(**given).last_hidden_state[rows, columns]
-    return states
+        states, are_alone = _states_alone(model, columns, given)
+    else:
+        states, are_alone = model.base_model(**given).last_hidden_state, False
+    return states if are_alone else states[torch.arange(len(columns), device=columns.device)[:, None], columns]
 
 
-def _states_alone(model: PreTrainedModel, columns: Tensor, given: dict[str, Any]) -> Tensor:
-    """`states_at` by a hook that calls the last layer for the keys and values, then lets it go on with the columns."""
-    thread, rows = threading.get_ident(), torch.arange(len(columns))[:, None]
+class _Selection:
+    """Hook that calls the last layer for the keys and values, then lets it go on with the columns."""
 
-    def taken(values: Tensor) -> Tensor:
-        return values.expand(len(columns), *values.shape[1:])[rows, columns]
+    def __init__(self, columns: Tensor) -> None:
+        self.columns = columns
+        self.thread = threading.get_ident()
+        self.is_made = False
 
-    def select(layer: nn.Module, args: Any, options: dict[str, Any]) -> Any:
-        if threading.get_ident() != thread:  # this thread's passes alone
+    def taken(self, values: Tensor) -> Tensor:
+        """Values at the columns of each row."""
+        rows = torch.arange(len(self.columns))[:, None]
+        return values.expand(len(self.columns), *values.shape[1:])[rows, self.columns]
+
+    def __call__(self, layer: nn.Module, args: Any, options: dict[str, Any] | None = None) -> Any:
+        # torch gives no options to a hook that another thread removes meanwhile; ids of hooks of two threads may be one
+        if options is None or threading.get_ident() != self.thread:
             return None
         keys, mask = _Keys(options["past_key_values"]), options["attention_mask"]
         with suppress(_KeysFound):
             layer.forward(*args, **options | {"past_key_values": keys})
-        changed = {"past_key_values": keys, "position_ids": taken(options["position_ids"])}
-        changed["position_embeddings"] = tuple(map(taken, options["position_embeddings"]))
-        changed["attention_mask"] = None if mask is None else taken(mask.transpose(1, 2)).transpose(1, 2)
-        return tuple(map(taken, args)), options | changed
+        changed = {"past_key_values": keys, "position_ids": self.taken(options["position_ids"])}
+        changed["position_embeddings"] = tuple(map(self.taken, options["position_embeddings"]))
+        changed["attention_mask"] = None if mask is None else self.taken(mask.transpose(1, 2)).transpose(1, 2)
+        self.is_made = True
+        return tuple(map(self.taken, args)), options | changed
 
+
+def _states_alone(model: PreTrainedModel, columns: Tensor, given: dict[str, Any]) -> tuple[Tensor, bool]:
+    """Final states, and True if they are those of the columns alone: another thread may remove the hook."""
+    select = _Selection(columns)
     hook = model.base_model.layers[-1].register_forward_pre_hook(select, with_kwargs=True)
     try:
         states: Tensor = model.base_model(**given).last_hidden_state
     finally:
         hook.remove()
-    return states
+    return states, select.is_made
 
 
 _COMPUTES_COLUMNS_ALONE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -335,11 +347,10 @@ def computes_columns_alone(model: PreTrainedModel) -> bool:
     """True in inference on a CPU if `states_at` gives a decoder's own states, which is tried once."""
     if not torch.is_inference_mode_enabled() or model.device.type != "cpu":
         return False
-    backbone = model.base_model  # whose hooks may read every token
-    is_read = any(each._forward_hooks for each in (backbone, *getattr(backbone, "layers", ())[-1:]))
-    if is_read or backbone._compiled_call_impl is not None:
+    tried, backbone = _COMPUTES_COLUMNS_ALONE.get(model), model.base_model
+    if tried is False or backbone._compiled_call_impl is not None or _hooks_read_tokens(backbone):
         return False
-    if model not in _COMPUTES_COLUMNS_ALONE:
+    if tried is None:
         _COMPUTES_COLUMNS_ALONE[model] = _gives_own_states(model)
         if not _COMPUTES_COLUMNS_ALONE[model]:
             say_once(
@@ -348,17 +359,28 @@ def computes_columns_alone(model: PreTrainedModel) -> bool:
     return _COMPUTES_COLUMNS_ALONE[model]
 
 
+def _hooks_read_tokens(backbone: nn.Module) -> bool:
+    """True if a hook may read every token: one after the backbone, or on a module from its last layer on."""
+    layers = getattr(backbone, "layers", None)
+    parts = [each for each in backbone.children() if each is not layers and not isinstance(each, nn.Embedding)]
+    read = [each for part in (*parts, *([layers[-1]] if layers else ())) for each in part.modules()]
+    hooks = [*backbone._forward_hooks.values()]
+    for each in read:
+        hooks += (*each._forward_hooks.values(), *each._forward_pre_hooks.values())
+    return any(not isinstance(hook, _Selection) for hook in hooks)
+
+
 def _gives_own_states(model: PreTrainedModel) -> bool:
     mask = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
     ids, columns = torch.arange(6).expand(2, 6), torch.tensor([[2, 5], [1, 3]])
     given = {"input_ids": ids, "attention_mask": mask, "position_ids": mask_position_ids(mask), "use_cache": False}
     try:
-        found = _states_alone(model, columns, given)
+        found, are_alone = _states_alone(model, columns, given)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):  # its layers have another form
         return False
     own = model.base_model(**given).last_hidden_state[torch.arange(2)[:, None], columns]
     tolerance = 2**-5 if own.dtype in HALF else 1e-4
-    return found.shape == own.shape and bool((found - own).abs().max() <= tolerance * own.abs().max())
+    return are_alone and found.shape == own.shape and bool((found - own).abs().max() <= tolerance * own.abs().max())
 
 
 def own_logits(

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 import torch
@@ -40,7 +38,7 @@ def test_shared_starts_give_the_rewards_of_sequences_apart(family, token_budget)
 
 @pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_the_last_layer_computes_the_pooled_tokens_alone(family, attention):
+def test_the_last_layer_computes_the_pooled_tokens_alone(family, attention, monkeypatch):
     model, rows = tiny_reward_model(family), sequences()
     model.model.set_attn_implementation(attention)
     with torch.no_grad():  # no inference mode: every layer computes every token
@@ -48,29 +46,68 @@ def test_the_last_layer_computes_the_pooled_tokens_alone(family, attention):
         expected = [float(model(row, torch.ones_like(row))) for row in ids]
     layers = model.model.base_model.layers if hasattr(model.model.base_model, "layers") else []
     seen = []
-    for layer in layers:
-        layer.mlp.register_forward_pre_hook(
-            lambda _, args, layer=layer: seen.append((layer, args[0].shape[:2].numel()))
-        )
+    for layer in layers:  # no hook, which would read every token
+
+        def watched(states, *given, layer=layer, forward=layer.mlp.forward):
+            seen.append((layer, states.shape[:2].numel()))
+            return forward(states, *given)
+
+        monkeypatch.setattr(layer.mlp, "forward", watched)
     for budget in (1, 64, 4096):
         np.testing.assert_allclose(SequenceScorer(model, budget).rewards(rows), expected, atol=TOLERANCE)
-    with torch.inference_mode(), layers[-1].register_forward_hook(lambda *given: None) if layers else nullcontext():
-        assert not computes_columns_alone(model.model)  # a hook reads all of its output
     if layers:
         tokens = [sum(count for each, count in seen if each is layer) for layer in layers]
         assert tokens[-1] < tokens[0] / 4
 
 
-@pytest.mark.parametrize("broken", ["mixes tokens", "has another form"])
-def test_a_last_layer_that_would_compute_otherwise_computes_every_token(broken):
+@pytest.mark.parametrize("place", ["", "layers.1", "layers.1.mlp", "layers.1.self_attn.o_proj", "norm"])
+def test_hooks_from_the_last_layer_on_read_every_token(place):
+    model, rows, seen = tiny_reward_model("llama"), sequences(), []
+    module = model.model.base_model.get_submodule(place)
+    scorer = SequenceScorer(model, 64)
+    with torch.inference_mode():
+        expected = scorer.padded(rows)
+        with module.register_forward_hook(lambda _, args, output: seen.append(output)):
+            assert not computes_columns_alone(model.model)
+            torch.testing.assert_close(scorer.padded(rows), expected, rtol=0, atol=TOLERANCE)
+        assert computes_columns_alone(model.model)
+        if place:  # the backbone's own inputs are whole in any case
+            with module.register_forward_pre_hook(lambda _, args: None):
+                assert not computes_columns_alone(model.model)
+    states = getattr(seen[0], "last_hidden_state", seen[0])
+    assert states.shape[:2] == (len(rows), max(map(len, rows)))
+
+
+@pytest.mark.parametrize("race", ["options", "hook"])
+def test_a_hook_that_another_thread_removes_changes_no_reward(race, monkeypatch):
+    """Torch copies the hooks of a module and then looks up which take options; ids of two threads' hooks may be one."""
+    model, rows = tiny_reward_model("llama"), sequences()
+    layer, removed = model.model.base_model.layers[-1], []
+
+    def remove(*_):
+        removed.append(layer._forward_pre_hooks_with_kwargs.clear())
+        if race == "hook":
+            layer._forward_pre_hooks.clear()
+
+    with torch.inference_mode():
+        expected = SequenceScorer(model, 64).padded(rows)
+        model.model.base_model.layers[0].register_forward_hook(remove)
+        torch.testing.assert_close(SequenceScorer(model, 64).padded(rows), expected, rtol=0, atol=TOLERANCE)
+    assert removed
+
+
+@pytest.mark.parametrize("broken", ["mixes tokens", "keeps no keys"])
+def test_a_last_layer_that_would_compute_otherwise_computes_every_token(broken, monkeypatch):
     model, rows = tiny_reward_model("llama"), sequences()
     layer = model.model.base_model.layers[-1]
-    if broken == "mixes tokens":
-        layer.mlp.register_forward_hook(lambda _, args, output: output + args[0].cumsum(dim=1))
-    else:
-        layer.register_forward_pre_hook(
-            lambda _, args, options: (args, {**options, "position_ids": None}), with_kwargs=True
-        )
+    part = layer.mlp if broken == "mixes tokens" else layer
+
+    def changed(states, forward=part.forward, **options):
+        if broken == "mixes tokens":
+            return forward(states) + states.cumsum(dim=1)
+        return forward(states, **options | {"past_key_values": None})
+
+    monkeypatch.setattr(part, "forward", changed)
     with torch.no_grad():
         ids = [torch.from_numpy(row.astype(np.int64))[None] for row in rows]
         expected = [float(model(row, torch.ones_like(row))) for row in ids]
