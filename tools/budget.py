@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9598,
+    "core": 9612,
     "serving": 4555,
     "landscape": 3907,
     "training": 3107,
@@ -37,8 +37,8 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 66,
     "import lines": 6143,
     "import lines inside functions": 391,
-    "lines of code": 38597,
-    "private functions with one caller": 421,
+    "lines of code": 38611,
+    "private functions with one caller": 422,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

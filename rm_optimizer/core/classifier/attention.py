@@ -133,7 +133,9 @@ UNPADDED = "sdpa_unpadded"
 def unpadded_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Attention within each sequence of a row, by a mask of `unpadded_mask`; SDPA for any other mask."""
+    """Attention within each sequence of a row, by a mask of `unpadded_mask`; SDPA for other masks and padded states."""
+    if _marks_tokens(attention_mask) and query.shape[0] * query.shape[2] != int(_tokens(attention_mask).sum()):
+        attention_mask = attention_mask.bool()  # padded states, of a copy of the model without its hooks
     if not _marks_tokens(attention_mask):
         found: tuple[Tensor, Tensor | None]
         found = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
@@ -179,6 +181,12 @@ def _row(states: Tensor, tokens: Bool[Tensor, "sequences tokens"]) -> Tensor:
     return states.expand(len(tokens), -1, -1).flatten(0, 1).index_select(0, tokens.flatten().nonzero()[:, 0])[None]
 
 
+def _padded(row: Tensor, tokens: Bool[Tensor, "sequences tokens"]) -> Tensor:
+    """States of a row, padded with zeros."""
+    states = row.new_zeros(tokens.numel(), row.shape[-1])
+    return states.index_copy(0, tokens.flatten().nonzero()[:, 0], row[0]).view(*tokens.shape, -1)
+
+
 def _into_row(
     layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -199,9 +207,20 @@ def _out_of_row(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any],
     mask = next(filter(_marks_tokens, (*args, *kwargs.values())), None)
     if mask is None:
         return None
-    tokens = _tokens(mask)
-    padded = states.new_zeros(tokens.numel(), states.shape[-1])
-    return padded.index_copy(0, tokens.flatten().nonzero()[:, 0], states[0]).view(*tokens.shape, -1)
+    return _padded(states, _tokens(mask))
+
+
+def _pad_hidden_states(backbone: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any) -> None:
+    """Hook after the backbone: states of the layers, where the caller asks for them, are padded too."""
+    mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+    found = getattr(outputs, "hidden_states", None)
+    if found and mask is not None and mask.ndim == 2:
+        tokens = mask.bool()
+        row = (1, int(tokens.sum()))
+        outputs.hidden_states = tuple(
+            each if each is None or each.shape[:2] != row else _padded(each, tokens)  # None for a layer not asked for
+            for each in found
+        )
 
 
 def drop_padding(encoder: PreTrainedModel, read: Callable[[], Tensor], tolerance: float) -> bool:
@@ -223,6 +242,7 @@ def drop_padding(encoder: PreTrainedModel, read: Callable[[], Tensor], tolerance
     padded = read()
     hooks = [layer.register_forward_pre_hook(_into_row, with_kwargs=True) for layer in layers]
     hooks.append(layers[-1].register_forward_hook(_out_of_row, with_kwargs=True))
+    hooks.append(backbone.register_forward_hook(_pad_hidden_states, with_kwargs=True))
     encoder.set_attn_implementation(UNPADDED)
     try:
         found = read()

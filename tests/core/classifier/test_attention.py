@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Iterator
@@ -451,6 +452,28 @@ def test_layers_compute_the_tokens_alone_and_other_batches_as_before():
     with attention.keeping_padding(model.model):
         model(*padded_batch())
     assert seen == [(1, sum(LENGTHS)), (2, 9), (len(LENGTHS), max(LENGTHS))]
+
+
+@pytest.mark.parametrize("case", ["bert", "modernbert with windows"])
+def test_hidden_states_are_padded_for_the_caller(case: str):
+    model, (ids, mask) = encoder(case).model, padded_batch()
+    found = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    with attention.keeping_padding(model):
+        expected = model(ids, attention_mask=mask, output_hidden_states=True).hidden_states
+    assert len(found) == len(expected) > 2
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours[mask.bool()], theirs[mask.bool()], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["bert", "modernbert with windows"])
+def test_a_copy_without_the_hooks_computes_padding(case: str):
+    model, (ids, mask) = encoder(case).model, padded_batch()
+    plain = type(model)(copy.deepcopy(model.config)).eval()
+    plain.load_state_dict(model.state_dict())
+    assert plain.config._attn_implementation == attention.UNPADDED
+    expected = model.eval()(ids, attention_mask=mask).logits
+    torch.testing.assert_close(plain(ids, attention_mask=mask).logits, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("case", ["bert", "modernbert with windows"])
