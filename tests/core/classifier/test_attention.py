@@ -517,7 +517,8 @@ def test_an_encoder_whose_layers_read_neighbors_is_padded():
     expected = read()
     assert not attention.drop_padding(model, read, 1e-4)
     assert model.config._attn_implementation == "sdpa"
-    assert not any(layer._forward_pre_hooks or layer._forward_hooks for layer in model.base_model.encoder.layer)
+    hooked = (model.base_model, *model.base_model.encoder.layer)
+    assert not any(each._forward_pre_hooks or each._forward_hooks for each in hooked)
     assert torch.equal(read(), expected)
 
 
