@@ -15,12 +15,12 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9612,
-    "serving": 4555,
+    "serving": 4578,
     "landscape": 3907,
     "training": 3107,
     "rl_coupling": 2515,
     "reporting": 2688,
-    "interfaces": 2492,
+    "interfaces": 2495,
     "experiments": 1685,
     "data_efficiency": 1669,
     "schema": 1144,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6143,
-    "import lines inside functions": 391,
-    "lines of code": 38611,
-    "private functions with one caller": 422,
+    "import lines": 6144,
+    "import lines inside functions": 392,
+    "lines of code": 38637,
+    "private functions with one caller": 423,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -114,6 +114,13 @@ def bound_socket(host: str, port: int) -> socket.socket:
 
 def _serve(options: ServeOptions, listening: socket.socket) -> None:
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit())
+    from rm_optimizer.serving.embedded.engine import worker_ahead
+
+    with nullcontext() if options.ray else worker_ahead(options.engine):
+        _serve_http(options, listening)
+
+
+def _serve_http(options: ServeOptions, listening: socket.socket) -> None:
     import uvicorn  # the imports take seconds, in which a signal ends the command at once
 
     from rm_optimizer.serving.embedded.engine import WorkerEngine

@@ -12,9 +12,9 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import get_context
@@ -218,10 +218,44 @@ class WorkerLink:
             self._up.exception()  # marks the exception as retrieved
 
 
+_AHEAD: list[tuple[str, Connection, SpawnProcess]] = []
+
+
+@contextmanager
+def worker_ahead(engine: str) -> Iterator[None]:
+    """Start a worker process for the first link of this block, so that it imports while this process does.
+
+    Args:
+        engine: engine of the worker's options.
+    """
+    _AHEAD.append((engine, *_started(engine)))
+    try:
+        yield
+    finally:
+        for _, connection, process in _AHEAD:
+            process.kill()
+            connection.close()
+        _AHEAD.clear()
+
+
 def _spawned(options: WorkerOptions, committed: Sequence[StagedWeights]) -> tuple[Connection, SpawnProcess]:
+    if _AHEAD and _AHEAD[-1][0] == options.engine:
+        _, connection, process = _AHEAD.pop()
+    else:
+        connection, process = _started(options.engine)
+
+    def give() -> None:  # blocks while the process imports, if there are many updates
+        with suppress(OSError):  # a process that has ended is noticed by its reader
+            connection.send((options, committed))
+
+    threading.Thread(target=give, name="rm-worker-options", daemon=True).start()
+    return connection, process
+
+
+def _started(engine: str) -> tuple[Connection, SpawnProcess]:
     context = get_context("spawn")
     ours, theirs = context.Pipe()
-    process = context.Process(target=_run, args=(theirs, options, committed), name="rm-worker", daemon=True)
+    process = context.Process(target=_run, args=(theirs, engine), name="rm-worker", daemon=True)
     ended_by_server = {signal.SIGINT, signal.SIGTERM}  # Ctrl-C reaches the whole group
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ended_by_server)
     process.start()  # a process inherits the mask, so that not even its imports are interrupted
@@ -230,17 +264,22 @@ def _spawned(options: WorkerOptions, committed: Sequence[StagedWeights]) -> tupl
     return ours, process
 
 
-def _run(connection: Connection, options: WorkerOptions, committed: Sequence[StagedWeights]) -> None:
-    """Run the worker, whose imports load torch and models, which the server's process does not need."""
+def _run(connection: Connection, engine: str) -> None:
+    """Run a worker on the options that the connection sends.
+
+    Its imports load torch and models, which the server's process does not need.
+    """
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # no import may fix the GPUs before a worker has chosen one
     from rm_optimizer.serving.embedded.worker import TransformersWorker, Worker, run_worker
 
     kind: Callable[[WorkerOptions, Sequence[StagedWeights]], Worker] = TransformersWorker
-    if options.engine == "vllm":
+    if engine == "vllm":
         from rm_optimizer.serving.embedded.vllm_worker import VllmWorker
 
         kind = VllmWorker
-    run_worker(connection, partial(kind, options, committed))
+    with suppress(EOFError):  # the server ended first
+        options, committed = connection.recv()
+        run_worker(connection, partial(kind, options, committed))
 
 
 ATTEMPTS = 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from dataclasses import replace
 from multiprocessing import get_context
@@ -10,7 +11,8 @@ from multiprocessing import get_context
 import pytest
 
 from rm_optimizer.serving.embedded import engine as engine_module
-from rm_optimizer.serving.embedded.engine import BatchTime, WorkerDied, WorkerLimits, WorkerLink
+from rm_optimizer.serving.embedded.engine import BatchTime, WorkerDied, WorkerLimits, WorkerLink, worker_ahead
+from rm_optimizer.serving.options import WorkerOptions
 from tests.serving import still_worker
 
 LIMITS = WorkerLimits(start=60.0, loading=60.0, silence=0.6, stop=0.3, tick=0.05)
@@ -93,3 +95,43 @@ def test_a_batch_may_take_many_times_what_batches_took():
     assert allowed.limit(1024) == pytest.approx(15 + 20 * 5.0)
     allowed.double()
     assert allowed.limit(1024) == pytest.approx(15 + 20 * 10.0)
+
+
+def started_ahead(monkeypatch):
+    """Processes that the engine starts from now on."""
+    started = []
+
+    def start(engine):
+        context = get_context("spawn")
+        ours, theirs = context.Pipe()
+        started.append(context.Process(target=still_worker.run, args=(theirs, "silent"), daemon=True))
+        started[-1].start()
+        theirs.close()
+        return ours, started[-1]
+
+    monkeypatch.setattr(engine_module, "_started", start)
+    return started
+
+
+def test_the_first_link_takes_the_process_that_was_started_ahead(monkeypatch):
+    started, options = started_ahead(monkeypatch), WorkerOptions("model")
+
+    async def scene():
+        links = [WorkerLink(each, [], LIMITS) for each in (replace(options, engine="vllm"), options, options)]
+        for link in links:
+            await link.close()
+        return [link.process for link in links]
+
+    with worker_ahead("transformers"):
+        other, first, second = asyncio.run(scene())
+    assert first is started[0]
+    assert [other, second] == started[1:]
+
+
+def test_a_process_ahead_that_no_link_takes_is_killed(monkeypatch):
+    started = started_ahead(monkeypatch)
+    with pytest.raises(SystemExit), worker_ahead("transformers"):
+        raise SystemExit
+    started[0].join(20)
+    assert started[0].exitcode == -signal.SIGKILL
+    assert not engine_module._AHEAD
