@@ -45,6 +45,7 @@ from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.parameters import TRAINABLE
 from rm_optimizer.landscape.operators.single_pairs import identity_of
 from rm_optimizer.landscape.operators.support import support_of
+from rm_optimizer.records.accelerator import rank_in_group
 from rm_optimizer.records.files import replacing
 from rm_optimizer.schema import LossConfig
 
@@ -321,8 +322,7 @@ def _gradients(
 
     The processes of a group share the pairs, and write into one file.
     """
-    in_group = dist.is_available() and dist.is_initialized()
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if in_group else (0, 1)
+    rank, num_ranks = rank_in_group()
     if folder is None:
         if num_ranks > 1:
             raise ConfigError("several processes need a folder that all of them read, got none")

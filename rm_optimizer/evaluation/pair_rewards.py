@@ -34,6 +34,7 @@ from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.padding import pad_sequences
 from rm_optimizer.core.tokens.plan import length_batches
 from rm_optimizer.errors import ConfigError
+from rm_optimizer.records.accelerator import rank_in_group
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_text
 from rm_optimizer.schema.config import PrefixSharing
@@ -111,8 +112,7 @@ def score_pairs(
     Raises:
         ScoringStopped: if `should_stop` was true.
     """
-    is_split = distributed.is_available() and distributed.is_initialized()
-    rank, world_size = (distributed.get_rank(), distributed.get_world_size()) if is_split else (0, 1)
+    rank, world_size = rank_in_group()
     parts: list[tuple[Tensor, Tensor]] = []
     done, stopped = 0, False
     wanted = np.arange(len(tokenized)) if positions is None else positions

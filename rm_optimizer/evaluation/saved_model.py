@@ -17,8 +17,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple, Self
 
 import numpy as np
-import torch
 
+from rm_optimizer.core.classifier.attention import HALF
 from rm_optimizer.core.classifier.quantization import dtype_name
 from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
@@ -296,7 +296,7 @@ def load_in(
     Raises:
         ConfigError: if no type has the name.
     """
-    if parse_dtype(dtype).itemsize >= torch.float32.itemsize:
+    if parse_dtype(dtype) not in HALF:
         return load(dtype), None
     exact = load(None)
     accepted = data.accepted_by(exact.renderer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import distributed
 
 
 def accelerators() -> list[torch.device]:
@@ -46,3 +47,10 @@ def synchronize(device: torch.device) -> None:
     """Wait until a device has computed all that was asked of it."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
+
+
+def rank_in_group() -> tuple[int, int]:
+    """Rank of this process, and number of processes of its group of `torch.distributed`; 0 and 1 without a group."""
+    if not (distributed.is_available() and distributed.is_initialized()):
+        return 0, 1
+    return distributed.get_rank(), distributed.get_world_size()

@@ -12,6 +12,7 @@ from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from rm_optimizer.core.classifier.adapters import add_adapter
 from rm_optimizer.core.classifier.building import compile_backbone
@@ -136,8 +137,23 @@ def starting_weights(options: Mapping[str, Any], data: DataConfig) -> dict[str, 
     return weights
 
 
-def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, quantize: bool = False) -> BradleyTerryRM:
-    """The base model of a run: loaded from `path`, or built small with a tokenizer trained on the pairs."""
+def build_model(
+    config: ModelConfig,
+    train: PreferenceDataset,
+    seed: int,
+    *,
+    quantize: bool = False,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> BradleyTerryRM:
+    """The base model of a run: loaded from `path`, or built small.
+
+    Args:
+        config: options of the model.
+        train: pairs that the tokenizer of a small model is trained on.
+        seed: seed of new weights.
+        quantize: store the backbone's matrices in four bits.
+        tokenizer: tokenizer of a small model; None trains one.
+    """
     shared: dict[str, Any] = {"max_length": config.max_length, "dropout": config.dropout, "seed": seed}
     shared["attn_implementation"] = config.attn_implementation.value
     shared |= {"gradient_checkpointing": config.gradient_checkpointing, "pooling_head": config.pooling_head}
@@ -146,7 +162,7 @@ def build_model(config: ModelConfig, train: PreferenceDataset, seed: int, *, qua
         origin["dtype"] = config.dtype.value
         return BradleyTerryRM.from_pretrained(config.path, quantize=quantize, new_head=True, **origin, **shared)
     assert config.max_length is not None, "checked with the options"
-    tokenizer = tokenizer_of_pairs(train.pairs, config.vocab_size)
+    tokenizer = tokenizer or tokenizer_of_pairs(train.pairs, config.vocab_size)
     return BradleyTerryRM.from_config(config.architecture, tokenizer, **shared)
 
 
@@ -167,15 +183,7 @@ def from_start(config: TrainConfig, model: BradleyTerryRM, folder: Path) -> Trai
     decisive = [options_of(old), config.seed, vocabulary, model.tokenizer.chat_template]
     start = folder / f"start-{digest(decisive)}"
     if not start.exists():
-        assert old.max_length is not None, "checked with the options"
-        BradleyTerryRM.from_config(
-            old.architecture,
-            model.tokenizer,
-            max_length=old.max_length,
-            seed=config.seed,
-            dropout=old.dropout,
-            pooling_head=old.pooling_head,
-        ).save_pretrained(start)
+        build_model(old, PreferenceDataset([]), config.seed, tokenizer=model.tokenizer).save_pretrained(start)
     new = replace(old, name="custom", path=str(start), architecture={}, vocab_size=ModelConfig.vocab_size)
     return replace(config, model=replace(new, pooling_head=None))
 

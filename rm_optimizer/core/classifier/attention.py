@@ -39,7 +39,7 @@ from rm_optimizer.core.tokens.padding import PackedTrees
 from rm_optimizer.errors import ConfigError, MissingExtra, did_you_mean
 
 HALF = (torch.float16, torch.bfloat16)
-"""Types that FlashAttention 2 computes in."""
+"""Half types: FlashAttention 2 computes in them, and no head does."""
 
 
 @dataclass(frozen=True)

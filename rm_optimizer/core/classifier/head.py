@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from rm_optimizer.core.classifier.pooling import HALF, RewardHead
+from rm_optimizer.core.classifier.attention import HALF
+from rm_optimizer.core.classifier.pooling import RewardHead
 from rm_optimizer.errors import CheckpointError, ConfigError, needs_import, no_trained_head
 
 REWARD_HEAD_PATTERNS = ("pooler",)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from rm_optimizer.core.classifier.attention import (
+    HALF,
     UNPADDED,
     attention_masks,
     can_drop_padding,
@@ -36,8 +37,6 @@ PoolingHead = Callable[[Tensor, Tensor], Tensor]
 """Vectors that `score` reads, of shape (sequences, hidden), from hidden states and the attention mask."""
 POOLING_HEADS: Registry[PoolingHead] = Registry("pooling head")
 """Pooling heads that users have registered."""
-HALF = (torch.float16, torch.bfloat16)
-"""Types in which no head computes."""
 
 
 class RewardHead(nn.Linear):
@@ -204,7 +203,7 @@ def decoder_logits(
     if "position_ids" in accepted:
         given["position_ids"] = mask_position_ids(attention_mask)
     if name is None and isinstance(model.score, nn.Linear) and computes_columns_alone(model):
-        pooled: Tensor = model.score(states_at(model, last_attended(attention_mask)[:, None], **given)[:, 0])
+        pooled: Tensor = model.score(_states_alone(model, last_attended(attention_mask)[:, None], given)[0][:, 0])
         return pooled
     hidden = backbone(**given).last_hidden_state
     states = pool(hidden, attention_mask)
@@ -236,7 +235,7 @@ def packed_logits(model: PreTrainedModel, packed: PackedTrees) -> Float[Tensor, 
         place = (row[:, None] == rows).cumsum(0).gather(1, row[:, None]).squeeze(1) - 1  # among the row's sequences
         columns = torch.zeros(len(rows), int(place.max()) + 1, dtype=torch.long)
         columns[row, place] = column
-        states = states_at(model, columns, use_cache=False, **given)[row, place]
+        states = _states_alone(model, columns, given | {"use_cache": False})[0][row, place]
     else:
         states = model.base_model(use_cache=False, **given).last_hidden_state.flatten(0, 1)[packed.last]
     logits: Tensor = model.score(states)
@@ -258,8 +257,7 @@ def drop_tree_padding(decoder: PreTrainedModel) -> None:
                 found = packed_logits(decoder, packed).detach()
         except (IndexError, RuntimeError, TypeError, ValueError):  # its attention reads the mask otherwise
             found = expected + torch.inf
-    tolerance = 2**-5 if decoder.dtype in HALF else 1e-4
-    if not float((found - expected).norm()) <= tolerance * float(expected.norm()):
+    if not float((found - expected).norm()) <= _tolerance(decoder.dtype) * float(expected.norm()):
         decoder.set_attn_implementation("sdpa")
 
 
@@ -296,10 +294,12 @@ def states_at(
         given: arguments of the backbone.
     """
     if computes_columns_alone(model):
-        states, are_alone = _states_alone(model, columns, given)
-    else:
-        states, are_alone = model.base_model(**given).last_hidden_state, False
-    return states if are_alone else states[torch.arange(len(columns), device=columns.device)[:, None], columns]
+        return _states_alone(model, columns, given)[0]
+    return _at_columns(model.base_model(**given).last_hidden_state, columns)
+
+
+def _at_columns(states: Tensor, columns: Tensor) -> Tensor:
+    return states[torch.arange(len(columns), device=columns.device)[:, None], columns]
 
 
 class _Selection:
@@ -312,8 +312,7 @@ class _Selection:
 
     def taken(self, values: Tensor) -> Tensor:
         """Values at the columns of each row."""
-        rows = torch.arange(len(self.columns))[:, None]
-        return values.expand(len(self.columns), *values.shape[1:])[rows, self.columns]
+        return _at_columns(values.expand(len(self.columns), *values.shape[1:]), self.columns)
 
     def __call__(self, layer: nn.Module, args: Any, options: dict[str, Any] | None = None) -> Any:
         # torch gives no options to a hook that another thread removes meanwhile; ids of hooks of two threads may be one
@@ -330,14 +329,17 @@ class _Selection:
 
 
 def _states_alone(model: PreTrainedModel, columns: Tensor, given: dict[str, Any]) -> tuple[Tensor, bool]:
-    """Final states, and True if they are those of the columns alone: another thread may remove the hook."""
+    """Final states at the columns, and True if the last layer computed no others.
+
+    It computes all if another thread removes the hook meanwhile.
+    """
     select = _Selection(columns)
     hook = model.base_model.layers[-1].register_forward_pre_hook(select, with_kwargs=True)
     try:
         states: Tensor = model.base_model(**given).last_hidden_state
     finally:
         hook.remove()
-    return states, select.is_made
+    return (states, True) if select.is_made else (_at_columns(states, columns), False)
 
 
 _COMPUTES_COLUMNS_ALONE: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
@@ -375,12 +377,17 @@ def _gives_own_states(model: PreTrainedModel) -> bool:
     ids, columns = torch.arange(6).expand(2, 6), torch.tensor([[2, 5], [1, 3]])
     given = {"input_ids": ids, "attention_mask": mask, "position_ids": mask_position_ids(mask), "use_cache": False}
     try:
-        found, _ = _states_alone(model, columns, given)
+        found, is_made = _states_alone(model, columns, given)
     except (AttributeError, IndexError, KeyError, RuntimeError, TypeError):  # its layers have another form
         return False
-    own = model.base_model(**given).last_hidden_state[torch.arange(2)[:, None], columns]
-    tolerance = 2**-5 if own.dtype in HALF else 1e-4
-    return found.shape == own.shape and bool((found - own).abs().max() <= tolerance * own.abs().max())
+    own = _at_columns(model.base_model(**given).last_hidden_state, columns)
+    is_own = found.shape == own.shape and (found - own).abs().max() <= _tolerance(own.dtype) * own.abs().max()
+    return is_made and bool(is_own)
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    """Relative difference of two ways to compute that counts as rounding."""
+    return 2**-5 if dtype in HALF else 1e-4
 
 
 def own_logits(

@@ -385,32 +385,33 @@ class SequenceScorer:
     def _passes(
         self, rows: Sequence[NDArray[np.int32]], groups: Sequence[Sequence[int]]
     ) -> Iterator[tuple[list[int], Tensor]]:
-        if self._prompts is not None:
-            others = []
-            for group in groups:
-                tree = prefix_tree([rows[i] for i in group])
-                depth, cache = self._prompts.start(tree.prefix, self._cache_of) or (0, None)
-                # The rest of the prefix is computed for each branch.
-                if cache is None or (len(tree.prefix) - depth) * (len(group) - 1) >= depth:
-                    others.append(group)
-                    continue
-                branches = tuple(np.concatenate([tree.prefix[depth:], branch]) for branch in tree.branches)
-                for batch, rewards in self._branches(PrefixTree(tree.prefix[:depth], branches), cache):
-                    yield [group[i] for i in batch], rewards
-            groups = others
-        yield from self._padded_passes(rows, [group[0] for group in groups if len(group) == 1])
+        singles: list[int] = []
         packed: list[list[int]] = []
         for group in groups:
-            if len(group) > 1:
-                runs = tree_groups(rows, [group], min(self.tree_budget, TREE_TOKENS))
-                tree = prefix_tree([rows[i] for i in group])
-                # A cached start must cost less than computing the start again in each run.
-                recomputed, least = len(tree.prefix) * (len(runs) - 1), TREE_TOKENS
-                if self._caches and recomputed > (least if tree.num_tokens <= self.tree_budget else 0):
-                    for batch, rewards in self._branches(tree, self._cache_of(tree.prefix)):
+            if len(group) == 1 and self._prompts is None:
+                singles += group
+                continue
+            tree = prefix_tree([rows[i] for i in group])
+            if self._prompts is not None:
+                depth, cache = self._prompts.start(tree.prefix, self._cache_of) or (0, None)
+                # The rest of the prefix is computed for each branch.
+                if cache is not None and (len(tree.prefix) - depth) * (len(group) - 1) < depth:
+                    branches = tuple(np.concatenate([tree.prefix[depth:], branch]) for branch in tree.branches)
+                    for batch, rewards in self._branches(PrefixTree(tree.prefix[:depth], branches), cache):
                         yield [group[i] for i in batch], rewards
-                else:
-                    packed += runs
+                    continue
+            if len(group) == 1:
+                singles += group
+                continue
+            runs = tree_groups(rows, [group], min(self.tree_budget, TREE_TOKENS))
+            # A cached start must cost less than computing the start again in each run.
+            recomputed, least = len(tree.prefix) * (len(runs) - 1), TREE_TOKENS
+            if self._caches and recomputed > (least if tree.num_tokens <= self.tree_budget else 0):
+                for batch, rewards in self._branches(tree, self._cache_of(tree.prefix)):
+                    yield [group[i] for i in batch], rewards
+            else:
+                packed += runs
+        yield from self._padded_passes(rows, singles)
         trees = [prefix_tree([rows[i] for i in run]) for run in packed]
         for batch in row_batches([tree.num_tokens for tree in trees], self.tree_budget):
             members = [i for number in batch for i in packed[number]]

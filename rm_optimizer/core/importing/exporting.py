@@ -12,6 +12,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from rm_optimizer.core.classifier.adapters import has_adapter
+from rm_optimizer.core.classifier.attention import HALF
 from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.classifier.pooling import RewardHead, pooling_head_of
 from rm_optimizer.core.importing.layouts import save_for
@@ -115,7 +116,7 @@ def export_reward_model(
         rescale(model, 1 / deviation, -mean / deviation)
     after = before if model is exact and not normalize else _rewards(model, pairs)
     restored = after if mean is None or deviation is None else deviation * after + mean
-    is_half = parse_dtype(dtype).itemsize < torch.float32.itemsize
+    is_half = parse_dtype(dtype) in HALF
     use = None
     if project is not None:
         certificate, use = save_for(project, model, Path(folder))

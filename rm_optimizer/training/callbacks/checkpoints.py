@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.optim.schedules import lr_factor
+from rm_optimizer.records.accelerator import rank_in_group
 from rm_optimizer.records.files import writing
 from rm_optimizer.records.randomness import random_state, set_random_state
 from rm_optimizer.records.run_folder import RunFolder
@@ -30,17 +31,16 @@ TEMPORARY = Path(tempfile.gettempdir())
 
 def random_states() -> list[dict[str, Any]]:
     """Return the `random_state` of each rank, in their order; every rank must take part."""
-    if not (distributed.is_available() and distributed.is_initialized()):
+    if (size := rank_in_group()[1]) == 1:
         return [random_state()]
-    states: list[Any] = [None] * distributed.get_world_size()
+    states: list[Any] = [None] * size
     distributed.all_gather_object(states, random_state())
     return states
 
 
 def set_random_states(states: Sequence[Mapping[str, Any]]) -> None:
     """Restore this rank's generators to their state in `random_states`."""
-    is_alone = not (distributed.is_available() and distributed.is_initialized())
-    set_random_state(states[0 if is_alone else distributed.get_rank()])
+    set_random_state(states[rank_in_group()[0]])
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
