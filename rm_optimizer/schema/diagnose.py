@@ -106,9 +106,10 @@ def _syntax_sentence(error: OverrideParseException, overrides: Sequence[str]) ->
     if odd is not None:
         return f"cannot read '{line}': option names are ASCII, and '{odd}' (U+{ord(odd):04X}) is not; type {name} anew"
     words = overrides[overrides.index(line) :] if line in overrides else []  # a shell divides an option at its blanks
-    for end in range(2, len(words) + 1):
-        if all(" ".join(words[:end]).count(left) == " ".join(words[:end]).count(right) for left, right in ("{}", "[]")):
-            return f"cannot read '{line}': put the whole option in quotes, '{' '.join(words[:end])}'"
+    whole = (" ".join(words[:end]) for end in range(1, len(words) + 1))
+    closed = next((text for text in whole if all(text.count(a) == text.count(b) for a, b in ("{}", "[]"))), line)
+    if closed != line:
+        return f"cannot read '{line}': put the whole option in quotes, '{closed}'"
     quoted = f"\"{name}='{value}'\""
     return f"cannot read '{line}': close its brackets, or put the value in quotes inside quotes, {quoted}"
 

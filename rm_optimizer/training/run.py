@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -221,7 +222,10 @@ def run_training(
         if is_first_rank:
             write_record(run.record, config.data if data is None else None, run_dir)
             try:
-                log.info("%s\n%s", *count_run(config, run.module.model, run.datamodule).sentences()[:2])
+                needs = count_run(config, run.module.model, run.datamodule)
+                log.info("%s\n%s", *needs.sentences()[:2])
+                if start.checkpoint is None and (free := shutil.disk_usage(run_dir).free) < needs.disk:
+                    log.warning("only %s are free in %s, so a later checkpoint will stop the run", size(free), run_dir)
             except Exception as error:  # of the model's own code, on tensors without data
                 log.info("memory and disk are not estimated (%s: %s)", type(error).__name__, error)
         with StopSignal() as stop, open_loggers(config.logger, run_dir, run.record.options) as loggers:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -109,6 +110,17 @@ def test_a_model_whose_pass_reads_values_is_estimated_without_it(small_overrides
     found = of_configuration("opt", tiny_tokenizer("llama"), small_overrides, tmp_path)
     assert found.memory == found.weights + found.gradients + found.optimizer
     assert "without the backward pass of" in found.sentences()[0]
+
+
+def test_a_disk_without_space_for_the_run_is_warned_of(small_config, tmp_path, caplog, monkeypatch):
+    options = ("training.max_steps=1", "training.eval_at_start=false")
+    run_training(small_config(tmp_path / "a", *options))
+    assert "are free in" not in caplog.text
+    nearly_full = SimpleNamespace(free=3 * 2**20 - 1)
+    monkeypatch.setattr("rm_optimizer.training.run.shutil.disk_usage", lambda _: nearly_full)
+    monkeypatch.setattr(RunEstimate, "disk", 3 * 2**20)
+    run_training(small_config(tmp_path / "b", *options))
+    assert f"only 3 MiB are free in {tmp_path / 'b'}, so a later checkpoint" in caplog.text
 
 
 def test_a_model_that_fails_without_data_is_trained(small_config, tmp_path, caplog, monkeypatch):
