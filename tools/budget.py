@@ -14,19 +14,19 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9612,
-    "serving": 4578,
+    "core": 9608,
+    "serving": 4574,
     "landscape": 3907,
-    "training": 3105,
+    "training": 3108,
     "rl_coupling": 2515,
     "reporting": 2688,
     "interfaces": 2495,
     "experiments": 1685,
     "data_efficiency": 1668,
-    "schema": 1144,
+    "schema": 1145,
     "doctor": 921,
     "explanation": 942,
-    "records": 839,
+    "records": 850,
     "optim": 820,
     "evaluation": 1232,
     "modules at the top": 486,
@@ -35,10 +35,10 @@ LIMITS: Mapping[str, int] = {
     "files": 350,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 66,
-    "import lines": 6152,
+    "import lines": 6155,
     "import lines inside functions": 392,
-    "lines of code": 38637,
-    "private functions with one caller": 423,
+    "lines of code": 38644,
+    "private functions with one caller": 422,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
@@ -23,6 +24,32 @@ REPR_WIDTH, REPR_LINES = 100, 12
 _MOST_ITEMS = 12
 
 ValueT = TypeVar("ValueT")
+
+
+class RepeatedKey(ValueError):
+    """Error for JSON in which an object holds a key twice; Python keeps the last value."""
+
+    def __init__(self, key: str, count: int) -> None:
+        self.key = key[:64].encode("utf-8", "replace").decode()  # half of a surrogate pair cannot be written
+        super().__init__(f"expected each key of an object once, got {self.key!r} {count} times")
+
+
+def strict_json(text: str | bytes) -> Any:
+    """The value of a JSON text whose objects hold each key once.
+
+    Raises:
+        RepeatedKey: if an object holds a key twice.
+        ValueError: if the text is not JSON.
+        RecursionError: if the values are nested too deeply.
+    """
+    return json.loads(text, object_pairs_hook=_object_of)
+
+
+def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise RepeatedKey(*Counter(key for key, _ in pairs).most_common(1)[0])
+    return found
 
 
 class JsonRecord:

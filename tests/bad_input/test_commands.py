@@ -128,7 +128,7 @@ ROWS: list[tuple[str, str]] = [
     ("train experiment=ablation_a9", "unknown experiment 'ablation_a9'; did you mean 'ablation_a"),
     ("train -m broken", "model takes the name of a preset, got 'broken'; for the path write model.path=./broken"),
     ("train data.columns={prompt: question}", "put the whole option in quotes, 'data.columns={prompt: question}'"),
-    ("train data.train=a,[b].jsonl seed=1", "cannot read 'data.train=a,[b].jsonl': close its brackets, or put the value in q"),
+    ("train data.train=a,[b].jsonl seed=1", "cannot read 'data.train=a,[b].jsonl': close its brackets, or put the"),
     ("train data.train=pairs.jsonl model.path=./nowhere", "no model at ./nowhere"),
     ("train data.train=pairs.jsonl data.val=nowhere.jsonl", "nowhere.jsonl: no such file"),
     ("train +experiment=quickstrat", "quickstrat"),

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeGuard
 
-from rm_optimizer.records.codec import OMITTED_EMPTY
+from rm_optimizer.records.codec import OMITTED_EMPTY, strict_json
 
 _ROLES = {name: name for name in ("user", "assistant", "system", "tool", "developer")}
 _ROLES |= dict.fromkeys(("human", "prompter"), "user")
@@ -191,7 +191,7 @@ def parsed(value: Any) -> Any:
     if not isinstance(value, str) or not (text := value.strip()).startswith(("[", "{")):
         return value
     with suppress(ValueError, RecursionError):
-        return json.loads(text)
+        return strict_json(text)
     with suppress(ValueError, SyntaxError, MemoryError, RecursionError):
         if not _OTHER_ESCAPE.search(text) and repr(found := ast.literal_eval(text)) == text:
             return found
@@ -316,22 +316,9 @@ def _calls(where: str, value: Any) -> Iterator[dict[str, Any]]:
         found = without_nulls(call)
         arguments = found["function"].setdefault("arguments", {})
         with suppress(ValueError, RecursionError):  # text that is no JSON stays text
-            read = (
-                json.loads(arguments or "{}", object_pairs_hook=_distinct) if isinstance(arguments, str) else arguments
-            )
+            read = strict_json(arguments or "{}") if isinstance(arguments, str) else arguments
             found["function"]["arguments"] = read if isinstance(read, dict) else arguments
         yield found | {"type": "function", "function": found.pop("function")}
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs.
-
-    Raises:
-        ValueError: if a name is given twice, of which one value would be lost.
-    """
-    if len(found := dict(pairs)) < len(pairs):
-        raise ValueError("a name is given twice")
-    return found
 
 
 def require_characters(name: str, text: str) -> None:

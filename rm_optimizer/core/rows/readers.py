@@ -21,6 +21,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rm_optimizer.errors import DataError, did_you_mean, nearest
+from rm_optimizer.records.codec import RepeatedKey, strict_json
 
 Row: TypeAlias = dict[str, Any]
 """Column names to Python values."""
@@ -228,7 +229,7 @@ def parse_lines(
         if number == 1 and line.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"["):
             raise DataError(f"{path}, line 1: expected one JSON object a line, got a JSON array; name the file .json")
         try:
-            row = json.loads(line)
+            row = strict_json(line)
         except json.JSONDecodeError as error:
             report(number, f"not a valid JSON object on one line ({error.msg} at column {error.colno})")
         except UnicodeDecodeError as error:
@@ -241,7 +242,9 @@ def parse_lines(
 
 
 def _unreadable(error: RecursionError | ValueError) -> str:
-    """Reason why valid JSON cannot be read: Python bounds the depth of lists and the digits of whole numbers."""
+    """Reason why valid JSON cannot be read: a key given twice, and Python's bounds of depth and of digits."""
+    if isinstance(error, RepeatedKey):
+        return str(error)
     return "its values are nested too deeply" if isinstance(error, RecursionError) else "a number has too many digits"
 
 
@@ -256,7 +259,7 @@ def _json(path: Path, report: Report, encoding: str | None) -> Iterator[tuple[in
     with _open(path, encoding) as file:
         content = file.read()
     try:
-        rows = json.loads(content)
+        rows = strict_json(content)
     except json.JSONDecodeError as error:
         if error.msg == "Extra data" and content.removeprefix(_BYTE_ORDER_MARK).lstrip().startswith(b"{"):
             yield from parse_lines(path, io.BytesIO(content), report)

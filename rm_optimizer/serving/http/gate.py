@@ -15,7 +15,6 @@ import re
 import resource
 import time
 import uuid
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from rm_optimizer.records.codec import RepeatedKey, strict_json
 from rm_optimizer.serving.http.tracing import request_span
 from rm_optimizer.serving.service import api_errors
 from rm_optimizer.serving.service.api_errors import ApiError, InvalidRequest, TooLarge
@@ -311,7 +311,10 @@ class _JsonRequest(Request):
         body = await self.body()
         if refusal := too_complex(body):
             raise refusal
-        return json.loads(body, object_pairs_hook=_distinct)
+        try:
+            return strict_json(body)
+        except RepeatedKey as error:
+            raise InvalidRequest(str(error), error.key) from None
 
 
 def too_complex(body: bytes) -> TooLarge | None:
@@ -336,13 +339,3 @@ def _excess(body: bytes) -> str:
     if body.count(b":") > MAX_KEYS:
         return f"{MAX_KEYS} keys"
     return f"{MAX_VALUES} values" if body.count(b",") > MAX_VALUES else ""
-
-
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Object of these entries; Python's parser would keep the last of two values of a key."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        (key, count), *_ = Counter(key for key, _ in pairs).most_common(1)
-        name = key[:64].encode("utf-8", "replace").decode()
-        raise InvalidRequest(f"expected each key of an object once, got {name!r} {count} times", name)
-    return found

@@ -284,7 +284,12 @@ def test_half_a_surrogate_pair_in_a_file_of_responses_names_its_line(place: int,
 
 
 @pytest.mark.parametrize(
-    ("value", "reason"), [("[" * 100_000 + "]" * 100_000, "nested too deeply"), ("1" * 5_000, "too many digits")]
+    ("value", "reason"),
+    [
+        ("[" * 100_000 + "]" * 100_000, "nested too deeply"),
+        ("1" * 5_000, "too many digits"),
+        ('[{"a": 1, "b": 2, "a": 1}]', "expected each key of an object once, got 'a' 2 times"),
+    ],
 )
 def test_values_that_python_cannot_read_are_a_bad_row_with_its_line(value: str, reason: str, tmp_path: Path):
     row = '{"prompt": "Hi", "chosen": "a", "rejected": "b", "more": %s}'
