@@ -271,7 +271,7 @@ def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
     """Draw the curvature that the run measured during training, next to the Hessian's spectrum."""
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.reporting.landscape.results import draw_training_curvature
-    from rm_optimizer.reporting.run_report import has_training_curvature
+    from rm_optimizer.reporting.run_report import curvature_caption, has_training_curvature
     from rm_optimizer.schema.landscape import AnalysisType
 
     run = RunFolder.of(options.checkpoint)
@@ -279,17 +279,7 @@ def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
         return
     history = run.metrics()
     if has_training_curvature(history):
-        draw_training_curvature(history, folder, _history_caption(run))
-
-
-def _history_caption(run: RunFolder) -> str:
-    from rm_optimizer.training.folder.record import RunResult
-
-    trained, result = run.options, RunResult.read(run.path)
-    num_pairs = trained["training"]["hessian"]["num_pairs"]
-    if result is not None:
-        num_pairs = min(num_pairs, result.data.train_pairs)
-    return f"n = {num_pairs:,} training pairs; seed {trained['seed']}; {run.path}"
+        draw_training_curvature(history, folder, f"{curvature_caption(run)}; {run.path}")
 
 
 @contextmanager

@@ -19,8 +19,8 @@ ROOMS: Mapping[str, int] = {
     "landscape": 3907,
     "training": 3108,
     "rl_coupling": 2515,
-    "reporting": 2688,
-    "interfaces": 2495,
+    "reporting": 2637,
+    "interfaces": 2485,
     "experiments": 1685,
     "data_efficiency": 1668,
     "schema": 1145,
@@ -29,16 +29,16 @@ ROOMS: Mapping[str, int] = {
     "records": 850,
     "optim": 820,
     "evaluation": 1232,
-    "modules at the top": 486,
+    "modules at the top": 480,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 350,
+    "files": 349,
     "files of less than 40 lines": 5,
-    "functions of seven parameters or more": 66,
-    "import lines": 6155,
-    "import lines inside functions": 392,
-    "lines of code": 38644,
-    "private functions with one caller": 422,
+    "functions of seven parameters or more": 65,
+    "import lines": 6098,
+    "import lines inside functions": 390,
+    "lines of code": 38577,
+    "private functions with one caller": 421,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -62,19 +62,6 @@ class Drawing:
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A PNG file that the page embeds.
-
-    Args:
-        file: the file.
-        caption: content in one sentence.
-    """
-
-    file: Path
-    caption: str
-
-
-@dataclass(frozen=True)
 class Listing:
     """A table.
 
@@ -113,7 +100,7 @@ class Fold:
     blocks: tuple[Block, ...]
 
 
-Block = Drawing | Picture | Listing | Code | Fold | str | tuple[str, ...]
+Block = Drawing | Listing | Code | Fold | str | tuple[str, ...]
 """A piece of a page; a text is a paragraph, and a tuple is a list of sentences."""
 
 
@@ -218,7 +205,7 @@ def _flat(blocks: Iterable[Block]) -> Iterator[Block]:
 
 
 def _html(blocks: Sequence[Block]) -> Iterator[str]:
-    for is_figure, group in groupby(blocks, lambda block: isinstance(block, Drawing | Picture)):
+    for is_figure, group in groupby(blocks, lambda block: isinstance(block, Drawing)):
         shown = map(_block, group)
         yield html.figures(*shown) if is_figure else "\n".join(shown)
 
@@ -227,8 +214,6 @@ def _block(block: Block) -> str:
     match block:
         case Drawing():
             return "" if block.figure is None else html.drawn(block.figure, block.caption)
-        case Picture():
-            return html.picture(block.file, block.caption)
         case Listing():
             table, rows = block.table, block.table.texts
             if not rows:

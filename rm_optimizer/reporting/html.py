@@ -10,7 +10,7 @@ import io
 import re
 from collections.abc import Iterable, Sequence
 from html import escape as _escape
-from pathlib import Path
+from importlib.resources import files
 
 import matplotlib
 from matplotlib.figure import Figure
@@ -21,45 +21,7 @@ _LARGEST_SVG = 300_000
 """Largest SVG in bytes; a larger figure is embedded as pixels."""
 _PAGE_COLORS = {"ink": f"{INK}|#000000", "soft": GRAY, "line": LIGHT, "paper": "#ffffff"}
 """Patterns of the colors in a figure that follow the page, by their names in the page's style."""
-_STYLE = """
-:root{color-scheme:light dark;--ink:#1d1f23;--soft:#5b6068;--line:#dfe2e7;--paper:#fff;--card:#f6f7f9;
---good:#00704f;--fair:#8a5a00;--bad:#b3410a;--open:#4d5560;--link:#0062a3}
-@media(prefers-color-scheme:dark){:root{--ink:#e9ebee;--soft:#a4abb5;--line:#363b43;--paper:#15171b;--card:#1e2127;
---good:#4fc79c;--fair:#e9b44c;--bad:#ff9361;--open:#b3bac4;--link:#6cb8ee}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.5 system-ui,sans-serif}
-main{max-width:72rem;margin:0 auto;padding:1.5rem 1rem 3rem}
-h1{font-size:1.5rem;margin:0;overflow-wrap:anywhere}h2{font-size:1.15rem;margin:2.2rem 0 .6rem}
-h3{font-size:1rem;margin:1.2rem 0 .4rem}
-p{margin:.4rem 0}p,li,.answer{overflow-wrap:anywhere}.soft,caption,figcaption{color:var(--soft)}
-a{color:var(--link)}
-.answer{border-left:.5rem solid var(--tone);background:var(--card);padding:.9rem 1.2rem;margin:1rem 0;
-border-radius:.3rem}
-.answer strong{display:block;font-size:1.6rem;line-height:1.25;color:var(--tone)}
-.good{--tone:var(--good)}.fair{--tone:var(--fair)}.bad{--tone:var(--bad)}.open{--tone:var(--open)}
-.wide{overflow-x:auto}
-table{border-collapse:collapse;min-width:min(100%,24rem)}
-caption{text-align:left;padding-bottom:.4rem}
-th,td{text-align:left;padding:.35rem 1.2rem .35rem 0;border-top:1px solid var(--line);vertical-align:top;
-font-variant-numeric:tabular-nums}
-th{font-weight:500}
-tbody th{min-width:8rem;max-width:26rem;overflow-wrap:anywhere}
-thead th{color:var(--soft);font-size:.9rem}thead th,thead td{border-top:0}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,26rem),1fr));gap:1rem;align-items:start}
-figure{margin:.6rem 0 0;max-width:52rem;min-width:0;border:1px solid var(--line);border-radius:.3rem;padding:.5rem}
-figure img,.drawing{display:block;width:100%;min-width:34rem;height:auto}
-figure img,.fixed{background:#fff}figure .wide{padding-bottom:.4rem}
-.drawing text{fill:var(--ink)}.drawing.fixed text{fill:#000}
-.figures+.wide,.wide+.figures{margin-top:1.2rem}
-figcaption{font-size:.9rem;padding-top:.3rem}
-ul{padding-left:1.3rem;margin:.4rem 0}li{margin:.3rem 0}
-details{margin-top:1rem}summary{cursor:pointer;font-weight:500}
-pre{background:var(--card);padding:.8rem;border-radius:.3rem;white-space:pre-wrap;overflow-wrap:anywhere;margin:.4rem 0}
-@media(max-width:30rem){main{padding:1rem .75rem 2rem}figure{padding:.25rem}}
-@media print{body{font-size:10.5pt}main{max-width:none;padding:0}figure,tr,.answer,pre{break-inside:avoid}
-h2,h3,caption{break-after:avoid}.figures{display:block}figure{max-width:30rem}.drawing,figure img{min-width:0}
-.wide{overflow:visible}th,td,thead th{padding-right:.5rem;font-size:8.5pt}details:not([open]){display:none}}
-"""
+_STYLE = files("rm_optimizer.reporting").joinpath("page.css").read_text(encoding="utf-8")
 
 
 _DIRECTION = re.compile("[\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -89,7 +51,7 @@ def page(title: str, parts: Iterable[str]) -> str:
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f'<link rel="icon" href="data:,"><title>{escape(title)}</title>'
-        f"<style>{_STYLE}</style></head>\n<body><main>\n"
+        f"<style>\n{_STYLE}</style></head>\n<body><main>\n"
         f"<h1>{escape(title)}</h1>\n{body}\n</main></body></html>\n"
     )
 
@@ -186,7 +148,8 @@ def drawn(figure: Figure, caption: str) -> str:
     if stream.tell() > _LARGEST_SVG:
         stream = io.BytesIO()
         figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
-        return _embedded(stream.getvalue(), caption, alt)
+        data = base64.b64encode(stream.getvalue()).decode("ascii")
+        return _captioned(f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">', caption)
     has_color_map = any(  # colors represent numbers, with text in black or white over them
         axes.images or any(each.get_array() is not None for each in axes.collections) for axes in figure.axes
     )
@@ -199,16 +162,6 @@ def drawn(figure: Figure, caption: str) -> str:
     kind = "drawing fixed" if has_color_map else "drawing"
     label = f'role="img" aria-label="{escape(alt)}" viewBox="0 0 {width} {height}"'
     return _captioned(f'<svg class="{kind}" {label}>{body}', caption)
-
-
-def picture(png: Path, caption: str) -> str:
-    """An embedded picture file, with a description as its caption."""
-    return _embedded(png.read_bytes(), caption, caption)
-
-
-def _embedded(png: bytes, caption: str, alt: str) -> str:
-    data = base64.b64encode(png).decode("ascii")
-    return _captioned(f'<img alt="{escape(alt)}" src="data:image/png;base64,{data}">', caption)
 
 
 def _captioned(image: str, caption: str) -> str:

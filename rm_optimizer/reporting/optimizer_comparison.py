@@ -13,13 +13,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from rm_optimizer.core.metrics.calibration import ReliabilityBin
-from rm_optimizer.experiments.optimizer_comparison.findings import (
-    ArmFinding,
-    ComparisonFindings,
-    NotFinished,
-    RatePoint,
-    findings,
-)
+from rm_optimizer.experiments.optimizer_comparison import findings
 from rm_optimizer.experiments.optimizer_comparison.setting import Budget, Frozen
 from rm_optimizer.experiments.study import DAMAGED, Study
 from rm_optimizer.reporting.document import Answer, Document, Drawing, Listing, Part
@@ -59,8 +53,8 @@ def comparison_document(folder: Path) -> Document:
     study = Study(folder)
     rows = list(study.rows())
     try:
-        found = findings(folder)
-    except NotFinished as error:
+        found = findings.findings(folder)
+    except findings.NotFinished as error:
         title = f"Comparison of {', '.join(Frozen.of(folder).options.optimizers)}"
         plan, counts = study.plan, Counter(str(row["state"]) for row in rows)
         about = [
@@ -74,7 +68,7 @@ def comparison_document(folder: Path) -> Document:
     return findings_document(found, rows)
 
 
-def findings_document(found: ComparisonFindings, rows: TrialRows) -> Document:
+def findings_document(found: findings.ComparisonFindings, rows: TrialRows) -> Document:
     """The page of a comparison's findings and trials (`Study.rows`)."""
     tables = {name: Listing(name, table) for name, table in finding_tables(found).items()}
     reference = found.frozen.options.reference
@@ -121,12 +115,12 @@ def _failure_lines(rows: TrialRows) -> tuple[str, ...]:
     return tuple(f"{row['label']}: {row['state']}, {row['error'] or 'no error is recorded'}" for row in bad)
 
 
-def print_findings(found: ComparisonFindings, console: Console | None = None) -> None:
+def print_findings(found: findings.ComparisonFindings, console: Console | None = None) -> None:
     """Print the tables of a comparison, and notes on how to read them."""
     print_tables(finding_tables(found).values(), found.warnings, console)
 
 
-def methods(found: ComparisonFindings) -> str:
+def methods(found: findings.ComparisonFindings) -> str:
     """The paragraph about methods, from the plan."""
     frozen, options = found.frozen, found.frozen.options
     parts = found.versions
@@ -142,7 +136,7 @@ def methods(found: ComparisonFindings) -> str:
     )
 
 
-def finding_tables(found: ComparisonFindings) -> dict[str, TextTable]:
+def finding_tables(found: findings.ComparisonFindings) -> dict[str, TextTable]:
     """Verdicts, tuning, costs and every seed, by name."""
     sizes, prompts, reference = found.frozen.sizes, found.frozen.prompts, found.frozen.options.reference
     primary = {item.arm: item for item in found.verdicts if item.is_primary}
@@ -192,7 +186,7 @@ def finding_tables(found: ComparisonFindings) -> dict[str, TextTable]:
     return {name: TextTable.of(title, rows[name]) for name, title in titles.items()}
 
 
-def _tuned(found: ComparisonFindings, arm: ArmFinding) -> list[RatePoint]:
+def _tuned(found: findings.ComparisonFindings, arm: findings.ArmFinding) -> list[findings.RatePoint]:
     """Tuning runs of an optimizer, by rate."""
     return sorted((point for point in found.rates if point.arm == arm.name), key=lambda point: point.rate)
 
@@ -201,7 +195,7 @@ def _known(value: float, form: str, missing: str) -> str:
     return f"{value:{form}}" if math.isfinite(value) else missing
 
 
-def plot_rate_sensitivity(found: ComparisonFindings) -> Figure:
+def plot_rate_sensitivity(found: findings.ComparisonFindings) -> Figure:
     """Validation NLL of the last weights against the learning rate.
 
     There is a line for each optimizer.
@@ -229,7 +223,7 @@ def plot_rate_sensitivity(found: ComparisonFindings) -> Figure:
     return figure
 
 
-def plot_arm_differences(found: ComparisonFindings) -> Figure:
+def plot_arm_differences(found: findings.ComparisonFindings) -> Figure:
     """Differences from the reference in test NLL and accuracy, with 95 % intervals.
 
     Args:
@@ -255,7 +249,7 @@ def plot_arm_differences(found: ComparisonFindings) -> Figure:
     return draw_differences("Differences to the reference", caption, by_score)
 
 
-def plot_reliabilities(found: ComparisonFindings) -> Figure:
+def plot_reliabilities(found: findings.ComparisonFindings) -> Figure:
     """Frequency by confidence on the test pairs, for each optimizer.
 
     Each seed has a line, and all seeds of an optimizer together have one.
@@ -288,7 +282,7 @@ def plot_reliabilities(found: ComparisonFindings) -> Figure:
     return figure
 
 
-def plot_sharpness(found: ComparisonFindings) -> Figure:
+def plot_sharpness(found: findings.ComparisonFindings) -> Figure:
     """Test accuracy by the top eigenvalue of the Hessian.
 
     There is a point for each final run with measured curvature.
@@ -312,7 +306,7 @@ def plot_sharpness(found: ComparisonFindings) -> Figure:
     return figure
 
 
-def plot_curves(found: ComparisonFindings) -> Figure:
+def plot_curves(found: findings.ComparisonFindings) -> Figure:
     """Validation NLL of the final runs over steps and over seconds, with the target.
 
     Args:

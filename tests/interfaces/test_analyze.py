@@ -27,6 +27,7 @@ from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
 from rm_optimizer.records.run_folder import RunFolder, results_folder
 from rm_optimizer.reporting.landscape.results import scalars_of
 from rm_optimizer.reporting.landscape.runs import plot_evolution
+from rm_optimizer.reporting.run_report import curvature_caption
 from rm_optimizer.schema import TrainConfig, compose, typed
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.training import train_reward_model
@@ -165,8 +166,7 @@ def test_density_has_a_curve_beside_its_eigenvalues(run_dir):
 
 
 def test_the_curvature_of_the_run_itself_is_captioned_with_its_own_pairs_and_seed(run_dir):
-    caption = entry._history_caption(RunFolder(run_dir))
-    assert caption == f"n = 32 training pairs; seed 0; {run_dir}"
+    assert curvature_caption(RunFolder(run_dir)) == "n = 32 training pairs; seed 0"
 
 
 def test_the_fisher_matrix_and_one_end_of_the_hessian_are_asked_for_by_options(run_dir):

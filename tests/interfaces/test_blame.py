@@ -83,7 +83,10 @@ def test_a_saved_model_is_explained_by_the_pairs_that_are_named(checkpoint: str)
         (("--data", "train.jsonl", "--output", "o", "--all-checkpoints"), "--all-checkpoints needs a run folder"),
         (("--data", "train.jsonl", "--output", "o", "--validate", "8"), "--validate needs a run folder"),
         (("--data", "train.jsonl", "--output", "o"), "--data-val or --pair"),
-        (("--data", "train.jsonl", "--output", "o", "--of", "margins"), "--of must be margin, loss or eigenvector"),
+        (
+            ("--data", "train.jsonl", "--output", "o", "--of", "margins"),
+            "'margins' is not one of 'margin', 'loss', 'eigenvector'",
+        ),
         (("--data", "train.jsonl", "--output", "o", "--edit", "list", "--pair", "val.jsonl"), "one target at a time"),
         (("--data", "train.jsonl", "--output", "o", "--edit", "bald", "--data-val", "val.jsonl"), "--edit must be one"),
         (("--data", "train.jsonl", "--output", "o", "--subset", "x", "--data-val", "val.jsonl"), "no validation pair"),

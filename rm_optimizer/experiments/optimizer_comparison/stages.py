@@ -22,30 +22,10 @@ from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, load_pairs
 from rm_optimizer.core.tokens.splits import require_disjoint_prompts
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.experiments import study
 from rm_optimizer.experiments.cost import steps_of
+from rm_optimizer.experiments.optimizer_comparison import setting
 from rm_optimizer.experiments.optimizer_comparison.arm_trial import TASK, arm_trial
-from rm_optimizer.experiments.optimizer_comparison.setting import (
-    FINAL,
-    FIRST_TUNING_SEED,
-    TUNE,
-    ChosenRate,
-    ComparisonOptions,
-    Frozen,
-    chosen_rate,
-    next_rate,
-    pairs_file,
-    rate_grid,
-)
-from rm_optimizer.experiments.study import (
-    FROZEN_FILE,
-    PLAN_FILE,
-    TRIALS,
-    OnTrial,
-    PlannedTrial,
-    Study,
-    StudyStatus,
-    publish,
-)
 from rm_optimizer.experiments.trial import Executor, Trial, TrialResult
 from rm_optimizer.optim.registry import OPTIMIZERS
 from rm_optimizer.records.files import write_json_lines, write_text
@@ -61,7 +41,7 @@ HELD_OUT = 0.2
 _OF_AN_ARM = ("optimizer", "schedule", "seed", "output_dir", "data", "model.adamw_lr", "model.lora_lr", "logger")
 
 
-def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
+def freeze(options: setting.ComparisonOptions, folder: Path) -> setting.Frozen:
     """Write the pairs and the setting of a comparison, or read the setting if the folder holds the same comparison.
 
     Args:
@@ -74,7 +54,7 @@ def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
     """
     options.require_fair()
     splits = _splits(options)
-    known = Frozen.read(folder)
+    known = setting.Frozen.read(folder)
     fingerprints = {part: data.fingerprint for part, data in splits.items()}
     if known is not None:
         before = replace(known.options, seeds=options.seeds)  # only the number of final seeds may change
@@ -83,7 +63,7 @@ def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
             changed = ", ".join(names) or "pairs in the same files"
             raise ConfigError(f"{folder} holds a comparison with other {changed}; choose another --output")
         known = replace(known, options=options)
-        write_text(folder / FROZEN_FILE, known.to_json() + "\n")
+        write_text(folder / study.FROZEN_FILE, known.to_json() + "\n")
         return known
     for part, data in splits.items():
         rows = []
@@ -91,7 +71,7 @@ def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
             row = pair.to_dict()
             metadata = row.pop("metadata")
             rows.append(row | {name: metadata[name] for name in KEPT if metadata.get(name) is not None})
-        write_json_lines(pairs_file(folder, part), rows)
+        write_json_lines(setting.pairs_file(folder, part), rows)
     config = options.config(options.reference)
     contents = {
         "model": weights_digest(build_model(config.model, splits["train"], seed=0).model),
@@ -99,18 +79,18 @@ def freeze(options: ComparisonOptions, folder: Path) -> Frozen:
         "shared": digest([[name, value] for name, value in flat(options_of(config)) if not is_among(name, _OF_AN_ARM)]),
         "steps": steps_of(config, len(splits["train"])),
     }
-    frozen = Frozen(
+    frozen = setting.Frozen(
         digest=digest(contents),
         options=options,
         sizes={part: len(data) for part, data in splits.items()},
         prompts={part: len(set(data.prompt_ids)) for part, data in splits.items()},
         **contents,  # type: ignore[arg-type]
     )
-    write_text(folder / FROZEN_FILE, frozen.to_json() + "\n")
+    write_text(folder / study.FROZEN_FILE, frozen.to_json() + "\n")
     return frozen
 
 
-def _splits(options: ComparisonOptions) -> dict[str, PreferenceDataset]:
+def _splits(options: setting.ComparisonOptions) -> dict[str, PreferenceDataset]:
     named = [override for override in options.overrides if override.lstrip("+").startswith("data.")]
     data = typed(compose([*named, "model=custom", "model.path=x", "output_dir=."]), TrainConfig).data
     train = load_pairs(options.train, data)
@@ -161,8 +141,8 @@ class TunedArm:
         adamw_lr: learning rate of its AdamW part; None if it has none, or the preset's is used.
     """
 
-    trials: Sequence[PlannedTrial] = ()
-    chosen: ChosenRate | None = None
+    trials: Sequence[study.PlannedTrial] = ()
+    chosen: setting.ChosenRate | None = None
     adamw_lr: float | None = None
 
 
@@ -175,16 +155,16 @@ class Stages:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._trials: dict[tuple[object, ...], PlannedTrial] = {}
+        self._trials: dict[tuple[object, ...], study.PlannedTrial] = {}
 
     @cached_property
-    def frozen(self) -> Frozen:
+    def frozen(self) -> setting.Frozen:
         """The comparison's setting.
 
         Raises:
             ConfigError: if the folder holds no comparison.
         """
-        return Frozen.of(self.folder)
+        return setting.Frozen.of(self.folder)
 
     @property
     def num_planned(self) -> int:
@@ -199,11 +179,11 @@ class Stages:
             if (adamw := self.tuned(ADAMW).chosen) is None:
                 return TunedArm()
             adamw_lr = adamw.rate
-        grid = rate_grid(options.config(arm).optimizer.lr, options.rates)
+        grid = setting.rate_grid(options.config(arm).optimizer.lr, options.rates)
         rates, trials, scores = list(grid), [], {}
         for rate in rates:  # which grows
             runs = [
-                self._trial(TUNE, arm, rate, FIRST_TUNING_SEED + number, adamw_lr)
+                self._trial(setting.TUNE, arm, rate, setting.FIRST_TUNING_SEED + number, adamw_lr)
                 for number in range(options.tuning_seeds)
             ]
             trials += runs
@@ -211,12 +191,12 @@ class Stages:
             if len(results) == len(runs):
                 losses = [result.values.get("val_nll") for result in results]  # None for a diverged run
                 scores[rate] = fmean(loss if isinstance(loss, int | float) else math.inf for loss in losses)
-            if len(scores) == len(rates) and (extra := next_rate(scores, len(grid))) is not None:
+            if len(scores) == len(rates) and (extra := setting.next_rate(scores, len(grid))) is not None:
                 rates.append(extra)
-        chosen = chosen_rate(scores, len(grid)) if len(scores) == len(rates) else None
+        chosen = setting.chosen_rate(scores, len(grid)) if len(scores) == len(rates) else None
         return TunedArm(trials, chosen, adamw_lr)
 
-    def trials(self) -> list[PlannedTrial]:
+    def trials(self) -> list[study.PlannedTrial]:
         """All trials that are known so far: tuning runs, then final runs seed by seed once all are tuned.
 
         An optimizer whose rates all diverged has no final runs.
@@ -226,25 +206,25 @@ class Stages:
         trials = [trial for each in tuned.values() for trial in each.trials]
         if all(each.chosen is not None for each in tuned.values()):
             trials += [
-                self._trial(FINAL, arm, each.chosen.rate, seed, each.adamw_lr)
+                self._trial(setting.FINAL, arm, each.chosen.rate, seed, each.adamw_lr)
                 for seed in range(options.seeds)
                 for arm, each in tuned.items()
                 if each.chosen is not None and each.chosen.rate is not None
             ]
         return trials
 
-    def result(self, planned: PlannedTrial) -> TrialResult | None:
+    def result(self, planned: study.PlannedTrial) -> TrialResult | None:
         """The result of a trial; None if it has none yet."""
-        return Trial(self.folder / TRIALS / planned.name).result
+        return Trial(self.folder / study.TRIALS / planned.name).result
 
     def run(
         self,
         executor: Executor,
         *,
         retries: int = 2,
-        on_trial: OnTrial | None = None,
+        on_trial: study.OnTrial | None = None,
         on_stage: Callable[[int], None] = lambda num_trials: None,
-    ) -> StudyStatus:
+    ) -> study.StudyStatus:
         """Run stage after stage until every trial has a result.
 
         Args:
@@ -258,13 +238,13 @@ class Stages:
         """
         while True:
             known = self.trials()
-            publish(self.folder, TASK, known, extends=(self.folder / PLAN_FILE).exists())
+            study.publish(self.folder, TASK, known, extends=(self.folder / study.PLAN_FILE).exists())
             on_stage(len(known))
-            status = Study(self.folder).run(executor, retries=retries, on_trial=on_trial)
+            status = study.Study(self.folder).run(executor, retries=retries, on_trial=on_trial)
             if not status.is_done or len(self.trials()) == len(known):
                 return status
 
-    def _trial(self, stage: str, arm: str, rate: float, seed: int, adamw_lr: float | None) -> PlannedTrial:
+    def _trial(self, stage: str, arm: str, rate: float, seed: int, adamw_lr: float | None) -> study.PlannedTrial:
         key = (stage, arm, rate, seed, adamw_lr)
         if key not in self._trials:
             self._trials[key] = arm_trial(self.frozen, self.folder, stage, arm, rate, seed, adamw_lr=adamw_lr)

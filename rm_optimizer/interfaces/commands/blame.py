@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Context, Option
 
@@ -46,7 +46,8 @@ def blame(
         Option("--edit", help="Explain the reward for an edit: length, list, bold, paragraphs or courtesy."),
     ] = None,
     of: Annotated[
-        str, Option("--of", help="Number to explain: margin, loss, or eigenvector (the curvature's first).")
+        Literal["margin", "loss", "eigenvector"],
+        Option("--of", help="Number to explain; eigenvector is the curvature's first."),
     ] = "margin",
     by: Annotated[
         list[str] | None, Option("--by", help="Column that groups training pairs; default: source, subset, annotator.")
@@ -160,8 +161,6 @@ def _refuse_conflicts(context: Context, folders: Sequence[RunFolder | None]) -> 
         raise ConfigError(f"{needs[0]}, since {outside[0]} is in no run folder")
     if 0 < validate < 4:
         raise ConfigError(f"--validate must be 0 or at least 4, got {validate}")
-    if of not in ("margin", "loss", "eigenvector"):
-        raise ConfigError(f"--of must be margin, loss or eigenvector, got {of}")
     named = [f"--{name}" for name in ("pair", "subset", "edit") if given[name] is not None]
     named += [] if of == "margin" else [f"--of {of}"]
     if len(named) > 1 and (of != "loss" or "--edit" in named or len(named) > 2):

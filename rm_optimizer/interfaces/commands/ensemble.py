@@ -75,8 +75,6 @@ def ensemble_join(
 ) -> None:
     """Join reward models into an ensemble. Reference pairs set their scales and the threshold of uncertainty."""
     _require_rate(false_positive_rate)
-    if len(models) < 2:
-        raise ConfigError(f"MODELS must name at least 2 models, got {len(models)}")
     if len(set(models)) < len(models):
         raise ConfigError(f"MODELS must name each model once, got {', '.join(models)}")
     pairs = pair_options.load(sources).pairs

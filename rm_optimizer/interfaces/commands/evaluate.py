@@ -8,7 +8,7 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from queue import SimpleQueue
@@ -40,14 +40,40 @@ RayWorkers: TypeAlias = Annotated[
     Option("--ray", metavar="N", min=1, help="Score by N workers on Ray, with the same rewards for any N."),
 ]
 """Option of commands that score on Ray."""
+TokenBudget: TypeAlias = Annotated[
+    int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
+]
 RESULTS = Path("outputs", "evaluate")
 """Default folder of results."""
+
+
+@dataclass(frozen=True)
+class ScoringOptions:
+    """Options of every evaluation, each with its flag and help."""
+
+    output: Annotated[
+        Path | None, Option("--output", help="Folder for JSON and plots; default: one by time in outputs/evaluate.")
+    ] = None
+    token_budget: TokenBudget = 16384
+    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000
+    seed: Annotated[int, Option("--seed", min=0, help="Seed of the resamples.")] = 0
+    ray: RayWorkers = None
+
+    @property
+    def partial_dir(self) -> Path:
+        """Folder of the rewards so far, from which a repeated command continues."""
+        return self.output or RESULTS
+
+    def made_folder(self) -> Path:
+        """Make the folder of the results."""
+        return made_folder(self.output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
 
 
 def evaluate(
     context: Context,
     saved: SavedModel,
     pair_options: TokenizedPairOptions,
+    scoring: ScoringOptions,
     others: Annotated[list[str] | None, Argument(help="Further models, for --suite.")] = None,
     sources: Annotated[
         list[str], Option("--data", "-d", help="Pairs: file, folder or pattern; may be repeated. See --suite.")
@@ -56,9 +82,6 @@ def evaluate(
         str | None,
         Option("--suite", metavar="NAME", help="Benchmark, or its YAML file; --data [SET=]FILE is a local copy."),
     ] = None,
-    output: Annotated[
-        Path | None, Option("--output", help="Folder for JSON and plots; default: one by time in outputs/evaluate.")
-    ] = None,
     by: Annotated[
         list[str], Option("--by", metavar="COLUMN", help="Also report metrics by this column; may be repeated.")
     ] = [],  # noqa: B006
@@ -66,12 +89,6 @@ def evaluate(
         list[float],
         Option("--threshold", metavar="REWARD", help="Also report TPR and FPR at this reward; may be repeated."),
     ] = [],  # noqa: B006
-    token_budget: Annotated[
-        int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
-    ] = 16384,
-    bootstrap: Annotated[int, Option("--bootstrap", min=0, help="Bootstrap resamples for the intervals.")] = 1000,
-    seed: Annotated[int, Option("--seed", min=0, help="Seed of the resamples.")] = 0,
-    ray: RayWorkers = None,
 ) -> None:
     """Measure a reward model on preference pairs, or models on a benchmark.
 
@@ -81,14 +98,14 @@ def evaluate(
         unread = ("format", "columns", "winner", "layout", "kwise_rule", "label", "over_long", "by", "thresholds")
         refuse_unread(context, "with --suite", *unread)
         models = [saved, *(replace(saved, checkpoint=name) for name in others or ())]
-        if not inputs.follows(context, [model.load for model in models], ray):
-            _evaluate_suite(models, suite, sources, pair_options, output, token_budget, bootstrap, seed, ray)
+        if not inputs.follows(context, [model.load for model in models], scoring.ray):
+            _evaluate_suite(models, suite, sources, pair_options, scoring)
         return
     if not sources:
         raise ConfigError("missing option '--data'; name the pairs, or a benchmark with --suite")
     if others:
         raise ConfigError(f"several models need --suite NAME, got {saved.checkpoint} and {', '.join(others)}")
-    if inputs.follows(context, [saved.load], ray):
+    if inputs.follows(context, [saved.load], scoring.ray):
         return
 
     data = pair_options.load(sources)
@@ -108,7 +125,7 @@ def evaluate(
     from rm_optimizer.reporting.run_report import draw_evaluation
     from rm_optimizer.reporting.tables import print_evaluation
 
-    folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
+    folder, seed, token_budget = scoring.made_folder(), scoring.seed, scoring.token_budget
     with held(folder, "evaluation"):
         with filling(folder):
             model, turned = load_in(saved.dtype, saved.load_as, data, token_budget=token_budget, seed=seed)
@@ -118,14 +135,14 @@ def evaluate(
                     data,
                     checkpoint=saved.checkpoint,
                     output_dir=folder,
-                    partial_dir=output or RESULTS,
+                    partial_dir=scoring.partial_dir,
                     turned=turned,
                     token_budget=token_budget,
-                    num_bootstrap=bootstrap,
+                    num_bootstrap=scoring.bootstrap,
                     seed=seed,
                     by=by,
                     thresholds=thresholds,
-                    num_workers=ray,
+                    num_workers=scoring.ray,
                     on_progress=show,
                 )
         draw_evaluation(folder, evaluation.metrics)
@@ -139,7 +156,7 @@ def evaluate(
         scored = RunFolder(folder).pair_rewards()
         if (votes := votes_of([by_id[row.pair_id].popleft() for row in scored])) is not None:
             margins = np.array([row.chosen - row.rejected for row in scored])[votes.positions]
-            calibration = vote_calibration(margins, votes, beta=model.beta, num_bootstrap=bootstrap, seed=seed)
+            calibration = vote_calibration(margins, votes, beta=model.beta, num_bootstrap=scoring.bootstrap, seed=seed)
             report_votes(calibration, folder)
         print(f"metrics, rewards and plots: {folder}")
 
@@ -149,11 +166,7 @@ def _evaluate_suite(
     name: str,
     sources: Sequence[str],
     pair_options: TokenizedPairOptions,
-    output: Path | None,
-    token_budget: int,
-    bootstrap: int,
-    seed: int,
-    ray: int | None,
+    scoring: ScoringOptions,
 ) -> None:
     """Score each model on a suite, one a device, print tables, and write JSON, Parquet and a plot.
 
@@ -173,10 +186,10 @@ def _evaluate_suite(
     suite = Suite.of(name)
     with Spelling.flags.used():
         items = read_suite(suite, sources, pair_options.bad_rows())
-    folder = made_folder(output or RESULTS / f"{datetime.now():%Y-%m-%d/%H-%M-%S}")
+    folder = scoring.made_folder()
     free, loading = SimpleQueue[str | None](), Lock()
     processes = launched_processes()
-    places = [None] if ray or (processes is not None and processes.world_size > 1) else inputs.devices()
+    places = [None] if scoring.ray or (processes is not None and processes.world_size > 1) else inputs.devices()
     for device in places:
         free.put(device)
 
@@ -190,10 +203,9 @@ def _evaluate_suite(
                 print(f"note: {saved.checkpoint}: {note}", file=sys.stderr)
             shown = progress(f"{saved.checkpoint} on {suite.name}", "responses")
             with shown if len(places) == 1 else nullcontext(lambda done, total: None) as show:
-                rewards = output or RESULTS
                 found = score_on_suite(
-                    model, saved.checkpoint, items,
-                    token_budget=token_budget, folder=rewards, num_workers=ray, on_progress=show,
+                    model, saved.checkpoint, items, token_budget=scoring.token_budget,
+                    folder=scoring.partial_dir, num_workers=scoring.ray, on_progress=show,
                 )  # fmt: skip
             if saved is not models[-1]:
                 change_model()
@@ -208,7 +220,7 @@ def _evaluate_suite(
                 found = [*map(scored, models)] if len(places) == 1 else [*pool.map(scored, models)]
             finally:
                 pool.shutdown(cancel_futures=True)
-        result = suite_result(items, found, num_bootstrap=bootstrap, seed=seed)
+        result = suite_result(items, found, num_bootstrap=scoring.bootstrap, seed=scoring.seed)
         write_suite(result, folder)
         print_suite(result)
         print(f"scores and plot: {folder}")
@@ -244,9 +256,7 @@ def score(
     out_file: Annotated[Path | None, Argument(help="File for the same rows with a column `reward`.")] = None,
     prompt: Annotated[str | None, Option("--prompt", help="Prompt of the responses to score.")] = None,
     responses: Annotated[list[str], Option("--response", help="Response to score; may be repeated.")] = [],  # noqa: B006
-    token_budget: Annotated[
-        int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
-    ] = 16384,
+    token_budget: TokenBudget = 16384,
     ensemble: Annotated[
         str | None,
         Option("--ensemble", help="For an ensemble's folder: mean, min or uwo, which combine its members."),
@@ -402,9 +412,7 @@ def doctor(
     json_file: Annotated[Path | None, Option("--json", help="Also write the diagnosis to this JSON file.")] = None,
     show_all: Annotated[bool, Option("--all", help="Also print the checks that passed.")] = False,
     max_pairs: Annotated[int, Option("--max-pairs", min=1, help="Most pairs to score, over all splits.")] = 256,
-    token_budget: Annotated[
-        int, Option("--token-budget", min=1, help="Most tokens in one forward pass, padding included.")
-    ] = 8192,
+    token_budget: TokenBudget = 8192,
     seed: Annotated[int, Option("--seed", min=0, help="Seed of samples and random labels.")] = 0,
     plugins: Annotated[list[str], Option("--plugin", help="Module that registers checks; may be repeated.")] = [],  # noqa: B006
 ) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Context, Option
 
-from rm_optimizer.errors import ConfigError, DataError, did_you_mean
+from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.interfaces.field_flags import refuse_unread
 from rm_optimizer.interfaces.inputs import SavedModel
 from rm_optimizer.schema.rlhf import WORLD
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.core.pairs.pair import Prompt
     from rm_optimizer.rl_coupling.policy_simulation import Policy
-
-BACKENDS = ("transformers", "vllm")
 
 
 @dataclass(frozen=True)
@@ -37,9 +35,9 @@ class PolicyOptions:
     num_prompts: Annotated[
         int | None, Option("--num-prompts", min=1, help="Use only this many prompts, from the first on.")
     ] = None
-    backend: Annotated[str, Option("--backend", help="Generation library: transformers, or vllm with its extra.")] = (
-        BACKENDS[0]
-    )
+    backend: Annotated[
+        Literal["transformers", "vllm"], Option("--backend", help="Generation library; vllm needs its extra.")
+    ] = "transformers"
     max_new_tokens: Annotated[int, Option("--max-new-tokens", min=1, help="Most tokens of a response.")] = 128
     temperature: Annotated[float, Option("--temperature", help="Divisor of the policy's logits.")] = 1.0
     top_p: Annotated[float, Option("--top-p", help="Probability mass that tokens are sampled from.")] = 1.0
@@ -69,8 +67,6 @@ class PolicyOptions:
             refuse_unread(context, "without --policy", *sampling)
         elif self.policy == WORLD:
             refuse_unread(context, "with --policy world", *generation)
-        if self.backend not in BACKENDS:
-            raise ConfigError(did_you_mean("--backend", self.backend, BACKENDS))
 
     def load(self) -> Policy:
         """Load the named policy.
