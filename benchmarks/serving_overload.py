@@ -35,7 +35,7 @@ from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.http.app import create_app
-from rm_optimizer.serving.options import WorkerOptions
+from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 from rm_optimizer.serving.protocol import ClassifyResponse, ErrorBody
 from rm_optimizer.serving.service.service import RewardService
 
@@ -118,7 +118,8 @@ def serve(folder: str, port: int) -> None:
         engine = SlowEngine(description, TOKENS_PER_SECOND)
         service = RewardService(engine, model_name="rm", max_queued_tokens=QUEUED_TOKENS)  # type: ignore[arg-type]
         await service.start()
-        await uvicorn.Server(uvicorn.Config(create_app(service), port=port, log_level="error", ws="none")).serve()
+        app = create_app(service, ServeOptions("model"))
+        await uvicorn.Server(uvicorn.Config(app, port=port, log_level="error", ws="none")).serve()
 
     asyncio.run(main())
 

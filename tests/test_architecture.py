@@ -59,8 +59,8 @@ INNER = {
         {"update_protocol"},
         {"engine"},
         {"client", "service"},
-        {"http"},
         {"weights"},
+        {"http"},
         {"embedded"},
     ),
 }

@@ -14,8 +14,7 @@ from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.receiver import WeightReceiver
-from rm_optimizer.serving.weights.weight_routes import weight_router
-from tests.serving.engines import InProcessEngine, client_of, exported, options_of
+from tests.serving.engines import InProcessEngine, client_of, exported, options_of, serve_options
 
 SECONDS = 20.0
 """Processor time that an answer may take."""
@@ -165,7 +164,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         engine = InProcessEngine(options_of(root / "model", root / "tokenizer"))
         service = RewardService(engine, model_name="rm", max_queued_tokens=20_000)
         receiver = WeightReceiver(service, root=None)
-        app = create_app(service, routers=[weight_router(receiver)])
+        app = create_app(service, serve_options(), receiver)
         await service.start()
         return receiver, client_of(app)
 

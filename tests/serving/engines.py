@@ -16,8 +16,9 @@ from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.engine import EngineDescription, ScoredBatch, StagedWeights
 from rm_optimizer.serving.http.app import create_app
-from rm_optimizer.serving.options import WorkerOptions
+from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 from rm_optimizer.serving.service.service import RewardService
+from rm_optimizer.serving.weights.receiver import WeightReceiver
 from tests.builders import tiny_reward_model
 
 
@@ -125,14 +126,20 @@ def options_of(folder: Path, scratch: Path, **changes: object) -> WorkerOptions:
 async def served(engine: InProcessEngine, **options: object) -> FastAPI:
     """A started application around the engine."""
     service = RewardService(engine, model_name="rm", max_queued_tokens=int(options.pop("max_queued_tokens", 20_000)))
-    app = create_app(service, **options)  # type: ignore[arg-type]
+    app = create_app(service, serve_options(**options))
     await service.start()
     return app
 
 
+def serve_options(**options: object) -> ServeOptions:
+    """Options of a server that takes requests of every host."""
+    return ServeOptions("model", **{"host": "0.0.0.0"} | options)  # type: ignore[arg-type]
+
+
 def served_without_reader(engine: FakeEngine, **options: object) -> FastAPI:
     """An application whose model never loads: what it refuses, it refuses by the body alone."""
-    return create_app(RewardService(engine, model_name="rm"), **options)  # type: ignore[arg-type]
+    service = RewardService(engine, model_name="rm")
+    return create_app(service, serve_options(**options), WeightReceiver(service))
 
 
 def client_of(app: FastAPI, **options: object) -> httpx.AsyncClient:

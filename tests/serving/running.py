@@ -21,7 +21,7 @@ from rm_optimizer.serving.http.app import create_app
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.receiver import WeightReceiver
-from rm_optimizer.serving.weights.weight_routes import weight_router
+from tests.serving.engines import serve_options
 from tests.serving.server_processes import ServerProcess
 
 READY_SECONDS = 300.0
@@ -64,7 +64,7 @@ def engine_running(make_engine, *, root: Path | None = None, **options: object) 
         state.engine = make_engine()
         state.service = RewardService(state.engine, model_name="rm", **limits)
         state.receiver = WeightReceiver(state.service, root=root, transports=frozenset(Transport))
-        app = create_app(state.service, routers=[weight_router(state.receiver)], **options)
+        app = create_app(state.service, serve_options(**options), state.receiver)
         await state.service.start()
         return app
 

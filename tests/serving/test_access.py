@@ -14,9 +14,6 @@ import pytest
 from rm_optimizer.serving.http.gate import most_connections
 from rm_optimizer.serving.protocol import ErrorBody
 from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
-from rm_optimizer.serving.service.service import RewardService
-from rm_optimizer.serving.weights.receiver import WeightReceiver
-from rm_optimizer.serving.weights.weight_routes import weight_router
 from tests.serving.engines import FakeEngine, client_of, served_without_reader
 from tests.serving.running import app_running
 
@@ -24,8 +21,7 @@ JSON = {"content-type": "application/json"}
 
 
 def application(**options: object):
-    routers = [weight_router(WeightReceiver(RewardService(FakeEngine(), model_name="rm")))]
-    return served_without_reader(FakeEngine(), routers=routers, **options)
+    return served_without_reader(FakeEngine(), **options)
 
 
 def statuses(app, *requests: tuple[str, str, dict[str, str]]) -> list[int]:
@@ -66,12 +62,12 @@ def test_probes_of_an_orchestrator_need_no_key():
      ("localhost.evil.example", 400), ("127.0.0.1.evil.example:80", 400), ("", 400), ("[::1].evil", 400)],
 )  # fmt: skip
 def test_a_server_of_this_machine_answers_to_its_own_names_alone(host, status):
-    assert statuses(application(local_only=True), ("GET", "/health", {"host": host})) == [status]
+    assert statuses(application(host="127.0.0.1"), ("GET", "/health", {"host": host})) == [status]
 
 
 @pytest.mark.parametrize("path", ["/health", "/ping", "/ready", "/metrics", "/version", "/rm/info", "/docs"])
 def test_head_answers_as_get_does_and_without_a_body(path):
-    with app_running(application(local_only=True)) as url:
+    with app_running(application(host="127.0.0.1")) as url:
         get, head = httpx.get(url + path), httpx.head(url + path)
         with connected(url) as probe:
             probe.sendall(f"HEAD {path} HTTP/1.0\r\n\r\n".encode())

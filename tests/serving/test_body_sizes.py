@@ -15,9 +15,6 @@ import pytest
 from rm_optimizer.schema.publish import RewardModelTrainingMode
 from rm_optimizer.serving.http.gate import too_complex
 from rm_optimizer.serving.protocol import ErrorBody
-from rm_optimizer.serving.service.service import RewardService
-from rm_optimizer.serving.weights.receiver import WeightReceiver
-from rm_optimizer.serving.weights.weight_routes import weight_router
 from tests.serving.engines import FakeEngine, client_of, served_without_reader
 
 CPU_SECONDS = 5.0
@@ -130,9 +127,7 @@ def peak_bytes() -> int:
 
 async def refusals(path: str, places: list[Any], size: int) -> list[tuple[float, int, str, str]]:
     """CPU seconds, status, place and kind of each answer."""
-    app = served_without_reader(
-        FakeEngine(), routers=[weight_router(WeightReceiver(RewardService(FakeEngine(), model_name="rm")))]
-    )
+    app = served_without_reader(FakeEngine())
     seen = []
     kinds = wrong_kinds(size)
     async with client_of(app) as client:

@@ -20,7 +20,7 @@ from rm_optimizer.interfaces.commands.serve import GRACEFUL_SECONDS, KEEP_ALIVE_
 from rm_optimizer.serving.embedded import ray_replicas
 from rm_optimizer.serving.http.gate import BODY_SECONDS, MAX_BODY_BYTES, OPEN_PATHS
 from rm_optimizer.serving.options import ServeOptions, WorkerOptions
-from rm_optimizer.serving.service.metrics import ServerMetrics
+from rm_optimizer.serving.service.telemetry import ServerMetrics
 
 TOOL = next(
     (

@@ -236,7 +236,7 @@ import sys
 from pathlib import Path
 from importlib import import_module
 from rm_optimizer.interfaces.commands.serve import LISTENER_MODULES
-for module in (*LISTENER_MODULES, "rm_optimizer.serving.http.app", "rm_optimizer.serving.http.tracing"):
+for module in LISTENER_MODULES:
     import_module(module)
 from rm_optimizer.serving.service.inputs import stored_tokenizer
 print(stored_tokenizer(Path(sys.argv[1]))("A dog.")["input_ids"])

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 
 from rm_optimizer.errors import Interrupted, MissingExtra, RMOptimizerError
 from rm_optimizer.records.files import held
+from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.child_process import keep_running
 from rm_optimizer.serving.options import ServeOptions, WorkerOptions
 
@@ -38,7 +39,7 @@ LISTENER_MODULES = (
     "uvicorn",
     "transformers.tokenization_utils_tokenizers",
     "rm_optimizer.serving.embedded.engine",
-    "rm_optimizer.serving.weights.weight_routes",
+    "rm_optimizer.serving.http.app",
 )
 """Modules of the process that listens; their import takes seconds."""
 WATCH_SECONDS = 0.5
@@ -124,11 +125,12 @@ def _serve_http(options: ServeOptions, listening: socket.socket) -> None:
     import uvicorn  # the imports take seconds, in which a signal ends the command at once
 
     from rm_optimizer.serving.embedded.engine import WorkerEngine
-    from rm_optimizer.serving.http.app import show_server_log
+    from rm_optimizer.serving.http.app import create_app
     from rm_optimizer.serving.http.gate import MAX_BACKLOG, most_connections
-    from rm_optimizer.serving.http.tracing import install_tracing
     from rm_optimizer.serving.service.api_errors import MAX_HEADER_BYTES
-    from rm_optimizer.serving.weights.weight_routes import create_server
+    from rm_optimizer.serving.service.service import RewardService
+    from rm_optimizer.serving.service.telemetry import install_tracing, show_server_log
+    from rm_optimizer.serving.weights.receiver import WeightReceiver
 
     async def main() -> None:
         threads = options.threads
@@ -149,9 +151,11 @@ def _serve_http(options: ServeOptions, listening: socket.socket) -> None:
             engine = RayEngine(worker, replicas=options.replicas, folder=options.state)
         else:
             engine = WorkerEngine(worker, replicas=options.replicas, folder=options.state)
-        app, receiver = create_server(engine, options)
+        service = RewardService(engine, model_name=options.model_name, max_queued_tokens=options.max_queued_tokens)
+        transports = frozenset(map(Transport, options.transport_names))
+        receiver = WeightReceiver(service, root=options.weights_root, transports=transports, state=options.state)
         config = uvicorn.Config(
-            app,
+            create_app(service, options, receiver if options.takes_updates else None),
             host=options.host,
             port=options.port,
             http="h11",  # of uvicorn's two parsers the one with a limit on incomplete headers
@@ -164,7 +168,7 @@ def _serve_http(options: ServeOptions, listening: socket.socket) -> None:
             timeout_graceful_shutdown=GRACEFUL_SECONDS,
         )
         try:
-            await _run(uvicorn.Server(config), listening, receiver.service, options)
+            await _run(uvicorn.Server(config), listening, service, options)
         finally:
             await receiver.close()
 

@@ -1,18 +1,16 @@
-"""HTTP application around a `RewardService`, with the routes of scoring, health and information."""
+"""HTTP application around a `RewardService`: routes of scoring, information and weight updates."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Annotated, Any, TypeVar
 
-from fastapi import APIRouter, Depends, FastAPI, Request, Response
+from fastapi import APIRouter, Depends, FastAPI, Path, Request, Response
 from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
 
@@ -20,9 +18,21 @@ import rm_optimizer
 from rm_optimizer.serving import protocol
 from rm_optimizer.serving.http import gate
 from rm_optimizer.serving.http.documents import api_page
+from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.service.api_errors import NotReady, error_responses, install_error_answers
 from rm_optimizer.serving.service.inputs import TokenSequence, refuse_cuts
 from rm_optimizer.serving.service.service import RewardService
+from rm_optimizer.serving.update_protocol import (
+    Abort,
+    Begin,
+    Commit,
+    Outcome,
+    OutcomeStatus,
+    Ready,
+    Received,
+    WeightStatus,
+)
+from rm_optimizer.serving.weights.receiver import WeightReceiver
 
 router = APIRouter(route_class=gate.JsonRoute)
 _SCORING = error_responses(400, 401, 404, 408, 413, 500, 503)
@@ -60,6 +70,11 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         gone.cancel()
 
 
+def _name_weights(out: Response, version: str, revision: int | None) -> None:
+    """Name the weights of an answer in its headers."""
+    out.headers[protocol.VERSION_HEADER], out.headers[protocol.REVISION_HEADER] = version, str(revision)
+
+
 async def _scored(
     service: RewardService,
     request: Request,
@@ -69,8 +84,7 @@ async def _scored(
 ) -> tuple[list[float], dict[str, Any]]:
     """Rewards, or the sigmoid of each, and the fields that answers share; the headers name the weights too."""
     scored = await while_connected(request, service.score(sequences))
-    out.headers[protocol.VERSION_HEADER] = scored.version
-    out.headers[protocol.REVISION_HEADER] = str(scored.revision)
+    _name_weights(out, scored.version, scored.revision)
     numbers = [protocol.sigmoid(reward) if use_activation else reward for reward in scored.rewards]
     tokens = sum(map(len, sequences))
     usage = protocol.Usage(prompt_tokens=tokens, total_tokens=tokens)
@@ -158,8 +172,7 @@ async def version(response: Response, service: Service) -> protocol.VersionRespo
         engine=engine.description.engine,
         package=rm_optimizer.__version__,
     )
-    response.headers[protocol.VERSION_HEADER] = answer.version
-    response.headers[protocol.REVISION_HEADER] = str(answer.revision)
+    _name_weights(response, answer.version, answer.revision)
     return answer
 
 
@@ -204,30 +217,66 @@ async def metrics(service: Service) -> Response:
     return Response(service.metrics_text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
+_UPDATING = error_responses(400, 401, 404, 408, 409, 503)
+_BINARY = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
+
+
+def weight_router(receiver: WeightReceiver) -> APIRouter:
+    """Router of `/rm/weights`; the application authenticates.
+
+    Args:
+        receiver: receiver of the updates, to close when the application ends.
+    """
+    router = APIRouter(prefix="/rm/weights", tags=["weight updates"], route_class=gate.JsonRoute)
+
+    @router.post("/begin", responses=_UPDATING)
+    async def begin(body: Begin) -> Ready:
+        """Announce an update; the answer confirms that its receiving end is ready."""
+        return await receiver.begin(body)
+
+    @router.put("/upload/{batch_id}", responses=_UPDATING, openapi_extra=_BINARY)
+    async def upload(batch_id: Annotated[str, Path(max_length=128)], request: Request) -> Received:
+        """The safetensors body of an inline update."""
+        return await receiver.upload(batch_id, request.stream())
+
+    @router.post("/commit", responses={**_UPDATING, 400: {"model": Outcome}})
+    async def commit(body: Commit, response: Response) -> Outcome:
+        """Check the tensors, then swap; 400 with the reason if the old weights stay."""
+        outcome = await receiver.commit(body)
+        _name_weights(response, outcome.version, outcome.revision)
+        if outcome.status not in (OutcomeStatus.prepared, OutcomeStatus.committed):
+            response.status_code = 409 if outcome.error is None else outcome.error.code
+        return outcome
+
+    @router.post("/abort", responses=_UPDATING)
+    async def abort(body: Abort) -> Outcome:
+        """Abort an update."""
+        return await receiver.abort(body)
+
+    @router.get("/status", responses=error_responses(401, 503))
+    async def status(batch_id: str | None = None) -> WeightStatus:
+        """Served weights, update in progress and outcome of an update."""
+        return receiver.status(batch_id)
+
+    return router
+
+
 CLIENT_CLOSED = 499
 """nginx's status for a client that disconnected; only the metrics use it."""
 
 
-def create_app(
-    service: RewardService,
-    *,
-    api_key: str | None = None,
-    update_key: str | None = None,
-    local_only: bool = False,
-    routers: Sequence[APIRouter] = (),
-    body_seconds: float = gate.BODY_SECONDS,
-    access_log: str = "off",
-) -> FastAPI:
+def create_app(service: RewardService, options: ServeOptions, receiver: WeightReceiver | None = None) -> FastAPI:
     """Create the application. Its caller starts the service, and the application's shutdown stops it.
 
     Args:
         service: the served model, available as `app.state.service`.
-        api_key: key that every request must carry; None requires no key.
-        update_key: key for weight updates in its place; None requires the `api_key` there too.
-        local_only: refuse requests whose `Host` is not this machine.
-        routers: further routes, for example for weight updates.
-        body_seconds: longest pause in a body, in seconds.
-        access_log: `text` or `json` for a line about each request, `off` for none.
+        options: options of the server.
+        receiver: receiver of weight updates, which the caller closes; None offers no updates.
     """
 
     @asynccontextmanager
@@ -235,15 +284,14 @@ def create_app(
         yield
         await service.stop()
 
+    documented = [] if options.api_key is None else [Depends(HTTPBearer(scheme_name="key", auto_error=False))]
     app = FastAPI(
         title="RM-Optimizer reward server",
         version=rm_optimizer.__version__,
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        dependencies=[]
-        if api_key is None
-        else [Depends(HTTPBearer(scheme_name="key", auto_error=False))],  # documented
+        dependencies=documented,
     )
     app.state.service = service
 
@@ -251,8 +299,9 @@ def create_app(
     async def docs() -> HTMLResponse:
         return HTMLResponse(api_page(app.openapi()))
 
-    for routes in (router, *routers):
-        app.include_router(routes)
+    app.include_router(router)
+    if receiver is not None:
+        app.include_router(weight_router(receiver))
     install_error_answers(app)
 
     @app.exception_handler(ClientLeft)
@@ -260,22 +309,5 @@ def create_app(
         service.metrics.disconnected.inc()
         return Response(status_code=CLIENT_CLOSED)
 
-    checks = [gate.header_size_check, gate.bearer_check(api_key, update_key)]
-    if local_only:
-        checks.insert(1, gate.local_host_check)
-    app.add_middleware(gate.Gate, metrics=service.metrics, checks=checks, seconds=body_seconds, access_log=access_log)
+    app.add_middleware(gate.Gate, metrics=service.metrics, options=options)
     return app
-
-
-def show_server_log() -> None:
-    """Write the package's log from level INFO, which includes weight updates; a second call does nothing."""
-    log = logging.getLogger("rm_optimizer")
-    if not log.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s rm-opt serve: %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
-        log.propagate = False
-        access, lines = logging.getLogger("rm_optimizer.access"), logging.StreamHandler(sys.stdout)
-        access.addHandler(lines)  # whole lines, which a collector of logs reads
-        access.propagate = False

@@ -15,10 +15,10 @@ import re
 import resource
 import time
 import uuid
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Mapping
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
@@ -26,11 +26,18 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rm_optimizer.records.codec import RepeatedKey, strict_json
-from rm_optimizer.serving.http.tracing import request_span
+from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.service import api_errors
 from rm_optimizer.serving.service.api_errors import ApiError, InvalidRequest, TooLarge
 from rm_optimizer.serving.service.batcher import CLIENT, FairShare
-from rm_optimizer.serving.service.metrics import ENTRY, OTHER_ROUTE, ServerMetrics
+from rm_optimizer.serving.service.telemetry import (
+    ENTRY,
+    HAS_TRACING,
+    OTHER_ROUTE,
+    ServerMetrics,
+    log_line,
+    request_span,
+)
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Paths without a key, for the liveness probes of an orchestrator; they reveal only that the server runs."""
@@ -81,7 +88,7 @@ class SlowBody(ApiError):
     """The rest of the body is not read."""
 
 
-def timed(receive: Receive, seconds: float, least_rate: float) -> Receive:
+def timed(receive: Receive) -> Receive:
     """`receive` with a time limit on the body; it waits without one for the disconnection that follows.
 
     Only time spent waiting for the client counts, so that a busy server ends no request. The result raises `SlowBody`.
@@ -92,13 +99,13 @@ def timed(receive: Receive, seconds: float, least_rate: float) -> Receive:
         nonlocal waited, size, is_whole
         if is_whole:
             return await receive()
-        started = time.monotonic()
+        started, allowed = time.monotonic(), BODY_SECONDS + size / LEAST_BYTES_PER_SECOND
         try:
-            message = await asyncio.wait_for(receive(), min(seconds, seconds + size / least_rate - waited))
+            message = await asyncio.wait_for(receive(), min(BODY_SECONDS, allowed - waited))
         except TimeoutError as error:
             raise SlowBody(
                 f"{size} bytes of the body came in {waited + time.monotonic() - started:.1f} s; expected the next "
-                f"within {seconds:g} s and {least_rate:g} bytes a second; send the body at once"
+                f"within {BODY_SECONDS:g} s and {LEAST_BYTES_PER_SECOND:g} bytes a second; send the body at once"
             ) from error
         waited += time.monotonic() - started
         size += len(message.get("body", b""))
@@ -106,32 +113,6 @@ def timed(receive: Receive, seconds: float, least_rate: float) -> Receive:
         return message
 
     return receive_in_time
-
-
-Check: TypeAlias = Callable[[Scope], ApiError | None]
-"""Function that returns the reason to refuse a request by its head; None lets it pass."""
-
-
-def bearer_check(api_key: str | None, update_key: str | None = None) -> Check:
-    """Check of `Authorization: Bearer KEY`, compared in constant time.
-
-    Args:
-        api_key: key of all paths but `OPEN_PATHS`; None requires no key.
-        update_key: key of the paths of weight updates in its place; None uses the `api_key` there too.
-    """
-
-    def check(scope: Scope) -> ApiError | None:
-        is_update = str(scope.get("path", "")).startswith(UPDATE_PATHS)
-        key = update_key if is_update and update_key is not None else api_key
-        if key is None or (scope["path"] in OPEN_PATHS and scope.get("method") in ("GET", "HEAD")):
-            return None
-        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
-        if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":
-            return None
-        which = "API" if key == api_key else "update"
-        return api_errors.Unauthorized(f"expected the header Authorization: Bearer KEY with the server's {which} key")
-
-    return check
 
 
 def local_host_check(scope: Scope) -> ApiError | None:
@@ -164,18 +145,12 @@ class Gate:
     Args:
         app: application behind this middleware.
         metrics: counters of the server.
-        checks: checks of HTTP requests and websockets by their heads, in this order.
-        seconds: longest pause in a body, in seconds.
-        least_rate: bytes of a body that earn one more second in all.
-        access_log: `text` or `json` for a line about each request; `off` for none.
+        options: keys and hosts of requests, and the form of the access log.
     """
 
     app: ASGIApp
     metrics: ServerMetrics
-    checks: Sequence[Check] = ()
-    seconds: float = BODY_SECONDS
-    least_rate: float = LEAST_BYTES_PER_SECOND
-    access_log: str = "off"
+    options: ServeOptions
 
     def __post_init__(self) -> None:
         self.requests = FairShare(most_connections() // 2)  # the other half answers probes and refusals
@@ -189,7 +164,7 @@ class Gate:
         if scope["type"] == "lifespan":
             await self.app(scope, receive, send)
             return
-        refusal = next((found for check in self.checks if (found := check(scope)) is not None), None)
+        refusal = self._refused(scope)
         if scope["type"] != "http":
             if refusal is None:
                 await self.app(scope, receive, send)
@@ -211,12 +186,12 @@ class Gate:
                 MutableHeaders(scope=message)[REQUEST_ID] = entry["id"]
             await send(message)
 
-        with request_span(scope, entry):
+        with request_span(scope, entry) if HAS_TRACING else nullcontext():
             try:
                 if refusal is not None:
                     raise refusal
                 answer = self._admitted if scope["method"] == "POST" else self.app
-                await answer(scope, timed(receive, self.seconds, self.least_rate), noting)
+                await answer(scope, timed(receive), noting)
             except ApiError as error:  # nothing has been sent: an answer begins once the body is read
                 await api_errors.error_answer(error)(scope, receive, noting)
             finally:
@@ -224,8 +199,28 @@ class Gate:
                 self.metrics.requests.labels(route, str(status)).inc()
                 entry |= {"status": status, "seconds": round(time.perf_counter() - started, 6)}
                 self.metrics.seconds.labels(route).observe(entry["seconds"])
-                if self.access_log != "off":
-                    _access.info(log_line(entry, self.access_log))
+                if self.options.access_log != "off":
+                    _access.info(log_line(entry, self.options.access_log))
+
+    def _refused(self, scope: Scope) -> ApiError | None:
+        """Reason to refuse a request by its head; None lets it pass."""
+        found = header_size_check(scope)
+        if found is None and self.options.checks_host:
+            found = local_host_check(scope)
+        return found or self._bearer_check(scope)
+
+    def _bearer_check(self, scope: Scope) -> ApiError | None:
+        """Check of `Authorization: Bearer KEY`, compared in constant time; updates may have another key."""
+        key = api_key = self.options.api_key
+        if self.options.update_key is not None and str(scope.get("path", "")).startswith(UPDATE_PATHS):
+            key = self.options.update_key
+        if key is None or (scope["path"] in OPEN_PATHS and scope.get("method") in ("GET", "HEAD")):
+            return None
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":
+            return None
+        which = "API" if key == api_key else "update"
+        return api_errors.Unauthorized(f"expected the header Authorization: Bearer KEY with the server's {which} key")
 
     async def _admitted(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body, then pass the request on; a request opens once its body is read.
@@ -262,25 +257,6 @@ class Gate:
                 await self.app(scope, replayed, send)
         finally:
             self.bytes.release(id(chunks))
-
-
-def log_line(entry: Mapping[str, Any], form: str) -> str:
-    """Line of the access log about a request.
-
-    Args:
-        entry: its id, client, method, path, status and seconds; of a scored one, also sequences, tokens and the seconds
-            in the queue and in the engine.
-        form: `json` for one object with the time, `text` for words.
-    """
-    if form == "json":
-        return json.dumps({"time": round(time.time(), 3), **entry}, ensure_ascii=False)
-    what = f"{entry['client']} {entry['method']} {entry['path']!r} {entry['status']} in {1e3 * entry['seconds']:.1f} ms"
-    if "tokens" in entry:
-        waited, computed = 1e3 * entry["queue_seconds"], 1e3 * entry["engine_seconds"]
-        what += (
-            f" ({entry['sequences']} sequences, {entry['tokens']} tokens, queue {waited:.1f}, engine {computed:.1f})"
-        )
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S')} {what} id={entry['id']}"
 
 
 MAX_CONTAINERS = 2**16

@@ -17,7 +17,7 @@ from rm_optimizer.core.tokens.prefix_trees import LEAST_SHARED, common_starts
 from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.engine import Engine, ScoredBatch
 from rm_optimizer.serving.service.api_errors import Overloaded, TooLarge
-from rm_optimizer.serving.service.metrics import ServerMetrics
+from rm_optimizer.serving.service.telemetry import ENTRY, OTHER_ROUTE, ServerMetrics
 
 CLIENT = ContextVar("CLIENT", default="")
 """Address of the client whose request this task answers."""
@@ -166,10 +166,12 @@ class Batcher:
                 arrived = time.perf_counter()
                 self._enqueue(request, range(count))
                 scored = await answer
-                began, ended = request.taken or arrived, time.perf_counter()
-                self.metrics.note(
-                    sequences=count, tokens=tokens, queue_seconds=began - arrived, engine_seconds=ended - began
-                )
+                began, ended, entry = request.taken or arrived, time.perf_counter(), ENTRY.get() or {}
+                route = entry.get("path", OTHER_ROUTE)
+                self.metrics.queue_seconds.labels(route).observe(began - arrived)
+                self.metrics.engine_seconds.labels(route).observe(ended - began)
+                entry |= {"sequences": count, "tokens": tokens}
+                entry |= {"queue_seconds": round(began - arrived, 6), "engine_seconds": round(ended - began, 6)}
                 return scored
         finally:
             answer.cancel()  # no effect once it is answered

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
+from prometheus_client import generate_latest
 
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.storage.certificate import ParityCertificate
@@ -23,7 +24,7 @@ from rm_optimizer.serving.options import DEFAULT_QUEUED_TOKENS
 from rm_optimizer.serving.service.api_errors import NonFiniteScore, NotReady, Overloaded, UnknownModel
 from rm_optimizer.serving.service.batcher import Batcher, FairShare
 from rm_optimizer.serving.service.inputs import InputReader, Text, TokenSequence, num_characters
-from rm_optimizer.serving.service.metrics import ServerMetrics
+from rm_optimizer.serving.service.telemetry import ServerMetrics
 
 
 @dataclass(frozen=True)
@@ -282,4 +283,4 @@ class RewardService:
         for replica, size in memory.items():
             self.metrics.replica_bytes.labels(replica).set(size)
         self.metrics.weights.info({"version": self.engine.version})
-        return self.metrics.text()
+        return generate_latest(self.metrics.registry)

@@ -19,7 +19,7 @@ from rm_optimizer.serving.protocol import VERSION_HEADER, ErrorBody, sigmoid
 from rm_optimizer.serving.service.service import RewardService
 from rm_optimizer.serving.weights.live_weights import tensor_specs
 from tests.builders import FAMILIES
-from tests.serving.engines import InProcessEngine, client_of, exported, options_of, served
+from tests.serving.engines import InProcessEngine, client_of, exported, options_of, serve_options, served
 
 PROMPTS = ["How do I boil an egg?"] * 3 + ["Hi"]
 RESPONSES = ["In water.", "Ask somebody else.", "In water, for seven minutes.", "Hello."]
@@ -296,7 +296,7 @@ def test_a_server_answers_only_once_its_comparison_has_ended(engine, stores):
 
     async def main():
         service, may_end = RewardService(engine, model_name="rm"), threading.Event()
-        async with client_of(create_app(service)) as client:
+        async with client_of(create_app(service, serve_options())) as client:
             with pytest.raises(HandshakeFailed, match="other rewards"):
                 await service.start(refuse)
             started = asyncio.create_task(service.start(lambda served: may_end.wait(60) and seen.append(0.0)))

@@ -12,11 +12,12 @@ import httpx
 import pytest
 
 from rm_optimizer.schema.publish import RewardModelTrainingMode, Transport
+from rm_optimizer.serving.http import gate as gate_module
 from rm_optimizer.serving.http.gate import Gate
 from rm_optimizer.serving.protocol import ErrorBody
-from rm_optimizer.serving.service.metrics import ServerMetrics
+from rm_optimizer.serving.service.telemetry import ServerMetrics
 from rm_optimizer.serving.update_protocol import Begin
-from tests.serving.engines import InProcessEngine, exported, options_of
+from tests.serving.engines import InProcessEngine, exported, options_of, serve_options
 from tests.serving.running import engine_running
 
 SECONDS = 0.5
@@ -29,7 +30,8 @@ def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("slow")
     exported("llama", folder / "export")
     engine = lambda: InProcessEngine(options_of(folder / "export", folder / "tokenizer"))  # noqa: E731
-    with engine_running(engine, body_seconds=SECONDS) as running:
+    with pytest.MonkeyPatch.context() as patch, engine_running(engine) as running:
+        patch.setattr(gate_module, "BODY_SECONDS", SECONDS)
         yield running
 
 
@@ -125,7 +127,7 @@ def test_a_slow_body_that_ends_in_time_is_answered(server):
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
 
 
-def scripted(parts, seconds):
+def scripted(parts):
     """Statuses and the admission control, after a POST whose body comes as `(seconds before it, bytes)`."""
     statuses = []
 
@@ -147,16 +149,18 @@ def scripted(parts, seconds):
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
 
-        gate = Gate(read_all, ServerMetrics(), seconds=seconds, least_rate=100.0)
-        await gate({"type": "http", "method": "POST", "path": "/", "headers": []}, receive, send)
+        gate = Gate(read_all, ServerMetrics(), serve_options())
+        await gate({"type": "http", "method": "POST", "path": "/", "query_string": b"", "headers": []}, receive, send)
         return gate
 
     return statuses, asyncio.run(main())
 
 
-def test_every_byte_earns_time_and_none_is_held_after_the_end():
+def test_every_byte_earns_time_and_none_is_held_after_the_end(monkeypatch):
+    monkeypatch.setattr(gate_module, "BODY_SECONDS", 0.5)
+    monkeypatch.setattr(gate_module, "LEAST_BYTES_PER_SECOND", 100.0)
     earned = [(0.0, b"x" * 1000), *[(0.2, b"x")] * 3]  # waits 0.6 s, of 0.5 s and ten earned ones
     for parts, expected in ((earned, 200), ([(0.0, b"x"), *earned[1:]], 408), ([(0.8, b"x" * 1000)], 408)):
-        statuses, gate = scripted(parts, 0.5)
+        statuses, gate = scripted(parts)
         assert statuses == [expected]
         assert (gate.bytes.total, gate.requests.total) == (0, 0)

@@ -14,9 +14,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.serving.http import tracing
-from rm_optimizer.serving.http.tracing import install_tracing
 from rm_optimizer.serving.options import ServeOptions
+from rm_optimizer.serving.service import telemetry
+from rm_optimizer.serving.service.telemetry import install_tracing
 from tests.serving.engines import InProcessEngine, client_of, exported, options_of, served
 
 BODY = {"items": [{"prompt": "Hi", "responses": ["Hello.", "Go away."]}]}
@@ -176,4 +176,4 @@ def test_spans_can_be_turned_off_and_are_sent_by_one_protocol(monkeypatch):
 def test_a_part_of_opentelemetry_alone_gives_no_spans(monkeypatch):
     has_part = {"opentelemetry": True}  # as the package of its messages, which Ray brings
     monkeypatch.setattr(importlib.util, "find_spec", has_part.get)
-    assert not runpy.run_path(tracing.__file__)["_HAS_PACKAGE"]
+    assert not runpy.run_path(telemetry.__file__)["HAS_TRACING"]

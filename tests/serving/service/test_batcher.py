@@ -7,7 +7,7 @@ import pytest
 from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.service.api_errors import Overloaded, TooLarge
 from rm_optimizer.serving.service.batcher import LEAST_BATCH_TOKENS, Batcher
-from rm_optimizer.serving.service.metrics import ServerMetrics
+from rm_optimizer.serving.service.telemetry import ServerMetrics
 from tests.serving.engines import FakeEngine
 
 ROW = LEAST_BATCH_TOKENS // 4
