@@ -81,7 +81,7 @@ class SlowEngine:
     async def stop(self) -> None:
         """Nothing to end."""
 
-    async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
         """The sums, after the time that they take."""
         async with self._turn:
             await asyncio.sleep(sum(map(len, sequences)) * self._seconds_a_token)

@@ -317,13 +317,8 @@ class Engine(ABC):
         """Answer the accepted batches, then end the process; a second call does nothing."""
 
     @abstractmethod
-    async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
         """Rewards of the sequences, each with ids below `vocab_size` and 1 to `max_length` of them.
-
-        Args:
-            sequences: token ids.
-            group_sizes: number of neighbors in each group of sequences that start alike; None leaves it to the engine
-                to find them.
 
         Raises:
             EngineUnavailable: if the engine has stopped, or died on this batch again after a restart.

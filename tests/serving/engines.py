@@ -40,7 +40,6 @@ class FakeEngine:
         self.gate = asyncio.Event()
         self.gate.set()
         self.batches: list[list[tuple[int, ...]]] = []
-        self.group_sizes: list[Sequence[int] | None] = []
         self.failure: str | None = None
 
     async def start(self) -> None: ...
@@ -49,9 +48,8 @@ class FakeEngine:
 
     async def stop(self) -> None: ...
 
-    async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
         self.batches.append([tuple(row) for row in sequences])
-        self.group_sizes.append(group_sizes)
         await self.gate.wait()
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
@@ -90,9 +88,9 @@ class InProcessEngine:
 
     async def stop(self) -> None: ...
 
-    async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
         await self.gate.wait()
-        scored = self.worker.score(sequences, group_sizes)
+        scored = self.worker.score(sequences)
         return replace(scored, rewards=(math.nan,) * len(sequences)) if self.score_nan else scored
 
     async def stage(self, weights: StagedWeights) -> None:

@@ -342,44 +342,32 @@ class SequenceScorer:
         self._prompts = prompts if self._caches else None
 
     @torch.inference_mode()
-    def rewards(
-        self, sequences: Sequence[Sequence[int] | NDArray[np.int32]], groups: Sequence[Sequence[int]] | None = None
-    ) -> Float[np.ndarray, " sequences"]:
+    def rewards(self, sequences: Sequence[Sequence[int] | NDArray[np.int32]]) -> Float[np.ndarray, " sequences"]:
         """Raw rewards in the order of the sequences; equal sequences are computed once.
 
         Args:
             sequences: token ids, none empty.
-            groups: places of the sequences that start alike, each in one group; None finds them.
         """
         rewards = np.zeros(len(sequences))
-        for places, found in self.passes(sequences, groups):
+        for places, found in self.passes(sequences):
             for place, reward in zip(places, found.double().tolist(), strict=True):
                 rewards[place] = reward
         return rewards
 
     def passes(
-        self, sequences: Sequence[Sequence[int] | NDArray[np.int32]], groups: Sequence[Sequence[int]] | None = None
+        self, sequences: Sequence[Sequence[int] | NDArray[np.int32]]
     ) -> Iterator[tuple[list[list[int]], Float[Tensor, " rows"]]]:
         """Compute the different sequences pass by pass, and yield each one's places in `sequences` and its reward.
 
-        The passes depend on the set of sequences alone, not on their order. The arguments are as in `rewards`.
+        The passes depend on the set of sequences alone, not on their order.
         """
         places: dict[bytes, list[int]] = {}
         for place, sequence in enumerate(sequences):
             places.setdefault(np.asarray(sequence, dtype=np.int32).tobytes(), []).append(place)
         keys = sorted(places)
         rows = [np.frombuffer(key, dtype=np.int32) for key in keys]
-        if not self.shares:
-            grouped = [[row] for row in range(len(rows))]
-        elif groups is None:
-            grouped = common_starts(rows)
-        else:
-            group_of = {place: number for number, group in enumerate(groups) for place in group}
-            rows_of: dict[int, list[int]] = {}
-            for row, key in enumerate(keys):
-                rows_of.setdefault(group_of[places[key][0]], []).append(row)
-            grouped = list(rows_of.values())
-        for members, rewards in self._passes(rows, grouped):
+        groups = common_starts(rows) if self.shares else [[row] for row in range(len(rows))]
+        for members, rewards in self._passes(rows, groups):
             yield [places[keys[member]] for member in members], rewards
 
     def _passes(

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, fields
 from email.utils import parsedate_to_datetime
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any, TypeAlias
 
 from rm_optimizer.core.pairs.pair import Message, Prompt
@@ -55,91 +55,69 @@ class Limits:
     items: int
 
 
-class TokenForm:
-    """`/classify` with token ids, rendered by the client and independent of the server's template."""
+@dataclass(frozen=True)
+class Form:
+    """Form of a request and of its answer.
 
-    path = "/classify"
-    size = staticmethod(len)
+    Args:
+        path: route of the server.
+        body: JSON body of rows, less the model's name and `use_activation`.
+        numbers: rewards of an answer, in the order of the rows.
+        size: tokens of a row, or an upper bound.
+    """
 
-    def body(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """JSON body of the rows, less the model's name and `use_activation`."""
-        return {"input": list(map(list, rows))}
-
-    def numbers(self, answer: Any) -> list[Any]:
-        """`probs[0]` of each datum, in the order of the rows."""
-        data = sorted(answer["data"], key=lambda datum: int(datum["index"]))
-        if any(len(datum["probs"]) != 1 for datum in data):
-            raise WrongAnswer(f"the server's model has {len(data[0]['probs'])} labels; serve a reward model, with one")
-        return [datum["probs"][0] for datum in data]
-
-
-class TextForm(TokenForm):
-    """`/classify` of vLLM with rendered texts, which the server tokenizes by its own rules."""
-
-    def body(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """JSON body of the texts."""
-        return {"input": list(rows)}
+    path: str
+    body: Callable[[Sequence[Any]], dict[str, Any]]
+    numbers: Callable[[Any], list[Any]]
+    size: Callable[[Any], int] = len
 
 
-class QueryForm(TextForm):
-    """`/get_reward` of OpenRLHF with rendered texts."""
-
-    path = "/get_reward"
-
-    def body(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """JSON body of the texts."""
-        return {"query": list(rows)}
-
-    def numbers(self, answer: Any) -> list[Any]:
-        """One number for each text."""
-        return list(answer["rewards"])
+def _probabilities(answer: Any) -> list[Any]:
+    """`probs[0]` of each datum, in the order of the rows."""
+    data = sorted(answer["data"], key=lambda datum: int(datum["index"]))
+    return _only_labels([datum["probs"] for datum in data])
 
 
-class PredictForm(TextForm):
-    """`/predict` of text-embeddings-inference with rendered texts, which the server tokenizes by `tokenizer.json`."""
-
-    path = "/predict"
-
-    def body(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """JSON body of the texts, each a list, since two texts alone would be a pair."""
-        return {"inputs": [[text] for text in rows], "raw_scores": True}
-
-    def numbers(self, answer: Any) -> list[Any]:
-        """The score of the only label of each text."""
-        if any(len(labels) != 1 for labels in answer):
-            raise WrongAnswer(f"the server's model has {len(answer[0])} labels; serve a reward model, with one")
-        return [labels[0]["score"] for labels in answer]
+def _only_labels(rows: Sequence[Sequence[Any]]) -> list[Any]:
+    if any(len(labels) != 1 for labels in rows):
+        raise WrongAnswer(f"the server's model has {len(rows[0])} labels; serve a reward model, with one")
+    return [labels[0] for labels in rows]
 
 
-class ConversationForm:
-    """`/rm/score` with prompts and responses: the server renders them as training did."""
-
-    path = "/rm/score"
-
-    def size(self, row: Conversation) -> int:
-        """Upper bound of a row's tokens: the bytes of its text, of which no tokenizer makes more tokens."""
-        prompt, response = row
-        texts = [prompt] if isinstance(prompt, str) else [part for m in prompt for part in (m.role, m.shown())]
-        return TEMPLATE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, response))
-
-    def body(self, rows: Sequence[Any]) -> dict[str, Any]:
-        """JSON body in which adjacent rows with one prompt are one item."""
-        items = []
-        for prompt, group in groupby(rows, key=lambda row: row[0]):
-            context, messages = split_context(() if isinstance(prompt, str) else prompt)
-            shown = prompt if isinstance(prompt, str) else list(map(Message.to_dict, messages))
-            items.append({"prompt": shown, "responses": [response_json(text) for _, text in group], **context})
-        return {"items": items}
-
-    def numbers(self, answer: Any) -> list[Any]:
-        """Numbers of all items, one after the other."""
-        return [number for item in answer["rewards"] for number in item]
+def _most_tokens(row: Conversation) -> int:
+    """Upper bound of a row's tokens: the bytes of its text, of which no tokenizer makes more tokens."""
+    prompt, response = row
+    texts = [prompt] if isinstance(prompt, str) else [part for m in prompt for part in (m.role, m.shown())]
+    return TEMPLATE_BYTES + sum(len(text.encode("utf-8", "replace")) for text in (*texts, response))
 
 
-Form: TypeAlias = TokenForm | ConversationForm
-TOKEN_FORM, CONVERSATION_FORM = TokenForm(), ConversationForm()
-TEXT_FORMS: dict[str, TextForm] = {form.path: form for form in (TextForm(), QueryForm(), PredictForm())}
-"""Forms of servers that take rendered texts, by path."""
+def _items(rows: Sequence[Conversation]) -> dict[str, Any]:
+    """JSON body in which adjacent rows with one prompt are one item."""
+    items = []
+    for prompt, group in groupby(rows, key=lambda row: row[0]):
+        context, messages = split_context(() if isinstance(prompt, str) else prompt)
+        shown = prompt if isinstance(prompt, str) else list(map(Message.to_dict, messages))
+        items.append({"prompt": shown, "responses": [response_json(text) for _, text in group], **context})
+    return {"items": items}
+
+
+TOKEN_FORM = Form("/classify", lambda rows: {"input": list(map(list, rows))}, _probabilities)
+"""Token ids, rendered by the client and independent of the server's template."""
+CONVERSATION_FORM = Form("/rm/score", _items, lambda answer: [*chain(*answer["rewards"])], _most_tokens)
+"""Prompts and responses, which the server renders as training did."""
+TEXT_FORMS: dict[str, Form] = {
+    form.path: form
+    for form in (
+        Form("/classify", lambda texts: {"input": list(texts)}, _probabilities),  # vLLM
+        Form("/get_reward", lambda texts: {"query": list(texts)}, lambda answer: list(answer["rewards"])),  # OpenRLHF
+        Form(
+            "/predict",  # text-embeddings-inference, for which two texts in one list would be a pair
+            lambda texts: {"inputs": [[text] for text in texts], "raw_scores": True},
+            lambda answer: [label["score"] for label in _only_labels(answer)],
+        ),
+    )
+}
+"""Forms of servers that take rendered texts and tokenize them by their own rules, by path."""
 
 
 def pieces(rows: Sequence[Any], size: Callable[[Any], int], limits: Limits) -> Iterator[range]:

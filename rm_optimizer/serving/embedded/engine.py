@@ -449,7 +449,7 @@ class WorkerEngine(Engine):
         await asyncio.gather(*(replica.link.close() for replica in self._replicas if replica.link is not None))
         shutil.rmtree(self._folder if self._is_temporary else self.options.vllm_folder, ignore_errors=True)
 
-    async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
         """Rewards of the sequences; a batch whose worker dies goes to the next worker. See `Engine.score`."""
         tokens, num_deaths = sum(map(len, sequences)), 0
         while num_deaths < ATTEMPTS:
@@ -457,7 +457,7 @@ class WorkerEngine(Engine):
             started = time.monotonic()
             replica.tokens += tokens
             try:
-                scored: ScoredBatch = await link.ask("score", sequences, group_sizes, seconds=self._time.limit(tokens))
+                scored: ScoredBatch = await link.ask("score", sequences, seconds=self._time.limit(tokens))
             except WorkerDied:
                 num_deaths += 1
                 continue

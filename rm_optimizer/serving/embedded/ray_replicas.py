@@ -86,15 +86,13 @@ class Replica:
         description, rewards = self._worker.description, tuple(self._certified[tuple(row)] for row in sequences)
         return ScoredBatch(rewards, description.version, 0)
 
-    async def score(
-        self, revision: int, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None
-    ) -> ScoredBatch:
+    async def score(self, revision: int, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
         """Rewards of the sequences, by weights of this revision or of a later one."""
 
         def scored() -> ScoredBatch:
             if self._worker.revision != revision:
                 self._follow()
-            return self._worker.score(sequences, group_sizes)
+            return self._worker.score(sequences)
 
         return await asyncio.get_running_loop().run_in_executor(self._thread, scored)
 
@@ -264,7 +262,7 @@ class RayEngine(Engine):
             (self._folder / "deployed").unlink()
         await asyncio.to_thread(load_ray().shutdown)
 
-    async def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
+    async def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
         """Rewards of the sequences; a batch whose replica dies goes to another. See `Engine.score`."""
         failures: tuple[type[BaseException], ...] = (*_failures(), WeightsRefused)
         tokens, failure = sum(map(len, sequences)), ""
@@ -276,7 +274,7 @@ class RayEngine(Engine):
                         if not self._is_restored:
                             found: ScoredBatch = await self._handle.certified.remote(sequences)
                             return replace(found, revision=self.revision)
-                        scored: ScoredBatch = await self._handle.score.remote(self.revision, sequences, group_sizes)
+                        scored: ScoredBatch = await self._handle.score.remote(self.revision, sequences)
                 except failures as error:
                     failure = f"{type(error).__name__}: {error}".splitlines()[0]
                     self.num_restarts += 1

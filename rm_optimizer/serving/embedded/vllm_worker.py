@@ -191,7 +191,7 @@ class VllmWorker(Worker):
                     shutil.rmtree(folder, ignore_errors=True)
         self._loaded = self._prepared = self.staged = None
 
-    def _rewards(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None) -> Sequence[float]:
+    def _rewards(self, sequences: Sequence[Sequence[int]]) -> Sequence[float]:
         return self._encoded(sequences, self._adapter)  # vLLM's cache finds common starts by itself
 
     def _encoded(self, sequences: Sequence[Sequence[int]], adapter: Any) -> Sequence[float]:

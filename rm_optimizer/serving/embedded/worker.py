@@ -7,7 +7,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from itertools import accumulate
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -102,9 +101,9 @@ class Worker(ABC):
         self.staged: tuple[StagedWeights, Any] | None = None
         self.expected: int | None = None
 
-    def score(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None = None) -> ScoredBatch:
+    def score(self, sequences: Sequence[Sequence[int]]) -> ScoredBatch:
         """Rewards of the sequences; see `Engine.score`."""
-        return ScoredBatch(tuple(self._rewards(sequences, group_sizes)), self.version, self.revision)
+        return ScoredBatch(tuple(self._rewards(sequences)), self.version, self.revision)
 
     def expect(self, revision: int | None) -> None:
         """Discard the staged weights and accept only this revision from now on; None accepts none."""
@@ -148,7 +147,7 @@ class Worker(ABC):
         self.commit(weights.revision)
 
     @abstractmethod
-    def _rewards(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None) -> Sequence[float]:
+    def _rewards(self, sequences: Sequence[Sequence[int]]) -> Sequence[float]:
         """Rewards by the model in its present state."""
 
     @abstractmethod
@@ -222,7 +221,7 @@ class TransformersWorker(Worker):
         self.staged = None
         replaced = self._swap(update)
         try:
-            rewards = self._rewards(probe_sequences(weights.probe, self.model.max_length), None)
+            rewards = self._rewards(probe_sequences(weights.probe, self.model.max_length))
             check_rewards(rewards, weights.probe, self.description.dtype)
         finally:
             self._swap(replaced)
@@ -238,12 +237,8 @@ class TransformersWorker(Worker):
         self.prompts.clear()  # no weights may read the keys and values of others
         return swap(self.model.model, update)
 
-    def _rewards(self, sequences: Sequence[Sequence[int]], group_sizes: Sequence[int] | None) -> Sequence[float]:
-        rows = [np.array(row, dtype=np.int32) for row in sequences]
-        groups = None
-        if group_sizes is not None:
-            groups = [range(stop - size, stop) for size, stop in zip(group_sizes, accumulate(group_sizes), strict=True)]
-        rewards: list[float] = self.scorer.rewards(rows, groups).tolist()
+    def _rewards(self, sequences: Sequence[Sequence[int]]) -> Sequence[float]:
+        rewards: list[float] = self.scorer.rewards(sequences).tolist()
         return rewards
 
     def _read(self, weights: StagedWeights) -> Update:

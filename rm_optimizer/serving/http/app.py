@@ -189,23 +189,16 @@ async def models(service: Service) -> protocol.ModelList:
 async def info(service: Service) -> protocol.InfoResponse:
     """Properties of the server that a client verifies."""
     reader, engine, description = service.require_loaded(), service.engine, service.engine.description
-    identity = reader.renderer.identity()
+    identity, fields = reader.renderer.identity(), protocol.InfoResponse.model_fields
+    described = {name: value for name, value in vars(description).items() if name in fields}
     return protocol.InfoResponse(
-        engine=description.engine,
-        model=service.model_name,
-        version=engine.version,
+        **described | {"version": engine.version},
         revision=engine.revision,
-        architecture=description.architecture,
-        dtype=description.dtype,
+        model=service.model_name,
         rendering=protocol.RenderingInfo(**{key: identity[key] for key in protocol.RenderingInfo.model_fields}),
-        max_length=description.max_length,
-        vocab_size=description.vocab_size,
-        pad_token_id=description.pad_token_id,
         eos_token_id=reader.renderer.tokenizer.eos_token_id,
-        token_budget=description.token_budget,
         max_request_tokens=service.batcher.max_queued_tokens,
         max_request_items=protocol.MAX_ITEMS,
-        shares_prompts=description.shares_prompts,
         parity=None if service.parity is None else service.parity.entries(),
         reward_statistics=description.export.get("reward_statistics"),
     )

@@ -104,7 +104,6 @@ class _Unit:
     request: _Request
     indices: list[int]
     tokens: int
-    depth: int
     start: tuple[int, ...]
 
 
@@ -215,7 +214,7 @@ class Batcher:
                 start = first[:LEAST_SHARED] if len(first) > LEAST_SHARED else ()
                 depth = _shared([request.sequences[index] for index in part])
                 tokens = sum(len(request.sequences[index]) for index in part) - depth * (len(part) - 1)
-                self._queue.append(_Unit(place, request, part, tokens, depth, start))
+                self._queue.append(_Unit(place, request, part, tokens, start))
                 place += tokens
                 request.open_units += 1
         self._queue.sort(key=lambda unit: unit.place)
@@ -264,7 +263,7 @@ class Batcher:
         for unit in batch:
             unit.request.taken = unit.request.taken or started
         try:
-            scored = await self.engine.score(sequences, _group_sizes(batch))
+            scored = await self.engine.score(sequences)
         except EngineUnavailable as error:
             _fail_all(batch, error)
             return
@@ -298,21 +297,6 @@ def _fail_all(units: Sequence[_Unit], error: EngineUnavailable) -> None:
     for unit in units:
         if not unit.request.answer.done():
             unit.request.answer.set_exception(error)
-
-
-def _group_sizes(batch: Sequence[_Unit]) -> list[int]:
-    """Sequences of each group with a common start; a companion joins unless it would halve the start."""
-    sizes, head, depth = list[int](), tuple[int, ...](), 0
-    for unit in batch:
-        first = unit.request.sequences[unit.indices[0]]
-        shared = _shared([head, first])
-        if sizes and shared >= max(LEAST_SHARED, depth / 2, unit.depth / 2):
-            sizes[-1] += len(unit.indices)
-            depth = min(shared, depth or shared, unit.depth or shared)
-        else:
-            sizes.append(len(unit.indices))
-            head, depth = first, unit.depth
-    return sizes
 
 
 def _shared(sequences: Sequence[tuple[int, ...]]) -> int:

@@ -6,7 +6,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import chain, repeat
@@ -211,7 +212,8 @@ class InputReader:
             raise InvalidRequest(
                 "messages must hold a prompt and end with the assistant's response, the text to score", "messages"
             )
-        prompt = _in_context(turns[:-1], values, "messages")
+        with _refusing("messages"):
+            prompt = with_context(turns[:-1], values)
         return self._conversations([prompt], [response_of(turns[-1:])], ["messages"])
 
     def items(self, items: Sequence[ScoreItem]) -> list[TokenSequence]:
@@ -234,10 +236,13 @@ class InputReader:
             prompt: Prompt = (
                 item.prompt if isinstance(item.prompt, str) else _messages(item.prompt, f"items[{number}].prompt")
             )
-            prompts += [_in_context(prompt, item.values(), f"items[{number}]")] * len(item.responses)
+            with _refusing(f"items[{number}]"):
+                prompts += [with_context(prompt, item.values())] * len(item.responses)
             for index, response in enumerate(item.responses):
                 names.append(f"items[{number}].responses[{index}]")
-                responses.append(response if isinstance(response, str) else _response(response, names[-1]))
+                with _refusing(names[-1]):
+                    own = response if isinstance(response, str) else response_of(_messages(response, names[-1]))
+                responses.append(own)
         return self._conversations(prompts, responses, names)
 
     @cached_property
@@ -269,10 +274,8 @@ class InputReader:
         restored = list[str]()
         befores = chain(prompts if isinstance(prompts, list) else (), repeat(None))
         for text, name in zip(texts, names, strict=True):
-            try:
+            with _refusing(name):
                 restored.append(self._rendered.restored(text, next(befores)))
-            except ConversationRefused as error:
-                raise InvalidRequest(f"{name}: {error}", name) from error
         self._check_texts(restored, names)
         encodings = list[Encoding]()
 
@@ -406,26 +409,19 @@ def _messages(messages: Sequence[WireMessage], name: str) -> tuple[Message, ...]
         if message.content is None and message.tool_calls is None:
             field = f"{name}[{place}].content"
             raise InvalidRequest(f"{field} is missing, and the message has no tool_calls", field)
-    try:
+    with _refusing(name):
         return tuple(
             Message(message.role, message.text)
             if message.model_fields_set <= {"role", "content"}
             else read_messages(name, [message.model_dump(exclude_none=True)])[0]
             for message in messages
         )
-    except ValueError as error:
+
+
+@contextmanager
+def _refusing(name: str) -> Iterator[None]:
+    """Context whose errors of values name the field at fault."""
+    try:
+        yield
+    except (ValueError, ConversationRefused) as error:
         raise InvalidRequest(f"{name}: {str(error).removeprefix(f'{name}: ')}", name) from error
-
-
-def _response(messages: Sequence[WireMessage], name: str) -> str:
-    try:
-        return response_of(_messages(messages, name))
-    except ValueError as error:
-        raise InvalidRequest(f"{name}: {error}", name) from error
-
-
-def _in_context(prompt: Prompt, values: Mapping[str, Any], name: str) -> Prompt:
-    try:
-        return with_context(prompt, values)
-    except ValueError as error:
-        raise InvalidRequest(f"{name}: {error}", name) from error

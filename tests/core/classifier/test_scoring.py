@@ -153,11 +153,9 @@ def test_a_window_shorter_than_the_longest_sequence_stands_against_the_cache_alo
     np.testing.assert_allclose(scorer.rewards(rows), one_by_one(model, rows), atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("groups", [None, [[0, 4, 8], [1, 2, 3], [5, 6], [7]]])
-def test_neither_groups_nor_order_change_a_reward(groups):
+def test_the_order_changes_no_reward():
     model, rows = tiny_reward_model("llama"), sequences()
     expected = SequenceScorer(model, 256).rewards(rows)
-    np.testing.assert_allclose(SequenceScorer(model, 256).rewards(rows, groups), expected, atol=TOLERANCE)
     np.testing.assert_array_equal(SequenceScorer(model, 256).rewards(rows[::-1])[::-1], expected)
 
 
@@ -171,7 +169,7 @@ def test_a_prompt_of_a_group_is_computed_once_or_as_often_as_pays(num_responses,
     hook = backbone.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].numel()), with_kwargs=True
     )
-    rewards = SequenceScorer(model, token_budget).rewards(rows, [range(num_responses)])
+    rewards = SequenceScorer(model, token_budget).rewards(rows)
     hook.remove()
     assert sum(seen) <= 300 + 40 * num_responses + 2 * TREE_TOKENS  # starts computed again, and the last row's padding
     assert max(seen) <= token_budget

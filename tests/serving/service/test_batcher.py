@@ -87,31 +87,11 @@ def test_requests_with_one_prompt_are_computed_together():
         mixed = [asyncio.create_task(batcher.score([(*prompt, i)])) for i in range(3)]
         mixed.insert(1, asyncio.create_task(batcher.score([row(5000)])))
         engine.batches.clear()
-        engine.group_sizes.clear()
         engine.gate.set()
         await asyncio.gather(*first, *mixed)
-        return [sequence[:200] == prompt for sequence in engine.batches[0]], engine.group_sizes[0]
+        return [sequence[:200] == prompt for sequence in engine.batches[0]]
 
-    are_together, group_sizes = run(scenario)
-    assert are_together[:3] == [True, True, True]
-    assert group_sizes[0] == 3
-
-
-def test_another_prompt_under_one_system_message_makes_a_group_of_its_own():
-    def branches(question):
-        return [(*row(0, 40), *row(question, 100), i) for i in range(2)]
-
-    async def scenario(engine, batcher):
-        engine.gate.clear()
-        first = [asyncio.create_task(batcher.score(whole_batch(i))) for i in range(2)]
-        await settled()
-        rest = [asyncio.create_task(batcher.score(branches(question))) for question in (1000, 2000)]
-        engine.group_sizes.clear()
-        engine.gate.set()
-        await asyncio.gather(*first, *rest)
-        return engine.group_sizes[0]
-
-    assert run(scenario) == [2, 2]
+    assert run(scenario)[:3] == [True, True, True]
 
 
 def test_a_full_queue_refuses_with_a_time_to_come_back():
@@ -189,8 +169,8 @@ def test_a_request_across_an_update_is_answered_by_the_new_weights_alone(name):
         await settled()
         real = engine.score
 
-        async def flipping(sequences, group_sizes):
-            scored = await real(sequences, group_sizes)
+        async def flipping(sequences):
+            scored = await real(sequences)
             engine.version, engine.revision = name, 2
             return scored
 
