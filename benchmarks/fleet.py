@@ -46,7 +46,6 @@ from serving_consistency import Tally, ask, build_checkpoint, conversations, two
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import RMOptimizerError
 from rm_optimizer.evaluation.score_file import score_file
-from rm_optimizer.interfaces.commands.evaluate import LocalScorer
 from rm_optimizer.serving.client.client import AsyncRewardClient, RewardClient
 from rm_optimizer.serving.engine import ScoredBatch
 from rm_optimizer.serving.weights.publisher import create_rm_publisher
@@ -260,7 +259,7 @@ def measure_files(args: argparse.Namespace, checkpoint: Path, scratch: Path) -> 
         times: list[tuple[int, float]] = []  # rows done, and when; the first chunks wait for the start of the workers
         outputs[workers] = scratch / f"by-{workers}.parquet"
         score_file(
-            LocalScorer(BradleyTerryRM.from_pretrained(checkpoint), 16384),
+            BradleyTerryRM.from_pretrained(checkpoint),
             source,
             outputs[workers],
             scorer_name="benchmark",

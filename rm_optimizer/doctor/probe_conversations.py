@@ -10,6 +10,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from rm_optimizer.core.classifier.quantization import computing_dtype
+from rm_optimizer.core.classifier.scoring import in_mode
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
 from rm_optimizer.core.tokens.padding import pad_sequences
@@ -33,13 +34,8 @@ def change_tolerance(model: BradleyTerryRM) -> float:
 @contextmanager
 def running(model: BradleyTerryRM, *, training: bool) -> Iterator[None]:
     """Context in training or evaluation mode without gradients; its end restores the mode and the random state."""
-    was_training = model.training
-    model.train(training)
-    try:
-        with keeping_random_state(), torch.no_grad():
-            yield
-    finally:
-        model.train(was_training)
+    with in_mode(model, training=training), keeping_random_state(), torch.no_grad():
+        yield
 
 
 def padded_rewards(

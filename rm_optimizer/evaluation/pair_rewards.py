@@ -9,7 +9,6 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -23,7 +22,7 @@ from torch import Tensor, distributed
 
 from rm_optimizer.core.classifier.attention import HALF
 from rm_optimizer.core.classifier.quantization import computing_dtype
-from rm_optimizer.core.classifier.scoring import SequenceScorer
+from rm_optimizer.core.classifier.scoring import SequenceScorer, in_mode
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import in_step, is_sharded, most_over_ranks, spare_batch
@@ -128,7 +127,7 @@ def score_pairs(
         positions=wanted[computed],
     )
     # FSDP2 reuses the tensors that it gathers into. Made in inference mode, they could not be used in training.
-    with _evaluating(model), torch.no_grad() if is_sharded(model) else torch.inference_mode():
+    with in_mode(model, training=False), torch.no_grad() if is_sharded(model) else torch.inference_mode():
         passes: Iterator[tuple[AnyPairBatch, bool]] = ((batch, True) for batch in batches)
         if is_sharded(model):  # spare passes follow, with False, so that all ranks make as many
             own = list(batches)
@@ -178,17 +177,6 @@ def _cover(
                 places.append(place)
                 seen.update(pair)
     return np.array(sorted(places), dtype=np.int64), sequences
-
-
-@contextmanager
-def _evaluating(model: BradleyTerryRM) -> Iterator[None]:
-    """Context in evaluation mode; its end restores the earlier mode."""
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
 
 
 def _tied_rewards(

@@ -13,6 +13,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import chain, islice
@@ -56,39 +57,18 @@ class CountedRewards:
 
     Args:
         rewards: one reward for each response, in order.
-        num_prompt_cut: number of responses whose prompt lost tokens.
-        num_response_cut: number of responses that lost tokens themselves.
+        num_prompt_cut: number of responses whose prompt lost tokens; None if the scorer does not count them.
+        num_response_cut: number of responses that lost tokens themselves; None if the scorer does not count them.
     """
 
     rewards: list[float]
-    num_prompt_cut: int
-    num_response_cut: int
+    num_prompt_cut: int | None
+    num_response_cut: int | None
 
 
 def cut_counts(encodings: Sequence[Encoding]) -> tuple[int, int]:
     """Numbers of responses whose prompt and which themselves lost tokens."""
     return sum(one.prompt_cut > 0 for one in encodings), sum(one.response_cut > 0 for one in encodings)
-
-
-def score_counted(
-    model: BradleyTerryRM, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int = 16384
-) -> CountedRewards:
-    """Rewards in the given order, and counts of cut responses.
-
-    Each response is encoded once.
-
-    Args:
-        model: the model, on its device.
-        prompts: text or messages.
-        responses: one response for each prompt.
-        token_budget: most tokens of one forward pass, padding included.
-
-    Raises:
-        ValueError: if the numbers of prompts and responses differ.
-    """
-    encodings = model.encode(prompts, responses)
-    rewards = model.score_encoded(encodings, token_budget=token_budget)
-    return CountedRewards(rewards.tolist(), *cut_counts(encodings))
 
 
 @runtime_checkable
@@ -98,6 +78,35 @@ class CountingScorer(Protocol):
     def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
         """Rewards in the given order, and counts of cut responses."""
         ...
+
+
+def score_counted(
+    scorer: Scorer | CountingScorer,
+    prompts: Sequence[Prompt],
+    responses: Sequence[str],
+    *,
+    token_budget: int = 16384,
+) -> CountedRewards:
+    """Rewards in the given order, and counts of cut responses, which models in this process and ensembles give.
+
+    Each response is encoded once.
+
+    Args:
+        scorer: scorer of the responses.
+        prompts: text or messages.
+        responses: one response for each prompt.
+        token_budget: most tokens of one forward pass of a model, padding included.
+
+    Raises:
+        ValueError: if the numbers of prompts and responses differ.
+    """
+    if isinstance(scorer, BradleyTerryRM):
+        encodings = scorer.encode(prompts, responses)
+        rewards = scorer.score_encoded(encodings, token_budget=token_budget)
+        return CountedRewards(rewards.tolist(), *cut_counts(encodings))
+    if isinstance(scorer, CountingScorer):
+        return scorer.score_counted(prompts, responses)
+    return CountedRewards(scorer.score(prompts, responses).tolist(), None, None)
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,7 @@ def score_file(
     target: Path | str,
     *,
     scorer_name: str,
+    token_budget: int = 16384,
     layout: object = None,
     chunk_rows: int = 256,
     num_workers: int | None = None,
@@ -140,6 +150,7 @@ def score_file(
         target: path of a file that does not exist yet, in the source's format or JSONL.
         scorer_name: identity of this scorer, so that rewards of another scorer are never continued; for a model, the
             digest of its weights and options (`identity.scorer_digest`), not its path.
+        token_budget: most tokens of one forward pass of a model, padding included.
         layout: columns, parsed columns and encoding of the source, as the option `layout` has them.
         chunk_rows: number of rows scored and saved together.
         num_workers: actors on Ray, with one thread or one GPU each; None scores in this process.
@@ -166,7 +177,8 @@ def score_file(
         on_progress(done)
         looked_at = replace(form, parse=form.parse or ())  # with the same reading and no further warning
         chunks = _Chunks(source.resolve(), looked_at, done, chunk_rows)
-        for entry in map_chunks(partial(_scored, source=source), scorer, chunks, num_workers):
+        compute = partial(_scored, source=source, token_budget=token_budget)
+        for entry in map_chunks(compute, scorer, chunks, num_workers):
             log.append(entry)
             done += len(entry["rewards"])
             on_progress(done)
@@ -210,19 +222,18 @@ def _content_digest(source: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _scored(scorer: Scorer | CountingScorer, chunk: Sequence[ResponseRow], source: Path) -> dict[str, Any]:
+def _scored(
+    scorer: Scorer | CountingScorer, chunk: Sequence[ResponseRow], source: Path, token_budget: int
+) -> dict[str, Any]:
     """Entry of a chunk in the log.
 
     It has each row's reward, and the counts of cut responses if they are known.
     """
     prompts = [row.prompt for row in chunk for _ in row.responses]
     responses = [response for row in chunk for response in row.responses]
-    if isinstance(scorer, CountingScorer):
-        counted = scorer.score_counted(prompts, responses)
-        cut = {"num_prompt_cut": counted.num_prompt_cut, "num_response_cut": counted.num_response_cut}
-        return {"rewards": _of_rows(counted.rewards, chunk, source), "num_responses": len(responses)} | cut
-    rewards = _of_rows(scorer.score(prompts, responses).tolist(), chunk, source)
-    return {"rewards": rewards, "num_responses": len(responses)}
+    counted = score_counted(scorer, prompts, responses, token_budget=token_budget)
+    rewards = _of_rows(counted.rewards, chunk, source)
+    return {**vars(counted), "rewards": rewards, "num_responses": len(responses)}
 
 
 def _of_rows(rewards: Sequence[float], chunk: Sequence[ResponseRow], source: Path) -> list[Reward]:
@@ -250,11 +261,10 @@ def _write_target(source: Path, target: Path, log: Ledger, encoding: str | None)
     """Write the output under a temporary name and rename it."""
     with replacing(target) as temporary, temporary.open("wb") as raw:
         rewards = (reward for chunk in log.values() for reward in chunk["rewards"])
-        if target.name.endswith(".gz"):
-            with gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) as packed:
-                _write_with_rewards(source, packed, file_kind(target), rewards, encoding)  # type: ignore[arg-type]
-        else:
-            _write_with_rewards(source, raw, file_kind(target), rewards, encoding)
+        is_packed = target.name.endswith(".gz")
+        packed: Any = gzip.GzipFile(fileobj=raw, mode="wb", filename="", mtime=0) if is_packed else nullcontext(raw)
+        with packed as file:
+            _write_with_rewards(source, file, file_kind(target), rewards, encoding)
         raw.flush()
         os.fsync(raw.fileno())
 

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from rm_optimizer.core.base import Scorer
+from rm_optimizer.core.classifier.scoring import in_mode
 from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.pairs.pair import Prompt
 from rm_optimizer.core.rows.messages import Turns
@@ -112,15 +113,8 @@ class TrainedPolicy:
             seed: seed of the draw, not negative.
         """
         rows = [prompt for prompt in prompts for _ in range(num_samples)]
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with keeping_random_state(seed=seed):
-                found = [
-                    self._drawn(rows[start : start + _ROWS_AT_ONCE]) for start in range(0, len(rows), _ROWS_AT_ONCE)
-                ]
-        finally:
-            self.model.train(was_training)
+        with in_mode(self.model, training=False), keeping_random_state(seed=seed):
+            found = [self._drawn(rows[start : start + _ROWS_AT_ONCE]) for start in range(0, len(rows), _ROWS_AT_ONCE)]
         parts, divergence, tokens = zip(*found, strict=True)
         texts = [text for part in parts for text in part]
         grouped = [texts[start : start + num_samples] for start in range(0, len(texts), num_samples)]

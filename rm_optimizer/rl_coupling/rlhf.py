@@ -19,11 +19,10 @@ from rm_optimizer.core.base import Scorer
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.identity import weights_digest
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import Prompt, digest, prompt_id
 from rm_optimizer.core.rows.natural import Prompts, flat_groups, prompts_of
 from rm_optimizer.errors import ConfigError, Interrupted, RewardServerUnavailable
-from rm_optimizer.evaluation.score_file import CountedRewards, score_counted
+from rm_optimizer.evaluation.score_file import score_counted
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
 from rm_optimizer.records.files import replacing_folder, write_text
 from rm_optimizer.records.ledger import open_ledger
@@ -340,13 +339,11 @@ def measure(
     if isinstance(reward, RewardModelEnsemble):
         found, counted = reward.predict_counted(rows, texts)
         disagreement = [one.std_reward for one in found]
-    elif isinstance(reward, BradleyTerryRM):
+    else:
         counted = score_counted(reward, rows, texts)
-    else:  # a server, which does not count its cuts
-        counted = CountedRewards(reward.score(rows, texts).tolist(), 0, 0)
     require_finite_rewards(counted.rewards, texts)
     judged = None if gold is None else finite_rewards(gold, rows, texts).tolist()
-    if num_cut := max(counted.num_prompt_cut, counted.num_response_cut):
+    if num_cut := max(counted.num_prompt_cut or 0, counted.num_response_cut or 0):
         _log.warning(
             "step %d: the reward model cut %d of %d prompts or responses, so their ends or beginnings are not "
             "rewarded; lower rlhf.max_new_tokens, or train the reward model with a larger model.max_length",

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.base import BaseRewardModel
@@ -66,6 +66,17 @@ MOST_STARTS = 256
 """Most kept starts, and most earlier sequences among which a common start is looked for."""
 CACHED_TOKENS = 65_536
 """Most tokens, over all branches of a pass, whose keys and values are copied from a cached start; bounds memory."""
+
+
+@contextlib.contextmanager
+def in_mode(model: nn.Module, *, training: bool) -> Iterator[None]:
+    """Training or evaluation mode of a model; the earlier mode is restored after the block."""
+    was_training = model.training
+    model.train(training)
+    try:
+        yield
+    finally:
+        model.train(was_training)
 
 
 class ClassifierRewardModel(BaseRewardModel):
@@ -235,13 +246,8 @@ class ClassifierRewardModel(BaseRewardModel):
     @contextlib.contextmanager
     def inference(self) -> Iterator[None]:
         """Evaluation mode without gradients; the earlier mode is restored after the block."""
-        was_training = self.training
-        self.eval()
-        try:
-            with torch.inference_mode():
-                yield
-        finally:
-            self.train(was_training)
+        with in_mode(self, training=False), torch.inference_mode():
+            yield
 
     def identity(self) -> dict[str, Any]:
         """Recorded rendering, padding and head of a stored model, as JSON values."""

@@ -29,9 +29,8 @@ from rm_optimizer.training.processes import launched_processes
 
 if TYPE_CHECKING:
     from rm_optimizer.core.model.reward_model import BradleyTerryRM
-    from rm_optimizer.core.pairs.pair import PreferencePair, Prompt
+    from rm_optimizer.core.pairs.pair import PreferencePair
     from rm_optimizer.evaluation.list_rules import Credit
-    from rm_optimizer.evaluation.score_file import CountedRewards
     from rm_optimizer.evaluation.suite_scores import SuiteScores
     from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 
@@ -287,41 +286,22 @@ def score(
         raise ConfigError("--response must not be empty")
     if ensemble is None and (Path(saved.checkpoint) / "ensemble.json").is_file():
         raise ConfigError(f"{saved.checkpoint} is an ensemble; add --ensemble mean, min or uwo")
-    scorer: LocalScorer | RewardModelEnsemble
+    scorer: BradleyTerryRM | RewardModelEnsemble
     if ensemble is None:
-        scorer = LocalScorer(saved.load(), token_budget)
-        where, default = f"{scorer.model.max_length} tokens", length_note(scorer.model)
+        scorer = saved.load()
+        where, default = f"{scorer.max_length} tokens", length_note(scorer)
     else:
         scorer, where, default = _ensemble(saved, ensemble, penalty, token_budget), "the members' lengths", None
     if inputs.follows(context, [lambda: scorer], ray):
         return
     if in_file is None or out_file is None:
-        num_cut, stream = _print_scores(scorer, prompt or "", responses), sys.stderr
+        num_cut, stream = _print_scores(scorer, prompt or "", responses, token_budget), sys.stderr
         num = len(responses)
     else:
-        num, *num_cut = _score_file(scorer, saved.checkpoint, in_file, out_file, ray, layout)
+        num, *num_cut = _score_file(scorer, saved.checkpoint, in_file, out_file, token_budget, ray, layout)
         stream = sys.stdout
     for note in (*cut_notes(where, num, *num_cut), *([default] if default else [])):
         print(f"warning: {note}", file=stream)
-
-
-class LocalScorer:
-    """A saved reward model with a limit on the memory of a forward pass.
-
-    Args:
-        model: the model, on its device.
-        token_budget: most tokens in one forward pass, padding included.
-    """
-
-    def __init__(self, model: BradleyTerryRM, token_budget: int) -> None:
-        self.model = model
-        self.token_budget = token_budget
-
-    def score_counted(self, prompts: Sequence[Prompt], responses: Sequence[str]) -> CountedRewards:
-        """Rewards of the responses in the given order, and counts of cut prompts and responses."""
-        from rm_optimizer.evaluation.score_file import score_counted
-
-        return score_counted(self.model, prompts, responses, token_budget=self.token_budget)
 
 
 def _ensemble(saved: SavedModel, aggregation: str, penalty: float, token_budget: int) -> RewardModelEnsemble:
@@ -339,16 +319,20 @@ def _ensemble(saved: SavedModel, aggregation: str, penalty: float, token_budget:
     )
 
 
-def _print_scores(scorer: LocalScorer | RewardModelEnsemble, prompt: str, responses: Sequence[str]) -> list[int]:
+def _print_scores(
+    scorer: BradleyTerryRM | RewardModelEnsemble, prompt: str, responses: Sequence[str], token_budget: int
+) -> list[int]:
     """Print the reward of each response, one on each line, and return the counts of cut prompts and responses.
 
     An ensemble also prints the spread over its members.
     """
     from rm_optimizer.core.metrics.estimate import require_finite
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
+    from rm_optimizer.evaluation.score_file import score_counted
 
     prompts = [prompt] * len(responses)
-    if isinstance(scorer, LocalScorer):
-        counted = scorer.score_counted(prompts, responses)
+    if isinstance(scorer, BradleyTerryRM):
+        counted = score_counted(scorer, prompts, responses, token_budget=token_budget)
         require_finite(counted.rewards, lambda index: f"response {index + 1}")
         lines = [f"{reward:.6f}" for reward in counted.rewards]
     else:
@@ -358,14 +342,15 @@ def _print_scores(scorer: LocalScorer | RewardModelEnsemble, prompt: str, respon
             for reward, found in zip(counted.rewards, predictions, strict=True)
         ]
     print("\n".join(lines))
-    return [counted.num_prompt_cut, counted.num_response_cut]
+    return [counted.num_prompt_cut or 0, counted.num_response_cut or 0]
 
 
 def _score_file(
-    scorer: LocalScorer | RewardModelEnsemble,
+    scorer: BradleyTerryRM | RewardModelEnsemble,
     checkpoint: str,
     source: Path,
     target: Path,
+    token_budget: int,
     num_workers: int | None,
     layout: str | None,
 ) -> tuple[int, ...]:
@@ -375,13 +360,14 @@ def _score_file(
     """
     from rm_optimizer.core.classifier.quantization import dtype_name
     from rm_optimizer.core.model.identity import scorer_digest
+    from rm_optimizer.core.model.reward_model import BradleyTerryRM
     from rm_optimizer.evaluation.score_file import score_file
     from rm_optimizer.records.ledger import progress
 
     about: dict[str, str | int] = {"model": checkpoint}
-    if isinstance(scorer, LocalScorer):
-        dtype = dtype_name(scorer.model.model.dtype)
-        about |= {"model_digest": scorer_digest(scorer.model), "max_length": scorer.model.max_length, "dtype": dtype}
+    if isinstance(scorer, BradleyTerryRM):
+        dtype = dtype_name(scorer.model.dtype)
+        about |= {"model_digest": scorer_digest(scorer), "max_length": scorer.max_length, "dtype": dtype}
         by = ""
     else:
         about |= {"model_digest": scorer.digest(), "aggregation": scorer.aggregation}
@@ -394,6 +380,7 @@ def _score_file(
                 source,
                 target,
                 scorer_name=name,
+                token_budget=token_budget,
                 layout=inputs.spelled(layout),
                 num_workers=num_workers,
                 on_progress=lambda rows: show(rows, None),
