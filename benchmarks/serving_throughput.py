@@ -48,7 +48,7 @@ from rm_optimizer.core.tokens.prefix_trees import prefix_tree, unique_tokens
 from rm_optimizer.core.tokens.tokenizer import rendered_texts, train_tokenizer
 from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.options import WorkerOptions
-from rm_optimizer.serving.weights.live_weights import packing_gain
+from rm_optimizer.serving.weights.live_weights import PackedLinear, packing_gain
 from rm_optimizer.training.callbacks.memory_profile import ModelFlops
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -153,6 +153,11 @@ def timed(score: Callable[[Rows], NDArray[np.float64]], batches: Sequence[Rows])
     return Cost(time.process_time() - cpu, time.perf_counter() - wall, rewards)
 
 
+def is_packed(worker: TransformersWorker) -> bool:
+    """True if the worker's linear layers compute with packed copies of their weights."""
+    return any(isinstance(module, PackedLinear) for module in worker.model.modules())
+
+
 def offline(args: argparse.Namespace, folder: Path, work: Work) -> dict[str, float]:
     """Costs by side, in turns; prints the table and returns the headline figures."""
     naive = Naive(folder)
@@ -175,13 +180,13 @@ def offline(args: argparse.Namespace, folder: Path, work: Work) -> dict[str, flo
                 kind = getattr(torch, dtype)
                 rate = product_rate(naive.model, tokens, kind, backward=False, clock=time.process_time)
                 layer = torch.nn.Linear(SHAPE["hidden_size"], SHAPE["intermediate_size"], bias=False, dtype=kind)
-                gain = packing_gain(layer) if worker.description.packed_linears else 1.0
+                gain = packing_gain(layer) if is_packed(worker) else 1.0
                 rates.setdefault((dtype, part), []).append(rate * gain)
     rows = [row for group in work.groups for row in group]
     ratio = sum(map(len, rows)) / sum(unique_tokens(group) for group in work.groups)
     print(f"total / unique tokens of the groups: {ratio:.2f}; singles have {sum(map(len, work.singles))} tokens")
     for dtype, worker in engines.items():
-        packed = "on" if worker.description.packed_linears else "off"
+        packed = "on" if is_packed(worker) else "off"
         print(f"engine {dtype}: passes of {worker.description.token_budget} tokens, packed linears {packed}")
     figures = {}
     for name, part in costs:

@@ -72,5 +72,4 @@ def in_spreads(difference: float, reference: Float[Tensor, " sequences"]) -> flo
 
 def probe_ids(model: BradleyTerryRM) -> list[tuple[int, ...]]:
     """Token ids of the fixed probe conversations, as the model reads them."""
-    prompts, responses = [prompt for prompt, _ in DEFAULT_PROBE], [response for _, response in DEFAULT_PROBE]
-    return [encoding.ids for encoding in model.renderer.encode_batch(prompts, responses)]
+    return model.renderer.ids_of(DEFAULT_PROBE)

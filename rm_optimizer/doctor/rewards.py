@@ -117,7 +117,7 @@ def score_sample(
     share = max(1, max_pairs // len(data))
     samples = {name: dataset.subset(share, seed).pairs for name, dataset in data.items()}
     pairs = [pair for sample in samples.values() for pair in sample]
-    ids = _encoded(model, [(pair, text) for pair in pairs for text in (pair.chosen, pair.rejected)])
+    ids = model.renderer.ids_of((pair.prompt, text) for pair in pairs for text in (pair.chosen, pair.rejected))
     sides = list(zip(ids[::2], ids[1::2], strict=True))
     sequences = [side for both in sides if both[0] != both[1] for side in both]
     features = np.zeros((len(sequences), model.reward_head.in_features))
@@ -130,11 +130,6 @@ def score_sample(
         tuple(pair for pair, both in zip(pairs, sides, strict=True) if both[0] == both[1]),
         model.beta,
     )
-
-
-def _encoded(model: BradleyTerryRM, sides: Sequence[tuple[PreferencePair, str]]) -> list[tuple[int, ...]]:
-    encodings = model.renderer.encode_batch([pair.prompt for pair, _ in sides], [text for _, text in sides])
-    return [encoding.ids for encoding in encodings]
 
 
 def reward_spread(rewards: Float[np.ndarray, "pairs 2"]) -> Check:
@@ -291,7 +286,7 @@ def reward_length(scored: ScoredPairs) -> Check:
 def prompt_only(model: BradleyTerryRM, scored: ScoredPairs) -> Check:
     """Check that equal responses get equal rewards, since a prompt alone does not decide which side is better."""
     pairs = scored.pairs[:_MOST_PROMPTS]
-    sides = [[_encoded(model, [(pair, _SAME_RESPONSE)])[0] for _ in range(2)] for pair in pairs]
+    sides = [[model.renderer.encode(pair.prompt, _SAME_RESPONSE).ids for _ in range(2)] for pair in pairs]
     with running(model, training=False):
         rewards = np.stack([padded_rewards(model, both).numpy() for both in sides])
     tolerance = change_tolerance(model) * float(scored.rewards.std())

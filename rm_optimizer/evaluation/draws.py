@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -65,7 +64,6 @@ def draw_pairs(
     token_budget: int,
     fewest: int = FEWEST,
     tokenized: PairTokens | None = None,
-    cache_dir: Path | None = None,
 ) -> PairSample:
     """Draw pairs that differ after truncation, as padded micro-batches.
 
@@ -77,13 +75,12 @@ def draw_pairs(
         token_budget: most tokens of a micro-batch, padding included; it bounds memory and changes no result.
         fewest: least number of pairs left after truncation; 0 for a process whose share may be empty.
         tokenized: tokens of the pairs, if they are already computed.
-        cache_dir: folder of the token cache; see `tokenize_pairs`.
 
     Raises:
         DataError: if fewer than `fewest` pairs are left.
     """
     if tokenized is None and pairs:
-        tokenized = tokenize_pairs(pairs, model.renderer, cache_dir)
+        tokenized = tokenize_pairs(pairs, model.renderer, None)
     left = 0 if tokenized is None else len(tokenized)
     positions = random_positions(left, left if num_pairs is None else num_pairs, seed)
     read = f" ({len(pairs)} were read, {left} are left after truncation to {model.max_length} tokens)"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -93,12 +93,7 @@ _IGNORED = -100
 
 
 def save_world_policy(
-    world: PreferenceWorld,
-    folder: Path,
-    *,
-    num_responses: int = NUM_RESPONSES,
-    seed: int = 0,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    world: PreferenceWorld, folder: Path, *, num_responses: int = NUM_RESPONSES, seed: int = 0
 ) -> Path:
     """Fit a two-layer Llama to responses of the world's policy, and save it with its tokenizer.
 
@@ -110,7 +105,6 @@ def save_world_policy(
         folder: folder of the model.
         num_responses: number of responses to fit, each used once, at least one batch of 64.
         seed: seed of responses and weights, not negative.
-        on_progress: called with the number of finished steps and of all steps.
     """
     if (folder / "config.json").is_file():
         return folder
@@ -125,7 +119,7 @@ def save_world_policy(
     ids = [[*tokenizer(answer, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id] for answer in answers]
     rows = [(prompt_ids(tokenizer, prompt), own) for prompt, own in zip(asked, ids, strict=True)]
     with keeping_random_state(seed=seed):
-        model = _fitted(tokenizer, rows, generator, on_progress)
+        model = _fitted(tokenizer, rows, generator)
     with replacing_folder(folder) as aside, quiet_transformers():
         model.save_pretrained(aside)
         tokenizer.save_pretrained(aside)
@@ -133,10 +127,7 @@ def save_world_policy(
 
 
 def _fitted(
-    tokenizer: PreTrainedTokenizerBase,
-    rows: Sequence[tuple[list[int], list[int]]],
-    generator: np.random.Generator,
-    on_progress: Callable[[int, int], None],
+    tokenizer: PreTrainedTokenizerBase, rows: Sequence[tuple[list[int], list[int]]], generator: np.random.Generator
 ) -> LlamaForCausalLM:
     """The model after one pass over the rows with AdamW and a learning rate that falls to 0."""
     hidden, pad = 64, tokenizer.pad_token_id
@@ -170,5 +161,4 @@ def _fitted(
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        on_progress(step + 1, len(order))
     return model.eval()

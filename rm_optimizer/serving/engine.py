@@ -82,7 +82,6 @@ class EngineDescription:
         tree_budget: tokens of one pass over sequences with common starts; None where the engine has no other one.
         replicas: copies of the model that compute at the same time.
         shares_prompts: True if a common start of sequences is computed once.
-        packed_linears: True if linear layers use weights in oneDNN's own layout.
         pad_token_id: the id that fills masked positions; it never ends a sequence.
         tensors: names of the tensors that an update must bring, by mode.
         tokenizer_folder: folder with the model's tokenizer; empty if none was requested.
@@ -99,7 +98,6 @@ class EngineDescription:
     vocab_size: int
     token_budget: int
     shares_prompts: bool
-    packed_linears: bool
     tree_budget: int | None = None
     replicas: int = 1
     pad_token_id: int = 0
@@ -187,6 +185,8 @@ def on_top(committed: Sequence[StagedWeights], weights: StagedWeights) -> tuple[
 
 
 LIST_FILE = "committed.json"
+OWNER_FILE = "checkpoint"
+"""File with the fingerprint of the checkpoint whose updates a folder keeps, above their folder."""
 
 
 class WeightHistory:
@@ -209,6 +209,20 @@ class WeightHistory:
         values = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else []
         found = map(STAGED.validate_python, values)
         return tuple(replace(weights, file=folder / weights.file.name) for weights in found)
+
+    def own(self, version: str) -> None:
+        """Record the fingerprint of the checkpoint that the updates belong to.
+
+        Raises:
+            CheckpointError: if there are updates of another checkpoint.
+        """
+        file = self.folder.with_name(OWNER_FILE)
+        if self.committed and (not file.is_file() or file.read_text(encoding="utf-8") != version):
+            raise CheckpointError(
+                f"expected the updates in {file.parent} to be of weights {version}, got updates of others; serve their "
+                "checkpoint, or choose another folder with --state"
+            )
+        write_text(file, version)
 
     def keep(self, weights: StagedWeights) -> StagedWeights:
         """Move the update's file into this folder, and return the update with its new path.
@@ -308,6 +322,7 @@ class Engine(ABC):
         Raises:
             RMOptimizerError: if they cannot be loaded, or belong to another checkpoint.
         """
+        self._history.own(self.description.version)
         if self.committed:
             await self._restore()
             self.version, self.revision = self.committed[-1].version, self.committed[-1].revision

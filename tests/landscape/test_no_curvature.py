@@ -42,7 +42,7 @@ def test_a_matrix_without_rows_has_eigenvalues_of_zero(method: str, num_sampled:
 @pytest.mark.parametrize("scale", [10.0, 100.0, 300.0, 1e3, 1e4, SATURATED])
 def test_layers_of_a_model_with_saturated_pairs(scale: float, tmp_path: Path):
     model = saturated(scale)
-    sample = draw_pairs(model, pairs(16), 16, 0, token_budget=4096, cache_dir=tmp_path)
+    sample = draw_pairs(model, pairs(16), 16, 0, token_budget=4096)
     options = SpectrumOptions(num_probes=2, product="reverse")
     blocks = curvature_of_blocks(MeasuredLoss(model, sample, LossConfig(), dtype=torch.float64), options)
     assert all(block.gauss_newton and block.gauss_newton[0] >= 0 for block in blocks)

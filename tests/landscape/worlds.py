@@ -91,7 +91,7 @@ def reward_model(
 def tiny_measured_loss(cache_dir: Path, *, token_budget: int = 64, params: str = "trainable") -> MeasuredLoss:
     """A one-layer decoder in float64 on eight pairs of four prompts, with every term of the loss."""
     model = tiny_reward_model("llama", max_length=32, num_hidden_layers=1).double().eval()
-    sample = draw_pairs(model, FOUR_PROMPTS, 8, 0, token_budget=token_budget, cache_dir=cache_dir)
+    sample = draw_pairs(model, FOUR_PROMPTS, 8, 0, token_budget=token_budget)
     return MeasuredLoss(model, sample, LossConfig(label_smoothing=0.1, center_rewards=0.01), params, torch.float64)
 
 

@@ -23,9 +23,7 @@ from tests.builders import tiny_reward_model
 
 
 def fake_description(token_budget: int = 64, shares_prompts: bool = True) -> EngineDescription:
-    return EngineDescription(
-        "fake", "Fake", "float32", "cpu", "v0", 256, 384, token_budget, shares_prompts, packed_linears=False
-    )
+    return EngineDescription("fake", "Fake", "float32", "cpu", "v0", 256, 384, token_budget, shares_prompts)
 
 
 class FakeEngine:

@@ -7,7 +7,7 @@ differ from the tokens of both together. A sequence, and so its reward, depends 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -189,6 +189,11 @@ class ConversationRenderer:
         encodings = self._cut([prompts[i] for i in too_long], [sequences[i] for i in too_long])
         cut = dict(zip(too_long, encodings, strict=True))
         return [cut[i] if i in cut else Encoding(tuple(ids), 0, 0) for i, ids in enumerate(sequences)]
+
+    def ids_of(self, conversations: Iterable[tuple[Prompt, str]]) -> list[tuple[int, ...]]:
+        """Token ids of prompts with their responses, one conversation at least; see `encode_batch`."""
+        prompts, responses = zip(*conversations, strict=True)
+        return [encoding.ids for encoding in self.encode_batch(prompts, responses)]
 
     def encode_rendered(self, texts: Sequence[str], max_length: int) -> list[Encoding]:
         """Token ids of conversations that are already text; too long ones lose tokens from the left, after BOS.

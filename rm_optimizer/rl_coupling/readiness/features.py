@@ -14,10 +14,10 @@ from types import MappingProxyType
 
 import numpy as np
 from jaxtyping import Float
-from scipy.special import expit, gammaln, log_expit
+from scipy.special import gammaln
 
 from rm_optimizer.core.base import Scorer
-from rm_optimizer.core.metrics.calibration import TemperatureFit, fit_temperature
+from rm_optimizer.core.metrics.calibration import TemperatureFit, fit_temperature, pair_scores
 from rm_optimizer.core.metrics.estimate import Estimate, finite_array
 from rm_optimizer.core.metrics.intervals import (
     cluster_bootstrap,
@@ -160,10 +160,8 @@ def tempered_scores(
     for side in (False, True):
         fitted, scored = second_half == side, second_half != side
         logit[scored] = margin[scored] * _inverse_temperature(margin[fitted], y[fitted])
-    q = expit(logit)
-    nll = -y * log_expit(logit) - (1 - y) * log_expit(-logit)
-    brier = y * (1 - q) ** 2 + (1 - y) * q**2
-    sums = cluster_totals(np.stack([nll, brier, np.ones_like(y)], axis=1), place.tolist())
+    scores = pair_scores(logit, y)
+    sums = cluster_totals(np.stack([scores["nll"], scores["brier"], np.ones_like(y)], axis=1), place.tolist())
     found = cluster_bootstrap(sums, ratios, num_bootstrap=num_bootstrap, seed=seed)
     return TemperedScores(fit_temperature(margin, y, np.ones_like(y)), *found)
 

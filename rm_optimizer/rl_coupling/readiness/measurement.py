@@ -331,9 +331,7 @@ class _Measurement:
         return clustered_share(is_far, rows[kept])
 
     def _features(self, texts: Iterable[tuple[Prompt, str]]) -> np.ndarray:
-        prompts, responses = zip(*texts, strict=True)
-        ids = [encoding.ids for encoding in self.model.encode(prompts, responses)]
-        return features(self.model, ids).numpy()
+        return features(self.model, self.model.renderer.ids_of(texts)).numpy()
 
 
 def _slices(pairs: Sequence[PreferencePair]) -> list[str] | None:

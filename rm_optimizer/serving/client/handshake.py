@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import ValidationError
 
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE
-from rm_optimizer.core.tokens.chat import ConversationRenderer
 from rm_optimizer.errors import HandshakeFailed, RewardServerRefused, RewardServerUnavailable
 from rm_optimizer.serving.client.connection import CONVERSATION_FORM, TOKEN_FORM, Connection, Deadline, Form, Limits
 from rm_optimizer.serving.engine import ScoredBatch
@@ -96,7 +95,7 @@ class _Handshake:
         conversations: list[Any] = list(DEFAULT_PROBE[:2])
         raw = await self._verify_sigmoid(CONVERSATION_FORM, conversations, info.model, may_be_identity=False)
         if renderer is not None:
-            ask, rows = self.connection.ask, _token_rows(renderer, conversations)
+            ask, rows = self.connection.ask, renderer.ids_of(conversations)
             while (ours := await ask(TOKEN_FORM, rows, info.model, self.deadline)).weights != raw.weights:
                 await self._other_weights()
                 raw = await ask(CONVERSATION_FORM, conversations, info.model, self.deadline)
@@ -123,7 +122,7 @@ class _Handshake:
         own = renderer.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if list(tokens) != list(own):
             raise HandshakeFailed(f"{url} tokenizes unlike this client; take the tokenizer of the served model")
-        await self._verify_sigmoid(TOKEN_FORM, _token_rows(renderer, DEFAULT_PROBE), model, may_be_identity=True)
+        await self._verify_sigmoid(TOKEN_FORM, renderer.ids_of(DEFAULT_PROBE), model, may_be_identity=True)
         return ServerIdentity(False, model, PLAIN_LIMITS, None)
 
     async def _verify_sigmoid(
@@ -159,11 +158,6 @@ class _Handshake:
                 f"{self.deadline.seconds:g} s; connect while they are updated less often"
             )
         await asyncio.sleep(PAUSE_SECONDS)
-
-
-def _token_rows(renderer: ConversationRenderer, conversations: Sequence[Any]) -> list[tuple[int, ...]]:
-    prompts, responses = zip(*conversations, strict=True)
-    return [encoding.ids for encoding in renderer.encode_batch(prompts, responses)]
 
 
 def _close(first: Sequence[float], second: Sequence[float]) -> bool:

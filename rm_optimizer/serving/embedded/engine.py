@@ -25,7 +25,6 @@ from typing import Any
 
 from rm_optimizer.core.tokens.prefix_trees import LEAST_SHARED
 from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
-from rm_optimizer.records.files import write_text
 from rm_optimizer.serving.child_process import MOST_FLEET_RESTARTS, RestartLimit, resident_bytes
 from rm_optimizer.serving.engine import (
     Engine,
@@ -284,8 +283,6 @@ def _run(connection: Connection, engine: str) -> None:
 
 ATTEMPTS = 3
 """Most workers that die on one batch before the batch is abandoned as the possible cause."""
-OWNER_FILE = "checkpoint"
-"""File with the fingerprint of the checkpoint whose updates a folder keeps."""
 SWAP_SECONDS = 60.0
 """Seconds allowed for a swap of weights, its probe excluded."""
 LOAD_SECONDS = 600.0
@@ -335,26 +332,6 @@ class _Replica:
     link: WorkerLink | None = None
     is_up: bool = False
     tokens: int = 0
-
-
-def require_owner(folder: Path, version: str, *, has_updates: bool) -> None:
-    """Write the checkpoint's fingerprint into the folder of its updates.
-
-    Args:
-        folder: folder of the updates.
-        version: fingerprint of the checkpoint.
-        has_updates: True if the folder holds some already.
-
-    Raises:
-        CheckpointError: if these are of another checkpoint.
-    """
-    file = folder / OWNER_FILE
-    if has_updates and (not file.is_file() or file.read_text(encoding="utf-8") != version):
-        raise CheckpointError(
-            f"expected the updates in {folder} to be of weights {version}, got updates of others; serve their "
-            "checkpoint, or choose another folder with --state"
-        )
-    write_text(file, version)
 
 
 class WorkerEngine(Engine):
@@ -429,7 +406,6 @@ class WorkerEngine(Engine):
 
     async def restore(self) -> None:
         """Apply the updates of an earlier engine, then start the other replicas; see `Engine.restore`."""
-        require_owner(self._folder, self.description.version, has_updates=bool(self.committed))
         async with self._updating:
             await super().restore()
             self._is_restored = True

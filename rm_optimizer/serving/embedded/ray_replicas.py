@@ -22,7 +22,7 @@ from rm_optimizer.core.streaming.workers import connected_ray, load_ray
 from rm_optimizer.errors import EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.serving.child_process import resident_bytes
-from rm_optimizer.serving.embedded.engine import ATTEMPTS, BatchTime, require_owner
+from rm_optimizer.serving.embedded.engine import ATTEMPTS, BatchTime
 from rm_optimizer.serving.embedded.worker import TransformersWorker
 from rm_optimizer.serving.engine import Engine, EngineDescription, ScoredBatch, StagedWeights, WeightHistory
 from rm_optimizer.serving.options import WorkerOptions
@@ -304,7 +304,6 @@ class RayEngine(Engine):
 
     async def restore(self) -> None:
         """Serve the recorded updates; see `Engine.restore`."""
-        require_owner(self._folder, self.description.version, has_updates=bool(self.committed))
         await super().restore()
         self._is_restored = True
 

@@ -205,7 +205,6 @@ def _describe(
         vocab_size=model.get_input_embeddings().weight.shape[0],
         token_budget=1,
         shares_prompts=True,
-        packed_linears=False,
         pad_token_id=model.config.get_text_config().pad_token_id,
         tensors={mode: tensor_specs(model, mode) for mode in modes},
         tokenizer_folder=str(folder),

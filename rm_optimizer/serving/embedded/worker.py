@@ -181,9 +181,8 @@ class TransformersWorker(Worker):
         record = read_record(Path(source.location))
         folder = Path(source.location) if source.kind is SourceKind.FOLDER else None
         version = checkpoint_version(self.model.model, folder, {} if folder is None else record)
-        packed = options.packed_linears is not None and install_packed_linears(
-            self.model.model, least_gain=options.packed_linears
-        )
+        if options.packed_linears is not None:
+            install_packed_linears(self.model.model, least_gain=options.packed_linears)
         budget = options.token_budget or calibrated_budget(self.model)
         # Splitting a tree computes its prompt again, which costs more than the attention of a wide row.
         trees = options.tree_budget or options.token_budget or max(budget, TREE_TOKENS)
@@ -204,7 +203,6 @@ class TransformersWorker(Worker):
             token_budget=budget,
             tree_budget=trees,
             shares_prompts=self.scorer.shares,
-            packed_linears=packed,
             pad_token_id=self.model.pad_choice.token_id,
             tensors={mode: tensor_specs(self.model.model, mode) for mode in RewardModelTrainingMode},
             tokenizer_folder=options.tokenizer_folder,

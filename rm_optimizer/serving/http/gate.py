@@ -118,7 +118,7 @@ def timed(receive: Receive) -> Receive:
 def local_host_check(scope: Scope) -> ApiError | None:
     """Check against DNS rebinding: the `Host` of a request must be this machine."""
     host = Headers(scope=scope).get("host", "" if scope.get("http_version") != "1.0" else "localhost")  # no browser's
-    if scope["type"] != "http" or _PORT.sub("", host).lower() in LOCAL_HOSTS:
+    if _PORT.sub("", host).lower() in LOCAL_HOSTS:
         return None
     return InvalidRequest(
         f"expected the header Host to name this machine, got {host!r}; serve with --api-key for other names"
@@ -127,15 +127,16 @@ def local_host_check(scope: Scope) -> ApiError | None:
 
 def header_size_check(scope: Scope) -> ApiError | None:
     """Check of the headers' size, of which the protocol limits only several pieces, and for one length of the body."""
-    if scope["type"] != "http":
-        return None
     names = set(Headers(scope=scope).keys())
     if {"content-length", "transfer-encoding"} <= names:  # h11 takes what follows for a request
         return AmbiguousLength("expected either content-length or transfer-encoding, got both")
     target = scope.get("raw_path") or scope["path"].encode()
     line = len(scope["method"]) + len(target) + len(scope["query_string"]) + len(" ? HTTP/1.1\r\n")
     size = line + sum(len(name) + len(value) + len(": \r\n") for name, value in scope["headers"]) + len("\r\n")
-    return api_errors.HeadersTooLarge() if size > api_errors.MAX_HEADER_BYTES else None
+    if size <= api_errors.MAX_HEADER_BYTES:
+        return None
+    most = f"at most {api_errors.MAX_HEADER_BYTES} bytes"
+    return api_errors.HeadersTooLarge(f"expected a request line and headers of {most}; send fewer")
 
 
 @dataclass(eq=False)
@@ -161,16 +162,10 @@ class Gate:
 
         HEAD is handled as GET.
         """
-        if scope["type"] == "lifespan":
+        if scope["type"] != "http":  # no route is a websocket, so the application closes each
             await self.app(scope, receive, send)
             return
         refusal = self._refused(scope)
-        if scope["type"] != "http":
-            if refusal is None:
-                await self.app(scope, receive, send)
-            else:
-                await send({"type": "websocket.close", "code": 1008})
-            return
         if scope["method"] == "HEAD":  # uvicorn keeps its own scope, by which it omits the body
             scope = {**scope, "method": "GET"}
         status, started = 500, time.perf_counter()
@@ -212,9 +207,9 @@ class Gate:
     def _bearer_check(self, scope: Scope) -> ApiError | None:
         """Check of `Authorization: Bearer KEY`, compared in constant time; updates may have another key."""
         key = api_key = self.options.api_key
-        if self.options.update_key is not None and str(scope.get("path", "")).startswith(UPDATE_PATHS):
+        if self.options.update_key is not None and scope["path"].startswith(UPDATE_PATHS):
             key = self.options.update_key
-        if key is None or (scope["path"] in OPEN_PATHS and scope.get("method") in ("GET", "HEAD")):
+        if key is None or (scope["path"] in OPEN_PATHS and scope["method"] in ("GET", "HEAD")):
             return None
         scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
         if hmac.compare_digest(given.strip().encode(), key.encode()) and scheme.lower() == "bearer":

@@ -75,9 +75,6 @@ class HeadersTooLarge(ApiError):
 
     status, kind = 431, "HeadersTooLarge"
 
-    def __init__(self) -> None:
-        super().__init__(f"expected a request line and headers of at most {MAX_HEADER_BYTES} bytes; send fewer")
-
 
 class ServerFailed(ApiError):
     """The engine failed for good, and the server ends."""

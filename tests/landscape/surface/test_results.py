@@ -196,7 +196,7 @@ def test_errors_are_those_of_prompts_not_of_pairs():
 
 def test_one_pair_is_refused(cache, measured_loss):
     with pytest.raises(DataError, match="at least 2 pairs, got 1"):
-        draw_pairs(measured_loss.model, FOUR_PROMPTS[:1], 8, 0, token_budget=64, cache_dir=cache)
+        draw_pairs(measured_loss.model, FOUR_PROMPTS[:1], 8, 0, token_budget=64)
 
 
 POINT, NONE = PointLoss(0.5, 0.1, 0.75, 0.05), PointLoss(math.nan, math.nan, math.nan, math.nan)
