@@ -14,31 +14,31 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9608,
-    "serving": 4574,
+    "core": 9603,
+    "serving": 4481,
     "landscape": 3907,
     "training": 3108,
-    "rl_coupling": 2515,
+    "rl_coupling": 2493,
     "reporting": 2637,
     "interfaces": 2485,
     "experiments": 1685,
     "data_efficiency": 1668,
     "schema": 1145,
-    "doctor": 921,
+    "doctor": 906,
     "explanation": 942,
     "records": 850,
     "optim": 820,
-    "evaluation": 1232,
+    "evaluation": 1231,
     "modules at the top": 480,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 349,
+    "files": 347,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 65,
     "import lines": 6098,
-    "import lines inside functions": 390,
-    "lines of code": 38577,
-    "private functions with one caller": 421,
+    "import lines inside functions": 393,
+    "lines of code": 38441,
+    "private functions with one caller": 424,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

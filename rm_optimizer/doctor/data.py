@@ -47,7 +47,7 @@ def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
     """No prompt is in two data sets, not even with other capital letters, spaces or one more word."""
     expected = "0 prompts in two data sets"
     if len(data) < 2:
-        return skipped("split_leakage", expected, "there is one data set; give training and validation data to compare")
+        return skipped(expected, "there is one data set; give training and validation data to compare")
     exact = {name: set(dataset.prompt_ids) for name, dataset in data.items()}
     words = {name: {_words(pair.prompt) for pair in dataset.pairs} for name, dataset in data.items()}
     alike = {couple: _alike(words[couple[0]], words[couple[1]]) for couple in itertools.combinations(data, 2)}
@@ -58,7 +58,7 @@ def split_leakage(data: Mapping[str, PreferenceDataset]) -> Check:
     bad = f"{num_alike} prompts stand in two data sets{how}, so validation is too good; split by prompt"
     verdict = (not num_alike, num_alike, "prompts", expected, "no prompt stands in two data sets", bad)
     otherwise = Status.fail if num_exact else Status.warn
-    return judged("split_leakage", *verdict, otherwise=otherwise, details=details)
+    return judged(*verdict, otherwise=otherwise, details=details)
 
 
 def _words(prompt: Prompt) -> tuple[str, ...]:
@@ -76,7 +76,7 @@ def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | 
     """Share of the pairs that the model was trained on, according to the record saved with the model."""
     expected = "0"
     if trained is None:
-        return skipped("unseen_pairs", expected, "the model has no record of what it was trained on")
+        return skipped(expected, "the model has no record of what it was trained on")
     seen = {name: trained.count(dataset.pairs).num_pairs for name, dataset in data.items()}
     num_pairs = sum(len(dataset) for dataset in data.values())
     share = sum(seen.values()) / num_pairs
@@ -86,7 +86,7 @@ def unseen_pairs(data: Mapping[str, PreferenceDataset], trained: TrainedPairs | 
         "probes of hidden states are too good; give pairs that were held out"
     )
     verdict = (not share, share, "share of pairs", expected, "no pair was trained on", bad)
-    return judged("unseen_pairs", *verdict, otherwise=Status.warn, details=details)
+    return judged(*verdict, otherwise=Status.warn, details=details)
 
 
 def _worst_share(
@@ -97,7 +97,7 @@ def _worst_share(
     where, share = max(shares.items(), key=lambda item: item[1])
     good = f"{name.replace('_', ' ')}: {share:.1%} of the pairs of {where}"
     verdict = (share <= most, share, "share of pairs", f"at most {most:g}", good, f"{good}; {remedy}")
-    return judged(name, *verdict, otherwise=Status.fail if share > fails_above else Status.warn, details=shares)
+    return judged(*verdict, otherwise=Status.fail if share > fails_above else Status.warn, details=shares)
 
 
 def _control_tokens(name: str, audit: DataAudit) -> Check:
@@ -113,7 +113,7 @@ def _rule(name: str, audit: DataAudit, *, rule: str, limit: float, remedy: str) 
     expected = f"below {limit:g}, or not above {limit - 0.1:g} beyond its interval"
     found = {where: getattr(split, name) for where, split in audit.splits.items() if getattr(split, name).num_samples}
     if not found:
-        return skipped(name, expected, "no pair has a better response")
+        return skipped(expected, "no pair has a better response")
     where, worst = max(found.items(), key=lambda item: float(item[1].value))
     low, high = wilson_interval(worst.value, worst.num_samples)
     chosen = rule.format(split=audit.splits[where])
@@ -121,7 +121,7 @@ def _rule(name: str, audit: DataAudit, *, rule: str, limit: float, remedy: str) 
     details = {"low": low, "high": high} | {where: estimate.value for where, estimate in found.items()}
     is_good = worst.value < limit or low <= limit - 0.1
     verdict = (is_good, worst.value, "accuracy", expected, good, f"{good}; {remedy}")
-    return judged(name, *verdict, otherwise=Status.warn, details=details)
+    return judged(*verdict, otherwise=Status.warn, details=details)
 
 
 _ONE_ORDER = "keep one order, or give the pair a label between 0 and 1"
@@ -162,7 +162,7 @@ def labels(data: Mapping[str, PreferenceDataset]) -> Check:
     good = f"{1 - undecided:.1%} of the pairs have a better response"
     bad = f"{undecided:.1%} of the pairs have label 0.5 and teach no preference; check the label column"
     verdict = (undecided <= 0.5, undecided, "share of pairs without a better response", "at most 0.5", good, bad)
-    return judged("labels", *verdict, otherwise=Status.fail if undecided == 1 else Status.warn, details=details)
+    return judged(*verdict, otherwise=Status.fail if undecided == 1 else Status.warn, details=details)
 
 
 def margins(data: Mapping[str, PreferenceDataset]) -> Check:
@@ -177,4 +177,4 @@ def margins(data: Mapping[str, PreferenceDataset]) -> Check:
         bad = f"{num_contrary} margins contradict their labels; check the margin's sign and column"
     is_good = not num_contrary and len(with_margin) in (0, len(pairs))
     expected, unit = "0, and a margin for all pairs or none", "margins against their label"
-    return judged("margins", is_good, num_contrary, unit, expected, good, bad, otherwise=Status.warn, details=details)
+    return judged(is_good, num_contrary, unit, expected, good, bad, otherwise=Status.warn, details=details)

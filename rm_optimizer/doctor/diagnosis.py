@@ -35,7 +35,7 @@ class Check:
     """Measurement of one known fault of reward models.
 
     Args:
-        name: stable name of the check, in `snake_case`.
+        name: stable name of the check, in `snake_case`; empty until the registry names it.
         status: outcome of the check.
         measured: measured value; None if there is no finite number.
         unit: unit of a number, in words; empty for words.
@@ -108,13 +108,12 @@ class Diagnosis(JsonRecord, indent=2, ensure_ascii=False, rows="checks"):
         return {"verdict": self.verdict, "exit_code": self.exit_code, **super().entries()}
 
 
-def skipped(name: str, expected: str, reason: str) -> Check:
-    """A check that does not apply here."""
-    return Check(name, Status.skipped, None, "", expected, reason)
+def skipped(expected: str, reason: str) -> Check:
+    """A check that does not apply here; its caller names it."""
+    return Check("", Status.skipped, None, "", expected, reason)
 
 
 def judged(
-    name: str,
     is_good: bool,
     measured: MeasuredValue,
     unit: str,
@@ -125,9 +124,12 @@ def judged(
     otherwise: Status = Status.fail,
     details: Mapping[str, MeasuredValue] = MappingProxyType({}),
 ) -> Check:
-    """The check that is ok with the sentence `good`, or has the status `otherwise` with the sentence `bad`."""
+    """The check that is ok with the sentence `good`, or has the status `otherwise` with the sentence `bad`.
+
+    Its caller names it.
+    """
     status, explanation = (Status.ok, good) if is_good else (otherwise, bad)
-    return Check(name, status, measured, unit, expected, explanation, details)
+    return Check("", status, measured, unit, expected, explanation, details)
 
 
 def _finite(value: MeasuredValue) -> MeasuredValue:

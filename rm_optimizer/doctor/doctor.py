@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from inspect import signature
 from typing import Literal, TypeVar, get_args
@@ -222,11 +222,11 @@ class Examination:
         """The check of that name, skipped with the reason if the model or the pairs lack what it needs."""
         needs, function = CHECKS[name]
         if (obstacle := self._obstacle(needs)) is not None:
-            return skipped(name, "", obstacle)
+            return replace(skipped("", obstacle), name=name)
         found = function(**{each: name if each == "name" else getattr(self, each) for each in _wanted(function)})
         if not isinstance(found, Check):
             raise TypeError(f"the check '{name}' must return a Check, got {type(found).__name__}")
-        return found
+        return replace(found, name=name)
 
     def _obstacle(self, needs: Needs) -> str | None:
         """Sentence about what is missing of the needs."""

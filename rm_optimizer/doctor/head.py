@@ -40,7 +40,7 @@ def finite_weights(model: BradleyTerryRM) -> Check:
         f"values that are not finite in {', '.join(broken[:3])}; every reward may be wrong, so give another checkpoint"
     )
     unit = "weights with values that are not finite"
-    return judged("finite_weights", not broken, len(broken), unit, "0", "all weights are finite", bad)
+    return judged(not broken, len(broken), unit, "0", "all weights are finite", bad)
 
 
 def head_init(model: BradleyTerryRM) -> Check:
@@ -53,13 +53,13 @@ def head_init(model: BradleyTerryRM) -> Check:
     bad = "the head's weights are zero or not finite, so rewards do not tell responses apart; train again"
     expected, unit = f"finite and more than 0; {fresh_std:.3g} at the start", "root mean square of the weights"
     details = {"origin": model.head_init, "fresh": str(is_fresh)}
-    return judged("head_init", is_usable, std, unit, expected, good, bad, details=details)
+    return judged(is_usable, std, unit, expected, good, bad, details=details)
 
 
 def adapter_trained(model: BradleyTerryRM) -> Check:
     """An adapter of a model with a trained head was trained too."""
     if not has_adapter(model.model):
-        return skipped("adapter_trained", "", "the model has no adapter")
+        return skipped("", "the model has no adapter")
     is_zero = has_untrained_adapter(model.model)
     good = "adapter and head are at their start" if is_zero else "the adapter has trained weights"
     bad = (
@@ -67,8 +67,7 @@ def adapter_trained(model: BradleyTerryRM) -> Check:
         "training reached it, and that its weights were saved"
     )
     is_good, expected = not is_zero or is_head_fresh(model), "not zero if the head is trained"
-    verdict = (is_good, "zero" if is_zero else "not zero", "factors B", expected, good, bad)
-    return judged("adapter_trained", *verdict, otherwise=Status.warn)
+    return judged(is_good, "zero" if is_zero else "not zero", "factors B", expected, good, bad, otherwise=Status.warn)
 
 
 def head_dtype(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
@@ -83,7 +82,7 @@ def head_dtype(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check
     good = "the head computes in full precision inside mixed precision"
     bad = "the head rounds rewards to a half type, which ties unequal responses; compute it in float32"
     is_good, details = is_exact and not is_rounded, {"rounded_under_autocast": str(is_rounded)}
-    return judged("head_dtype", is_good, name, "", "float32 or float64", good, bad, details=details)
+    return judged(is_good, name, "", "float32 or float64", good, bad, details=details)
 
 
 def head_trainable(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
@@ -97,7 +96,7 @@ def head_trainable(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> C
     ]
     if frozen:
         reason = f"{', '.join(frozen)} on the head's side require no gradient; unfreeze them before training"
-        return Check("head_trainable", Status.fail, 0.0, unit, expected, reason)
+        return Check("", Status.fail, 0.0, unit, expected, reason)
     ids, mask = (tensor.to(model.device) for tensor in pad_sequences(probe[1:3], model.pad_choice.token_id))
     with running(model, training=False), torch.enable_grad():
         rewards = model(ids, mask)
@@ -105,7 +104,7 @@ def head_trainable(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> C
     norm = float(gradient.norm())
     bad = "the head gets no usable gradient from a pair; check that hidden states are finite and differ"
     is_usable = 0 < norm < torch.inf
-    return judged("head_trainable", is_usable, norm, unit, expected, "the head learns from a pair", bad)
+    return judged(is_usable, norm, unit, expected, "the head learns from a pair", bad)
 
 
 def single_label(model: BradleyTerryRM) -> Check:
@@ -114,7 +113,7 @@ def single_label(model: BradleyTerryRM) -> Check:
     good = "the head has one output and the configuration says so"
     bad = f"configuration and head have {config.num_labels} and {outputs} labels; load the model with num_labels=1"
     is_single = config.num_labels == outputs == 1
-    return judged("single_label", is_single, config.num_labels, "labels", "1 label", good, bad)
+    return judged(is_single, config.num_labels, "labels", "1 label", good, bad)
 
 
 def raw_reward(model: BradleyTerryRM) -> Check:
@@ -122,4 +121,4 @@ def raw_reward(model: BradleyTerryRM) -> Check:
     kind = model.model.config.problem_type
     good = "servers apply no activation to a regression"
     bad = "servers may apply a sigmoid or softmax to the reward; set problem_type to 'regression'"
-    return judged("raw_reward", kind == "regression", str(kind), "", "problem_type regression", good, bad)
+    return judged(kind == "regression", str(kind), "", "problem_type regression", good, bad)

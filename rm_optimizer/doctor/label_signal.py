@@ -37,8 +37,7 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
     decided = scored.decided()
     if len(decided.pairs) < FEWEST_PAIRS:
         reason = f"{len(decided.pairs)} pairs with a better response are too few for a probe; give {FEWEST_PAIRS}"
-        names = zip(("label_signal", "label_shuffle"), expected, strict=True)
-        return [skipped(name, text, reason) for name, text in names]
+        return [skipped(text, reason) for text in expected]
     winners = np.array([1.0 if pair.label > 0.5 else -1.0 for pair in decided.pairs])
     # In the control task, the same two texts have the same random winner under every prompt.
     texts = [tuple(sorted((pair.chosen, pair.rejected))) for pair in decided.pairs]
@@ -60,7 +59,7 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
     bad = f"{good}, so the same comparisons are under several prompts; remove such repeats before splitting"
     details: dict[str, MeasuredValue] = {"standard_error": error, "num_shuffles": len(shuffled)}
     verdict = (not mean - _STANDARD_ERRORS * error > 0.5, mean, "held-out accuracy", expected[1], good, bad)
-    control = judged("label_shuffle", *verdict, details=details)
+    control = judged(*verdict, details=details)
     estimate = decided.accuracy(predicted[:, 0], seed)
     low, high = interval_of(estimate)
     good = f"a probe of the frozen model predicts {estimate:.3f} of the labels on new prompts"
@@ -69,7 +68,7 @@ def label_checks(scored: ScoredPairs, *, is_fresh: bool, seed: int) -> list[Chec
     details = {"low": low, "high": high, "shuffled": mean, "num_pairs": num_pairs, "num_prompts": num_prompts}
     otherwise = Status.fail if high < NO_SIGNAL and not is_fresh else Status.warn
     verdict = (low > 0.5, estimate.value, "held-out accuracy", expected[0], good, bad)
-    return [judged("label_signal", *verdict, otherwise=otherwise, details=details), control]
+    return [judged(*verdict, otherwise=otherwise, details=details), control]
 
 
 def held_out_predictions(

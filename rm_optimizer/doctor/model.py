@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -28,12 +29,10 @@ from rm_optimizer.errors import CheckpointError
 _EXTRA_COLUMNS = 3
 
 
-def _invariance(
-    name: str, model: BradleyTerryRM, change: float, good: str, bad: str, **details: MeasuredValue
-) -> Check:
+def _invariance(model: BradleyTerryRM, change: float, good: str, bad: str, **details: MeasuredValue) -> Check:
     """The check that a change of rewards is within the tolerance for arithmetic; NaN fails."""
     tolerance = change_tolerance(model)
-    return judged(name, change <= tolerance, change, UNIT, f"at most {tolerance:g}", good, bad, details=details)
+    return judged(change <= tolerance, change, UNIT, f"at most {tolerance:g}", good, bad, details=details)
 
 
 def padding(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
@@ -46,7 +45,7 @@ def padding(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
     bad = "padding changes rewards, so they are not read at the last attended token; pool by the attention mask"
     good = f"padding on the {' or '.join(sides)} changes no reward"
     worst = max(changes.values(), key=lambda value: torch.inf if value != value else value)
-    return _invariance("padding", model, worst, good, bad, **changes)
+    return _invariance(model, worst, good, bad, **changes)
 
 
 def batch(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
@@ -58,40 +57,40 @@ def batch(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
         together, reversed_ = padded_rewards(model, rows), padded_rewards(model, rows[::-1]).flip(0)
     change = max(change_of(alone, together), change_of(alone, reversed_))
     bad = "a reward depends on the other sequences of its batch; look for batch statistics or state in the model"
-    return _invariance("batch", model, change, "a reward is the same alone, in a batch and in any order", bad)
+    return _invariance(model, change, "a reward is the same alone, in a batch and in any order", bad)
 
 
 def plain_forward(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
     """The classifier's own `transformers` forward pass gives the same rewards on right-padded sequences."""
     if (name := pooling_head_of(model.model)) is not None:
-        return skipped("plain_forward", "", f"plain transformers has no pooling head '{name}'")
+        return skipped("", f"plain transformers has no pooling head '{name}'")
     ids, mask = (tensor.to(model.device) for tensor in pad_sequences(probe, model.pad_choice.token_id))
     with running(model, training=False):
         ours, plain = model(ids, mask).double().cpu(), model.model(input_ids=ids, attention_mask=mask).logits
     if plain.shape != (len(probe), 1):
         shape = "x".join(str(size) for size in plain.shape)
         wrong = f"the classifier gives {shape} logits; load the model with num_labels=1"
-        return Check("plain_forward", Status.fail, shape, "", f"logits of shape {len(probe)}x1", wrong)
+        return Check("", Status.fail, shape, "", f"logits of shape {len(probe)}x1", wrong)
     change = change_of(ours, plain.squeeze(-1).double().cpu())
     bad = (
         "plain transformers reads other rewards than training, so a server will too; give the tokenizer a pad token "
         "that ends no sequence and pool the last attended token"
     )
-    return _invariance("plain_forward", model, change, "plain transformers gives the same rewards", bad)
+    return _invariance(model, change, "plain transformers gives the same rewards", bad)
 
 
 def prefix_sharing(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
     """Rewards are the same if a prompt is computed once for both of its responses."""
     obstacle = model.supports_prefix_sharing()
     if obstacle is not None:
-        return skipped("prefix_sharing", f"at most {change_tolerance(model):g}", obstacle)
+        return skipped(f"at most {change_tolerance(model):g}", obstacle)
     rows = [np.array(ids, dtype=np.int32) for ids in probe]
     groups = [rows[1:3], *([row] for row in (rows[0], *rows[3:]))]
     with running(model, training=False):
         change = in_spreads(model.prefix_parity(groups), alone_rewards(model, probe))
     bad = "sharing a prompt between its responses changes rewards; set batching.prefix_sharing=off"
     good = "a prompt computed once for both responses gives the same rewards"
-    return _invariance("prefix_sharing", model, change, good, bad)
+    return _invariance(model, change, good, bad)
 
 
 def dropout(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
@@ -100,12 +99,12 @@ def dropout(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
         first, second = padded_rewards(model, probe), padded_rewards(model, probe)
     adapters = [module.p for name, module in model.named_modules() if "lora_dropout" in name and hasattr(module, "p")]
     bad = "two passes in training mode differ, so dropout is on and rewards are noisy; load with dropout=False"
-    check = _invariance("dropout", model, change_of(first, second), "two passes in training mode agree", bad)
+    check = _invariance(model, change_of(first, second), "two passes in training mode agree", bad)
     if check.status is Status.fail and any(adapters):
         asked = (
             f"adapters have dropout {max(adapters):g}, as their configuration asks; set lora_dropout to 0 to stop it"
         )
-        return Check(check.name, Status.warn, check.measured, check.unit, check.expected, asked)
+        return replace(check, status=Status.warn, explanation=asked)
     return check
 
 
@@ -117,7 +116,7 @@ def attention_kernel(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) ->
     slow = f"{kernel} attention where {best} is at hand; load with attn_implementation=auto"
     if kernel == "eager":
         good = "the model has no other attention kernel"
-        return judged("attention_kernel", best == "eager", kernel, "", expected, good, slow, otherwise=Status.warn)
+        return judged(best == "eager", kernel, "", expected, good, slow, otherwise=Status.warn)
     with running(model, training=False):
         fast = padded_rewards(model, probe)
         model.model.set_attn_implementation("eager")
@@ -128,22 +127,22 @@ def attention_kernel(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) ->
     change = change_of(eager, fast)
     if not change <= change_tolerance(model):
         wrong = f"{kernel} attention gives other rewards than eager; load with attn_implementation=eager"
-        return Check("attention_kernel", Status.fail, kernel, "", expected, wrong, {"change": change})
+        return Check("", Status.fail, kernel, "", expected, wrong, {"change": change})
     good = f"{kernel} attention gives the rewards of eager attention"
     verdict = (kernel.startswith(best), kernel, "", expected, good, slow)
-    return judged("attention_kernel", *verdict, otherwise=Status.warn, details={"change": change})
+    return judged(*verdict, otherwise=Status.warn, details={"change": change})
 
 
 def save_reload(model: BradleyTerryRM) -> Check:
     """The model gives the probe the same rewards after it is saved and loaded by plain `transformers`."""
     expected, unit = "rewards equal within the certificate's tolerance", "of max(1, |reward|)"
     if model.model.config.num_labels != 1:
-        return skipped("save_reload", expected, "only a model with one label can be saved as a reward model")
+        return skipped(expected, "only a model with one label can be saved as a reward model")
     with tempfile.TemporaryDirectory(prefix="rm-opt-doctor-") as folder:
         try:
             certificate = model.save_pretrained(Path(folder, "export"))
         except (CheckpointError, ValueError, RuntimeError) as error:  # transformers itself raises the last two
-            return Check("save_reload", Status.fail, None, unit, expected, f"the model cannot be saved: {error}")
+            return Check("", Status.fail, None, unit, expected, f"the model cannot be saved: {error}")
     details = {"tolerance": certificate.tolerance, "max_difference": certificate.max_difference}
     explanation = f"the saved model scores alike{' in plain transformers' * (pooling_head_of(model.model) is None)}"
-    return Check("save_reload", Status.ok, certificate.relative_difference, unit, expected, explanation, details)
+    return Check("", Status.ok, certificate.relative_difference, unit, expected, explanation, details)

@@ -138,7 +138,7 @@ def reward_spread(rewards: Float[np.ndarray, "pairs 2"]) -> Check:
     if not np.isfinite(rewards).all():
         num = int((~np.isfinite(rewards)).sum())
         reason = f"{num} of {rewards.size} rewards are not finite; train again with a lower learning rate or in float32"
-        return Check("reward_spread", Status.fail, None, "standard deviation", "more than 0", reason)
+        return Check("", Status.fail, None, "standard deviation", "more than 0", reason)
     nll = float(-log_expit(chosen - rejected).mean())
     collapse = detect_collapse(chosen, rejected, np.ones_like(chosen), nll)
     tie_rate = float((chosen == rejected).mean())
@@ -182,7 +182,7 @@ def calibration(scored: ScoredPairs, seed: int) -> Check:
     metrics = scored.metrics(seed, length_sign=1.0)
     expected, scale = "between 0.5 and 2, or an error no larger than by chance", metrics.temperature.temperature
     if scale is None:
-        return skipped("calibration", expected, metrics.temperature.reason or "")
+        return skipped(expected, metrics.temperature.reason or "")
     side = np.sign([pair.label - 0.5 for pair in scored.pairs])
     share = flipped_labels(expit(side * scored.beta * scored.margin / scale)[side != 0]).share
     error, chance = metrics.ece.value, metrics.ece_noise_floor
@@ -196,7 +196,7 @@ def calibration(scored: ScoredPairs, seed: int) -> Check:
     is_good = 0.5 <= scale <= 2 or not interval_of(metrics.ece)[0] > chance
     details = {"ece": error, "ece_noise_floor": chance, "flipped_share": share}
     verdict = (is_good, scale, "temperature", expected, good, f"{good}: {cause}")
-    return judged("calibration", *verdict, otherwise=Status.warn, details=details)
+    return judged(*verdict, otherwise=Status.warn, details=details)
 
 
 def label_groups(scored: ScoredPairs, seed: int) -> Check:
@@ -217,12 +217,12 @@ def label_groups(scored: ScoredPairs, seed: int) -> Check:
             score = (others.value - own.value) / max(math.hypot(*errors), 1e-9)
             found.append((score, f"{name}={value}", own, others))
     if not found:
-        return skipped("label_groups", expected, f"no metadata divides the pairs into groups of {LEAST_PAIRS}")
+        return skipped(expected, f"no metadata divides the pairs into groups of {LEAST_PAIRS}")
     score, where, own, others = max(found)
     good = f"{where}: rewards agree with {own.value:.3f} of the labels, and elsewhere with {others.value:.3f}"
     is_good = score < norm.isf(0.01 / len(found)) or interval_of(own)[0] > 0.5
     bad = f"{good}; the labels of these {own.num_samples} prompts look random or reversed: check them"
-    return judged("label_groups", is_good, own.value, "accuracy", expected, good, bad, otherwise=Status.warn)
+    return judged(is_good, own.value, "accuracy", expected, good, bad, otherwise=Status.warn)
 
 
 def beats_length(scored: ScoredPairs, seed: int) -> Check:
@@ -237,7 +237,7 @@ def beats_length(scored: ScoredPairs, seed: int) -> Check:
     metrics = longer if is_longer else scored.metrics(seed, length_sign=-1.0)
     above, rule = metrics.over_length, f"the {'longer' if is_longer else 'shorter'} response wins"
     if above.low is None or above.high is None:
-        return skipped("beats_length", expected, "the pairs with a better response are of fewer than two prompts")
+        return skipped(expected, "the pairs with a better response are of fewer than two prompts")
     compared = (
         f'rewards agree with {metrics.accuracy.value:.3f} of the labels, "{rule}" with {metrics.longer_wins.value:.3f}'
     )
@@ -248,7 +248,7 @@ def beats_length(scored: ScoredPairs, seed: int) -> Check:
     )
     details = {**_details(above), "accuracy": metrics.accuracy.value, "length_rule": metrics.longer_wins.value}
     verdict = (above.low > 0, above.value, "accuracy above length", expected, compared, bad)
-    return judged("beats_length", *verdict, otherwise=Status.warn, details=details)
+    return judged(*verdict, otherwise=Status.warn, details=details)
 
 
 def _power(estimate: Estimate) -> str:
@@ -270,7 +270,7 @@ def reward_length(scored: ScoredPairs) -> Check:
     expected = f"between -{LENGTH_CORRELATION:g} and {LENGTH_CORRELATION:g}, within its interval"
     length = np.array([len(pair.chosen) - len(pair.rejected) for pair in scored.pairs], dtype=np.float64)
     if len(length) < 10 or np.ptp(length) == 0 or np.ptp(scored.margin) == 0:
-        return skipped("reward_length", expected, "there are fewer than 10 pairs, or margins or lengths do not vary")
+        return skipped(expected, "there are fewer than 10 pairs, or margins or lengths do not vary")
     rho = float(spearmanr(scored.margin, length).statistic)
     half = 1.96 * 1.03 / math.sqrt(len(length) - 3)
     low, high = (math.tanh(math.atanh(np.clip(rho, -0.999999, 0.999999)) + sign * half) for sign in (-1, 1))
@@ -279,8 +279,7 @@ def reward_length(scored: ScoredPairs) -> Check:
     bad = f"{good}; the model ranks by length, so balance lengths in the data or penalize length"
     baseline = length_baseline(scored.pairs).value
     details = {"low": low, "high": high, "longer_wins": baseline, "num_pairs": len(length)}
-    verdict = (not follows, rho, "rank correlation", expected, good, bad)
-    return judged("reward_length", *verdict, otherwise=Status.warn, details=details)
+    return judged(not follows, rho, "rank correlation", expected, good, bad, otherwise=Status.warn, details=details)
 
 
 def prompt_only(model: BradleyTerryRM, scored: ScoredPairs) -> Check:
@@ -294,7 +293,7 @@ def prompt_only(model: BradleyTerryRM, scored: ScoredPairs) -> Check:
     good = f"given the prompt alone, none of {len(pairs)} pairs is told apart"
     bad = "the sides of a pair get different rewards for the same text; look for state in the rendering or the model"
     share, unit = num_apart / len(pairs), "share of pairs told apart"
-    return judged("prompt_only", not num_apart, share, unit, "0", good, bad, details={"num_pairs": len(pairs)})
+    return judged(not num_apart, share, unit, "0", good, bad, details={"num_pairs": len(pairs)})
 
 
 def interval_of(estimate: Estimate) -> tuple[float, float]:

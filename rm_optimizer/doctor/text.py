@@ -40,17 +40,17 @@ def pad_token(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
         bad = f"tokenizer and model name different pad ids ({tokenizer.pad_token_id} and {pad}); set both alike"
     good = f"{tokenizer.pad_token!r} pads and ends no sequence ({model.pad_choice.reason})"
     verdict = (agrees and not num_ending, num_ending, f"of {len(probe)} sequences", expected, good, bad)
-    return judged("pad_token", *verdict, details=details)
+    return judged(*verdict, details=details)
 
 
 def tokenizer_file(model: BradleyTerryRM) -> Check:
     """The tokenizer gives plain texts the ids of the `tokenizer.json` it was read from."""
     expected, file = "the ids of tokenizer.json", Path(str(model.tokenizer.name_or_path), TOKENIZER_FILE)
     if not file.is_file():
-        return skipped("tokenizer_file", expected, "the tokenizer was not read from a folder with tokenizer.json")
+        return skipped(expected, "the tokenizer was not read from a folder with tokenizer.json")
     difference = read_otherwise(model.tokenizer, file)
     verdict = ("other ids" if difference else "the same ids", "", expected, "plain texts get the ids of tokenizer.json")
-    return judged("tokenizer_file", difference is None, *verdict, difference or "", otherwise=Status.warn)
+    return judged(difference is None, *verdict, difference or "", otherwise=Status.warn)
 
 
 def special_tokens(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
@@ -60,12 +60,12 @@ def special_tokens(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> C
     openers = _openers(model)
     closers = {tokenizer.eos_token_id, tokenizer.sep_token_id} - {None}
     if not closers:
-        return skipped("special_tokens", expected, "the tokenizer has neither EOS nor SEP")
+        return skipped(expected, "the tokenizer has neither EOS nor SEP")
     closing = model.renderer.closing()
     if model.renderer.is_written and not closers.intersection(closing):
         ending = tokenizer.decode(list(closing))
         reason = f"its chat template writes the whole sequence, which ends with {ending!r}"
-        return skipped("special_tokens", expected, reason)
+        return skipped(expected, reason)
     adds_opener = tokenizer("a")["input_ids"][0] in openers
     num_openers = [_leading(ids, openers) for ids in probe]
     num_closers = [_leading(_stripped(model, ids)[::-1], closers) for ids in probe]
@@ -78,7 +78,7 @@ def special_tokens(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> C
         "or the tokenizer add them, not both"
     )
     verdict = (not num_wrong, num_wrong, f"of {len(probe)} sequences", expected, good, bad)
-    return judged("special_tokens", *verdict, details={"wrong_start": wrong_start, "wrong_end": wrong_end})
+    return judged(*verdict, details={"wrong_start": wrong_start, "wrong_end": wrong_end})
 
 
 def plain_rendering(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
@@ -89,7 +89,7 @@ def plain_rendering(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> 
     )
     if renderer.kind != "chat_template":
         reason = "the model renders by no chat template; score through BradleyTerryRM or rm-opt serve"
-        return skipped("plain_rendering", expected, reason)
+        return skipped(expected, reason)
     talks = [(*as_messages(prompt), Message("assistant", response)) for prompt, response in DEFAULT_PROBE]
     as_tokens, as_text = plain_agreement(talks, probe, model.max_length, model.tokenizer)
     remedy = "score through BradleyTerryRM or rm-opt serve"
@@ -97,7 +97,7 @@ def plain_rendering(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> 
         remedy = "tokenize the text with add_special_tokens=False; an export of the model does that where it can"
     good, bad = "special tokens are written once, whichever way is taken", f"not every way gives its tokens; {remedy}"
     verdict = (as_tokens and as_text, as_tokens + 2 * as_text, "of 3 ways", expected, good, bad)
-    return judged("plain_rendering", *verdict, otherwise=Status.warn)
+    return judged(*verdict, otherwise=Status.warn)
 
 
 def _openers(model: BradleyTerryRM) -> set[int]:
@@ -130,12 +130,12 @@ def template_date(model: BradleyTerryRM) -> Check:
         texts = [write(strftime_now=day.strftime, date_string=day.strftime("%d %b %Y")) for day in _DAYS]
         what = f"the chat template, on {_DAYS[0]:%d %b %Y} and {_DAYS[1]:%d %b %Y}, gives"
     else:
-        return skipped("template_date", expected, "the tokenizer has no chat template, and the plain form has no date")
+        return skipped(expected, "the tokenizer has no chat template, and the plain form has no date")
     is_same = texts[0] == texts[1]
     remedy = "load the tokenizer through BradleyTerryRM, which pins the date, or write the date into the template"
     good, bad = f"{what} one text", f"{what} two texts, so rewards change by the day; {remedy}"
     details = {name: getattr(model.renderer, name) for name in ("kind", "template_hash", "pinned_date")}
-    return judged("template_date", is_same, len(set(texts)), "different texts", expected, good, bad, details=details)
+    return judged(is_same, len(set(texts)), "different texts", expected, good, bad, details=details)
 
 
 def rendered_together(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -> Check:
@@ -144,7 +144,7 @@ def rendered_together(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -
     whole = [_whole_text_ids(model, prompt, response) for prompt, response in DEFAULT_PROBE]
     short = [i for i, ids in enumerate(whole) if len(ids) + 4 <= model.max_length]
     if not short:
-        return skipped("rendered_together", expected, f"max_length={model.max_length} cuts every probe conversation")
+        return skipped(expected, f"max_length={model.max_length} cuts every probe conversation")
     read = {i: [list(probe[i][start : start + len(whole[i])]) for start in range(len(probe[i]))] for i in short}
     num_wrong = sum(whole[i] not in read[i] for i in short)
     good = "prompt and response are rendered together and tokenized once"
@@ -152,7 +152,7 @@ def rendered_together(model: BradleyTerryRM, probe: Sequence[tuple[int, ...]]) -
         "sequences differ from the tokens of the conversation's text; render prompt and response together and tokenize "
         "the text once"
     )
-    return judged("rendered_together", not num_wrong, num_wrong, f"of {len(short)} sequences", expected, good, bad)
+    return judged(not num_wrong, num_wrong, f"of {len(short)} sequences", expected, good, bad)
 
 
 def _whole_text_ids(model: BradleyTerryRM, prompt: Prompt, response: str) -> list[int]:
@@ -167,7 +167,7 @@ def truncation(model: BradleyTerryRM) -> Check:
     whole = model.renderer.encode("why?", _ANSWER)
     if whole.prompt_cut or whole.response_cut:
         reason = f"max_length={model.max_length} is too short for a prompt of one word; raise it"
-        return Check("truncation", Status.fail, len(whole.ids), "tokens", expected, reason)
+        return Check("", Status.fail, len(whole.ids), "tokens", expected, reason)
     cut = model.renderer.encode("why? " * 2 * model.max_length, _ANSWER)
     either = [_whole_text_ids(model, "why?", response) for response in (_ANSWER, "Zebras")]
     shared = takewhile(lambda both: both[0] == both[1], zip(*either, strict=False))
@@ -179,4 +179,4 @@ def truncation(model: BradleyTerryRM) -> Check:
     good = "a prompt that is too long loses tokens from its left, and the response is kept"
     bad = "cutting an over-long prompt changes the response or the special tokens; cut the prompt's left end only"
     details = {"prompt_cut": cut.prompt_cut, "response_cut": cut.response_cut}
-    return judged("truncation", is_right, len(cut.ids), "tokens", expected, good, bad, details=details)
+    return judged(is_right, len(cut.ids), "tokens", expected, good, bad, details=details)
