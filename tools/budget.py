@@ -35,7 +35,7 @@ LIMITS: Mapping[str, int] = {
     "files": 347,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 65,
-    "import lines": 6098,
+    "import lines": 6097,
     "import lines inside functions": 393,
     "lines of code": 38441,
     "private functions with one caller": 424,
