@@ -98,10 +98,8 @@ def of_hessian(rows: np.ndarray, signs: np.ndarray, seed: int) -> Drawn:
     for fitted, held in (halves, halves[::-1]):
         columns[held, 0] = along(held, top(fitted)[1])
     whole = (TopOfSamples(len(rows), (value,)),)
-    crossed = cross_fitted(
-        columns, weights, clusters=range(len(rows)), seed=seed, sampling=resampled, by_num_pairs=whole
-    )
-    return Drawn(value, resampled[0], crossed)
+    means = weighted_means(columns, weights, clusters=range(len(rows)), seed=seed)
+    return Drawn(value, resampled[0], cross_fitted(means, resampled, whole))
 
 
 def main() -> None:

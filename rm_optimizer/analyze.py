@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,6 +101,7 @@ def analyze(options: AnalyzeConfig) -> Path:
         TrainingDiverged: if the loss is not finite.
     """
     from rm_optimizer.records.files import held, write_text
+    from rm_optimizer.records.ledger import stages
     from rm_optimizer.records.provenance import commit, machine, versions
     from rm_optimizer.records.run_folder import ANALYSIS_FILE, results_folder
     from rm_optimizer.reporting.landscape.results import draw_result, print_result
@@ -112,7 +112,7 @@ def analyze(options: AnalyzeConfig) -> Path:
     with held(folder, "analysis"):
         options = replace(options, output_dir=str(folder))
         try:
-            with _progress(options.progress) as on_progress:
+            with stages(shown=options.progress) as on_progress:
                 finding = _measured(options, folder, on_progress)
         except KeyboardInterrupt:
             raise Interrupted("stopped before there was a result to write; the same command starts again") from None
@@ -280,20 +280,6 @@ def _draw_history(options: AnalyzeConfig, folder: Path) -> None:
     history = run.metrics()
     if has_training_curvature(history):
         draw_training_curvature(history, folder, f"{curvature_caption(run)}; {run.path}")
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[OnProgress]:
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[remark]}"))
-    bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=not shown)
-    with bar:
-        task = bar.add_task("loading", total=None, remark="")
-        yield lambda what, done, total, remark: bar.update(
-            task, description=what, completed=done, total=total, remark=remark
-        )
 
 
 if __name__ == "__main__":

@@ -21,12 +21,11 @@ from omegaconf import OmegaConf
 
 from rm_optimizer import PUBLIC_MODULES
 from rm_optimizer.schema.checks import in_words
-from rm_optimizer.schema.compose import config_root
+from rm_optimizer.schema.compose import GROUPS, config_root
 from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.diagnose import LIBRARIES, counterparts
 from rm_optimizer.schema.landscape import AnalyzeConfig
 from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, OptimizerConfig
-from rm_optimizer.schema.store import GROUPS
 
 BEGIN = "<!-- made by tools/describe.py: begin -->"
 END = "<!-- end -->"

@@ -33,9 +33,8 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from rm_optimizer.errors import ConfigError, did_you_mean, nearest
 from rm_optimizer.interfaces.exits import one_exit
 from rm_optimizer.records.quoting import in_quotes
-from rm_optimizer.schema.compose import ConfigT, check_overrides, completed, composing, config_root, typed
+from rm_optimizer.schema.compose import ConfigT, check_overrides, completed, composing, config_root, register, typed
 from rm_optimizer.schema.diagnose import counterpart, unknown_option, walk_options
-from rm_optimizer.schema.store import register
 
 
 @dataclass(frozen=True)
@@ -331,7 +330,7 @@ def _finished(config: DictConfig, kind: type[ConfigT], writable: bool, job: int 
     own = config.copy()
     with read_write(own), open_dict(own):
         del own["hydra"]
-    for option, is_declared, _ in walk_options(own):
+    for option, is_declared in walk_options(own):
         if not is_declared:  # added with a plus, and read by no code
             raise ConfigError(unknown_option(option, own))
     built = typed(own, kind)

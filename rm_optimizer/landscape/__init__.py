@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from rm_optimizer.landscape.series import compare_spectra as compare_spectra
     from rm_optimizer.landscape.spectrum import HessianSpectrum as HessianSpectrum
     from rm_optimizer.landscape.spectrum import summarize as summarize
-    from rm_optimizer.landscape.surface.results import Slice as Slice
-    from rm_optimizer.landscape.surface.results import Surface as Surface
-    from rm_optimizer.landscape.surface.results import Trajectory as Trajectory
+    from rm_optimizer.landscape.surface.grid import Slice as Slice
+    from rm_optimizer.landscape.surface.grid import Surface as Surface
+    from rm_optimizer.landscape.surface.grid import Trajectory as Trajectory
     from rm_optimizer.landscape.training_curvature import measure_curvature as measure_curvature
     from rm_optimizer.schema.landscape import SpectrumOptions as SpectrumOptions
 

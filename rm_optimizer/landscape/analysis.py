@@ -33,13 +33,17 @@ from rm_optimizer.landscape.surface.directions import (
     filter_normalized,
     trajectory_plane,
 )
-from rm_optimizer.landscape.surface.grid import MISSING, GridLedger, PointLoss, Points, measure_grid
-from rm_optimizer.landscape.surface.results import (
+from rm_optimizer.landscape.surface.grid import (
+    MISSING,
     GridDescription,
+    GridLedger,
+    PointLoss,
+    Points,
     Slice,
     Surface,
     Trajectory,
     in_rows,
+    measure_grid,
     plane_grid,
     plane_ranges,
     slice_grid,

@@ -17,7 +17,7 @@ from rm_optimizer.landscape.measured_loss import MeasuredLoss
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum
 from rm_optimizer.landscape.surface.directions import Directions
-from rm_optimizer.landscape.surface.results import GridDescription
+from rm_optimizer.landscape.surface.grid import GridDescription
 from rm_optimizer.records.codec import JsonRecord, json_values
 from rm_optimizer.records.ledger import Ledger, open_ledger
 from rm_optimizer.schema.landscape import LandscapeConfig

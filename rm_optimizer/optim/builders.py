@@ -33,6 +33,7 @@ from rm_optimizer.optim.registry import (
     built_in,
     require_setups,
 )
+from rm_optimizer.schema.compose import store_optimizer
 from rm_optimizer.schema.optimizers import (
     AdafactorConfig,
     AdamConfig,
@@ -50,7 +51,6 @@ from rm_optimizer.schema.optimizers import (
     ShampooConfig,
     SOAPConfig,
 )
-from rm_optimizer.schema.store import store_optimizer
 
 BuilderT = TypeVar("BuilderT", bound=Builder)
 

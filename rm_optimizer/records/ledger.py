@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from rm_optimizer.errors import DataError
 from rm_optimizer.records.codec import json_values
@@ -59,15 +59,18 @@ def progress(what: str, unit: str) -> Iterator[OnProgress]:
 
 
 @contextmanager
-def stages() -> Iterator[Callable[[str, int, int], None]]:
+def stages(*, shown: bool = True) -> Iterator[Callable[..., None]]:
     """Show a bar while the block runs, and yield the function that moves it.
 
-    Its arguments are the name of the present stage, the number of stages done and the number of all stages.
+    Its arguments are the name of the present stage, the amount done, the whole amount or None, and maybe a remark.
     """
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("loading")
-        yield lambda what, done, total: bar.update(task, description=what, completed=done, total=total)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[remark]}"))
+    bar = Progress(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True, disable=not shown)
+    with bar:
+        task = bar.add_task("loading", total=None, remark="")
+        yield lambda what, done, total, remark="": bar.update(
+            task, description=what, completed=done, total=total, remark=remark
+        )
 
 
 def _count(done: int, total: int | None, unit: str) -> str:

@@ -37,8 +37,7 @@ class AdapterConfig(Options, group="adapter"):
     targets: list[str] | None = None
     """Names (or their last parts) of the layers adapted; null takes every linear layer of the backbone's blocks."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if self.kind == AdapterKind.none:
             for name in ("rank", "alpha", "dropout", "targets"):
                 value = getattr(self, name)

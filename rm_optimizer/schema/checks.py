@@ -48,8 +48,12 @@ class Options:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if "interval" in item.metadata and (value := getattr(self, item.name)) is not None:
-                require_in(f"{self._group}{item.name}", value, item.metadata["interval"])
+            if isinstance(value := getattr(self, item.name), int | float):
+                require_in(f"{self._group}{item.name}", value, item.metadata.get("interval", "(-inf, inf)"))
+        self._check()
+
+    def _check(self) -> None:
+        """Refuse values that do not fit each other; called once each is in its interval."""
 
 
 def require(condition: bool, option: str, expected: str, got: object) -> None:
@@ -74,8 +78,8 @@ def require_key(option: str, key: str) -> None:
         )
 
 
-def require_in(option: str, value: object, interval: str) -> None:
-    """Raise unless a number lies in an interval; text, which is not resolved yet, passes, and NaN lies in none.
+def require_in(option: str, value: float, interval: str) -> None:
+    """Raise unless a number lies in an interval; NaN and infinity lie in none.
 
     Args:
         option: the option's name as the user types it.
@@ -91,9 +95,6 @@ def require_in(option: str, value: object, interval: str) -> None:
         Traceback (most recent call last):
         rm_optimizer.errors.ConfigError: optimizer.momentum must lie in [0, 1), got 1.5
     """
-    if isinstance(value, str):
-        return
-    assert isinstance(value, int | float), f"{option} is {type(value).__name__}, not a number"
     left, low, high, right = _ends(interval)
     require(math.isfinite(value), option, "be a finite number", value)
     above = value >= _number(low) if left == "[" else value > _number(low)

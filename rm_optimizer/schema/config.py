@@ -111,8 +111,7 @@ class ModelConfig(Options, group="model"):
     trust_remote_code: bool = False
     """Run the checkpoint's own modeling code."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         described = self.path is not None or bool(self.architecture)
         require(described, "model.path", "be set when model.architecture is empty", "null")
         if self.path is not None and self.architecture:
@@ -166,8 +165,7 @@ class LossConfig(Options, group="loss"):
         """True if a pair's loss depends on the difference of its rewards alone; not known of a named loss."""
         return self.name is None and self.score_range is None and not (self.center_rewards or self.reward_l2)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if self.score_range is None:
             return
         is_range = len(self.score_range) == 2 and self.score_range[0] < self.score_range[1]
@@ -258,8 +256,7 @@ class TrainingConfig(Options, group="training"):
     progress: bool = True
     """Show a progress bar, or log a line a minute if no terminal can show one."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         self.mode = better_mode(self.monitor, self.mode)
 
 
@@ -292,8 +289,7 @@ class HardwareConfig(Options, group="hardware"):
     eval_pass_tokens: int = within("[1, inf)", MISSING)
     """Tokens of an evaluation pass that fit into memory; default of `batching.eval_token_budget`."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if self.accelerator not in ACCELERATORS:
             raise ConfigError(did_you_mean("hardware.accelerator", self.accelerator, ACCELERATORS))
         if self.on_out_of_memory == OnOutOfMemory.halve:  # the others would wait for a rank that repeats its passes
@@ -331,8 +327,7 @@ class LoggerConfig(Options, group="logger"):
     log_model: bool = needing("wandb", True)
     """Log the exported model as a W&B artifact by reference; `wandb sync` uploads it from the run folder."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         for tag in self.tags:
             require(1 <= len(tag) <= 64, "logger.tags", "hold tags of 1 to 64 characters, as W&B demands", repr(tag))
 
@@ -364,8 +359,7 @@ class TrainConfig(Options):
     hardware: HardwareConfig = MISSING
     logger: LoggerConfig = MISSING
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if self.adapter != MISSING and self.adapter.kind == AdapterKind.qlora and self.model.path is None:
             raise ConfigError(
                 f"adapter=qlora stores pretrained weights in four bits, and model={self.model.name} starts from random "

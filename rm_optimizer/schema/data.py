@@ -240,8 +240,7 @@ class DataConfig(Options, group="data"):
     synthetic: SyntheticConfig = needing("!train", SyntheticConfig)
     """The embedded world's size and noise."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         mapped = self.columns is None or isinstance(self.columns, Mapping)
         require(mapped, "data.columns", "map our columns to the file's, as {prompt: question}", self.columns)
         for name in ("train", "val"):

@@ -1,9 +1,8 @@
-"""Sentences for mistakes in options, with other libraries' names for ours, and refusal of values. Imports no torch."""
+"""Sentences for mistakes in options, with other libraries' names for ours. Imports no torch."""
 
 from __future__ import annotations
 
 import csv
-import math
 import re
 import types
 from collections.abc import Iterator, Sequence
@@ -25,7 +24,6 @@ from omegaconf.errors import (
 from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from rm_optimizer.errors import did_you_mean, nearest
-from rm_optimizer.schema.checks import require
 
 WORDS = {
     int: "an integer",
@@ -55,8 +53,8 @@ def explain(error: BaseException, overrides: Sequence[str]) -> str:
     return " ".join(str(error).split())
 
 
-def walk_options(node: Any, prefix: str = "") -> Iterator[tuple[str, bool, Any]]:
-    """Dotted names in structured nodes, whether a dataclass declares them, and their values (None if not yet known).
+def walk_options(node: Any, prefix: str = "") -> Iterator[tuple[str, bool]]:
+    """Dotted names in structured nodes, each with True if a dataclass declares it.
 
     Free mappings and lists are values, not options.
     """
@@ -66,15 +64,14 @@ def walk_options(node: Any, prefix: str = "") -> Iterator[tuple[str, bool, Any]]
     declared = {field.name for field in fields(kind)}
     for key in node:
         name = f"{prefix}{key!s}"
-        is_open = OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key))
-        yield name, key in declared, None if is_open else node[key]
-        if not is_open:
+        yield name, key in declared
+        if not (OmegaConf.is_missing(node, key) or OmegaConf.is_interpolation(node, str(key))):
             yield from walk_options(node._get_node(key), f"{name}.")
 
 
 def option_names(config: DictConfig) -> Iterator[str]:
     """Dotted names of the options that the dataclasses declare."""
-    return (name for name, is_declared, _ in walk_options(config) if is_declared)
+    return (name for name, is_declared in walk_options(config) if is_declared)
 
 
 PATH_OPTIONS = {"data": "data.train", "model": "model.path"}
@@ -174,17 +171,6 @@ def _type_sentence(error: ValidationError, option: str, overrides: Sequence[str]
 
 def _first_line(error: BaseException) -> str:
     return str(error).split("\n", 1)[0]
-
-
-def require_finite(config: DictConfig) -> None:
-    """Refuse NaN and infinity in any option; range checks accept NaN, since a comparison with it is false.
-
-    Raises:
-        ConfigError: naming the first such option.
-    """
-    for option, _, value in walk_options(config):
-        if isinstance(value, float) and not math.isfinite(value):
-            require(False, option, "be a finite number", value)
 
 
 LIBRARIES = ("TRL", "OpenRLHF", "LLaMA-Factory")

@@ -200,8 +200,7 @@ class LandscapeConfig(SpectrumOptions, group="landscape"):
     others: list[str] = needing(_when("type", AnalysisType.between), list)
     """Run folders or models that `between` compares with the checkpoint, on the checkpoint's pairs."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         named = isinstance(self.params, str) or (isinstance(self.params, list) and len(self.params) > 0)
         require(named, "landscape.params", "be a name, a pattern or a list of patterns", self.params)
         is_odd = self.num_points >= 3 and self.num_points % 2 == 1

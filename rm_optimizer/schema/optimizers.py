@@ -95,9 +95,8 @@ class SGDConfig(OptimizerConfig):
     nesterov: bool = MISSING
     """Look one step ahead along the momentum."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.nesterov is True:
+    def _check(self) -> None:
+        if self.nesterov is True and self.momentum != MISSING:
             require_in("optimizer.momentum with optimizer.nesterov=true", self.momentum, "(0, 1)")
 
 
@@ -193,8 +192,7 @@ class ProdigyConfig(AdamConfig):
     d_coef: float = within("(0, inf)", MISSING)
     """Factor on the estimate; the knob to tune."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         for option in ("head_lr_factor", "layer_lr_decay"):
             value, expected = getattr(self, option), "be 1 with prodigy, which has one rate for all parameters"
             require(value == 1, f"optimizer.{option}", expected, value)
@@ -266,8 +264,7 @@ class ScheduleConfig(Options, group="schedule"):
     decay_ratio: float | None = within("(0, 1]", None)
     """Share of all steps that decay; for `wsd` only."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         if self.name == ScheduleName.wsd:
             require(self.decay_ratio is not None, "schedule.decay_ratio", "be set with schedule.name=wsd", "null")
         elif self.name != MISSING:

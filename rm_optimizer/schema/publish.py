@@ -53,7 +53,6 @@ class PublishConfig(Options, group="publish"):
     on_failure: OnFailure = needing("url", OnFailure.error)
     """End the run when the server refuses a version, or warn and continue."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         is_http = all(url.strip().startswith(("http://", "https://")) for url in (self.url or "http://").split(","))
         require(is_http, "publish.url", "start with http:// or https://", self.url)

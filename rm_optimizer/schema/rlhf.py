@@ -68,8 +68,7 @@ class RLHFConfig(Options, group="rlhf"):
     stop_disagreement: float | None = within("(1, inf)", None)
     """Stop if the members' mean disagreement exceeds this multiple of the start policy's; null never stops."""
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def _check(self) -> None:
         num_models = len(self.reward_models) or self.members
         one = self.server is None or len(self.reward_models) == 1
         require(one, "rlhf.reward_models", "name the one model that rlhf.server serves", self.reward_models)

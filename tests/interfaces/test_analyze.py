@@ -23,7 +23,7 @@ from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.series import BetweenModels, Evolution
 from rm_optimizer.landscape.solvers.lanczos import lanczos
 from rm_optimizer.landscape.spectrum import HessianSpectrum, summarize
-from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
+from rm_optimizer.landscape.surface.grid import Slice, Surface, Trajectory
 from rm_optimizer.records.run_folder import RunFolder, results_folder
 from rm_optimizer.reporting.landscape.results import scalars_of
 from rm_optimizer.reporting.landscape.runs import plot_evolution

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from rm_optimizer.landscape.estimates.by_pair import weighted_means
 from rm_optimizer.landscape.estimates.cross_fitting import cross_fit_gram, cross_fitted, halves_of, part_of
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.gauss_newton import GramSpectrum
@@ -38,7 +39,7 @@ def test_a_part_of_the_pairs_has_their_loss(packed: bool):
 
 def test_the_interval_of_the_largest_of_the_population_is_that_of_the_first_rank_alone():
     columns = np.random.default_rng(0).normal((1.0, 9.0), 1.0, (50, 2))
-    found = cross_fitted(columns, np.ones(50), clusters=range(50), seed=0, sampling=(), by_num_pairs=())
+    found = cross_fitted(weighted_means(columns, np.ones(50), clusters=range(50), seed=0), (), ())
     assert (found.population_low, found.population_high) == (found.values[0].low, found.values[0].high)
 
 

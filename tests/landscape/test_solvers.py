@@ -17,7 +17,7 @@ from rm_optimizer.landscape.operators.base import HessianOperator, MatrixOperato
 from rm_optimizer.landscape.operators.gauss_newton import gauss_newton_exact
 from rm_optimizer.landscape.operators.objective import measuring
 from rm_optimizer.landscape.operators.single_pairs import single_pairs
-from rm_optimizer.landscape.solvers.krylov import KrylovState
+from rm_optimizer.landscape.solvers.krylov import KrylovState, remove_states
 from rm_optimizer.landscape.solvers.lanczos import Progress, lanczos
 from rm_optimizer.landscape.solvers.reference import full_spectrum, power_iteration
 from rm_optimizer.schema import LossConfig
@@ -236,7 +236,7 @@ def test_a_kill_while_a_state_is_written_leaves_the_one_before(tmp_path: Path):
     rows.write_bytes(rows.read_bytes()[:-1])
     with pytest.raises(CheckpointError, match="cannot be read as a Lanczos state"):
         KrylovState.load(file)
-    KrylovState.remove(file)
+    remove_states(file)
     assert not list(tmp_path.iterdir())
 
 

@@ -24,8 +24,7 @@ from rm_optimizer.landscape.estimates.quantities import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, TopEigenvalue
 from rm_optimizer.landscape.series import SpectrumComparison
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
-from rm_optimizer.landscape.surface.grid import MISSING, PointLoss
-from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
+from rm_optimizer.landscape.surface.grid import MISSING, GridDescription, PointLoss, Slice, Surface, Trajectory
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
 from rm_optimizer.records.run_folder import RunIdentity
 from rm_optimizer.training.folder.record import DataSummary, RunResult, RunStatus

@@ -16,8 +16,7 @@ from rm_optimizer.landscape.estimates.cross_fitting import CrossFit, TopOfSample
 from rm_optimizer.landscape.estimates.density import SpectralDensity, density_curve
 from rm_optimizer.landscape.estimates.quantities import LocalGeometry
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature, TopEigenvalue
-from rm_optimizer.landscape.surface.grid import PointLoss
-from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
+from rm_optimizer.landscape.surface.grid import GridDescription, PointLoss, Slice, Surface, Trajectory
 from rm_optimizer.reporting.figures import save_figure
 from rm_optimizer.reporting.landscape.layers import plot_layers
 from rm_optimizer.reporting.landscape.results import draw_training_curvature

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rm_optimizer.errors import DataError
 from rm_optimizer.interfaces.cli import app
-from rm_optimizer.landscape.surface.results import Slice, Surface
+from rm_optimizer.landscape.surface.grid import Slice, Surface
 from rm_optimizer.reporting.folder_page import run_document, write_page
 from rm_optimizer.reporting.html import answer, bullets, page, paragraph, table
 from rm_optimizer.rl_coupling.ensemble import EnsembleReference

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from jaxtyping import Float
 from numpy.typing import NDArray
 
 from rm_optimizer.core.metrics.estimate import Estimate
@@ -138,19 +137,14 @@ def cross_fit_hessian(
         del found  # frees the memory that the other half's vectors need
     quarters = [_quarters(half, clusters, seed)[0] for half in halves]
     smaller = [top_of(part_of(objective, quarter), 1, number) for number, quarter in enumerate(quarters, start=2)]
-    return cross_fitted(
-        columns[:, :most],
-        objective.pair_weights,
-        clusters=clusters,
-        seed=seed,
-        sampling=sampling,
-        by_num_pairs=(
-            _sample(quarters, [float(pairs.values[0]) for pairs in smaller]),
-            _sample(halves, tops),
-            TopOfSamples(objective.num_pairs, (top,)),
-        ),
-        num_products=num_products + sum(pairs.num_products for pairs in smaller),
+    by_num_pairs = (
+        _sample(quarters, [float(pairs.values[0]) for pairs in smaller]),
+        _sample(halves, tops),
+        TopOfSamples(objective.num_pairs, (top,)),
     )
+    num_products += sum(pairs.num_products for pairs in smaller)
+    values = weighted_means(columns[:, :most], objective.pair_weights, clusters=clusters, seed=seed)
+    return cross_fitted(values, sampling, by_num_pairs, num_products)
 
 
 def cross_fit_gram(gram: GramSpectrum, num_values: int, *, clusters: Sequence[int], seed: int) -> CrossFit | None:
@@ -175,18 +169,12 @@ def cross_fit_gram(gram: GramSpectrum, num_values: int, *, clusters: Sequence[in
     for fitted, held in (halves, halves[::-1]):
         columns[held] = gram.curvatures(fitted, held, num_values)
     quarters = [quarter for half in halves for quarter in _quarters(half, clusters, seed)]
-    weights, own = gram.pair_weights, gram.curvatures(everything, everything, 1)
-    return cross_fitted(
-        columns,
-        weights,
-        clusters=clusters,
-        seed=seed,
-        sampling=weighted_means(own, weights, clusters=clusters, seed=seed),
-        by_num_pairs=(
-            *(_sample(parts, [float(gram.values_of(part)[0]) for part in parts]) for parts in (quarters, halves)),
-            TopOfSamples(gram.num_pairs, (float(gram.values[0]),)),
-        ),
+    own = gram.curvatures(everything, everything, 1)
+    values, sampling = (
+        weighted_means(each, gram.pair_weights, clusters=clusters, seed=seed) for each in (columns, own)
     )
+    parts = (_sample(parts, [float(gram.values_of(part)[0]) for part in parts]) for parts in (quarters, halves))
+    return cross_fitted(values, sampling, (*parts, TopOfSamples(gram.num_pairs, (float(gram.values[0]),))))
 
 
 def part_of(objective: PairObjective, pairs: Pairs) -> PairObjective:
@@ -210,26 +198,18 @@ def _sample(parts: Sequence[Pairs], values: Sequence[float]) -> TopOfSamples:
 
 
 def cross_fitted(
-    columns: Float[np.ndarray, "pairs values"],
-    weights: Float[np.ndarray, " pairs"],
-    *,
-    clusters: Sequence[int],
-    seed: int,
+    values: tuple[Estimate, ...],
     sampling: Sequence[Estimate],
     by_num_pairs: tuple[TopOfSamples, ...],
     num_products: int = 0,
 ) -> CrossFit:
-    """Cross-fit from the curvature of each pair along the other half's vectors.
+    """Cross-fit from the curvatures of pairs along the vectors of the half that they are not in.
 
     Args:
-        columns: curvature of each pair along each of the other half's vectors.
-        weights: weight of each pair.
-        clusters: number of each pair's prompt.
-        seed: seed of the resampling.
+        values: mean curvature along each vector with its interval over pairs.
         sampling: eigenvalues of all pairs with their interval over pairs.
         by_num_pairs: largest eigenvalue of parts and of all of the pairs.
         num_products: products with halves and quarters.
     """
-    values = weighted_means(columns, weights, clusters=clusters, seed=seed)
     ends = [estimate.high for estimate in (values[0], *sampling[:1]) if estimate.high is not None]
     return CrossFit(values, values[0].low, max(ends, default=None), by_num_pairs, num_products)

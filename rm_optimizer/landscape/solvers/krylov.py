@@ -197,7 +197,7 @@ class KrylovState:
         self.num_saved = len(rows)
         shape = {"num_vectors": len(rows), "dimension": len(rows[0]), "dtype": str(rows[0].cpu().numpy().dtype)}
         write_text(path, json.dumps({name: getattr(self, name) for name in _NUMBERS} | shape))
-        for other in set(_rows_files(path)) - {rows_file}:
+        for other in set(path.parent.glob(f"{path.name}.rows*")) - {rows_file}:
             other.unlink()
 
     @classmethod
@@ -220,13 +220,6 @@ class KrylovState:
         if state.identity != identity:
             raise CheckpointError(f"{path} belongs to other weights, pairs or options; remove it or restore those")
         return state
-
-    @staticmethod
-    def remove(path: Path) -> None:
-        """Remove the files of `save`, if there are any."""
-        path.unlink(missing_ok=True)
-        for rows_file in _rows_files(path):
-            rows_file.unlink()
 
 
 def extend(operator: SymmetricOperator, state: KrylovState, random: RandomVectors) -> None:
@@ -261,10 +254,6 @@ _NUMBERS = tuple(each.name for each in fields(KrylovState) if each.name not in (
 
 def _rows_file(path: Path, num_shrunk: int) -> Path:
     return path.with_name(f"{path.name}.rows{num_shrunk or ''}")
-
-
-def _rows_files(path: Path) -> list[Path]:
-    return list(path.parent.glob(f"{path.name}.rows*"))
 
 
 SAVE_SECONDS = 10.0
@@ -315,5 +304,6 @@ def part_file(file: Path | None, number: int) -> Path | None:
 
 def remove_states(file: Path) -> None:
     """Remove the states of a search over all pairs and parameters, and over parts of them."""
-    for path in (file, *file.parent.glob(f"{file.stem}.part*{file.suffix}")):
-        KrylovState.remove(path)
+    part = f"{file.stem}.part*{file.suffix}"
+    for path in itertools.chain([file], *map(file.parent.glob, (f"{file.name}.rows*", part, f"{part}.rows*"))):
+        path.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.landscape.layers import BlockCurvature, LayerCurvature
-from rm_optimizer.landscape.surface.results import Row
+from rm_optimizer.landscape.surface.grid import Row
 from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import INK, new_figure
 from rm_optimizer.reporting.landscape.spectrum import named

@@ -12,7 +12,7 @@ from rich.console import Console
 from rm_optimizer.landscape.layers import LayerCurvature
 from rm_optimizer.landscape.series import BetweenModels, Evolution
 from rm_optimizer.landscape.spectrum import HessianSpectrum
-from rm_optimizer.landscape.surface.results import Slice, Surface, Trajectory
+from rm_optimizer.landscape.surface.grid import Slice, Surface, Trajectory
 from rm_optimizer.landscape.visualization import LandscapeRecord
 from rm_optimizer.records.codec import json_values
 from rm_optimizer.records.files import write_csv, write_rows, write_text

@@ -15,8 +15,7 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 
 from rm_optimizer.landscape.layers import LayerCurvature
-from rm_optimizer.landscape.surface.grid import PointLoss
-from rm_optimizer.landscape.surface.results import GridDescription, Slice, Surface, Trajectory
+from rm_optimizer.landscape.surface.grid import GridDescription, PointLoss, Slice, Surface, Trajectory
 from rm_optimizer.reporting.document import Drawing
 from rm_optimizer.reporting.figures import (
     BLUE,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -38,11 +39,6 @@ def random_states() -> list[dict[str, Any]]:
     return states
 
 
-def set_random_states(states: Sequence[Mapping[str, Any]]) -> None:
-    """Restore this rank's generators to their state in `random_states`."""
-    set_random_state(states[rank_in_group()[0]])
-
-
 def checkpoint_path(run_dir: Path, step: int) -> Path:
     """Path of the checkpoint after `step` optimizer steps."""
     return RunFolder(run_dir).best_checkpoint.with_name(f"step-{step:08d}.ckpt")
@@ -72,6 +68,7 @@ def prune(run_dir: Path, keep: int) -> None:
         path.unlink(missing_ok=True)
 
 
+@dataclass(eq=False)
 class Checkpoints(pl.Callback):
     """Callback that saves a checkpoint every `every` steps, after the last one, and when a stop is requested.
 
@@ -83,26 +80,17 @@ class Checkpoints(pl.Callback):
         before_saving: function that the first process calls before each checkpoint, for files that must not be older.
     """
 
-    def __init__(
-        self,
-        run_dir: Path,
-        *,
-        every: int,
-        keep: int,
-        stop: StopSignal,
-        before_saving: Callable[[], None] | None = None,
-    ) -> None:
-        self.run_dir = run_dir
-        self.every = every
-        self.keep = keep
-        self.stop = stop
-        self.before_saving = before_saving
-        self._random_states: list[dict[str, Any]] | None = None
+    run_dir: Path
+    every: int
+    keep: int
+    stop: StopSignal
+    before_saving: Callable[[], None] | None = None
+    _random_states: list[dict[str, Any]] | None = field(default=None, init=False)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Restore generators; end a run that was stopped in the evaluation before its first step."""
         if self._random_states is not None:
-            set_random_states(self._random_states)
+            set_random_state(self._random_states[rank_in_group()[0]])
         if self._stops(trainer):
             self._save(trainer, pl_module)
 

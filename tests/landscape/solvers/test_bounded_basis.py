@@ -13,7 +13,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape import computation
 from rm_optimizer.landscape.hessian import HessianAnalyzer
 from rm_optimizer.landscape.operators.base import MatrixOperator
-from rm_optimizer.landscape.solvers.krylov import KrylovState
+from rm_optimizer.landscape.solvers.krylov import KrylovState, remove_states
 from rm_optimizer.landscape.solvers.lanczos import End, Progress, lanczos
 from rm_optimizer.schema.landscape import SpectrumOptions
 from tests.landscape.solvers.test_overlooked import extreme, num_wrong
@@ -105,7 +105,7 @@ def test_a_basis_that_was_made_smaller_goes_on_from_its_file(tmp_path: Path):
     resumed = lanczos(operator, 5, max_basis=12, state=kept)
     assert torch.equal(resumed.values, whole.values)
     assert resumed.num_products == whole.num_products
-    KrylovState.remove(file)
+    remove_states(file)
     assert not list(tmp_path.iterdir())
 
 

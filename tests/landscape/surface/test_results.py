@@ -20,13 +20,16 @@ from rm_optimizer.evaluation.draws import draw_pairs
 from rm_optimizer.landscape.analysis import measure_slices, measure_surface
 from rm_optimizer.landscape.analysis_context import AnalysisContext
 from rm_optimizer.landscape.surface.directions import Directions, filter_normalized
-from rm_optimizer.landscape.surface.grid import GridLedger, PointLoss, _clustered_mean, measure_grid
-from rm_optimizer.landscape.surface.results import (
+from rm_optimizer.landscape.surface.grid import (
     GridDescription,
+    GridLedger,
+    PointLoss,
     Slice,
     Surface,
     Trajectory,
+    _clustered_mean,
     in_rows,
+    measure_grid,
     plane_grid,
     trajectory_grid,
 )
