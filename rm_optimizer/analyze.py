@@ -136,9 +136,9 @@ def analyze(options: AnalyzeConfig) -> Path:
 def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> AnalysisResult[Any]:
     from rm_optimizer.landscape import analysis
     from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisInput, finite_loss
-    from rm_optimizer.landscape.measured_loss import load_measured_loss
+    from rm_optimizer.landscape.measured_loss import load_measured_loss, read_models
     from rm_optimizer.landscape.operators.single_pairs import pairs_digest
-    from rm_optimizer.landscape.series import measure_between, measure_evolution, read_models, readers
+    from rm_optimizer.landscape.series import measure_between, measure_evolution, readers
     from rm_optimizer.records.run_folder import RunFolder
     from rm_optimizer.schema.landscape import AnalysisType
 
@@ -178,7 +178,7 @@ def _measured(options: AnalyzeConfig, folder: Path, on_progress: OnProgress) -> 
         named = [name if at is None else f"{name} at step {at:,}" for name, at in zip(models, steps, strict=True)]
         finding = measure_between(context, models, f"{', '.join(named)}; pairs of {subject.data}")
     else:
-        finding = analysis.MEASURES[kind](context)
+        finding = analysis.MEASURES.get(kind, analysis.measure_spectrum)(context)
     return replace(finding, subject=subject)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,15 +125,8 @@ def measure_layers(context: AnalysisContext) -> AnalysisResult[LayerCurvature]:
     num_blocks = len(block_names(measured_loss))
     identity = [measured_loss.fingerprint(), config.tolerance, config.num_probes, config.max_products, sample.seed]
     is_cross_fitted, state_file = searches and config.num_sampled != 0, context.folder / STATE_FILE
-    options = SpectrumOptions(
-        product=config.product.value,
-        memory_gib=config.memory_gib,
-        max_basis=config.max_basis,
-        num_sampled=int(is_cross_fitted),
-        tolerance=config.tolerance,
-        max_products=config.max_products,
-        num_probes=config.num_probes,
-    )
+    given = {each.name: getattr(config, each.name) for each in fields(SpectrumOptions)}
+    options = SpectrumOptions(**given | {"num_sampled": int(is_cross_fitted)})
 
     def report(block: str, progress: Progress) -> None:
         context.on_progress(block, len(done), num_blocks, progress.remark)
@@ -263,12 +256,8 @@ def _measure(context: AnalysisContext, directions: Directions, points: Points, l
 
 
 MEASURES: Mapping[AnalysisType, Callable[[AnalysisContext], AnalysisResult[Any]]] = {
-    AnalysisType.hessian: measure_spectrum,
-    AnalysisType.gauss_newton: measure_spectrum,
-    AnalysisType.fisher: measure_spectrum,
-    AnalysisType.density: measure_spectrum,
     AnalysisType.slices: measure_slices,
     AnalysisType.surface: measure_surface,
     AnalysisType.layers: measure_layers,
 }
-"""Measurement of each type of analysis that needs nothing but its context."""
+"""Measurement of each type of analysis that needs nothing but its context and gives no spectrum."""

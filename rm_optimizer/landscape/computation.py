@@ -41,6 +41,11 @@ from rm_optimizer.landscape.solvers.reference import full_spectrum, power_iterat
 from rm_optimizer.schema.landscape import SpectrumOptions
 
 _log = logging.getLogger("rm_optimizer")
+ESTIMATES = (
+    *("method", "is_exhaustive", "trace", "density", "cross_fit", "not_cross_fitted"),
+    *("pair_curvatures", "geometry", "gauss_newton_rank"),
+)
+"""Attributes of a computation that its spectrum has too."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -198,7 +203,8 @@ class SpectrumComputation:
         Raises:
             ConfigError: if the vectors are too few for the search, or more eigenvalues are wanted than the matrix has.
         """
-        options, size, dimension = self.options, _bytes_of_vector(matrix), matrix.dimension
+        options, dimension = self.options, matrix.dimension
+        size = dimension * matrix.dtype.itemsize
         wanted = num_wanted(dimension, self.top_k, self.which)
         kept = wanted if options.keep_vectors else min(self.num_sampled, wanted)
         least, has = min(wanted + FEWEST_SPARE, dimension), self._memory_of_vectors()
@@ -252,7 +258,7 @@ class SpectrumComputation:
             at_once = 1  # random vectors whose bases share memory; products with kept graphs have nothing to share
             if not (isinstance(operator, HessianOperator) and operator.product == KeptGraph.name):
                 room = self._memory_of_vectors() - self.pairs.vectors.nbytes
-                basis = (options.probe_steps + 1) * _bytes_of_vector(operator)
+                basis = (options.probe_steps + 1) * operator.dimension * operator.dtype.itemsize
                 at_once = max(1, min(VECTORS_AT_ONCE, room // basis))
             self.density = spectral_density(
                 operator,
@@ -354,10 +360,6 @@ def known_ends(values: Sequence[float], method: str, which: End) -> tuple[int, i
         return num_of_ends(count, which)
     num_positive = sum(value > 0 for value in values)
     return num_positive, count - num_positive
-
-
-def _bytes_of_vector(matrix: SupportedOperator | LossOperator) -> int:
-    return matrix.dimension * torch.finfo(matrix.dtype).bits // 8
 
 
 def _exact(value: float, operator: LossOperator) -> Estimate:

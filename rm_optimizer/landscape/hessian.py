@@ -26,7 +26,7 @@ from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.core.tokens.loader import PairLoader
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.draws import FEWEST, PairSample, Prompts, draw_pairs, require_enough
-from rm_optimizer.landscape.computation import SpectrumComputation, known_ends
+from rm_optimizer.landscape.computation import ESTIMATES, SpectrumComputation, known_ends
 from rm_optimizer.landscape.estimates.by_pair import clusters_of
 from rm_optimizer.landscape.estimates.cross_fitting import FEW_PROMPTS
 from rm_optimizer.landscape.operators.base import HessianOperator, LossOperator, OutputOperator
@@ -255,17 +255,8 @@ class HessianAnalyzer:
             num_top=num_top,
             num_bottom=num_bottom,
             num_overlooked=pairs.num_overlooked,
-            is_exhaustive=found.is_exhaustive,
-            trace=found.trace,
-            density=found.density,
             sampling=tuple(found.sampling),
-            cross_fit=found.cross_fit,
-            not_cross_fitted=found.not_cross_fitted,
-            pair_curvatures=found.pair_curvatures,
-            geometry=found.geometry,
-            gauss_newton_rank=found.gauss_newton_rank,
             matrix=matrix,
-            method=found.method,
             params=self.params if isinstance(self.params, str) else ", ".join(self.params),
             num_parameters=operator.dimension,
             num_pairs=objective.num_pairs,
@@ -282,6 +273,7 @@ class HessianAnalyzer:
             weights_digest=weights_digest(self.model),
             status=SpectrumStatus.interrupted if found.is_interrupted else SpectrumStatus.complete,
             eigenvectors=pairs.vectors,
+            **{name: getattr(found, name) for name in ESTIMATES},
         )
 
 

@@ -1,16 +1,20 @@
-"""Measured loss: a model, its loss and its fixed pairs, and how `rm-opt analyze` loads them."""
+"""Measured loss: a model, its loss and its fixed pairs, and how `rm-opt analyze` loads them and other models."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
+from torch import Tensor
 
-from rm_optimizer.core.model.identity import weights_digest
+from rm_optimizer.core.model.identity import differing_settings, weights_digest
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair, digest
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, load_pairs
@@ -28,6 +32,10 @@ from rm_optimizer.records.run_options import FREE, is_among, options_of
 from rm_optimizer.schema import LossConfig
 from rm_optimizer.schema.data import DataConfig, Streaming
 from rm_optimizer.schema.landscape import AnalyzeConfig, Split
+
+Weights: TypeAlias = Mapping[str, Tensor]
+"""Weights of a classifier by name."""
+ReadWeights: TypeAlias = Callable[[], Weights]
 
 
 @dataclass(frozen=True)
@@ -175,3 +183,44 @@ def require_trained_pairs(run: RunFolder, data: TrainVal, config: DataConfig) ->
                 f"{run.path} was trained on (fingerprint was {was}, is {now}); bring them back, or name pairs with "
                 "--data PAIRS"
             )
+
+
+def read_models(checkpoints: Sequence[str], paths: Sequence[str | Path]) -> dict[str, ReadWeights]:
+    """Readers of the weights of each model by its name.
+
+    Args:
+        checkpoints: the models as given.
+        paths: files that their weights are read from.
+
+    Raises:
+        ConfigError: if a model reads text as other tokens than the first one, or computes otherwise on them.
+    """
+    models: dict[str, ReadWeights] = {}
+    first: BradleyTerryRM | None = None
+    for name, path in zip(names_of(checkpoints), paths, strict=True):
+        model = BradleyTerryRM.from_pretrained(path)
+        first = first or model
+        own, other = ({(key, value.shape) for key, value in each.model.state_dict().items()} for each in (first, model))
+        if differing := differing_settings(first, model) or sorted({key for key, _ in own ^ other}):
+            shown = f"{', '.join(differing[:3])}{' …' * (len(differing) > 3)}"
+            raise ConfigError(
+                f"landscape.others must be models that differ from the checkpoint in their weights alone, and {name} "
+                f"has another {shown}; compare models of one architecture and tokenizer"
+            )
+        models[name] = partial(dict, {key: value.detach().clone() for key, value in model.model.state_dict().items()})
+    return models
+
+
+def names_of(checkpoints: Sequence[str]) -> list[str]:
+    """Names of models: the ends of their paths, of as many parts as tell them apart, numbered where none do.
+
+    Example:
+        >>> names_of(["runs/a/best", "runs/lr0.1/best"]), names_of(["org/name", "org/name"])
+        (['a/best', 'lr0.1/best'], ['org/name (1)', 'org/name (2)'])
+    """
+    parts = [Path(os.path.abspath(each) if os.path.exists(each) else each).parts for each in checkpoints]
+    for count in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-count:]).removesuffix(".ckpt") for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return [f"{each} ({number})" for number, each in enumerate(checkpoints, start=1)]

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import combinations
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
 from jaxtyping import Float
-from torch import Tensor
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.intervals import cluster_bootstrap, cluster_totals
-from rm_optimizer.core.model.identity import differing_settings, tensors_digest
-from rm_optimizer.core.model.reward_model import BradleyTerryRM
+from rm_optimizer.core.model.identity import tensors_digest
 from rm_optimizer.core.storage.loading import load_weights, read_checkpoint
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisInput, AnalysisResult
 from rm_optimizer.landscape.estimates.by_pair import clusters_of
+from rm_optimizer.landscape.measured_loss import ReadWeights, Weights
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
 from rm_optimizer.landscape.visualization import LandscapeRecord
 from rm_optimizer.records.codec import JsonRecord, from_values, json_values
@@ -34,9 +32,6 @@ from rm_optimizer.schema.landscape import SpectrumMethod
 
 EVOLUTION_FILE, BETWEEN_FILE = "evolution.jsonl", "between.jsonl"
 """Files in the folder of results with each spectrum of a run, and with each spectrum and path between models."""
-Weights: TypeAlias = Mapping[str, Tensor]
-"""Weights of a classifier by name."""
-ReadWeights: TypeAlias = Callable[[], Weights]
 WeightsByStep = dict[int, ReadWeights]
 """Readers of weights by optimizer step, ascending."""
 
@@ -232,47 +227,6 @@ def measure_evolution(context: AnalysisContext, weights: WeightsByStep) -> Analy
     source = str(replace(subject, step=None) if isinstance(subject, AnalysisInput) else subject)
     result = Evolution(steps[: len(found)], spectra, overlaps, missing, source)
     return AnalysisResult(result, is_partial=bool(missing))
-
-
-def read_models(checkpoints: Sequence[str], paths: Sequence[str | Path]) -> dict[str, ReadWeights]:
-    """Readers of the weights of each model by its name.
-
-    Args:
-        checkpoints: the models as given.
-        paths: files that their weights are read from.
-
-    Raises:
-        ConfigError: if a model reads text as other tokens than the first one, or computes otherwise on them.
-    """
-    models: dict[str, ReadWeights] = {}
-    first: BradleyTerryRM | None = None
-    for name, path in zip(names_of(checkpoints), paths, strict=True):
-        model = BradleyTerryRM.from_pretrained(path)
-        first = first or model
-        own, other = ({(key, value.shape) for key, value in each.model.state_dict().items()} for each in (first, model))
-        if differing := differing_settings(first, model) or sorted({key for key, _ in own ^ other}):
-            shown = f"{', '.join(differing[:3])}{' …' * (len(differing) > 3)}"
-            raise ConfigError(
-                f"landscape.others must be models that differ from the checkpoint in their weights alone, and {name} "
-                f"has another {shown}; compare models of one architecture and tokenizer"
-            )
-        models[name] = partial(dict, {key: value.detach().clone() for key, value in model.model.state_dict().items()})
-    return models
-
-
-def names_of(checkpoints: Sequence[str]) -> list[str]:
-    """Names of models: the ends of their paths, of as many parts as tell them apart, numbered where none do.
-
-    Example:
-        >>> names_of(["runs/a/best", "runs/lr0.1/best"]), names_of(["org/name", "org/name"])
-        (['a/best', 'lr0.1/best'], ['org/name (1)', 'org/name (2)'])
-    """
-    parts = [Path(os.path.abspath(each) if os.path.exists(each) else each).parts for each in checkpoints]
-    for count in range(1, max(map(len, parts)) + 1):
-        names = ["/".join(each[-count:]).removesuffix(".ckpt") for each in parts]
-        if len(set(names)) == len(names):
-            return names
-    return [f"{each} ({number})" for number, each in enumerate(checkpoints, start=1)]
 
 
 @dataclass(frozen=True)

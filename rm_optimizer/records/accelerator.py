@@ -29,14 +29,6 @@ def fastest_device(number: int = 0) -> torch.device:
     return found[number % len(found)]
 
 
-def need_not_wait(device: torch.device | str) -> bool:
-    """True if the processor may go on while it copies to a device: it reads no result, and torch keeps the order.
-
-    Apple's GPU would read memory that is no longer there, so Lightning waits for it too.
-    """
-    return torch.device(device).type not in ("cpu", "mps")
-
-
 def memory_module(device: torch.device) -> Any | None:
     """Torch's module of a device that counts its memory; None for a processor and Apple's GPU."""
     module = torch.get_device_module(device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
@@ -13,6 +13,8 @@ from html import escape
 from pathlib import Path
 from types import MappingProxyType, NoneType, UnionType
 from typing import Any, ClassVar, Self, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+
+from rm_optimizer.records.run_options import flat
 
 NOT_STORED = MappingProxyType({"is_stored": False})
 """Metadata of a field that the JSON leaves out; it needs a default."""
@@ -126,16 +128,7 @@ class JsonRecord:
 
         found = getattr(self, self._rows) if self._rows else None
         rows = [self.entries()] if found is None else json_values(list(found() if callable(found) else found))
-        return pa.Table.from_pylist([dict(_flat("", row)) for row in rows]).to_pandas()
-
-
-def _flat(prefix: str, values: Any) -> Iterator[tuple[str, Any]]:
-    """Entries of nested mappings under dotted names."""
-    if not isinstance(values, Mapping):
-        yield prefix, values
-        return
-    for name, value in values.items():
-        yield from _flat(f"{prefix}.{name}" if prefix else str(name), value)
+        return pa.Table.from_pylist([dict(flat(row)) for row in rows]).to_pandas()
 
 
 def _in_words(value: Any) -> str:

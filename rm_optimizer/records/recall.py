@@ -9,16 +9,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, get_type_hints
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.records.run_options import paths_of
+from rm_optimizer.schema.compose import by_option
 from rm_optimizer.schema.config import LossConfig
 from rm_optimizer.schema.data import DataConfig
-from rm_optimizer.schema.diagnose import explain
 
 
 def recalled(overrides: Sequence[str]) -> list[str]:
@@ -33,8 +30,8 @@ def recalled(overrides: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if an override cannot be read, or the run's pairs are no longer where they were.
     """
-    typed = override_values(overrides)
-    checkpoint = typed.get("checkpoint")
+    typed = by_option(overrides)
+    checkpoint = typed["checkpoint"].value() if "checkpoint" in typed else None
     run = RunFolder.of(str(checkpoint)) if checkpoint is not None else None
     if run is None:
         return []
@@ -84,19 +81,6 @@ def written(value: Any) -> str:
     if isinstance(value, Sequence) and not isinstance(value, str):
         return "[" + ", ".join(map(written, value)) + "]"
     return in_quotes(str(value))
-
-
-def override_values(overrides: Sequence[str]) -> dict[str, Any]:
-    """Values of overrides in Hydra's grammar, by option.
-
-    Raises:
-        ConfigError: if one cannot be read.
-    """
-    try:
-        parsed = OverridesParser.create().parse_overrides(list(overrides))
-    except HydraException as error:
-        raise ConfigError(explain(error, overrides)) from error
-    return {item.key_or_group: item.value() for item in parsed}
 
 
 def _leaves(prefix: str, values: Mapping[str, Any], kind: type) -> Iterator[tuple[str, Any]]:

@@ -44,20 +44,30 @@ def completed(overrides: Sequence[str]) -> list[str]:
     The default preset builds a toy, whose learning rate and length suit no other model.
 
     Raises:
-        hydra.errors.HydraException: if an override cannot be read.
+        ConfigError: if an override cannot be read.
     """
-    given = _given(overrides)
+    given = by_option(overrides)
     path = given.get("model.path")
     if path is None or path.is_delete() or path.value() is None or "model" in given:
         return list(overrides)
     return [*overrides, "model=custom"]
 
 
-def _given(overrides: Sequence[str]) -> dict[str, Override]:
-    """The overrides by option."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
+def by_option(overrides: Sequence[str]) -> dict[str, Override]:
+    """Overrides in Hydra's grammar, by option.
 
-    return {item.key_or_group: item for item in OverridesParser.create().parse_overrides(list(overrides))}
+    Raises:
+        ConfigError: if one cannot be read.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    from rm_optimizer.schema.diagnose import explain
+
+    try:
+        return {item.key_or_group: item for item in OverridesParser.create().parse_overrides(list(overrides))}
+    except HydraException as error:
+        raise ConfigError(explain(error, overrides)) from error
 
 
 def check_overrides(overrides: Sequence[str], config: DictConfig) -> None:
@@ -75,7 +85,7 @@ def check_overrides(overrides: Sequence[str], config: DictConfig) -> None:
         ConfigError: naming the option and the one that it needs.
     """
     read = f"model.{read_rate(config)}"
-    for option, item in _given(overrides).items():
+    for option, item in by_option(overrides).items():
         group, _, leaf = option.rpartition(".")
         kind, value = OmegaConf.get_type(OmegaConf.select(config, group) if group else config), item.value()
         if isinstance(value, int | float) and not isinstance(value, bool) and is_dataclass(kind):
@@ -170,7 +180,7 @@ def composing(overrides: Sequence[str], name: str) -> Iterator[None]:
 
     register()
     try:
-        given = _given(overrides)
+        given = by_option(overrides)
         if "plugins" in given:
             named = given["plugins"].value()
             import_plugins(named if isinstance(named, list) else [str(named)])

@@ -38,7 +38,7 @@ from rm_optimizer.core.classifier.pooling import (
 from rm_optimizer.core.classifier.router_loss import RouterBalance
 from rm_optimizer.core.metrics.estimate import require_finite
 from rm_optimizer.core.rows.natural import Prompts, Texts, paired
-from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch
+from rm_optimizer.core.tokens.batching import AnyPairBatch, PackedPairBatch, need_not_wait
 from rm_optimizer.core.tokens.chat import MODEL_RENDERERS, ConversationRenderer, Encoding, RenderFn
 from rm_optimizer.core.tokens.padding import (
     choose_pad_token,
@@ -57,7 +57,6 @@ from rm_optimizer.core.tokens.prefix_trees import (
     shared_length,
     tree_groups,
 )
-from rm_optimizer.records.accelerator import need_not_wait
 from rm_optimizer.records.codec import json_values
 
 KEPT_BYTES = 256 * 2**20

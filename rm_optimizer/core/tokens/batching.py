@@ -24,7 +24,14 @@ from rm_optimizer.core.tokens.cache import PairTokens
 from rm_optimizer.core.tokens.padding import PackedTrees, pack_trees, pad_sequences
 from rm_optimizer.core.tokens.plan import micro_batches, rank_share, row_batches
 from rm_optimizer.core.tokens.prefix_trees import prefix_tree, shared_length
-from rm_optimizer.records.accelerator import need_not_wait
+
+
+def need_not_wait(device: torch.device | str) -> bool:
+    """True if the processor may go on while it copies to a device: it reads no result, and torch keeps the order.
+
+    Apple's GPU would read memory that is no longer there, so Lightning waits for it too.
+    """
+    return torch.device(device).type not in ("cpu", "mps")
 
 
 class _Pairs:

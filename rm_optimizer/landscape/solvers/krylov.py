@@ -143,13 +143,6 @@ class KrylovState:
         size = len(self.basis)
         return size > len(self.diagonal) or (size > 0 and size == len(self.basis.last()))
 
-    @property
-    def start_of_newest(self) -> int:
-        """Index of the first vector of the newest space with a product: 0, or that after the last exhausted space."""
-        own = enumerate(self.off_diagonal[self.num_kept : -1], self.num_kept)
-        exhausted = [position for position, coupling in own if coupling == 0]
-        return exhausted[-1] + 1 if exhausted else 0
-
     def ritz(self) -> tuple[Float[np.ndarray, " values"], Float[np.ndarray, "values values"]]:
         """Eigenvalues, ascending, and eigenvectors (columns) of the small matrix, in float64."""
         size, kept = len(self.diagonal), self.num_kept

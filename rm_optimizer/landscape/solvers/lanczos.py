@@ -309,8 +309,10 @@ class Ritz:
         wanted = self.top_k * (2 if self.which == "both" else 1)
         if len(self.selected) < wanted or not self.within[self.selected].all():
             return False
-        start, is_exhausted = state.start_of_newest, state.off_diagonal[-1] == 0
-        if start == 0:
+        own_couplings = enumerate(state.off_diagonal[state.num_kept : -1], state.num_kept)
+        start = max((position + 1 for position, coupling in own_couplings if coupling == 0), default=0)
+        is_exhausted = state.off_diagonal[-1] == 0
+        if start == 0:  # the first vector of the newest space
             return not (is_exhausted or self.may_be_zero[self.selected].any())
         is_own = (self.vectors[start:] ** 2).sum(axis=0) > 0.5
         own, others = np.flatnonzero(is_own), np.flatnonzero(~is_own)

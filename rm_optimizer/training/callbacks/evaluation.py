@@ -87,7 +87,8 @@ class Evaluation(pl.Callback):
         """
         assert isinstance(pl_module, RunModule)
         self.stop.arm()  # Lightning has installed its handlers, which end a run on SIGTERM without a message
-        if not (path := RunFolder(self.run_dir).best_checkpoint).is_file() and self.best.forget():
+        if self.best.value is not None and not (path := RunFolder(self.run_dir).best_checkpoint).is_file():
+            self.best.value = None  # patience is not reset
             log.warning("%s is missing; only evaluations from step %d on can be the best", path, trainer.global_step)
         if self.missed or (trainer.global_step == 0 and self.config.eval_at_start):
             self._evaluate(trainer, pl_module)

@@ -62,11 +62,6 @@ class BestSoFar:
         self.value, self.step = value, step
         return True
 
-    def forget(self) -> bool:
-        """Drop the best value, whose weights are lost, and return True if there was one. Patience is not reset."""
-        had_one, self.value = self.value is not None, None
-        return had_one
-
     def _gain(self, value: float, before: float) -> float:
         return before - value if self.mode == Mode.min else value - before
 
@@ -174,7 +169,9 @@ def plan_of(config: TrainConfig, datamodule: PreferenceDataModule) -> Evaluation
 def work_of_steps(config: TrainConfig, datamodule: PreferenceDataModule) -> float:
     """Work of all optimizer steps of a run, in forward passes over a token."""
     passes = BACKWARD_OF_ADAPTER if config.adapter.kind != AdapterKind.none else FORWARD_AND_BACKWARD
-    return passes * OPTIMIZERS[config.optimizer.name].passes_per_step * datamodule.train_tokens_of_run()
+    tokens_a_pair = float(datamodule.train_tokens.lengths.sum(axis=1).mean())  # of the known pairs
+    tokens = tokens_a_pair * datamodule.pairs_a_step * datamodule.num_steps
+    return passes * OPTIMIZERS[config.optimizer.name].passes_per_step * tokens
 
 
 def plan_evaluations(

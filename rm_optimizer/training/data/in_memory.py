@@ -106,10 +106,6 @@ class PreferenceDataModule(pl.LightningDataModule):
                 text = "every %s pair is labeled 0.5, a tie: no response is the better one, and no accuracy is defined"
                 log.warning(text, split)
 
-    def train_tokens_of_run(self) -> float:
-        """Tokens of all steps' sequences, estimated from the mean length of the known pairs."""
-        return float(self.train_tokens.lengths.sum(axis=1).mean()) * self.pairs_a_step * self.num_steps
-
     @property
     def pairs_a_step(self) -> int:
         """Pairs of an optimizer step, in all processes."""
@@ -132,16 +128,19 @@ class PreferenceDataModule(pl.LightningDataModule):
 
     def macro_batches(self) -> MacroBatches:
         """This rank's share of each step, packed in this process."""
+        return MacroBatches(self._collator, **self.steps_of_rank, order=self.order)
+
+    @property
+    def steps_of_rank(self) -> dict[str, Any]:
+        """Arguments of `MacroBatches` that give this rank's share of each step."""
         trainer = self.trainer
-        return MacroBatches(
-            self._collator,
-            batch_size=self.batching.batch_size,
-            micro_token_budget=self.batching.micro_token_budget,
-            seed=self.seed,
-            rank=trainer.global_rank if trainer else 0,
-            world_size=trainer.world_size if trainer else 1,
-            order=self.order,
-        )
+        return {
+            "batch_size": self.batching.batch_size,
+            "micro_token_budget": self.batching.micro_token_budget,
+            "seed": self.seed,
+            "rank": trainer.global_rank if trainer else 0,
+            "world_size": trainer.world_size if trainer else 1,
+        }
 
     def score_validation(self, model: BradleyTerryRM, **options: Any) -> PairRewards:
         """Rewards of the validation pairs; `options` are further arguments of `score_pairs`."""

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from jaxtyping import Float
@@ -25,7 +25,7 @@ from rm_optimizer.core.tokens.splits import TrainVal, load_training_data, requir
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.orders import PairOrder
 from rm_optimizer.schema import DataConfig, TrainConfig
-from rm_optimizer.schema.data import OWN_MARGINS, OverLong, Streaming
+from rm_optimizer.schema.data import OWN_MARGINS, OverLong, ReadOptions, Streaming
 from rm_optimizer.training.data.curriculum import BINS, CurriculumSampler
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 
@@ -243,18 +243,9 @@ def stream_pairs(config: DataConfig, max_steps: int | None) -> StreamedTrainVal:
         if is_wrong:
             raise ConfigError(f"with data.streaming=ray, {option} must {reason}")
     val = load_pairs(config.val, config)
-    stream = RayPreferenceDataset(
-        config.train,
-        format=config.format,
-        columns=config.columns or {},
-        winner=config.winner,
-        layout=config.layout,
-        kwise_rule=config.kwise_rule,
-        on_bad_row=config.on_bad_row,
-        max_bad_share=config.max_bad_share,
-        over_long=config.over_long,
-        held_out_prompts=() if config.allow_prompt_overlap else [*distinct_prompts(val).values()],
-    )
+    options = {name: getattr(config, name) for name in ReadOptions.__annotations__.keys() - {"seed"}}
+    held_out = () if config.allow_prompt_overlap else [*distinct_prompts(val).values()]
+    stream = RayPreferenceDataset(config.train, held_out_prompts=held_out, **cast("ReadOptions", options))
     return StreamedTrainVal(stream.first_pairs(FIRST_PAIRS), val, str(config.val), stream=stream)
 
 
@@ -322,14 +313,9 @@ class StreamingDataModule(PreferenceDataModule):
         """Stream of this rank's workers, which `teardown` ends. Lightning calls this twice; they are started once."""
         if self._open is not None:
             return self._open
-        trainer = self.trainer
         self._open = self._data_stream.macro_batches(
             self._renderer,
-            batch_size=self.batching.batch_size,
-            micro_token_budget=self.batching.micro_token_budget,
-            seed=self.seed,
-            rank=trainer.global_rank if trainer else 0,
-            world_size=trainer.world_size if trainer else 1,
+            **self.steps_of_rank,
             prefix_sharing=self.shares_prefixes,
             mean_weight=self._collator.mean_weight,
             num_workers=self.config.num_workers,

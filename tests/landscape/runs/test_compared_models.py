@@ -9,7 +9,7 @@ import pytest
 from rm_optimizer.core.model.identity import differing_settings
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.series import names_of, read_models
+from rm_optimizer.landscape.measured_loss import names_of, read_models
 from tests.builders import tiny_reward_model
 from tests.landscape.worlds import tokenizer
 
