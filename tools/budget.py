@@ -14,30 +14,30 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9603,
+    "core": 9605,
     "serving": 4481,
-    "landscape": 3907,
-    "training": 3108,
+    "landscape": 3853,
+    "training": 3081,
     "rl_coupling": 2493,
     "reporting": 2637,
     "interfaces": 2485,
     "experiments": 1685,
     "data_efficiency": 1668,
-    "schema": 1145,
+    "schema": 1128,
     "doctor": 906,
     "explanation": 942,
-    "records": 850,
+    "records": 839,
     "optim": 820,
     "evaluation": 1231,
-    "modules at the top": 480,
+    "modules at the top": 471,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 347,
+    "files": 345,
     "files of less than 40 lines": 5,
-    "functions of seven parameters or more": 65,
-    "import lines": 6097,
-    "import lines inside functions": 393,
-    "lines of code": 38441,
+    "functions of seven parameters or more": 64,
+    "import lines": 6043,
+    "import lines inside functions": 392,
+    "lines of code": 38325,
     "private functions with one caller": 424,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

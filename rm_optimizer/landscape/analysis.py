@@ -13,7 +13,7 @@ import torch
 from rm_optimizer.core.pairs.pair import digest
 from rm_optimizer.core.storage.loading import read_checkpoint
 from rm_optimizer.errors import ConfigError
-from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult, ResultT
+from rm_optimizer.landscape.analysis_context import AnalysisContext, AnalysisResult
 from rm_optimizer.landscape.estimates.by_pair import curvature_by_pair
 from rm_optimizer.landscape.layers import (
     BlockCurvature,
@@ -26,6 +26,7 @@ from rm_optimizer.landscape.operators.parameters import select_parameters
 from rm_optimizer.landscape.solvers.krylov import remove_states
 from rm_optimizer.landscape.solvers.lanczos import Progress
 from rm_optimizer.landscape.spectrum import HessianSpectrum, SpectrumStatus
+from rm_optimizer.landscape.surface import grid as grids
 from rm_optimizer.landscape.surface.directions import (
     Directions,
     along_eigenvectors,
@@ -33,45 +34,12 @@ from rm_optimizer.landscape.surface.directions import (
     filter_normalized,
     trajectory_plane,
 )
-from rm_optimizer.landscape.surface.grid import (
-    MISSING,
-    GridDescription,
-    GridLedger,
-    PointLoss,
-    Points,
-    Slice,
-    Surface,
-    Trajectory,
-    in_rows,
-    measure_grid,
-    plane_grid,
-    plane_ranges,
-    slice_grid,
-    symmetric_steps,
-    trajectory_grid,
-)
+from rm_optimizer.landscape.surface.grid import GridLedger, Points, Slice, Surface, Trajectory
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.schema.landscape import AnalysisType, DirectionKind, SpectrumMethod, SpectrumOptions
 
 POINTS_FILE, DIRECTIONS_FILE, LAYERS_FILE, STATE_FILE = "points.jsonl", "directions.pt", "layers.jsonl", "lanczos.json"
 """Files in the folder of results: measured points, their directions, measured layers, and the state of an iteration."""
-Steps = tuple[float, ...]
-Rows = tuple[tuple[PointLoss, ...], ...]
-
-
-def measure_slices(context: AnalysisContext) -> AnalysisResult[Slice]:
-    """Measure the loss along lines through the weights."""
-    count = context.config.num_directions
-    return _around_weights(context, count, count, slice_grid, Slice)
-
-
-def measure_surface(context: AnalysisContext) -> AnalysisResult[Surface]:
-    """Measure the loss over a plane through the weights."""
-
-    def surface(measured: GridDescription, steps: Steps, rows: Rows) -> Surface:
-        return Surface(measured, steps, steps, rows)
-
-    return _around_weights(context, 2, context.config.num_points, lambda _, steps: plane_grid(steps, steps), surface)
 
 
 def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]) -> AnalysisResult[Trajectory]:
@@ -98,19 +66,17 @@ def measure_trajectory(context: AnalysisContext, checkpoints: Mapping[int, Path]
         named = (rest | {f"model.{name}": tensor for name, tensor in own} for own in weights)
         displacements = displacements_of(named, subset)
         plane = trajectory_plane(displacements)
-        x, y = plane_ranges(plane, size)
-        moves = Directions(
-            plane.directions.names, torch.cat([plane.directions.vectors, displacements]), plane.directions.method
-        )
-        is_partial = _measure(context, moves, trajectory_grid(x, y, len(checkpoints)), ledger)
+        x, y = grids.plane_ranges(plane, size)
+        moves = replace(plane.directions, vectors=torch.cat([plane.directions.vectors, displacements]))
+        is_partial = _measure(context, moves, grids.trajectory_grid(x, y, len(checkpoints)), ledger)
     points = ledger.points
-    surface = Surface(context.measured(plane.directions), x, y, in_rows(points, size, size))
+    surface = Surface(context.measured(plane.directions), x, y, grids.in_rows(points, size, size))
     result = Trajectory(
         surface,
         tuple(checkpoints),
         tuple((a, b) for a, b in plane.coordinates.tolist()),
         tuple(plane.off_plane.tolist()),
-        tuple(points.get(size * size + i, MISSING) for i in range(len(checkpoints))),
+        tuple(points.get(size * size + i, grids.MISSING) for i in range(len(checkpoints))),
     )
     return AnalysisResult(result, is_partial)
 
@@ -173,26 +139,17 @@ def measure_spectrum(context: AnalysisContext) -> AnalysisResult[HessianSpectrum
     return AnalysisResult(spectrum, is_partial, is_kept=(context.folder / STATE_FILE).exists())
 
 
-def _around_weights(
-    context: AnalysisContext,
-    count: int,
-    num_rows: int,
-    grid_of: Callable[[int, Steps], Points],
-    result_of: Callable[[GridDescription, Steps, Rows], ResultT],
-) -> AnalysisResult[ResultT]:
-    """Result of the losses at equal steps along directions from the weights.
+def measure_around(context: AnalysisContext) -> AnalysisResult[Slice | Surface]:
+    """Measure the loss along lines through the weights (`slices`), or over a plane through them (`surface`).
 
-    Args:
-        context: context of the analysis.
-        count: number of directions; directions of an earlier call of the same analysis are used again.
-        num_rows: number of rows of the grid, each of `num_points` points.
-        grid_of: points of the grid for a number of directions and the steps.
-        result_of: result for a description, the steps and the rows of losses.
+    The directions of an earlier call of the same analysis are used again.
     """
     measured_loss, config = context.measured_loss, context.config
+    is_plane = config.type == AnalysisType.surface
+    count = 2 if is_plane else config.num_directions
     how = [config.directions.value, count, measured_loss.sample.seed, config.tolerance, config.max_products]
     identity, path = digest([measured_loss.fingerprint(), *how]), context.folder / DIRECTIONS_FILE
-    with _points(context, identity, num_rows * config.num_points) as ledger:
+    with _points(context, identity, (config.num_points if is_plane else count) * config.num_points) as ledger:
         directions = Directions.load(path, identity)
         if directions is None:
             directions = _new_directions(context, count)
@@ -201,11 +158,13 @@ def _around_weights(
         if span is None:  # 1, or where a parabola with the largest eigenvalue's curvature rises by 1 nat
             largest = max((abs(value) for value in directions.values or ()), default=0.0)
             span = (2 / largest) ** 0.5 if largest > 0 else 1.0
-        steps = symmetric_steps(span, config.num_points)
-        grid = grid_of(len(directions.names), steps)
+        steps = grids.symmetric_steps(span, config.num_points)
+        grid = grids.plane_grid(steps, steps) if is_plane else grids.slice_grid(len(directions.names), steps)
         is_partial = _measure(context, directions, grid, ledger)
-    rows = in_rows(ledger.points, len(steps), len(grid) // len(steps))
-    return AnalysisResult(result_of(context.measured(directions), steps, rows), is_partial)
+    rows = grids.in_rows(ledger.points, len(steps), len(grid) // len(steps))
+    measured = context.measured(directions)
+    result = Surface(measured, steps, steps, rows) if is_plane else Slice(measured, steps, rows)
+    return AnalysisResult(result, is_partial)
 
 
 def _new_directions(context: AnalysisContext, count: int) -> Directions:
@@ -240,7 +199,7 @@ def _measure(context: AnalysisContext, directions: Directions, points: Points, l
         KeyboardInterrupt: if it left all of them out.
     """
     try:
-        measure_grid(
+        grids.measure_grid(
             context.measured_loss,
             directions,
             points,
@@ -256,8 +215,8 @@ def _measure(context: AnalysisContext, directions: Directions, points: Points, l
 
 
 MEASURES: Mapping[AnalysisType, Callable[[AnalysisContext], AnalysisResult[Any]]] = {
-    AnalysisType.slices: measure_slices,
-    AnalysisType.surface: measure_surface,
+    AnalysisType.slices: measure_around,
+    AnalysisType.surface: measure_around,
     AnalysisType.layers: measure_layers,
 }
 """Measurement of each type of analysis that needs nothing but its context and gives no spectrum."""

@@ -33,42 +33,27 @@ from rm_optimizer.optim.registry import (
     built_in,
     require_setups,
 )
+from rm_optimizer.schema import optimizers as configs
 from rm_optimizer.schema.compose import store_optimizer
-from rm_optimizer.schema.optimizers import (
-    AdafactorConfig,
-    AdamConfig,
-    AdamW8bitConfig,
-    AdamWConfig,
-    AdEMAMixConfig,
-    LionConfig,
-    MARSConfig,
-    OptimizerConfig,
-    ProdigyConfig,
-    SAMConfig,
-    ScheduleFreeConfig,
-    ScionConfig,
-    SGDConfig,
-    ShampooConfig,
-    SOAPConfig,
-)
+from rm_optimizer.schema.optimizers import OptimizerConfig
 
 BuilderT = TypeVar("BuilderT", bound=Builder)
 
 
-@built_in(AdamConfig, "elementwise", 8, refuses=CLIPPED)
-def build_adam(params: ParamPartition, config: AdamConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.AdamConfig, "elementwise", 8, refuses=CLIPPED)
+def build_adam(params: ParamPartition, config: configs.AdamConfig, num_steps: int | None) -> Optimizer:
     """`torch.optim.Adam`."""
     return torch.optim.Adam(params.groups(config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-@built_in(AdamWConfig, "elementwise", 8, refuses=CLIPPED)
-def build_adamw(params: ParamPartition, config: AdamConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.AdamWConfig, "elementwise", 8, refuses=CLIPPED)
+def build_adamw(params: ParamPartition, config: configs.AdamConfig, num_steps: int | None) -> Optimizer:
     """`torch.optim.AdamW`."""
     return torch.optim.AdamW(params.groups(config), lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
 
 
-@built_in(AdamW8bitConfig, "elementwise", 2 + 2 * 4 / 256, refuses=CLIPPED | WHOLE, extra="qlora")
-def build_adamw_8bit(params: ParamPartition, config: AdamW8bitConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.AdamW8bitConfig, "elementwise", 2 + 2 * 4 / 256, refuses=CLIPPED | WHOLE, extra="qlora")
+def build_adamw_8bit(params: ParamPartition, config: configs.AdamW8bitConfig, num_steps: int | None) -> Optimizer:
     """`bitsandbytes.optim.AdamW8bit`, with whole moments for embeddings (as in transformers) and small parameters."""
     base: Any = _load("AdamW8bit", "bitsandbytes.optim", "qlora")
 
@@ -84,32 +69,32 @@ def build_adamw_8bit(params: ParamPartition, config: AdamW8bitConfig, num_steps:
     return cast("Optimizer", AdamW8bit(groups, is_paged=config.paged, **options))
 
 
-@built_in(SGDConfig, "elementwise", 4, refuses=CLIPPED)
-def build_sgd(params: ParamPartition, config: SGDConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.SGDConfig, "elementwise", 4, refuses=CLIPPED)
+def build_sgd(params: ParamPartition, config: configs.SGDConfig, num_steps: int | None) -> Optimizer:
     """`torch.optim.SGD`."""
     return torch.optim.SGD(params.groups(config), lr=config.lr, momentum=config.momentum, nesterov=config.nesterov)
 
 
-@built_in(AdafactorConfig, "factored", 0, refuses=FLAT | WHOLE)
-def build_adafactor(params: ParamPartition, config: AdafactorConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.AdafactorConfig, "factored", 0, refuses=FLAT | WHOLE)
+def build_adafactor(params: ParamPartition, config: configs.AdafactorConfig, num_steps: int | None) -> Optimizer:
     """`torch.optim.Adafactor`."""
     return torch.optim.Adafactor(params.groups(config), lr=config.lr, beta2_decay=config.beta2_decay, d=config.clip)
 
 
-@built_in(LionConfig, "elementwise", 4, refuses=CLIPPED)
-def build_lion(params: ParamPartition, config: LionConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.LionConfig, "elementwise", 4, refuses=CLIPPED)
+def build_lion(params: ParamPartition, config: configs.LionConfig, num_steps: int | None) -> Optimizer:
     """`Lion` of this package."""
     return Lion(params.groups(config), lr=config.lr, beta1=config.beta1, beta2=config.beta2)
 
 
-@built_in(SAMConfig, "two_pass", 8, refuses=GLOBAL | TOGETHER, passes_per_step=2)
-def build_sam(params: ParamPartition, config: SAMConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.SAMConfig, "two_pass", 8, refuses=GLOBAL | TOGETHER, passes_per_step=2)
+def build_sam(params: ParamPartition, config: configs.SAMConfig, num_steps: int | None) -> Optimizer:
     """`SAM` of this package, with `torch.optim.AdamW` as its base."""
     return SAM(build_adamw(params, config, num_steps), rho=config.rho, adaptive=config.adaptive)
 
 
-@built_in(ScheduleFreeConfig, "schedule_free", 8, refuses=AVERAGES | CLIPPED)
-def build_schedule_free(params: ParamPartition, config: ScheduleFreeConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.ScheduleFreeConfig, "schedule_free", 8, refuses=AVERAGES | CLIPPED)
+def build_schedule_free(params: ParamPartition, config: configs.ScheduleFreeConfig, num_steps: int | None) -> Optimizer:
     """`ScheduleFreeAdamW` of this package."""
     return ScheduleFreeAdamW(
         params.groups(config),
@@ -124,8 +109,8 @@ def build_schedule_free(params: ParamPartition, config: ScheduleFreeConfig, num_
 SPECTRAL_ROLES = (Role.hidden, Role.lora, Role.new)
 
 
-@built_in(SOAPConfig, "matrix", 24, refuses=FLAT | WHOLE, extra=POPT)
-def build_soap(params: ParamPartition, config: SOAPConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.SOAPConfig, "matrix", 24, refuses=FLAT | WHOLE, extra=POPT)
+def build_soap(params: ParamPartition, config: configs.SOAPConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.SOAP`; its first step only starts the preconditioner, as in the authors' code."""
     return _adam_like(
         "SOAP",
@@ -136,8 +121,8 @@ def build_soap(params: ParamPartition, config: SOAPConfig, num_steps: int | None
     )
 
 
-@built_in(AdEMAMixConfig, "elementwise", 12, refuses=CLIPPED, extra=POPT)
-def build_ademamix(params: ParamPartition, config: AdEMAMixConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.AdEMAMixConfig, "elementwise", 12, refuses=CLIPPED, extra=POPT)
+def build_ademamix(params: ParamPartition, config: configs.AdEMAMixConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.AdEMAMix`.
 
     Raises:
@@ -151,14 +136,14 @@ def build_ademamix(params: ParamPartition, config: AdEMAMixConfig, num_steps: in
     return _adam_like("AdEMAMix", params, config, **options)
 
 
-@built_in(ProdigyConfig, "lr_free", 16, refuses=GLOBAL | TOGETHER | WHOLE, extra=POPT)
-def build_prodigy(params: ParamPartition, config: ProdigyConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.ProdigyConfig, "lr_free", 16, refuses=GLOBAL | TOGETHER | WHOLE, extra=POPT)
+def build_prodigy(params: ParamPartition, config: configs.ProdigyConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.Prodigy` with bias correction, and with its safeguard of the estimate during a warm-up."""
     return _adam_like("Prodigy", params, config, d_coef=config.d_coef, bias_correction=True, safeguard_warmup=True)
 
 
-@built_in(MARSConfig, "elementwise", 12, refuses=FLAT | WHOLE, extra=POPT)
-def build_mars(params: ParamPartition, config: MARSConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.MARSConfig, "elementwise", 12, refuses=FLAT | WHOLE, extra=POPT)
+def build_mars(params: ParamPartition, config: configs.MARSConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.MARS` of type adamw; AdamW updates vectors at the same learning rate without weight decay.
 
     The library adds 1e-15 to the mean square before it takes the root, which matters for gradients below about 1e-7.
@@ -167,8 +152,8 @@ def build_mars(params: ParamPartition, config: MARSConfig, num_steps: int | None
     return _adam_like("MARS", params, config, gamma=config.gamma, **vectors)
 
 
-@built_in(ScionConfig, "matrix", 4, refuses=FLAT | BFLOAT16, extra=POPT)
-def build_scion(params: ParamPartition, config: ScionConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.ScionConfig, "matrix", 4, refuses=FLAT | BFLOAT16, extra=POPT)
+def build_scion(params: ParamPartition, config: configs.ScionConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.SCION` with a norm for each role: spectral for matrices, sign for tables, RMS for vectors.
 
     Raises:
@@ -192,8 +177,8 @@ def build_scion(params: ParamPartition, config: ScionConfig, num_steps: int | No
     return scion(groups, lr=config.lr, momentum=1 - config.momentum)
 
 
-@built_in(ShampooConfig, "matrix", 28, refuses=FLAT | WHOLE, extra=POPT)
-def build_shampoo(params: ParamPartition, config: ShampooConfig, num_steps: int | None) -> Optimizer:
+@built_in(configs.ShampooConfig, "matrix", 28, refuses=FLAT | WHOLE, extra=POPT)
+def build_shampoo(params: ParamPartition, config: configs.ShampooConfig, num_steps: int | None) -> Optimizer:
     """`pytorch_optimizer.ScalableShampoo` with decoupled weight decay and averaged momentum.
 
     Its state holds objects of the library. They are declared safe so that `torch.load(weights_only=True)` reads them.
@@ -217,7 +202,7 @@ def build_shampoo(params: ParamPartition, config: ShampooConfig, num_steps: int 
     )
 
 
-def _adam_like(name: str, params: ParamPartition, config: AdamConfig, **options: Any) -> Optimizer:
+def _adam_like(name: str, params: ParamPartition, config: configs.AdamConfig, **options: Any) -> Optimizer:
     """An optimizer of pytorch_optimizer with Adam's options and further ones."""
     adam = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps}
     return _load(name)(params.groups(config), **adam | options)

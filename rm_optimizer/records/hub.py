@@ -9,22 +9,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
-from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is httpx's, and httpx2's from 2.0 on
-    DisabledRepoError,
-    GatedRepoError,
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+from huggingface_hub import HfApi, constants, errors
 from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils._validators import validate_repo_id
 
 Kind = Literal["model", "dataset"]
 _SECONDS = 5.0
-_REFUSALS = (RepositoryNotFoundError, GatedRepoError, RevisionNotFoundError, DisabledRepoError)
+_REFUSALS = (errors.RepositoryNotFoundError, errors.RevisionNotFoundError, errors.DisabledRepoError)
 _log = logging.getLogger("rm_optimizer")
 
 
@@ -41,7 +32,7 @@ def hub_obstacle(name: str, kind: Kind, revision: str | None = None) -> str | No
     """
     try:
         validate_repo_id(name)
-    except HFValidationError:
+    except errors.HFValidationError:
         return "there is nothing at that path"
     if constants.is_offline_mode():
         if kind == "dataset" or _is_cached(name, kind):
@@ -50,17 +41,17 @@ def hub_obstacle(name: str, kind: Kind, revision: str | None = None) -> str | No
     try:
         HfApi().repo_info(name, repo_type=kind, revision=revision, timeout=_SECONDS)
     except _REFUSALS as error:
-        if isinstance(error, GatedRepoError):
+        if isinstance(error, errors.GatedRepoError):
             return f"the hub gives {name} only to accounts that asked for it; ask on its page, then run hf auth login"
-        if isinstance(error, RevisionNotFoundError):
+        if isinstance(error, errors.RevisionNotFoundError):
             return f"the hub has {name}, but no revision {revision!r} of it"
         return (
             f"nothing of that name is here, and the hub has no public {kind} {name}; check the spelling, or run "
             "hf auth login if it is private"
         )
-    except HfHubHTTPError:
+    except errors.HfHubHTTPError:
         return None  # a mirror that does not answer this question may still have the files
-    except (HTTPError, OSError) as error:
+    except (errors.HTTPError, OSError) as error:  # type: ignore[attr-defined]  # httpx's, and httpx2's from 2.0 on
         if not _is_cached(name, kind):
             return f"nothing of that name is here, and the hub cannot be reached ({error or type(error).__name__})"
         _log.warning("the hub cannot be reached; %s is taken from the cache", name)

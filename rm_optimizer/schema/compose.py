@@ -26,6 +26,7 @@ from rm_optimizer.schema.config import (
     TrainingConfig,
 )
 from rm_optimizer.schema.data import DataConfig
+from rm_optimizer.schema.diagnose import explain
 from rm_optimizer.schema.landscape import AnalyzeConfig, LandscapeConfig
 from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, OptimizerConfig, ScheduleConfig
 from rm_optimizer.schema.registry import import_plugins, load_entry_points
@@ -61,8 +62,6 @@ def by_option(overrides: Sequence[str]) -> dict[str, Override]:
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
-
-    from rm_optimizer.schema.diagnose import explain
 
     try:
         return {item.key_or_group: item for item in OverridesParser.create().parse_overrides(list(overrides))}
@@ -176,8 +175,6 @@ def composing(overrides: Sequence[str], name: str) -> Iterator[None]:
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
 
-    from rm_optimizer.schema.diagnose import explain
-
     register()
     try:
         given = by_option(overrides)
@@ -199,8 +196,6 @@ def typed(config: DictConfig, kind: type[ConfigT]) -> ConfigT:
         ConfigError: if an option is out of its range, has the wrong type or is missing.
     """
     from hydra.core.hydra_config import HydraConfig
-
-    from rm_optimizer.schema.diagnose import explain
 
     try:
         if not HydraConfig.initialized() and OmegaConf.is_interpolation(config, "output_dir"):

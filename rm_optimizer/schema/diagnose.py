@@ -10,9 +10,8 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
-from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
     InterpolationKeyError,
@@ -24,6 +23,9 @@ from omegaconf.errors import (
 from yaml import MarkedYAMLError  # type: ignore[import-untyped]
 
 from rm_optimizer.errors import did_you_mean, nearest
+
+if TYPE_CHECKING:
+    from hydra.errors import MissingConfigException, OverrideParseException
 
 WORDS = {
     int: "an integer",
@@ -38,6 +40,8 @@ WORDS = {
 
 def explain(error: BaseException, overrides: Sequence[str]) -> str:
     """One sentence for a failure of composition, naming the option as it was typed."""
+    from hydra.errors import MissingConfigException, OverrideParseException
+
     if isinstance(error, OverrideParseException):
         return _syntax_sentence(error, overrides)
     if isinstance(error, MissingConfigException) and error.missing_cfg_file:

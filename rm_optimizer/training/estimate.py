@@ -33,10 +33,7 @@ from rm_optimizer.records.locations import SourceKind
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.config import PrefixSharing
-from rm_optimizer.training.callbacks.memory_profile import (
-    PEAK_BF16_FLOPS,
-    ModelFlops,
-)
+from rm_optimizer.training.callbacks.memory_profile import PEAK_BF16_FLOPS, ModelFlops
 from rm_optimizer.training.data.in_memory import PreferenceDataModule
 from rm_optimizer.training.data.run_data import FIRST_PAIRS, data_module, load_data, order_of
 from rm_optimizer.training.preparation import freeze

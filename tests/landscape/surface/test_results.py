@@ -17,7 +17,7 @@ import torch
 
 from rm_optimizer.errors import DataError
 from rm_optimizer.evaluation.draws import draw_pairs
-from rm_optimizer.landscape.analysis import measure_slices, measure_surface
+from rm_optimizer.landscape.analysis import measure_around
 from rm_optimizer.landscape.analysis_context import AnalysisContext
 from rm_optimizer.landscape.surface.directions import Directions, filter_normalized
 from rm_optimizer.landscape.surface.grid import (
@@ -133,7 +133,7 @@ def test_an_interrupted_grid_goes_on_and_ends_the_same(measured_loss, tmp_path):
 def test_other_options_start_a_finished_analysis_anew_and_refuse_to_mix_with_an_unfinished_one(measured_loss, tmp_path):
     def lines(num_points: int, on_progress=lambda *of: None):
         config = LandscapeConfig(type=AnalysisType.slices, num_points=num_points, num_directions=1)
-        return measure_slices(AnalysisContext(measured_loss, config, tmp_path, on_progress))
+        return measure_around(AnalysisContext(measured_loss, config, tmp_path, on_progress))
 
     def stop(what: str, done: int, total: int | None, remark: str) -> None:
         if done == 1:
@@ -155,7 +155,7 @@ def test_more_products_give_other_eigenvectors(measured_loss, tmp_path):
     for most in (2, 3):
         options = {"directions": DirectionKind.eigenvectors, "max_products": most}
         names.append(
-            measure_slices(context(measured_loss, tmp_path, AnalysisType.slices, **options)).result.measured.names
+            measure_around(context(measured_loss, tmp_path, AnalysisType.slices, **options)).result.measured.names
         )
     assert names[0] != names[1]
 
@@ -165,22 +165,22 @@ def context(measured_loss, folder, kind: AnalysisType, **options) -> AnalysisCon
 
 
 def test_a_stopped_analysis_says_so_and_the_same_one_completes_it(measured_loss, tmp_path):
-    whole = measure_surface(context(measured_loss, tmp_path / "whole", AnalysisType.surface)).result
+    whole = measure_around(context(measured_loss, tmp_path / "whole", AnalysisType.surface)).result
 
     def stop(what: str, done: int, total: int | None, remark: str) -> None:
         if done == 4:
             raise KeyboardInterrupt
 
     config = LandscapeConfig(type=AnalysisType.surface, num_points=3)
-    stopped = measure_surface(AnalysisContext(measured_loss, config, tmp_path / "half", stop))
+    stopped = measure_around(AnalysisContext(measured_loss, config, tmp_path / "half", stop))
     assert stopped.is_partial
     assert stopped.result.num_missing == 5
-    again = measure_surface(AnalysisContext(measured_loss, config, tmp_path / "half"))
+    again = measure_around(AnalysisContext(measured_loss, config, tmp_path / "half"))
     assert (again.is_partial, again.result) == (False, whole)
 
 
 def test_slices_along_eigenvectors_reach_where_the_parabola_has_risen_by_one(measured_loss, tmp_path):
-    found = measure_slices(
+    found = measure_around(
         context(measured_loss, tmp_path, AnalysisType.slices, directions=DirectionKind.eigenvectors)
     ).result
     top = max(abs(value) for value in found.measured.values)
