@@ -17,7 +17,7 @@ ROOMS: Mapping[str, int] = {
     "core": 9605,
     "serving": 4481,
     "landscape": 3853,
-    "training": 3081,
+    "training": 3083,
     "rl_coupling": 2493,
     "reporting": 2637,
     "interfaces": 2485,
@@ -37,7 +37,7 @@ LIMITS: Mapping[str, int] = {
     "functions of seven parameters or more": 64,
     "import lines": 6043,
     "import lines inside functions": 392,
-    "lines of code": 38325,
+    "lines of code": 38327,
     "private functions with one caller": 424,
 }
 """Most lines of code of each room, and most of what is counted over the package."""

@@ -89,6 +89,11 @@ class RunEstimate(JsonRecord):
         known = self.weights + self.gradients + self.optimizer
         return known if self.activations is None or self.working is None else known + self.activations + self.working
 
+    @property
+    def disk(self) -> int:
+        """Bytes of the run folder."""
+        return self.kept_checkpoints * self.checkpoint + self.export
+
     def sentences(self, chip: str | None = None) -> tuple[str, str, str]:
         """Memory of a device, disk of the run, and its time on a chip of `PEAK_BF16_FLOPS`, each in a line.
 
@@ -109,14 +114,13 @@ class RunEstimate(JsonRecord):
         parts = f"weights {size(self.weights)}, gradients {size(self.gradients)}, optimizer {size(self.optimizer)}"
         backward = self.memory - self.weights - self.gradients - self.optimizer
         last = f"backward pass of {self.tokens:,} tokens {size(backward)}"
-        disk = self.kept_checkpoints * self.checkpoint + self.export
         if self.activations is None:
             last = (
                 f"without the backward pass of {self.tokens:,} tokens, which needs the values of this model's tensors"
             )
         return (
             f"memory: {size(self.memory)} on each device: {parts}, {last}",
-            f"disk: {size(disk)}: up to {self.kept_checkpoints} checkpoints of {size(self.checkpoint)}, "
+            f"disk: {size(self.disk)}: up to {self.kept_checkpoints} checkpoints of {size(self.checkpoint)}, "
             f"best weights and export {size(self.export)}",
             time,
         )
