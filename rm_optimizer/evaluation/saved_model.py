@@ -54,60 +54,6 @@ COMPARED_PROMPTS = 512
 """Most prompts of which a pair is scored in float32 too."""
 
 
-def score_responses(
-    model: BradleyTerryRM,
-    data: PreferenceDataset,
-    *,
-    token_budget: int,
-    partial_dir: Path,
-    num_workers: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> tuple[PairRewards, TruncationReport]:
-    """Rewards of all pairs, and a report of their truncation.
-
-    A response that is in many pairs of a prompt is scored once. Responses that are equal after truncation get one
-    reward, so that their pair is a tie. Rewards are appended to a file in `partial_dir` whose name depends on the model
-    and the pairs. A repeated call after a kill continues from this file, and a completed call removes it.
-
-    Args:
-        model: the reward model, on its device.
-        data: the pairs.
-        token_budget: tokens, padding included, of one pass.
-        partial_dir: folder of the file.
-        num_workers: actors on Ray, with one thread or one GPU each; None scores in this process.
-        on_progress: function called with the number of responses done and the number of all; at the start, the
-            responses of an earlier call count as done.
-
-    Raises:
-        CheckpointError: if a reward is not finite.
-        DataError: if a conversation cannot be rendered, or another process is scoring the same pairs.
-    """
-    of_prompt: dict[str, dict[str, Prompt]] = {}  # the different responses, by prompt in order of appearance
-    for prompt_id, pair in zip(data.prompt_ids, data.pairs, strict=True):
-        of_prompt.setdefault(prompt_id, {}).update({pair.chosen: pair.prompt, pair.rejected: pair.prompt})
-    items = {(key, text): prompt for key, responses in of_prompt.items() for text, prompt in responses.items()}
-    place = {key: number for number, key in enumerate(items)}
-    keys = zip(data.prompt_ids, data.pairs, strict=True)
-    places = [(place[key, pair.chosen], place[key, pair.rejected]) for key, pair in keys]
-    sides = np.array(places, dtype=np.int64).reshape(-1, 2)
-    conversations = [(prompt, text) for (_, text), prompt in items.items()]
-    rows = score_distinct(
-        model,
-        conversations,
-        data.fingerprint,
-        token_budget=token_budget,
-        folder=partial_dir,
-        num_workers=num_workers,
-        on_progress=on_progress,
-    )
-    rewards = np.array([row.reward for row in rows], dtype=float)
-    lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)[sides]
-    cuts = np.array([(row.prompt_cut, row.response_cut) for row in rows], dtype=np.int32).reshape(-1, 2)[sides]
-    ids = np.unique([row.tokens for row in rows], return_inverse=True)[1][sides]
-    truncation = truncation_report(model.max_length, lengths, cuts, int((ids[:, 0] != ids[:, 1]).sum()))
-    return PairRewards(rewards[sides[:, 0]], rewards[sides[:, 1]], np.arange(len(sides))), truncation
-
-
 class ScoredResponse(NamedTuple):
     """Reward of a response, and what the length limit took from it.
 
@@ -126,53 +72,6 @@ class ScoredResponse(NamedTuple):
     tokens: str
 
 
-def score_distinct(
-    model: BradleyTerryRM,
-    conversations: Sequence[tuple[Prompt, str]],
-    fingerprint: str,
-    *,
-    token_budget: int,
-    folder: Path,
-    num_workers: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-    keeps: bool = False,
-) -> list[ScoredResponse]:
-    """Rewards of different responses, in chunks.
-
-    A repeated call after a kill does not score finished chunks again. Responses with the same token ids get one reward.
-
-    Args:
-        model: the reward model, on its device.
-        conversations: prompt and response of each.
-        fingerprint: identity of the conversations.
-        token_budget: tokens, padding included, of one pass.
-        folder: folder of the file of rewards, whose name depends on the model and the conversations.
-        num_workers: actors on Ray, with one thread or one GPU each; None scores in this process.
-        on_progress: function called with the number of responses done and the number of all.
-        keeps: True to keep the file of a completed call.
-
-    Raises:
-        CheckpointError: if a reward is not finite.
-        DataError: if a conversation cannot be rendered, or another process is scoring the same ones.
-    """
-    identity = digest([scorer_digest(model), fingerprint, CHUNK_RESPONSES])
-    path = folder / f".rewards-{identity}{'.jsonl' if keeps else '.partial'}"
-    with open_ledger(path, identity, other="the rewards of another model or data") as log:
-        done = sum(len(chunk) for chunk in log.values())
-        on_progress(done, len(conversations))
-        firsts = range(done, len(conversations), CHUNK_RESPONSES)
-        chunks = [conversations[first : first + CHUNK_RESPONSES] for first in firsts]
-        for entry in map_chunks(partial(_scored, token_budget=token_budget), model, chunks, num_workers):
-            log.append(entry)
-            done += len(entry)
-            on_progress(done, len(conversations))
-        rows = [row for chunk in log.values() for row in chunk]
-        if not keeps:
-            path.unlink()
-    reward_of: dict[str, float] = {}  # of the first response with these token ids
-    return [ScoredResponse(reward_of.setdefault(row[-1], row[0]), *row[1:]) for row in rows]
-
-
 def _scored(model: BradleyTerryRM, chunk: Sequence[tuple[Prompt, str]], token_budget: int) -> list[ScoredResponse]:
     prompts, responses = [prompt for prompt, _ in chunk], [text for _, text in chunk]
     encodings = model.encode(prompts, responses)
@@ -182,6 +81,89 @@ def _scored(model: BradleyTerryRM, chunk: Sequence[tuple[Prompt, str]], token_bu
         ScoredResponse(reward, len(encoding.ids), encoding.prompt_cut, encoding.response_cut, digest(encoding.ids))
         for reward, encoding in zip(rewards, encodings, strict=True)
     ]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResponseScorer:
+    """Scorer of different responses, in chunks.
+
+    A repeated call after a kill does not score finished chunks again. Responses with the same token ids get one reward.
+
+    Args:
+        token_budget: tokens, padding included, of one pass.
+        folder: folder of the file of rewards, whose name depends on the model and the conversations.
+        num_workers: actors on Ray, with one thread or one GPU each; None scores in this process.
+        on_progress: function called with the number of responses done and the number of all; at the start, the
+            responses of an earlier call count as done.
+    """
+
+    token_budget: int
+    folder: Path
+    num_workers: int | None = None
+    on_progress: Callable[[int, int], None] = lambda done, total: None
+
+    def rewards(
+        self, model: BradleyTerryRM, conversations: Sequence[tuple[Prompt, str]], fingerprint: str, *, keeps: bool
+    ) -> list[ScoredResponse]:
+        """Rewards of conversations.
+
+        Args:
+            model: the reward model, on its device.
+            conversations: prompt and response of each.
+            fingerprint: identity of the conversations.
+            keeps: True to keep the file of a completed call.
+
+        Raises:
+            CheckpointError: if a reward is not finite.
+            DataError: if a conversation cannot be rendered, or another process is scoring the same ones.
+        """
+        identity = digest([scorer_digest(model), fingerprint, CHUNK_RESPONSES])
+        path = self.folder / f".rewards-{identity}{'.jsonl' if keeps else '.partial'}"
+        with open_ledger(path, identity, other="the rewards of another model or data") as log:
+            done = sum(len(chunk) for chunk in log.values())
+            self.on_progress(done, len(conversations))
+            firsts = range(done, len(conversations), CHUNK_RESPONSES)
+            chunks = [conversations[first : first + CHUNK_RESPONSES] for first in firsts]
+            for entry in map_chunks(partial(_scored, token_budget=self.token_budget), model, chunks, self.num_workers):
+                log.append(entry)
+                done += len(entry)
+                self.on_progress(done, len(conversations))
+            rows = [row for chunk in log.values() for row in chunk]
+            if not keeps:
+                path.unlink()
+        reward_of: dict[str, float] = {}  # of the first response with these token ids
+        return [ScoredResponse(reward_of.setdefault(row[-1], row[0]), *row[1:]) for row in rows]
+
+    def pair_rewards(self, model: BradleyTerryRM, data: PreferenceDataset) -> tuple[PairRewards, TruncationReport]:
+        """Rewards of all pairs, and a report of their truncation.
+
+        A response that is in many pairs of a prompt is scored once. Responses that are equal after truncation get one
+        reward, so that their pair is a tie.
+
+        Args:
+            model: the reward model, on its device.
+            data: the pairs.
+
+        Raises:
+            CheckpointError: if a reward is not finite.
+            DataError: if a conversation cannot be rendered, or another process is scoring the same pairs.
+        """
+        of_prompt: dict[str, dict[str, Prompt]] = {}  # the different responses, by prompt in order of appearance
+        for prompt_id, pair in zip(data.prompt_ids, data.pairs, strict=True):
+            of_prompt.setdefault(prompt_id, {}).update({pair.chosen: pair.prompt, pair.rejected: pair.prompt})
+        items = {(key, text): prompt for key, responses in of_prompt.items() for text, prompt in responses.items()}
+        place = {key: number for number, key in enumerate(items)}
+        keys = zip(data.prompt_ids, data.pairs, strict=True)
+        places = [(place[key, pair.chosen], place[key, pair.rejected]) for key, pair in keys]
+        sides = np.array(places, dtype=np.int64).reshape(-1, 2)
+        conversations = [(prompt, text) for (_, text), prompt in items.items()]
+        rows = self.rewards(model, conversations, data.fingerprint, keeps=False)
+        rewards = np.array([row.reward for row in rows], dtype=float)
+        lengths = np.array([row.num_tokens for row in rows], dtype=np.int64)[sides]
+        cuts = np.array([(row.prompt_cut, row.response_cut) for row in rows], dtype=np.int32).reshape(-1, 2)[sides]
+        ids = np.unique([row.tokens for row in rows], return_inverse=True)[1][sides]
+        truncation = truncation_report(model.max_length, lengths, cuts, int((ids[:, 0] != ids[:, 1]).sum()))
+        return PairRewards(rewards[sides[:, 0]], rewards[sides[:, 1]], np.arange(len(sides))), truncation
 
 
 @dataclass(frozen=True)
@@ -362,14 +344,11 @@ def evaluate_model(
         require_no_run(folder, "output_dir")
         pairs = PreferenceDataset(data).accepted_by(model.renderer)
         folders.enter_context(held(folder, "evaluation"))
-        rewards, truncation = score_responses(
-            model,
-            pairs,
-            token_budget=token_budget,
-            partial_dir=folder if partial_dir is None else as_path("partial_dir", partial_dir),
-            num_workers=num_workers,
-            on_progress=on_progress,
+        place = folder if partial_dir is None else as_path("partial_dir", partial_dir)
+        scorer = ResponseScorer(
+            token_budget=token_budget, folder=place, num_workers=num_workers, on_progress=on_progress
         )
+        rewards, truncation = scorer.pair_rewards(model, pairs)
         chosen, rejected = rewards.chosen, rewards.rejected
         evaluation = Evaluation(
             metrics_of(

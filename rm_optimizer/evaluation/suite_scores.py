@@ -5,7 +5,7 @@ They have intervals over prompts, differences and leads.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import combinations
@@ -26,7 +26,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.model_files import TrainedOn, TrainedPairs
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.list_rules import BOUNDS, Credit
-from rm_optimizer.evaluation.saved_model import score_distinct
+from rm_optimizer.evaluation.saved_model import ResponseScorer
 from rm_optimizer.evaluation.suite import Suite, SuiteItems
 from rm_optimizer.records.codec import NOT_STORED, JsonRecord, json_values
 from rm_optimizer.records.files import replacing, write_text
@@ -292,38 +292,24 @@ def _bounds(group: str) -> tuple[float, float]:
 
 
 def score_on_suite(
-    model: BradleyTerryRM,
-    name: str,
-    items: SuiteItems,
-    *,
-    token_budget: int,
-    folder: Path,
-    num_workers: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    model: BradleyTerryRM, name: str, items: SuiteItems, scorer: ResponseScorer
 ) -> tuple[SuiteScores, list[Credit]]:
     """Facts about a model on a suite, and its credits.
 
-    Each different response is scored once. The rewards stay in the folder, so that a repeated call scores nothing
-    again.
+    Each different response is scored once. The rewards stay in a folder, so that a repeated call scores nothing again.
 
     Args:
         model: the model, on its device.
         name: its name, from which the record of its training pairs is read.
         items: rows of the suite.
-        token_budget: most tokens of one pass, padding included.
-        folder: folder of the rewards.
-        num_workers: actors on Ray; None scores in this process, and in those that it leads.
-        on_progress: function called with the number of responses done and the number of all.
+        scorer: scorer of the responses, in whose folder the rewards stay.
 
     Raises:
         CheckpointError: if a reward is not finite, or the record of the model's training pairs is damaged.
         DataError: if a conversation cannot be rendered.
     """
     conversations = [(prompt, text) for (_, text), prompt in items.responses.items()]
-    scored = score_distinct(
-        model, conversations, items.fingerprint, token_budget=token_budget, folder=folder, num_workers=num_workers,
-        on_progress=on_progress, keeps=True,
-    )  # fmt: skip
+    scored = scorer.rewards(model, conversations, items.fingerprint, keeps=True)
     rewards = {key: row.reward for key, row in zip(items.responses, scored, strict=True)}
     sides = [
         [rewards[item.prompt_id, item.responses[place]] for place in edge]

@@ -20,6 +20,7 @@ from rm_optimizer.core.pairs.overlap import pair_fingerprints
 from rm_optimizer.core.pairs.pair import PreferencePair
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.errors import ConfigError, DataError
+from rm_optimizer.evaluation.saved_model import ResponseScorer
 from rm_optimizer.evaluation.suite import Suite, published_suites, read_suite
 from rm_optimizer.evaluation.suite_scores import (
     SUITE_FILE,
@@ -105,7 +106,7 @@ def test_models_on_a_suite_of_the_user(folder: Path, models: list[str], monkeypa
     }
     items = read_suite(Suite.of("mine.yaml"), [], DataConfig())
     model = BradleyTerryRM.from_pretrained(models[0])
-    again, _ = score_on_suite(model, models[0], items, token_budget=64, folder=Path("found"))
+    again, _ = score_on_suite(model, models[0], items, ResponseScorer(token_budget=64, folder=Path("found")))
     assert seen == [24, 24]  # the rewards are kept
     assert again == replace(result.models[0], scores={})
 
@@ -181,7 +182,7 @@ def test_rows_that_are_missing_and_pairs_trained_on_are_said(folder: Path, model
     assert "incomplete: the score lacks b" in result.notes
     items = read_suite(Suite.of("mine.yaml"), ["rows.jsonl"], DataConfig())
     model = BradleyTerryRM.from_pretrained(models[1], max_length=8)
-    facts, _ = score_on_suite(model, models[1], items, token_budget=64, folder=Path("found"))
+    facts, _ = score_on_suite(model, models[1], items, ResponseScorer(token_budget=64, folder=Path("found")))
     assert facts.trained_on is not None
     assert (facts.trained_on.num_pairs, facts.trained_on.num_prompts) == (3, 3)
     assert (facts.max_length, facts.num_response_cut) == (8, 8)

@@ -172,6 +172,7 @@ def _evaluate_suite(
     Several processes or workers on Ray share the responses of one model after the other.
     """
     from rm_optimizer.core.streaming.workers import change_model
+    from rm_optimizer.evaluation.saved_model import ResponseScorer
     from rm_optimizer.evaluation.suite import Suite, read_suite
     from rm_optimizer.evaluation.suite_scores import RESERVED, score_on_suite, suite_result
     from rm_optimizer.records.files import held
@@ -202,10 +203,11 @@ def _evaluate_suite(
                 print(f"note: {saved.checkpoint}: {note}", file=sys.stderr)
             shown = progress(f"{saved.checkpoint} on {suite.name}", "responses")
             with shown if len(places) == 1 else nullcontext(lambda done, total: None) as show:
-                found = score_on_suite(
-                    model, saved.checkpoint, items, token_budget=scoring.token_budget,
-                    folder=scoring.partial_dir, num_workers=scoring.ray, on_progress=show,
+                scorer = ResponseScorer(
+                    token_budget=scoring.token_budget, folder=scoring.partial_dir, num_workers=scoring.ray,
+                    on_progress=show,
                 )  # fmt: skip
+                found = score_on_suite(model, saved.checkpoint, items, scorer)
             if saved is not models[-1]:
                 change_model()
             return found

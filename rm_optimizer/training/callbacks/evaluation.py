@@ -24,6 +24,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.chat import Encoding
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.evaluation.pair_rewards import OTHER, PairRewards, ScoringStopped, metrics_of, write_evaluation
+from rm_optimizer.evaluation.saved_model import ResponseScorer
 from rm_optimizer.evaluation.suite import Suite, read_suite, sources_by_suite
 from rm_optimizer.evaluation.suite_scores import official_number, score_on_suite, suite_result
 from rm_optimizer.optim import evaluation_weights
@@ -325,8 +326,8 @@ class SuiteCallback(pl.Callback):
         for name, items in self.items.items():
             place = folder / SUITES_FOLDER / name
             place.mkdir(parents=True, exist_ok=True)
-            budget = self.config.batching.eval_token_budget
-            found = [score_on_suite(model, str(folder), items, token_budget=budget, folder=place)]
+            scorer = ResponseScorer(token_budget=self.config.batching.eval_token_budget, folder=place)
+            found = [score_on_suite(model, str(folder), items, scorer)]
             training = self.config.training
             result = suite_result(items, found, num_bootstrap=training.num_bootstrap, seed=self.config.seed)
             result.write(place)
