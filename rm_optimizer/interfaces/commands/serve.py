@@ -142,15 +142,16 @@ def _serve_http(options: ServeOptions, listening: socket.socket) -> None:
             token_budget=options.token_budget,
             threads=threads,
             engine=options.engine,
+            replicas=options.replicas,
         )
         engine: Engine
         if options.ray:
             from rm_optimizer.serving.embedded.ray_replicas import RayEngine
 
             assert options.state is not None, "a folder is made where none is given"
-            engine = RayEngine(worker, replicas=options.replicas, folder=options.state)
+            engine = RayEngine(worker, options.state)
         else:
-            engine = WorkerEngine(worker, replicas=options.replicas, folder=options.state)
+            engine = WorkerEngine(worker, folder=options.state)
         service = RewardService(engine, model_name=options.model_name, max_queued_tokens=options.max_queued_tokens)
         transports = frozenset(map(Transport, options.transport_names))
         receiver = WeightReceiver(service, root=options.weights_root, transports=transports, state=options.state)

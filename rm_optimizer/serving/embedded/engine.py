@@ -344,27 +344,22 @@ class WorkerEngine(Engine):
     Args:
         options: options of the workers.
         limits: times after which a silent worker is replaced.
-        replicas: number of workers.
         folder: existing folder that keeps the updates for a later engine; None keeps them in a temporary one.
     """
 
     def __init__(
-        self,
-        options: WorkerOptions,
-        limits: WorkerLimits = DEFAULT_LIMITS,
-        *,
-        replicas: int = 1,
-        folder: Path | None = None,
+        self, options: WorkerOptions, limits: WorkerLimits = DEFAULT_LIMITS, *, folder: Path | None = None
     ) -> None:
         self._folder = folder or Path(tempfile.mkdtemp(prefix="rm-serve-"))
         self._is_temporary = folder is None
         super().__init__(WeightHistory(self._folder / "history"))
         tokenizer, vllm = str(self._folder / "tokenizer"), str(self._folder / "vllm")
-        self.options = replace(options, replicas=replicas, tokenizer_folder=tokenizer, vllm_folder=vllm)
+        self.options = replace(options, tokenizer_folder=tokenizer, vllm_folder=vllm)
         self.limits = limits
-        limits_of_restarts = [RestartLimit("the worker process")]
-        if replicas > 1:
-            limits_of_restarts = [RestartLimit(f"worker process {n}", MOST_FLEET_RESTARTS) for n in range(replicas)]
+        names = [f"worker process {number}" for number in range(options.replicas)]
+        limits_of_restarts = [RestartLimit(name, MOST_FLEET_RESTARTS) for name in names]
+        if options.replicas == 1:
+            limits_of_restarts = [RestartLimit("the worker process")]
         self._replicas = [_Replica(number, limit) for number, limit in enumerate(limits_of_restarts)]
         self._changed = asyncio.Condition()
         self._is_stopped = self._is_restored = False

@@ -152,14 +152,13 @@ class RayEngine(Engine):
     """Engine that scores with the replicas of a Ray Serve application, which it deploys unless it runs.
 
     Args:
-        options: options of the replicas.
-        replicas: number of replicas, if the application is deployed here.
+        options: options of the replicas, whose number counts if the application is deployed here.
         folder: existing folder of the updates, which every machine of the cluster reads.
     """
 
-    def __init__(self, options: WorkerOptions, *, replicas: int, folder: Path) -> None:
+    def __init__(self, options: WorkerOptions, folder: Path) -> None:
         super().__init__(WeightHistory(folder / "history"))
-        self._options, self._num_replicas, self._folder = options, replicas, folder
+        self._options, self._folder = options, folder
         self._time, self._num_running = BatchTime(), 0
         self._bytes: dict[str, int] = {}
         self._is_restored = self._is_stopped = False
@@ -194,7 +193,7 @@ class RayEngine(Engine):
                 f"expected the application {APPLICATION} of this cluster to serve {' '.join(expected)}, got "
                 f"{' '.join(source)}; give the same model, --dtype and --state, or end it with serve shutdown"
             )
-        self._description = replace(description, replicas=self._num_replicas)
+        self._description = replace(description, replicas=self._options.replicas)
         self._serve_checkpoint()
         self._watcher = asyncio.create_task(self._watch(), name="rm-ray-watch")
 
@@ -207,7 +206,7 @@ class RayEngine(Engine):
         if APPLICATION in serve.status().applications:  # maybe not deployed whole yet
             return
         resources = {"num_gpus": 1} if ray.cluster_resources().get("GPU") else {"num_cpus": self._options.threads or 1}
-        arguments = {**vars(self._options), "folder": str(self._folder), "replicas": self._num_replicas}
+        arguments = {**vars(self._options), "folder": str(self._folder)}
         built = application({**arguments, "resources": resources})
         (self._folder / "deployed").touch()
         target = serve.RunTarget(target=built, name=APPLICATION, route_prefix=None)

@@ -114,15 +114,8 @@ def prepare_model(checkpoint: str, work: Path, dtype: str) -> VllmModel:
     reward_model.tokenizer.save_pretrained(base)
     adapter.mkdir()
     write_adapter(model, adapter)
-    description = _describe(
-        model,
-        base,
-        dtype,
-        identity=reward_model.renderer.identity(),
-        version=checkpoint_version(model, None, {}),
-        record=read_record(Path(checkpoint).expanduser()),
-        modes=(RewardModelTrainingMode.lora, RewardModelTrainingMode.head_only),
-    )
+    record = read_record(Path(checkpoint).expanduser())
+    description = _describe(model, base, dtype, reward_model.renderer.identity(), record)
     return VllmModel(base, adapter, lora_config(model).r, description)
 
 
@@ -158,11 +151,7 @@ def _from_files(folder: Path, dtype: str) -> VllmModel:
     read, stored = skeleton.state_dict().keys(), tensor_files(map(str, folder.glob("*.safetensors"))).keys()
     require_trained_head(skeleton, read - stored, folder)
     refuse_unread(skeleton, stored - read, is_fresh=False)
-    identity = record["identity"]["template"]
-    description = _describe(
-        skeleton, folder, dtype, identity=identity, version=checkpoint_version(skeleton, folder, record), record=record
-    )
-    return VllmModel(folder, None, 0, description)
+    return VllmModel(folder, None, 0, _describe(skeleton, folder, dtype, record["identity"]["template"], record))
 
 
 def _base_classifier(model: PreTrainedModel) -> PreTrainedModel:
@@ -179,15 +168,9 @@ def _base_classifier(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def _describe(
-    model: PreTrainedModel,
-    folder: Path,
-    dtype: str,
-    *,
-    identity: Mapping[str, Any],
-    version: str,
-    record: Mapping[str, Any],
-    modes: tuple[RewardModelTrainingMode, ...] = (RewardModelTrainingMode.full, RewardModelTrainingMode.head_only),
+    model: PreTrainedModel, folder: Path, dtype: str, identity: Mapping[str, Any], record: Mapping[str, Any]
 ) -> EngineDescription:
+    """Description of a classifier whose files are in a folder, or of an adapted one on the base in the folder."""
     if (name := getattr(model.config, "pooling_head", None)) is not None:
         raise CheckpointError(f"vLLM has no pooling head '{name}'; serve the model with --engine transformers")
     if hasattr(model.config, "reward_head"):
@@ -195,18 +178,20 @@ def _describe(
             "vLLM has no reward head but one linear layer without a bias, and gives every token type 0; serve the "
             "model with --engine transformers"
         )
+    is_adapted = has_adapter(model)
+    whole = RewardModelTrainingMode.lora if is_adapted else RewardModelTrainingMode.full
     return EngineDescription(
         engine="vllm",
         architecture=type(model).__name__,
         dtype=dtype,
         device=fastest_device().type,
-        version=version,
+        version=checkpoint_version(model, None, {}) if is_adapted else checkpoint_version(model, folder, record),
         max_length=identity["max_length"],
         vocab_size=model.get_input_embeddings().weight.shape[0],
         token_budget=1,
         shares_prompts=True,
         pad_token_id=model.config.get_text_config().pad_token_id,
-        tensors={mode: tensor_specs(model, mode) for mode in modes},
+        tensors={mode: tensor_specs(model, mode) for mode in (whole, RewardModelTrainingMode.head_only)},
         tokenizer_folder=str(folder),
         identity=identity,
         export=record,

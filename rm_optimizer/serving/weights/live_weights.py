@@ -115,25 +115,17 @@ def state_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def names_of_mode(model: PreTrainedModel, mode: RewardModelTrainingMode) -> frozenset[str]:
-    """Names of the tensors in an update of this mode.
-
-    Raises:
-        WeightsRefused: if the model has no adapter and the mode is `lora`.
-    """
+    """Names of the tensors in an update of this mode; without an adapter mode `lora` has none."""
     if mode is RewardModelTrainingMode.full:
         return frozenset(state_tensors(model))
     if mode is RewardModelTrainingMode.head_only:
         head = head_name(model)
         return frozenset(f"{head}.{key}" for key in model.get_submodule(head).state_dict())
-    if not has_adapter(model):
-        raise WeightsRefused("mode lora needs a served model with a LoRA adapter; serve the adapter's folder")
-    return adapter_tensor_names(model)
+    return adapter_tensor_names(model) if has_adapter(model) else frozenset()
 
 
 def tensor_specs(model: PreTrainedModel, mode: RewardModelTrainingMode) -> tuple[TensorSpec, ...]:
     """Specifications of the tensors in an update of this mode, by name; empty if the model has none."""
-    if mode is RewardModelTrainingMode.lora and not has_adapter(model):
-        return ()
     state = state_tensors(model)
     return tuple(
         TensorSpec(name=name, shape=list(state[name].shape), dtype=dtype_name(state[name].dtype))

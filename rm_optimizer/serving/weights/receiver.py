@@ -41,7 +41,7 @@ from rm_optimizer.serving.update_protocol import (
     WeightStatus,
 )
 from rm_optimizer.serving.weights.incoming import FromBody, Incoming, incoming
-from rm_optimizer.serving.weights.weight_file import check_names, check_weight_file, num_bytes
+from rm_optimizer.serving.weights.weight_file import check_names, num_bytes
 
 KEPT_NAMES = 10_000
 """Most names kept; answers of older names are still distinguished by their revision."""
@@ -353,7 +353,6 @@ class WeightReceiver:
             revision = begin.revision
         async with asyncio.timeout_at(update.deadline):
             file = await update.incoming.file()
-            await asyncio.to_thread(check_weight_file, file, begin.tensors)
             await self.engine.stage(
                 StagedWeights(begin.version, revision, begin.mode, file, tuple(begin.tensors), begin.probe)
             )

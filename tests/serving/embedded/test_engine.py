@@ -161,7 +161,7 @@ def test_a_checkpoint_replaced_while_it_is_served_ends_the_engine_at_the_next_re
 
 def test_batches_with_one_start_go_to_one_of_the_replicas_of_vllm_that_are_about_as_busy(tmp_path):
     async def scene(kind: str) -> list[set[int]]:
-        engine = WorkerEngine(WorkerOptions(str(tmp_path)), replicas=3)
+        engine = WorkerEngine(WorkerOptions(str(tmp_path), replicas=3))
         engine._description = replace(fake_description(token_budget=64), engine=kind)
         for replica in engine._replicas:
             replica.is_up, replica.link = True, SimpleNamespace(ended=asyncio.Event())
