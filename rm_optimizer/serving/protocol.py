@@ -51,6 +51,10 @@ def _is_list(value: object) -> str:
     return "(list)" if isinstance(value, list) else "(text)"
 
 
+TextOr: TypeAlias = Annotated[
+    Annotated[StrictStr, Tag("(text)")] | Annotated[Item, Tag("(list)")], Discriminator(_is_list)
+]
+"""Text, or a list in its place."""
 ClassifyInput: TypeAlias = Annotated[
     Annotated[StrictStr, Tag("(text)")]
     | Annotated[TokenIds, Tag("(ids)")]
@@ -100,18 +104,16 @@ class TextPart(RequestModel):
     text: StrictStr
 
 
+TextParts: TypeAlias = Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES)]
+
+
 class WireMessage(RequestModel):
     """One turn of a conversation, in OpenAI's form."""
 
     role: StrictStr = Field(min_length=1, max_length=256)
-    content: (
-        Annotated[
-            Annotated[StrictStr, Tag("(text)")]
-            | Annotated[list[TextPart], Field(fail_fast=True, min_length=1, max_length=MAX_MESSAGES), Tag("(list)")],
-            Discriminator(_is_list),
-        ]
-        | None
-    ) = Field(default=None, description="Text, or text parts that are joined; absent in a turn that only calls tools.")
+    content: TextOr[TextParts] | None = Field(
+        default=None, description="Text, or text parts that are joined; absent in a turn that only calls tools."
+    )
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: StrictStr | None = None
     name: StrictStr | None = None
@@ -185,12 +187,10 @@ class ClassifyRequest(TemplateValues):
 class ScoreItem(TemplateValues):
     """One prompt and the responses to it."""
 
-    prompt: Annotated[
-        Annotated[StrictStr, Tag("(text)")] | Annotated[WireMessages, Tag("(list)")], Discriminator(_is_list)
-    ] = Field(description="Text, or the messages before the response.")
-    responses: Items[
-        Annotated[Annotated[StrictStr, Tag("(text)")] | Annotated[WireMessages, Tag("(list)")], Discriminator(_is_list)]
-    ] = Field(min_length=1, description="Texts, or the messages of each response up to the assistant's last.")
+    prompt: TextOr[WireMessages] = Field(description="Text, or the messages before the response.")
+    responses: Items[TextOr[WireMessages]] = Field(
+        min_length=1, description="Texts, or the messages of each response up to the assistant's last."
+    )
 
 
 class ScoringRequest(RequestModel):
