@@ -44,7 +44,7 @@ from rm_optimizer.evaluation.pair_rewards import (
 from rm_optimizer.records.accelerator import fastest_device
 from rm_optimizer.records.codec import JsonRecord, from_values
 from rm_optimizer.records.files import as_path, held, write_text
-from rm_optimizer.records.ledger import open_ledger
+from rm_optimizer.records.ledger import OnProgress, no_progress, open_ledger
 from rm_optimizer.records.orders import random_positions
 from rm_optimizer.records.run_folder import PAIR_REWARDS_FILE, require_no_run
 
@@ -100,7 +100,7 @@ class ResponseScorer:
     token_budget: int
     folder: Path
     num_workers: int | None = None
-    on_progress: Callable[[int, int], None] = lambda done, total: None
+    on_progress: OnProgress = no_progress
 
     def rewards(
         self, model: BradleyTerryRM, conversations: Sequence[tuple[Prompt, str]], fingerprint: str, *, keeps: bool
@@ -310,7 +310,7 @@ def evaluate_model(
     partial_dir: str | os.PathLike[str] | None = None,
     turned: TurnedOrders | None = None,
     num_workers: int | None = None,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
+    on_progress: OnProgress = no_progress,
 ) -> Evaluation:
     """Evaluate a model on pairs, and write metrics, distributions and per-pair rewards.
 

@@ -27,6 +27,10 @@ OnProgress = Callable[[int, int | None], None]
 """Function of the number of units done and of the number of all, which is None if unknown."""
 
 
+def no_progress(done: int, total: int | None) -> None:
+    """Show nothing."""
+
+
 @contextmanager
 def progress(what: str, unit: str) -> Iterator[OnProgress]:
     """Show the progress of a computation while the block runs.

@@ -25,7 +25,7 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.response_files import read_responses
 from rm_optimizer.evaluation.score_file import ScoredFile, require_new, score_counted, summed_counts
 from rm_optimizer.records.files import replacing
-from rm_optimizer.records.ledger import open_ledger
+from rm_optimizer.records.ledger import OnProgress, no_progress, open_ledger
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.language_policies import TransformersPolicy, VLLMPolicy
 from rm_optimizer.schema.checks import require
@@ -150,13 +150,7 @@ class BestOfNSampler:
         """
         return [found for chunk in self._chunks(prompts_of("prompts", prompts)) for found in self._ranked(chunk).rows]
 
-    def sample_to_file(
-        self,
-        prompts: Prompts,
-        path: Path,
-        *,
-        on_progress: Callable[[int, int], None] = lambda done, total: None,
-    ) -> ScoredFile:
+    def sample_to_file(self, prompts: Prompts, path: Path, *, on_progress: OnProgress = no_progress) -> ScoredFile:
         """Write ranked responses as JSON lines with `prompt`, `responses`, `rewards` and `draws`.
 
         Results are first appended to `PATH.partial`. After a kill or a server failure, repeating the call continues
@@ -211,13 +205,7 @@ def rank(reward_model: Scorer, prompts: Sequence[Prompt], responses_of_each: Seq
     return RankedPrompts(found, *cut)
 
 
-def rank_file(
-    reward_model: Scorer,
-    source: Path,
-    path: Path,
-    *,
-    on_progress: Callable[[int, int], None] = lambda done, total: None,
-) -> ScoredFile:
+def rank_file(reward_model: Scorer, source: Path, path: Path, *, on_progress: OnProgress = no_progress) -> ScoredFile:
     """Rank saved completions, and write each prompt's responses best first like `BestOfNSampler.sample_to_file`.
 
     Args:
@@ -314,7 +302,7 @@ def _to_file(
     chunks: Sequence[Any],
     ranked: Callable[[Any], RankedPrompts],
     path: Path,
-    on_progress: Callable[[int, int], None],
+    on_progress: OnProgress,
 ) -> ScoredFile:
     """Rank chunk by chunk into a ledger, and write the lines after the last chunk."""
     if path.suffix != ".jsonl":
