@@ -207,13 +207,7 @@ def _graph(rows: Sequence[tuple[SuiteItem, Rewards]]) -> Iterator[Credit]:
             yield Credit(f"{item.group}/tau", item.prompt_id, kendall_tau(signs))
 
 
-RULES: Mapping[str, Rule] = {
-    "pairs": _pairs,
-    "best_of": _best_of,
-    "ties": _ties,
-    "matrix": _matrix,
-    "graph": _graph,
-}
+RULES: Mapping[str, Rule] = {"pairs": _pairs, "best_of": _best_of, "ties": _ties, "matrix": _matrix, "graph": _graph}
 """The rules by name."""
 BOUNDS: Mapping[str, tuple[float, float]] = {"tau": (-1.0, 1.0), "gain": (-1.0, 1.0)}
 """Least and greatest credit by measure; all others lie in [0, 1]."""

@@ -352,13 +352,7 @@ def evaluate_model(
         chosen, rejected = rewards.chosen, rewards.rejected
         evaluation = Evaluation(
             metrics_of(
-                rewards,
-                pairs,
-                beta=model.beta,
-                num_bootstrap=num_bootstrap,
-                seed=seed,
-                by=by,
-                thresholds=thresholds,
+                rewards, pairs, beta=model.beta, num_bootstrap=num_bootstrap, seed=seed, by=by, thresholds=thresholds
             ),
             truncation,
             has_default_length=model.has_default_length,

@@ -32,14 +32,7 @@ from rm_optimizer.core.rows.readers import row_unit
 from rm_optimizer.core.streaming.workers import map_chunks
 from rm_optimizer.core.tokens.chat import Encoding
 from rm_optimizer.errors import DataError
-from rm_optimizer.evaluation.response_files import (
-    REWARD,
-    FileKind,
-    ResponseRow,
-    file_kind,
-    read_responses,
-    stored_rows,
-)
+from rm_optimizer.evaluation.response_files import REWARD, FileKind, ResponseRow, file_kind, read_responses, stored_rows
 from rm_optimizer.records.files import as_path, csv_table, replacing
 from rm_optimizer.records.ledger import Ledger, open_ledger
 
@@ -81,11 +74,7 @@ class CountingScorer(Protocol):
 
 
 def score_counted(
-    scorer: Scorer | CountingScorer,
-    prompts: Sequence[Prompt],
-    responses: Sequence[str],
-    *,
-    token_budget: int = 16384,
+    scorer: Scorer | CountingScorer, prompts: Sequence[Prompt], responses: Sequence[str], *, token_budget: int = 16384
 ) -> CountedRewards:
     """Rewards in the given order, and counts of cut responses, which models in this process and ensembles give.
 

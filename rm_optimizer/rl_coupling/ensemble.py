@@ -276,12 +276,7 @@ class RewardModelEnsemble(Scorer):
         return rewards, is_cut
 
     def fit_reference(
-        self,
-        prompts: Prompts,
-        responses: Texts,
-        *,
-        false_positive_rate: float = 0.05,
-        seed: int = 0,
+        self, prompts: Prompts, responses: Texts, *, false_positive_rate: float = 0.05, seed: int = 0
     ) -> EnsembleReference:
         """Fit the members' scales and the threshold of uncertainty, and use them from now on.
 
@@ -435,9 +430,7 @@ class RewardModelEnsemble(Scorer):
         return f"member {number + 1} of the ensemble ({name})"
 
 
-def _over_members(
-    values: Float[np.ndarray, "members sequences"],
-) -> Iterator[tuple[float, float, tuple[float, ...]]]:
+def _over_members(values: Float[np.ndarray, "members sequences"]) -> Iterator[tuple[float, float, tuple[float, ...]]]:
     """Mean, standard deviation and single values of each sequence over the members."""
     means, stds = values.mean(axis=0), values.std(axis=0, ddof=1)
     return zip(means.tolist(), stds.tolist(), map(tuple, values.T.tolist()), strict=True)

@@ -233,10 +233,7 @@ class AsyncRewardClient(Connection):
                     member._failed_at = time.monotonic()
         rewards = tuple(reward for i in range(len(parts)) for reward in answers[i].rewards)
         scored = ScoredBatch(rewards, *(answers[0].weights if answers else (await self.version(), only)))
-        for name, expected, got in (
-            ("weights", expect_version, scored.version),
-            ("revision", only, scored.revision),
-        ):
+        for name, expected, got in (("weights", expect_version, scored.version), ("revision", only, scored.revision)):
             if expected not in (None, got):
                 raise WrongVersion(f"expected rewards of {name} {expected} from {self.url}, got {got}")
         return scored

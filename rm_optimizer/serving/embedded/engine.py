@@ -26,13 +26,7 @@ from typing import Any
 from rm_optimizer.core.tokens.prefix_trees import LEAST_SHARED
 from rm_optimizer.errors import CheckpointError, EngineFailed, EngineUnavailable, RMOptimizerError, WeightsRefused
 from rm_optimizer.serving.child_process import MOST_FLEET_RESTARTS, RestartLimit, resident_bytes
-from rm_optimizer.serving.engine import (
-    Engine,
-    EngineDescription,
-    ScoredBatch,
-    StagedWeights,
-    WeightHistory,
-)
+from rm_optimizer.serving.engine import Engine, EngineDescription, ScoredBatch, StagedWeights, WeightHistory
 from rm_optimizer.serving.options import WorkerOptions
 
 
@@ -504,10 +498,7 @@ class WorkerEngine(Engine):
                 self._description = replace(loaded, replicas=len(self._replicas))
                 # later workers need not measure
                 self.options = replace(
-                    self.options,
-                    token_budget=loaded.token_budget,
-                    tree_budget=loaded.tree_budget,
-                    tokenizer_folder="",
+                    self.options, token_budget=loaded.token_budget, tree_budget=loaded.tree_budget, tokenizer_folder=""
                 )
             self._description.require_same(loaded, self.options.checkpoint)
             async with self._updating:  # no update is staged or committed meanwhile

@@ -14,12 +14,7 @@ from pathlib import Path
 from rm_optimizer.errors import RMOptimizerError, WeightsRefused
 from rm_optimizer.schema.publish import Transport
 from rm_optimizer.serving.update_protocol import Begin
-from rm_optimizer.serving.weights.weight_file import (
-    check_weight_file,
-    most_header_bytes,
-    num_bytes,
-    write_weight_file,
-)
+from rm_optimizer.serving.weights.weight_file import check_weight_file, most_header_bytes, num_bytes, write_weight_file
 
 COPIED_BYTES = 8 * 2**20
 """Bytes that are copied at once."""
