@@ -16,7 +16,7 @@ import numpy as np
 from rm_optimizer.core.tokens.prefix_trees import LEAST_SHARED, common_starts
 from rm_optimizer.errors import EngineUnavailable
 from rm_optimizer.serving.engine import Engine, ScoredBatch
-from rm_optimizer.serving.service.api_errors import Overloaded, TooLarge
+from rm_optimizer.serving.service.api_errors import Overloaded
 from rm_optimizer.serving.service.telemetry import ENTRY, OTHER_ROUTE, ServerMetrics
 
 CLIENT = ContextVar("CLIENT", default="")
@@ -150,7 +150,6 @@ class Batcher:
         """Rewards of a request, all of one version of the weights. Cancellation removes its unscored sequences.
 
         Raises:
-            TooLarge: if the request alone exceeds the queue.
             Overloaded: if the queue has no room for it now.
             EngineUnavailable: if the engine fails.
         """
@@ -183,20 +182,14 @@ class Batcher:
         """Tokens of the requests that are accepted and not answered."""
         return self._share.total
 
-    def require_room(self, tokens: int = 1) -> None:
-        """Refuse a request of that many tokens, or of at least that many if their number is unknown.
+    def require_room(self, tokens: int) -> None:
+        """Refuse a request of that many tokens, or of at least that many if their number is unknown, for now.
 
         Only its fair share counts, so that neither large requests nor another client's many requests shut it out.
 
         Raises:
-            TooLarge: if the request alone exceeds the queue.
             Overloaded: if the queue has no room for it now.
         """
-        if tokens > self.max_queued_tokens:
-            raise TooLarge(
-                f"the request holds {tokens} tokens, more than the {self.max_queued_tokens} the server ever accepts at "
-                "once; split it"
-            )
         if ahead := self._share.excess(tokens):
             wait = math.ceil(ahead / self._tokens_per_second / max(IN_FLIGHT, len(self._runners)))
             raise Overloaded(

@@ -247,7 +247,7 @@ class RewardService:
         Raises:
             NonFiniteScore: if a reward is NaN or infinite. If a probe's are too, the server is not ready until
                 other weights come.
-            TooLarge, Overloaded, EngineUnavailable: as `Batcher.score`.
+            Overloaded, EngineUnavailable: as `Batcher.score`.
         """
         scored = await self.batcher.score(sequences)
         for index, reward in enumerate(scored.rewards):

@@ -353,7 +353,7 @@ class RMPublisherAdapter(PickledByArguments):
 
     def _given_up(self, batch_id: str, new: _Version, error: RMOptimizerError) -> Outcome | PublishFailed:
         """Abort the update on the server, and return its outcome with the best known reason."""
-        abort = Abort(batch_id=batch_id, reason=str(error)[:500])
+        abort = Abort(batch_id=batch_id, reason=str(error))
         try:
             answer = self._post("abort", abort, Deadline(self.url, GIVING_UP_SECONDS))
         except RMOptimizerError as silence:

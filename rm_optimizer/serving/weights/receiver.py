@@ -145,9 +145,6 @@ class WeightReceiver:
         root: existing folder for the files of the transport `path`; None disables this transport.
         transports: accepted transports.
         state: existing folder that keeps the names of versions for a later receiver; None keeps none.
-
-    Raises:
-        RMOptimizerError: if the root is not a folder.
     """
 
     def __init__(
@@ -158,8 +155,6 @@ class WeightReceiver:
         transports: frozenset[Transport] = DEFAULT_TRANSPORTS,
         state: Path | None = None,
     ) -> None:
-        if root is not None and not root.is_dir():
-            raise RMOptimizerError(f"the weights root must be an existing folder, got {root}")
         self.service, self.engine = service, service.engine
         self.root = None if root is None else root.resolve()
         self.transports = transports - ({Transport.path} if root is None else set())

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from rm_optimizer.errors import EngineUnavailable
-from rm_optimizer.serving.service.api_errors import Overloaded, TooLarge
+from rm_optimizer.serving.service.api_errors import Overloaded
 from rm_optimizer.serving.service.batcher import LEAST_BATCH_TOKENS, Batcher
 from rm_optimizer.serving.service.telemetry import ServerMetrics
 from tests.serving.engines import FakeEngine
@@ -128,14 +128,6 @@ def test_large_requests_do_not_shut_out_another(size):
         return sum(isinstance(answer, Overloaded) for answer in await asyncio.gather(*large, return_exceptions=True))
 
     assert run(scenario, max_queued_tokens=1000) >= 19  # the queue stays bounded
-
-
-def test_a_request_larger_than_the_queue_is_refused_for_good():
-    async def scenario(engine, batcher):
-        with pytest.raises(TooLarge, match="1001 tokens, more than the 1000"):
-            await batcher.score([row(0, 1001)])
-
-    run(scenario, max_queued_tokens=1000)
 
 
 def test_a_client_that_leaves_is_not_computed_and_leaves_nothing_behind():
