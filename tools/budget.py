@@ -15,30 +15,30 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
     "core": 9605,
-    "serving": 4481,
+    "serving": 4440,
     "landscape": 3853,
     "training": 3083,
-    "rl_coupling": 2493,
+    "rl_coupling": 2476,
     "reporting": 2637,
-    "interfaces": 2485,
+    "interfaces": 2487,
     "experiments": 1685,
     "data_efficiency": 1668,
     "schema": 1128,
     "doctor": 906,
     "explanation": 942,
-    "records": 839,
+    "records": 840,
     "optim": 820,
-    "evaluation": 1231,
+    "evaluation": 1184,
     "modules at the top": 471,
 }
 LIMITS: Mapping[str, int] = {
     "files": 345,
     "files of less than 40 lines": 5,
-    "functions of seven parameters or more": 64,
-    "import lines": 6043,
-    "import lines inside functions": 392,
-    "lines of code": 38327,
-    "private functions with one caller": 424,
+    "functions of seven parameters or more": 61,
+    "import lines": 5992,
+    "import lines inside functions": 393,
+    "lines of code": 38225,
+    "private functions with one caller": 425,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

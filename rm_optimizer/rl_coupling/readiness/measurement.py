@@ -27,17 +27,7 @@ from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.rl_coupling.ensemble import RewardModelEnsemble
 from rm_optimizer.rl_coupling.out_of_distribution import MahalanobisDetector
 from rm_optimizer.rl_coupling.policy_simulation import BestOfNSampler, Policy
-from rm_optimizer.rl_coupling.readiness.features import (
-    epistemic_std,
-    length_sensitivity,
-    pair_accuracy,
-    relative_to_ceiling,
-    reward_spread,
-    style_flips,
-    tempered_scores,
-    tied_groups,
-    worst_slice_accuracy,
-)
+from rm_optimizer.rl_coupling.readiness import features as measures
 from rm_optimizer.rl_coupling.readiness.fitted import FittedReadiness, fitted_readiness
 from rm_optimizer.rl_coupling.readiness.probe import (
     Oracle,
@@ -216,28 +206,29 @@ class _Measurement:
         groups = self.model.score_groups([pair.prompt for pair in pairs], [(p.chosen, p.rejected) for p in pairs])
         margin = np.array([float(rewards[0]) - float(rewards[1]) for rewards in groups])
         label, prompt = np.array([pair.label for pair in pairs]), [pair.prompt_id for pair in pairs]
-        accuracy = pair_accuracy(margin, prompt, label)
+        accuracy = measures.pair_accuracy(margin, prompt, label)
         self.found["accuracy"] = accuracy
-        self.found["accuracy_relative"] = relative_to_ceiling(accuracy, self._ceiling())
+        self.found["accuracy_relative"] = measures.relative_to_ceiling(accuracy, self._ceiling())
         resampling = {"num_bootstrap": options.num_bootstrap, "seed": options.seed}
         if (slices := _slices(pairs)) is not None:
-            self.found["worst_slice_accuracy"] = worst_slice_accuracy(margin, slices, prompt, label, **resampling)
-        scores = tempered_scores(self.model.beta * margin, prompt, label, **resampling)
+            worst = measures.worst_slice_accuracy(margin, slices, prompt, label, **resampling)
+            self.found["worst_slice_accuracy"] = worst
+        scores = measures.tempered_scores(self.model.beta * margin, prompt, label, **resampling)
         self.found |= {"nll": scores.nll, "brier": scores.brier}
         if scores.temperature.temperature is not None:
             self.unscored["temperature"] = Estimate(scores.temperature.temperature, None, len(pairs))
 
     def measure_style(self) -> None:
         """Preferences that a change of style turns."""
-        self.found |= style_flips(self.model, self.sample[:_STYLED_PAIRS])
+        self.found |= measures.style_flips(self.model, self.sample[:_STYLED_PAIRS])
 
     def measure_pool(self) -> None:
         """Spread of the rewards on the policy's responses, and how they follow length."""
         pool, options = self.pool, self.options
-        num, seed = options.num_bootstrap, options.seed
-        self.found["reward_spread"] = reward_spread(pool.rewards, num_bootstrap=num, seed=seed)
-        self.found["tied_groups"] = tied_groups(pool.rewards, min(options.group_size, pool.rewards.shape[1]))
-        self.found["length_correlation"] = length_sensitivity(pool.rewards, pool.lengths, num_bootstrap=num, seed=seed)
+        resampling = {"num_bootstrap": options.num_bootstrap, "seed": options.seed}
+        self.found["reward_spread"] = measures.reward_spread(pool.rewards, **resampling)
+        self.found["tied_groups"] = measures.tied_groups(pool.rewards, min(options.group_size, pool.rewards.shape[1]))
+        self.found["length_correlation"] = measures.length_sensitivity(pool.rewards, pool.lengths, **resampling)
 
     def ask(self) -> None:
         """Probes, and the accuracy on random pairs of the policy's responses."""
@@ -264,7 +255,7 @@ class _Measurement:
         self.num_labels += pool.num_labels(label, asked)
         if known.any():
             margin = pool.rewards[prompt, first] - pool.rewards[prompt, second]
-            self.found["on_policy_accuracy"] = pair_accuracy(margin[known], prompt[known], label[known])
+            self.found["on_policy_accuracy"] = measures.pair_accuracy(margin[known], prompt[known], label[known])
 
     def measure_unscored(self, ensemble: RewardModelEnsemble | None, top_eigenvalue: float | None) -> None:
         """Disagreement, coverage of the policy's responses by the pairs, and curvature."""
@@ -274,7 +265,8 @@ class _Measurement:
             return
         if ensemble is not None:
             members = ensemble.member_rewards(*flat_groups(self.pool.prompts, self.pool.responses)[:2])
-            self.unscored["epistemic_std"] = epistemic_std(members.reshape(len(members), *self.pool.rewards.shape))
+            by_prompt = members.reshape(len(members), *self.pool.rewards.shape)
+            self.unscored["epistemic_std"] = measures.epistemic_std(by_prompt)
         if (share := self._uncovered()) is not None:
             self.unscored["policy_out_of_distribution"] = share
 
@@ -306,7 +298,7 @@ class _Measurement:
             label = np.array([pair.label for pair in self.sample])
             with suppress(DataError):  # the gold reward does not know the prompts
                 wins = self.oracle.prefer([pair.prompt for pair in self.sample], first, second)
-                accuracy = pair_accuracy(wins - 0.5, np.arange(len(wins)), label).value
+                accuracy = measures.pair_accuracy(wins - 0.5, np.arange(len(wins)), label).value
                 if accuracy > 0.5:
                     return accuracy
         self.cautions.append(

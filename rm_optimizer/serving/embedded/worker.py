@@ -35,14 +35,7 @@ from rm_optimizer.serving.engine import (
     probe_sequences,
 )
 from rm_optimizer.serving.options import WorkerOptions
-from rm_optimizer.serving.weights.live_weights import (
-    Update,
-    checkpoint_version,
-    install_packed_linears,
-    read_update,
-    swap,
-    tensor_specs,
-)
+from rm_optimizer.serving.weights import live_weights
 
 BUDGETS = (256, 512, 1024, 2048, 4096, 8192)
 DEFAULT_BUDGET = 512
@@ -180,9 +173,9 @@ class TransformersWorker(Worker):
         source = resolve_source(options.checkpoint)
         record = read_record(Path(source.location))
         folder = Path(source.location) if source.kind is SourceKind.FOLDER else None
-        version = checkpoint_version(self.model.model, folder, {} if folder is None else record)
+        version = live_weights.checkpoint_version(self.model.model, folder, {} if folder is None else record)
         if options.packed_linears is not None:
-            install_packed_linears(self.model.model, least_gain=options.packed_linears)
+            live_weights.install_packed_linears(self.model.model, least_gain=options.packed_linears)
         budget = options.token_budget or calibrated_budget(self.model)
         # Splitting a tree computes its prompt again, which costs more than the attention of a wide row.
         trees = options.tree_budget or options.token_budget or max(budget, TREE_TOKENS)
@@ -204,7 +197,7 @@ class TransformersWorker(Worker):
             tree_budget=trees,
             shares_prompts=self.scorer.shares,
             pad_token_id=self.model.pad_choice.token_id,
-            tensors={mode: tensor_specs(self.model.model, mode) for mode in RewardModelTrainingMode},
+            tensors={mode: live_weights.tensor_specs(self.model.model, mode) for mode in RewardModelTrainingMode},
             tokenizer_folder=options.tokenizer_folder,
             identity=self.model.renderer.identity(),
             export=record,
@@ -231,16 +224,16 @@ class TransformersWorker(Worker):
         self._swap(update)
         self.staged, self.version, self.revision = None, weights.version, revision
 
-    def _swap(self, update: Update) -> Update:
+    def _swap(self, update: live_weights.Update) -> live_weights.Update:
         self.prompts.clear()  # no weights may read the keys and values of others
-        return swap(self.model.model, update)
+        return live_weights.swap(self.model.model, update)
 
     def _rewards(self, sequences: Sequence[Sequence[int]]) -> Sequence[float]:
         rewards: list[float] = self.scorer.rewards(sequences).tolist()
         return rewards
 
-    def _read(self, weights: StagedWeights) -> Update:
-        return read_update(self.model.model, weights.file, weights.tensors, weights.mode)
+    def _read(self, weights: StagedWeights) -> live_weights.Update:
+        return live_weights.read_update(self.model.model, weights.file, weights.tensors, weights.mode)
 
 
 def run_worker(connection: Connection, load: Callable[[], Worker]) -> None:

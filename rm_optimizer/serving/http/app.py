@@ -15,23 +15,13 @@ from fastapi.responses import HTMLResponse, PlainTextResponse
 from fastapi.security import HTTPBearer
 
 import rm_optimizer
-from rm_optimizer.serving import protocol
+from rm_optimizer.serving import protocol, update_protocol
 from rm_optimizer.serving.http import gate
 from rm_optimizer.serving.http.documents import api_page
 from rm_optimizer.serving.options import ServeOptions
 from rm_optimizer.serving.service.api_errors import NotReady, error_responses, install_error_answers
 from rm_optimizer.serving.service.inputs import TokenSequence, refuse_cuts
 from rm_optimizer.serving.service.service import RewardService
-from rm_optimizer.serving.update_protocol import (
-    Abort,
-    Begin,
-    Commit,
-    Outcome,
-    OutcomeStatus,
-    Ready,
-    Received,
-    WeightStatus,
-)
 from rm_optimizer.serving.weights.receiver import WeightReceiver
 
 router = APIRouter(route_class=gate.JsonRoute)
@@ -228,31 +218,31 @@ def weight_router(receiver: WeightReceiver) -> APIRouter:
     router = APIRouter(prefix="/rm/weights", tags=["weight updates"], route_class=gate.JsonRoute)
 
     @router.post("/begin", responses=_UPDATING)
-    async def begin(body: Begin) -> Ready:
+    async def begin(body: update_protocol.Begin) -> update_protocol.Ready:
         """Announce an update; the answer confirms that its receiving end is ready."""
         return await receiver.begin(body)
 
     @router.put("/upload/{batch_id}", responses=_UPDATING, openapi_extra=_BINARY)
-    async def upload(batch_id: Annotated[str, Path(max_length=128)], request: Request) -> Received:
+    async def upload(batch_id: Annotated[str, Path(max_length=128)], request: Request) -> update_protocol.Received:
         """The safetensors body of an inline update."""
         return await receiver.upload(batch_id, request.stream())
 
-    @router.post("/commit", responses={**_UPDATING, 400: {"model": Outcome}})
-    async def commit(body: Commit, response: Response) -> Outcome:
+    @router.post("/commit", responses={**_UPDATING, 400: {"model": update_protocol.Outcome}})
+    async def commit(body: update_protocol.Commit, response: Response) -> update_protocol.Outcome:
         """Check the tensors, then swap; 400 with the reason if the old weights stay."""
         outcome = await receiver.commit(body)
         _name_weights(response, outcome.version, outcome.revision)
-        if outcome.status not in (OutcomeStatus.prepared, OutcomeStatus.committed):
+        if outcome.status not in (update_protocol.OutcomeStatus.prepared, update_protocol.OutcomeStatus.committed):
             response.status_code = 409 if outcome.error is None else outcome.error.code
         return outcome
 
     @router.post("/abort", responses=_UPDATING)
-    async def abort(body: Abort) -> Outcome:
+    async def abort(body: update_protocol.Abort) -> update_protocol.Outcome:
         """Abort an update."""
         return await receiver.abort(body)
 
     @router.get("/status", responses=error_responses(401, 503))
-    async def status(batch_id: str | None = None) -> WeightStatus:
+    async def status(batch_id: str | None = None) -> update_protocol.WeightStatus:
         """Served weights, update in progress and outcome of an update."""
         return receiver.status(batch_id)
 

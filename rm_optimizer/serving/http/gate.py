@@ -26,17 +26,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rm_optimizer.records.codec import RepeatedKey, strict_json
 from rm_optimizer.serving.options import ServeOptions
-from rm_optimizer.serving.service import api_errors
+from rm_optimizer.serving.service import api_errors, telemetry
 from rm_optimizer.serving.service.api_errors import ApiError, InvalidRequest, TooLarge
 from rm_optimizer.serving.service.batcher import CLIENT, FairShare
-from rm_optimizer.serving.service.telemetry import (
-    ENTRY,
-    HAS_TRACING,
-    OTHER_ROUTE,
-    ServerMetrics,
-    log_line,
-    request_span,
-)
 
 OPEN_PATHS = frozenset({"/health", "/ping"})
 """Paths without a key, for the liveness probes of an orchestrator; they reveal only that the server runs."""
@@ -149,7 +141,7 @@ class Gate:
     """
 
     app: ASGIApp
-    metrics: ServerMetrics
+    metrics: telemetry.ServerMetrics
     options: ServeOptions
 
     def __post_init__(self) -> None:
@@ -171,7 +163,7 @@ class Gate:
         given = Headers(scope=scope).get(REQUEST_ID, "")
         entry: dict[str, Any] = {"id": given if _ID.fullmatch(given) else uuid.uuid4().hex}
         entry |= {"client": (scope.get("client") or [""])[0], "method": scope["method"], "path": scope["path"]}
-        ENTRY.set(entry)
+        telemetry.ENTRY.set(entry)
 
         async def noting(message: Message) -> None:
             nonlocal status
@@ -180,7 +172,7 @@ class Gate:
                 MutableHeaders(scope=message)[REQUEST_ID] = entry["id"]
             await send(message)
 
-        with request_span(scope, entry) if HAS_TRACING else nullcontext():
+        with telemetry.request_span(scope, entry) if telemetry.HAS_TRACING else nullcontext():
             try:
                 if refusal is not None:
                     raise refusal
@@ -189,12 +181,12 @@ class Gate:
             except ApiError as error:  # nothing has been sent: an answer begins once the body is read
                 await api_errors.error_answer(error)(scope, receive, noting)
             finally:
-                route = getattr(scope.get("route"), "path", OTHER_ROUTE)
+                route = getattr(scope.get("route"), "path", telemetry.OTHER_ROUTE)
                 self.metrics.requests.labels(route, str(status)).inc()
                 entry |= {"status": status, "seconds": round(time.perf_counter() - started, 6)}
                 self.metrics.seconds.labels(route).observe(entry["seconds"])
                 if self.options.access_log != "off":
-                    _access.info(log_line(entry, self.options.access_log))
+                    _access.info(telemetry.log_line(entry, self.options.access_log))
 
     def _refused(self, scope: Scope) -> ApiError | None:
         """Reason to refuse a request by its head; None lets it pass."""
