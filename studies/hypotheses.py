@@ -91,6 +91,7 @@ LORA_MARGIN, STOPPING_MARGIN = 0.03, 0.005
 """Loss of accuracy that H4 allows for LoRA, and nats of test NLL that H5 allows for early stopping."""
 LORA_COSTS = {"speed": (3.0, 1), "memory": (0.6, -1)}
 """Bounds of LoRA's ratios of pairs a second and of peak memory in H4's further numbers; -1 for an upper bound."""
+FROM_WORST: Sequence[Outcome] = ("worse", "inconclusive", "equivalent", "better")
 COST_ARMS = ("full_finetune", "lora_r16")
 """Presets whose steps are timed. Arms of equal options share a trial, so full fine-tuning's can be another arm's."""
 
@@ -132,11 +133,6 @@ def outcome(estimate: Estimate, margin: float = 0.0) -> Outcome:
     if low >= -margin:
         return "equivalent"
     return "worse" if high < -margin else "inconclusive"
-
-
-def both(first: Outcome, second: Outcome) -> Outcome:
-    """Outcome of the weaker one of a hypothesis's two parts."""
-    return next(word for word in ("worse", "inconclusive", "equivalent", "better") if word in (first, second))
 
 
 def batching_finding(rows: Sequence[Mapping[str, float]]) -> Finding:
@@ -182,9 +178,8 @@ def training_findings(
     nll = paired_effect(test[STOPPING_ARM], test["ablation_a3"], prompts, "nll")
     steps = crossed_mean(saved, 0.0, len(saved)).estimate
     also = {"steps_saved": steps.value, "steps_saved_low": steps.low, "steps_saved_high": steps.high}
-    yield Finding(
-        "h5_early_stopping_nll", nll, STOPPING_MARGIN, both(outcome(nll, STOPPING_MARGIN), outcome(steps)), also
-    )
+    weaker = min(outcome(nll, STOPPING_MARGIN), outcome(steps), key=FROM_WORST.index)
+    yield Finding("h5_early_stopping_nll", nll, STOPPING_MARGIN, weaker, also)
 
 
 def lora_costs(full: Float[np.ndarray, "seeds 2"], lora: Float[np.ndarray, "seeds 2"]) -> dict[str, float | str | None]:
@@ -204,23 +199,11 @@ def lora_costs(full: Float[np.ndarray, "seeds 2"], lora: Float[np.ndarray, "seed
     return found
 
 
-@dataclass(frozen=True)
-class Splits:
-    """Files of the drawn pairs.
-
-    Args:
-        train: pairs that every arm trains on.
-        select: pairs that early stopping evaluates.
-        test: pairs for every reported figure; none has a prompt of `select`.
-    """
-
-    train: Path
-    select: Path
-    test: Path
-
-
-def draw_splits(folder: Path, train: str, val: str, sizes: Mapping[str, int]) -> Splits:
+def draw_splits(folder: Path, train: str, val: str, sizes: Mapping[str, int]) -> dict[str, Path]:
     """Write random subsets of two Parquet files with a prompt column, unless they exist already.
+
+    Every arm trains on the pairs of `train`, and early stopping evaluates those of `select`. All figures are of the
+    pairs of `test`, none of which has a prompt of `select`.
 
     Args:
         folder: folder of the subsets.
@@ -228,21 +211,18 @@ def draw_splits(folder: Path, train: str, val: str, sizes: Mapping[str, int]) ->
         val: file of validation pairs.
         sizes: the numbers of `SIZES`.
     """
-    splits = Splits(*(folder / f"{name}.parquet" for name in ("train", "select", "test")))
-    if splits.test.is_file():  # written last
+    splits = {name: folder / f"{name}.parquet" for name in ("train", "select", "test")}
+    if splits["test"].is_file():  # written last
         return splits
     rng = np.random.default_rng(0)
     tables = pq.read_table(train), pq.read_table(val)
     chosen = np.sort(rng.permutation(len(tables[0]))[: sizes["num_train"]])
     most = sizes["num_select"], sizes["num_test"]
     select, test = divided(tables[1]["prompt"].to_pylist(), sizes["pairs_per_prompt"], most, rng)
-    for path, table, rows in (
-        (splits.train, tables[0], chosen),
-        (splits.select, tables[1], select),
-        (splits.test, tables[1], test),
-    ):
+    drawn = tables[0].take(chosen), tables[1].take(select), tables[1].take(test)
+    for path, table in zip(splits.values(), drawn, strict=True):
         with replacing(path) as temporary:
-            pq.write_table(table.take(rows), temporary)
+            pq.write_table(table, temporary)
     return splits
 
 
@@ -303,26 +283,13 @@ def gradients(model: BradleyTerryRM, batches: Sequence[AnyPairBatch]) -> Gradien
     return Gradients(sums, pairs, seconds)
 
 
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """Context with one CPU thread for torch, so that CPU seconds contain no waiting of threads for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def batching_row(pair_aware: Gradients, padded: Gradients) -> dict[str, float]:
     """Comparison on one macro-batch: log ratio of times, and distances of gradients from that of the padded pass."""
-    reference = padded.exact
+    exact, norm = padded.exact, np.linalg.norm
     return {
         "log_time_ratio": math.log(padded.seconds / pair_aware.seconds),
-        "gradient_difference": float(np.abs(pair_aware.exact - reference).max() / np.abs(reference).max()),
-        "mean_of_means_difference": float(
-            np.linalg.norm(pair_aware.mean_of_means - reference) / np.linalg.norm(reference)
-        ),
+        "gradient_difference": float(np.abs(pair_aware.exact - exact).max() / np.abs(exact).max()),
+        "mean_of_means_difference": float(norm(pair_aware.mean_of_means - exact) / norm(exact)),
     }
 
 
@@ -338,24 +305,23 @@ OWNED = (
 """Options, and groups of them, that the study sets."""
 SHARED = (
     *("optimizer.weight_decay=0.0", "training.eval_at_start=false", "training.num_bootstrap=100"),
-    *("training.progress=false", "logger.tensorboard=false", "output_dir=OUT"),
-    "profile_memory=true",
+    *("training.progress=false", "logger.tensorboard=false", "output_dir=OUT", "profile_memory=true"),
 )
 
 
-def config_of(arm: str, seed: int, splits: Splits, overrides: Sequence[str]) -> TrainConfig:
+def config_of(arm: str, seed: int, splits: Mapping[str, Path], overrides: Sequence[str]) -> TrainConfig:
     """An arm's preset with the options that all arms share; LoRA takes ten times the rate of full fine-tuning."""
     first = typed(compose([f"experiment={ARMS[0]}", "output_dir=OUT", *overrides]), TrainConfig)
     rate, epochs = first.model.adamw_lr, first.training.epochs
     if epochs != int(epochs):
         raise ConfigError(f"training.epochs of this study must be a whole number, got {epochs}")
-    steps = int(epochs) * math.ceil(pq.read_metadata(splits.train).num_rows / first.batching.batch_size)
+    steps = int(epochs) * math.ceil(pq.read_metadata(splits["train"]).num_rows / first.batching.batch_size)
     given = [item for item in overrides if item.partition("=")[0] not in ("model.adamw_lr", "training.epochs")]
     own = [
         f"experiment={arm}",
         f"model.lora_lr={10 * rate}" if arm.startswith("lora") else f"model.adamw_lr={rate}",
-        f"data.train={in_quotes(str(splits.train.resolve()))}",
-        f"data.val={in_quotes(str(splits.select.resolve()))}",
+        f"data.train={in_quotes(str(splits['train'].resolve()))}",
+        f"data.val={in_quotes(str(splits['select'].resolve()))}",
         f"training.epochs={int(epochs)}",
         f"training.max_steps={steps}",
         f"training.checkpoint_every={steps}",  # the last weights
@@ -418,12 +384,12 @@ def margins(config: TrainConfig, model: BradleyTerryRM, pairs: Path) -> list[flo
     return found.tolist()
 
 
-def batching_rows(config: TrainConfig, seed: int, splits: Splits, folder: Path) -> list[dict[str, float]]:
+def batching_rows(config: TrainConfig, seed: int, splits: Mapping[str, Path], folder: Path) -> list[dict[str, float]]:
     """H1's measurements on one seed's macro-batches, in float32 on one CPU thread, with both kinds of batches."""
     path = folder / "batching" / f"seed-{seed}.json"
     if path.is_file():
         return list(json.loads(path.read_text()))
-    data = PreferenceDataset(str(splits.train))
+    data = PreferenceDataset(str(splits["train"]))
     longer: dict[str, Any] = {"max_length": BATCHING_LENGTH, "attn_implementation": Attention.auto}
     model = build_model(replace(config.model, **(longer if config.model.path else {})), data, seed).train()
     tokens = tokenize_pairs(data.pairs, model.renderer, None)
@@ -433,12 +399,15 @@ def batching_rows(config: TrainConfig, seed: int, splits: Splits, folder: Path) 
         name: MacroBatches(collator, batch_size=BATCHING_PAIRS, micro_token_budget=budget, seed=seed)
         for name, budget in budgets.items()
     }
-    rows = []
-    with one_thread():
+    rows, threads = [], torch.get_num_threads()
+    torch.set_num_threads(1)  # CPU seconds of several threads contain their waiting for each other
+    try:
         gradients(model, orders["pair_aware"][0].micro[-1:])  # warms up
         for step in range(BATCHING_STEPS):  # the order of the two kinds alternates
             found = {name: gradients(model, orders[name][step].micro) for name in sorted(orders, reverse=step % 2 == 0)}
             rows.append(batching_row(found["pair_aware"], found["padded"]))
+    finally:
+        torch.set_num_threads(threads)
     write_text(path, json.dumps(rows, indent=1) + "\n")
     return rows
 
@@ -466,18 +435,18 @@ def run(out: Path, train: str, val: str, overrides: Sequence[str], seeds: int = 
     splits = draw_splits(out / "data", train, val, SIZES | sizes)
     configs = {(arm, seed): config_of(arm, seed, splits, overrides) for seed in range(seeds) for arm in ARMS}
     rows = [row for seed in range(seeds) for row in batching_rows(configs[ARMS[0], seed], seed, splits, out)]
-    scored = {arm: {"test": splits.test, **({"train": splits.train} if arm in GAP_ARMS else {})} for arm in ARMS}
+    scored = {arm: {part: splits[part] for part in ("test", *(["train"] if arm in GAP_ARMS else []))} for arm in ARMS}
     trials = {arm: [trial(configs[arm, seed], scored[arm], out) for seed in range(seeds)] for arm in ARMS}
     test = {arm: np.array([found["margins"]["test"] for found in trials[arm]]) for arm in ARMS}
     fitted = {arm: np.array([found["margins"]["train"] for found in trials[arm]]) for arm in GAP_ARMS}
-    prompts = pq.read_table(splits.test)["prompt"].to_pylist()
+    prompts = pq.read_table(splits["test"])["prompt"].to_pylist()
     saved = np.array([found["saved"] for found in trials[STOPPING_ARM]])
     timed = all("cost" in found for arm in COST_ARMS for found in trials[arm])  # trials before 0.3 are not
     costs = {arm: np.array([found["cost"] for found in trials[arm]]) for arm in COST_ARMS} if timed else None
     report = {
         "settings": settings | {"seeds": seeds},
         **{"versions": versions(), "machine": machine(), "commit": commit()},
-        "length_baseline": length_baseline(PreferenceDataset(str(splits.test)).pairs).value,
+        "length_baseline": length_baseline(PreferenceDataset(str(splits["test"])).pairs).value,
         "arms": {
             arm: {name: paired_effect(test[arm], None, prompts, name) for name in ("accuracy", "nll", "ece")}
             | {name: np.mean([found[name] for found in trials[arm]]).item() for name in ("scored_step", "cpu_seconds")}

@@ -207,7 +207,8 @@ def label_savings(
     generator = np.random.default_rng(0)
     counts = generator.multinomial(num_splits, np.full(num_splits, 1 / num_splits), size=num_bootstrap) / num_splits
     shares = np.concatenate([np.full((1, num_splits), 1 / num_splits), counts])  # the data first, then the resamples
-    target = _at(labels, fitted(labels, shares @ accuracy[RANDOM]), budget)
+    smoothed = fitted(labels, shares @ accuracy[RANDOM])
+    target = np.array([np.interp(np.log(budget), np.log(labels), curve) for curve in smoothed])
     place = list(budgets).index(budget)
     rules = [
         LabelSaving(
@@ -259,20 +260,9 @@ def labels_needed(
     needed = np.full(len(curves), np.inf)
     for place, (curve, target) in enumerate(zip(curves, targets, strict=True)):
         if curve[-1] >= target:
-            above = int(np.argmax(curve >= target))
-            if above == 0:
-                needed[place] = labels[0]
-                continue
-            share = (target - curve[above - 1]) / (curve[above] - curve[above - 1])
-            needed[place] = np.exp(np.log(labels[above - 1]) * (1 - share) + np.log(labels[above]) * share)
+            last = int(np.argmax(curve >= target)) + 1  # a level is reached where it begins
+            needed[place] = np.exp(np.interp(target, curve[:last], np.log(labels[:last])))
     return needed
-
-
-def _at(
-    labels: Float[np.ndarray, " budgets"], curves: Float[np.ndarray, "curves budgets"], budget: int
-) -> Float[np.ndarray, " curves"]:
-    """Values of the curves at a budget."""
-    return np.array([np.interp(np.log(budget), np.log(labels), curve) for curve in curves])
 
 
 @dataclass(frozen=True)

@@ -463,8 +463,7 @@ def validate(
         "curve": [_label_point(fits["rloo_kl"], choice, worlds, labels) for labels in ACCURACY_LABELS],
         "outcomes": {name: np.quantile(values, [0, 0.25, 0.5, 0.75, 1]).tolist() for name, values in pooled.items()},
         "over_optimized": [
-            float((pooled["unpenalized_fall"] > 0.3).mean()),
-            float((pooled["unpenalized_final"] < 0).mean()),
+            float(share.mean()) for share in (pooled["unpenalized_fall"] > 0.3, pooled["unpenalized_final"] < 0)
         ],
         "agreement": {
             name: student_mean(np.array([tau(column(world, one), column(world, other)) for world in worlds]))
@@ -505,22 +504,11 @@ def _difference(
         by_world.append(tau(first, target) - tau(second, target))
         counts = rng.multinomial(len(target), np.full(len(target), 1 / len(target)), size=NUM_BOOTSTRAP)
         drawn += (resampled_taus(first, target, counts) - resampled_taus(second, target, counts)) / len(targets)
-    tail = (1 - CONFIDENCE) / 2
-    low, high = np.quantile(drawn, [tail, 1 - tail])
-    over_models = Estimate(
-        float(np.mean(by_world)),
-        float(drawn.std(ddof=1)),
-        sum(map(len, targets)),
-        float(low),
-        float(high),
-        IntervalKind.resampled,
-    )
-    return {
-        "outcome": outcome,
-        "baseline": baseline,
-        "over_models": over_models,
-        "over_worlds": student_mean(np.array(by_world)),
-    }
+    mean, error, num_models = float(np.mean(by_world)), float(drawn.std(ddof=1)), sum(map(len, targets))
+    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2]).tolist()
+    over_models = Estimate(mean, error, num_models, low, high, IntervalKind.resampled)
+    over_worlds = student_mean(np.array(by_world))
+    return {"outcome": outcome, "baseline": baseline, "over_models": over_models, "over_worlds": over_worlds}
 
 
 def resampled_taus(

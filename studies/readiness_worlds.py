@@ -136,6 +136,10 @@ class Texts:
     prompts: Int[Tensor, "*rows"]
     tokens: Int[Tensor, "*rows length"]
 
+    def repeated(self, models: int) -> Texts:
+        """The texts with a leading axis over models, all of which have the same."""
+        return Texts(self.prompts.expand(models, -1), self.tokens.expand(models, -1, -1))
+
 
 class RewardWorld:
     """Prompts, the policy before reinforcement learning, and the gold reward.
@@ -286,15 +290,14 @@ def population(
     found = []
     for number in range(size):
         optimizer = ("adam", "adamw", "sgd")[(number // 9 + number) % 3]
+        decays = [0.0, 0.01, 0.1] if optimizer == "adamw" else [0.0, 1e-4]
         found.append(
             RewardModelSpec(
                 architecture=architectures[number % len(architectures)],
                 width=(8, 32, 96)[(number // 3) % 3],
                 optimizer=optimizer,
                 lr=float(10 ** rng.uniform(-1.5, -0.5) if optimizer == "sgd" else 10 ** rng.uniform(-2.8, -1.8)),
-                weight_decay=float(rng.choice([0.0, 0.01, 0.1]))
-                if optimizer == "adamw"
-                else float(rng.choice([0.0, 1e-4])),
+                weight_decay=float(rng.choice(decays)),
                 num_pairs=int(2 ** rng.uniform(7.5, 13)),
                 flips=float(rng.choice([0.0, 0.1, 0.2, 0.3])),
                 on_policy=float(rng.choice([0.0, 0.25, 0.5, 0.75, 1.0])),
@@ -396,8 +399,7 @@ def train_stack(world: RewardWorld, specs: Sequence[RewardModelSpec]) -> CountRe
             for pairs, row in zip(data, rows, strict=True)
         ]
         texts = Texts(torch.stack([each.prompts for each in both]), torch.stack([each.tokens for each in both]))
-        better, worse = models.rewards(texts).chunk(2, dim=1)
-        loss = -torch.nn.functional.logsigmoid(better - worse).mean(dim=1).sum()
+        loss = preference_loss(*models.rewards(texts).chunk(2, dim=1))
         steps.take(torch.autograd.grad(loss, models.parameters), step)
     for parameter in models.parameters:
         parameter.requires_grad_(False)
@@ -476,13 +478,12 @@ class Population:
         Args:
             texts: rows that all models score, or, with a leading axis over models, each one's own.
         """
-        is_shared, size = texts.prompts.ndim == 1, len(self.specs)
-        found = torch.empty(size, texts.prompts.shape[-1])
+        if texts.prompts.ndim == 1:
+            texts = texts.repeated(len(self.specs))
+        found = torch.empty(texts.prompts.shape)
         for numbers, stack in self.stacks:
             at = list(numbers)
-            prompts = texts.prompts.expand(len(at), -1) if is_shared else texts.prompts[at]
-            tokens = texts.tokens.expand(len(at), -1, -1) if is_shared else texts.tokens[at]
-            found[at] = stack.rewards(Texts(prompts, tokens))
+            found[at] = stack.rewards(Texts(texts.prompts[at], texts.tokens[at]))
         return found
 
 
@@ -498,44 +499,29 @@ def top_eigenvalues(models: Population, better: Texts, worse: Texts) -> Float[np
         worse: the other one.
     """
     found = np.empty(len(models.specs))
-    for numbers, stack in models.stacks:
-        found[list(numbers)] = _of_stack(stack, better, worse)
+    for numbers, original in models.stacks:
+        stack, generator = copy.deepcopy(original), torch.Generator().manual_seed(0)
+        for parameter in stack.parameters:
+            parameter.data = parameter.data.double()
+            parameter.requires_grad_()
+        at = [parameter.detach().clone() for parameter in stack.parameters]
+        direction = _unit([torch.randn(part.shape, generator=generator, dtype=part.dtype) for part in at])
+        for _ in range(ITERATIONS):
+            sides = []
+            for step in (_STEP, -_STEP):
+                for parameter, value, way in zip(stack.parameters, at, direction, strict=True):
+                    parameter.data.copy_(value + step * way)
+                rewards = (stack.rewards(each.repeated(len(numbers))) for each in (better, worse))
+                sides.append(torch.autograd.grad(preference_loss(*rewards), stack.parameters))
+            product = [(ahead - behind) / (2 * _STEP) for ahead, behind in zip(*sides, strict=True)]
+            eigenvalues, direction = _dots(direction, product), _unit(product)
+        found[list(numbers)] = eigenvalues.numpy()
     return found
 
 
-def _of_stack(stack: CountRewards | StackedGru, better: Texts, worse: Texts) -> np.ndarray:
-    stack = copy.deepcopy(stack)
-    for parameter in stack.parameters:
-        parameter.data = parameter.data.double()
-        parameter.requires_grad_()
-    at = [parameter.detach().clone() for parameter in stack.parameters]
-    generator = torch.Generator().manual_seed(0)
-    direction = _unit([torch.randn(part.shape, generator=generator, dtype=part.dtype) for part in at])
-    for _ in range(ITERATIONS):
-        ahead, behind = (
-            _gradient(stack, [part + step * way for part, way in zip(at, direction, strict=True)], better, worse)
-            for step in (_STEP, -_STEP)
-        )
-        product = [(one - other) / (2 * _STEP) for one, other in zip(ahead, behind, strict=True)]
-        value = _dots(direction, product)
-        direction = _unit(product)
-    return value.numpy()
-
-
-def _gradient(
-    stack: CountRewards | StackedGru, at: Sequence[Tensor], better: Texts, worse: Texts
-) -> tuple[Tensor, ...]:
-    """Gradient of each model's mean loss at other parameters."""
-    with torch.no_grad():
-        for parameter, value in zip(stack.parameters, at, strict=True):
-            parameter.copy_(value)
-    size = len(at[0])
-    rewards = [
-        stack.rewards(Texts(texts.prompts.expand(size, -1), texts.tokens.expand(size, -1, -1)))
-        for texts in (better, worse)
-    ]
-    loss = -torch.nn.functional.logsigmoid(rewards[0] - rewards[1]).mean(dim=1).sum()
-    return torch.autograd.grad(loss, stack.parameters)
+def preference_loss(better: Float[Tensor, "models pairs"], worse: Float[Tensor, "models pairs"]) -> Float[Tensor, ""]:
+    """Sum over the models of each one's mean Bradley-Terry loss."""
+    return -torch.nn.functional.logsigmoid(better - worse).mean(dim=1).sum()
 
 
 def _dots(one: Sequence[Tensor], other: Sequence[Tensor]) -> Float[Tensor, " models"]:
