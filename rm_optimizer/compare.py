@@ -24,7 +24,7 @@ from rm_optimizer.records.files import write_rows, write_text
 from rm_optimizer.records.recall import written
 from rm_optimizer.reporting.folder_page import REPORT_FOLDER
 from rm_optimizer.reporting.optimizer_comparison import findings_document, print_findings
-from rm_optimizer.schema.compose import model_overrides
+from rm_optimizer.schema.composition import model_overrides
 
 DEFAULT_OPTIMIZERS = ("adam", "adamw", "sgd", "muon", "lion")
 FOLDER = Path("outputs", "optimizer_comparison")

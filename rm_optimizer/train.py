@@ -39,7 +39,7 @@ def main() -> None:
     with one_exit():
         from rm_optimizer.interfaces.command_line import CommandLine
         from rm_optimizer.schema import TrainConfig
-        from rm_optimizer.schema.compose import completed
+        from rm_optimizer.schema.composition import completed
 
         line = CommandLine.parse(sys.argv[1:], TrainConfig)
         checked = _checked(line)
@@ -63,7 +63,7 @@ def main() -> None:
 
 def _sweep(line: CommandLine[TrainConfig]) -> None:
     """Run the jobs of a sweep, and write the comparison of those that finished into `comparison/` of its folder."""
-    from rm_optimizer.schema.compose import completed
+    from rm_optimizer.schema.composition import completed
     from rm_optimizer.training.folder.lock import reserved
 
     try:

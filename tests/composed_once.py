@@ -16,7 +16,7 @@ from hydra.core.default_element import ResultDefault
 from hydra.core.override_parser.types import Override
 from omegaconf import DictConfig
 
-from rm_optimizer.schema.compose import config_root
+from rm_optimizer.schema.composition import config_root
 
 _list, _compose = loader.create_defaults_list, loader.ConfigLoaderImpl._compose_config_from_defaults_list
 _lists: dict[tuple[object, ...], DefaultsList] = {}

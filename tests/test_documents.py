@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.interfaces.cli import GROUPS as COMMANDS
-from rm_optimizer.schema.compose import PACKAGE, compose
+from rm_optimizer.schema.composition import PACKAGE, compose
 from rm_optimizer.schema.data import SyntheticConfig
 from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS
 from tests.test_architecture import FLOORS, INNER, MODULES

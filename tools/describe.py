@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 
 from rm_optimizer import PUBLIC_MODULES
 from rm_optimizer.schema.checks import in_words
-from rm_optimizer.schema.compose import GROUPS, config_root
+from rm_optimizer.schema.composition import GROUPS, config_root
 from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.diagnose import LIBRARIES, counterparts
 from rm_optimizer.schema.landscape import AnalyzeConfig

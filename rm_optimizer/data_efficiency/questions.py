@@ -31,7 +31,7 @@ from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.records.files import unquoted_formula, write_csv, write_json_lines, write_text
 from rm_optimizer.records.ledger import read_ledger
 from rm_optimizer.schema.checks import require
-from rm_optimizer.schema.compose import described
+from rm_optimizer.schema.composition import described
 
 _log = logging.getLogger("rm_optimizer")
 

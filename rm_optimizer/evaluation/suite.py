@@ -25,7 +25,7 @@ from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.evaluation.list_rules import RULES, Credit, Rewards, SuiteItem, Tie
 from rm_optimizer.records.codec import from_values
 from rm_optimizer.schema.checks import require_options
-from rm_optimizer.schema.compose import config_root
+from rm_optimizer.schema.composition import config_root
 from rm_optimizer.schema.data import DataConfig, KwiseRule
 
 

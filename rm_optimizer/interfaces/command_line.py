@@ -33,7 +33,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from rm_optimizer.errors import ConfigError, did_you_mean, nearest
 from rm_optimizer.interfaces.exits import one_exit
 from rm_optimizer.records.quoting import in_quotes
-from rm_optimizer.schema.compose import ConfigT, check_overrides, completed, composing, config_root, register, typed
+from rm_optimizer.schema.composition import ConfigT, check_overrides, completed, composing, config_root, register, typed
 from rm_optimizer.schema.diagnose import counterpart, unknown_option, walk_options
 
 

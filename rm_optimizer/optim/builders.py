@@ -34,7 +34,7 @@ from rm_optimizer.optim.registry import (
     require_setups,
 )
 from rm_optimizer.schema import optimizers as configs
-from rm_optimizer.schema.compose import store_optimizer
+from rm_optimizer.schema.composition import store_optimizer
 from rm_optimizer.schema.optimizers import OptimizerConfig
 
 BuilderT = TypeVar("BuilderT", bound=Builder)

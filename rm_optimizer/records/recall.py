@@ -13,7 +13,7 @@ from rm_optimizer.errors import ConfigError
 from rm_optimizer.records.quoting import in_quotes
 from rm_optimizer.records.run_folder import RunFolder
 from rm_optimizer.records.run_options import paths_of
-from rm_optimizer.schema.compose import by_option
+from rm_optimizer.schema.composition import by_option
 from rm_optimizer.schema.config import LossConfig
 from rm_optimizer.schema.data import DataConfig
 

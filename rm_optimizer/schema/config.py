@@ -360,27 +360,27 @@ class TrainConfig(Options):
     logger: LoggerConfig = MISSING
 
     def _check(self) -> None:
-        if self.adapter != MISSING and self.adapter.kind == AdapterKind.qlora and self.model.path is None:
+        model, adapter, hardware = self.model, self.adapter, self.hardware
+        if adapter.kind == AdapterKind.qlora and model.path is None:
             raise ConfigError(
-                f"adapter=qlora stores pretrained weights in four bits, and model={self.model.name} starts from random "
+                f"adapter=qlora stores pretrained weights in four bits, and model={model.name} starts from random "
                 "ones; take a pretrained model (model=qwen, model.path=MODEL) or adapter=lora"
             )
-        if self.model != MISSING and self.model.router_aux_loss_coef is not None:
-            frozen, compiled = self.model.freeze == FREEZE_BACKBONE, self.hardware != MISSING and self.hardware.compile
-            require(not frozen, "model.router_aux_loss_coef", "be null with model.freeze=backbone", "a number")
-            require(not compiled, "model.router_aux_loss_coef", "be null with hardware.compile=true", "a number")
-            halves = self.hardware != MISSING and self.hardware.on_out_of_memory == OnOutOfMemory.halve
+        if model.router_aux_loss_coef is not None:
+            option, is_frozen = "model.router_aux_loss_coef", model.freeze == FREEZE_BACKBONE
+            require(not is_frozen, option, "be null with model.freeze=backbone", "a number")
+            require(not hardware.compile, option, "be null with hardware.compile=true", "a number")
+            halves = hardware.on_out_of_memory == OnOutOfMemory.halve
             need = "be stop with model.router_aux_loss_coef (it balances each pass, so halves change the gradient)"
             require(not halves, "hardware.on_out_of_memory", need, "halve")
-        if MISSING not in (self.adapter, self.model, self.hardware) and self.model.dtype == WeightType.bfloat16:
-            is_packed = self.adapter.kind == AdapterKind.qlora
-            require(not is_packed, "model.dtype", "be float32 with adapter=qlora", self.model.dtype)
-            alone = self.hardware.devices * self.hardware.num_nodes == 1 and self.hardware.strategy == "auto"
+        if model.dtype == WeightType.bfloat16:
+            require(adapter.kind != AdapterKind.qlora, "model.dtype", "be float32 with adapter=qlora", model.dtype)
+            alone = hardware.devices * hardware.num_nodes == 1 and hardware.strategy == "auto"
             need = "be float32 with several devices, whose gradients in bfloat16 would be summed, unless adapter=lora"
-            require(alone or not self.trains_half_weights, "model.dtype", need, self.model.dtype)
-        if MISSING not in (self.adapter, self.model) and self.adapter.kind != AdapterKind.none and self.model.freeze:
+            require(alone or not self.trains_half_weights, "model.dtype", need, model.dtype)
+        if adapter.kind != AdapterKind.none and model.freeze:
             raise ConfigError(
-                f"adapter={self.adapter.kind} trains no weight of the backbone, so model.freeze={self.model.freeze} "
+                f"adapter={adapter.kind} trains no weight of the backbone, so model.freeze={model.freeze} "
                 "would have no effect; leave one of them out"
             )
 

@@ -268,10 +268,8 @@ class ScheduleConfig(Options, group="schedule"):
         if self.name == ScheduleName.wsd:
             require(self.decay_ratio is not None, "schedule.decay_ratio", "be set with schedule.name=wsd", "null")
         elif self.name != MISSING:
-            self._require_unset("decay_ratio", f"be null with schedule.name={self.name}")
+            expected = f"be null with schedule.name={self.name}"
+            require(self.decay_ratio is None, "schedule.decay_ratio", expected, self.decay_ratio)
         if self.name == ScheduleName.constant:
-            self._require_unset("min_lr_ratio", "be 0 with schedule.name=constant, which does not decay")
-
-    def _require_unset(self, name: str, expected: str) -> None:
-        value = getattr(self, name)
-        require(isinstance(value, str) or not value, f"schedule.{name}", expected, value)
+            expected = "be 0 with schedule.name=constant, which does not decay"
+            require(self.min_lr_ratio == 0, "schedule.min_lr_ratio", expected, self.min_lr_ratio)

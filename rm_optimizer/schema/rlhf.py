@@ -74,7 +74,7 @@ class RLHFConfig(Options, group="rlhf"):
         require(one, "rlhf.reward_models", "name the one model that rlhf.server serves", self.reward_models)
         several = self.stop_disagreement is None or num_models > 1
         require(several, "rlhf.stop_disagreement", "be null for a single reward model", self.stop_disagreement)
-        if self.micro_batch is not None and isinstance(self.prompts_per_step, int):
+        if self.micro_batch is not None:
             responses = self.prompts_per_step * self.num_generations
             divides = responses % self.micro_batch == 0
             require(divides, "rlhf.micro_batch", f"divide the {responses} responses of a step", self.micro_batch)

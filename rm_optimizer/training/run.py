@@ -31,7 +31,7 @@ from rm_optimizer.records.orders import PairOrder
 from rm_optimizer.records.recall import written
 from rm_optimizer.records.run_folder import DIVERGED_FILE, require_usable
 from rm_optimizer.schema import TrainConfig, compose, typed
-from rm_optimizer.schema.compose import model_overrides
+from rm_optimizer.schema.composition import model_overrides
 from rm_optimizer.schema.config import CalibrationConfig, HessianConfig
 from rm_optimizer.schema.data import Streaming
 from rm_optimizer.schema.diagnose import counterpart

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from rm_optimizer.optim import build_optimizer, set_train_mode
 from rm_optimizer.optim.registry import OPTIMIZERS
-from rm_optimizer.schema.compose import compose, typed
+from rm_optimizer.schema.composition import compose, typed
 from rm_optimizer.schema.config import TrainConfig
 
 STEPS, WIDTH = 20, 8

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_dir
 
 from rm_optimizer.interfaces.command_line import checked, planned_sweep
 from rm_optimizer.schema import TrainConfig, config_root
-from rm_optimizer.schema.compose import register
+from rm_optimizer.schema.composition import register
 
 NAMES = sorted(file.stem for file in Path(config_root(), "experiment").glob("*.yaml"))
 SWEEPS = [name for name in NAMES if name.startswith("sensitivity_")]

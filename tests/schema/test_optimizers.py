@@ -11,7 +11,7 @@ from omegaconf import MISSING, OmegaConf
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.optim.schedules import lr_factor
 from rm_optimizer.schema.checks import require_in
-from rm_optimizer.schema.compose import compose, typed
+from rm_optimizer.schema.composition import compose, typed
 from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, OptimizerConfig, ScheduleConfig, ScheduleName
 

@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import checked
 from rm_optimizer.schema import TrainConfig, config_root
-from rm_optimizer.schema.compose import compose, typed
+from rm_optimizer.schema.composition import compose, typed
 from rm_optimizer.schema.optimizers import OPTIMIZER_OPTIONS, OptimizerConfig, ScheduleName
 
 MODELS = sorted(file.stem for file in Path(config_root(), "model").glob("*.yaml"))

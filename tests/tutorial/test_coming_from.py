@@ -12,7 +12,7 @@ from rm_optimizer import train_reward_model
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.interfaces.command_line import CommandLine, checked
 from rm_optimizer.schema import TrainConfig
-from rm_optimizer.schema.compose import config_root
+from rm_optimizer.schema.composition import config_root
 from rm_optimizer.schema.diagnose import counterpart, counterparts
 from tools.describe import optimizer_reference, option_reference
 

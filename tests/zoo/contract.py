@@ -21,7 +21,7 @@ from rm_optimizer.core.tokens.tokenizer import train_tokenizer
 from rm_optimizer.errors import ConfigError, RMOptimizerError
 from rm_optimizer.optim import build_optimizer
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
-from rm_optimizer.schema.compose import compose, typed
+from rm_optimizer.schema.composition import compose, typed
 from rm_optimizer.schema.config import TrainConfig
 from rm_optimizer.schema.optimizers import OptimizerConfig
 from tests.zoo.families import architecture

@@ -43,7 +43,7 @@ from rm_optimizer.core.rows.messages import (
 )
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import DataError
-from rm_optimizer.schema.compose import described
+from rm_optimizer.schema.composition import described
 from rm_optimizer.schema.data import Spelling
 
 _HINTS: Mapping[str, Mapping[str, Any]] = described("layout/general/hints.yaml")

@@ -29,7 +29,7 @@ from rm_optimizer.core.rows.messages import (
 )
 from rm_optimizer.core.rows.prompts import LAST_TURN, TURN, as_messages, parse_transcript, read_prompt
 from rm_optimizer.core.rows.readers import Row
-from rm_optimizer.schema.compose import described
+from rm_optimizer.schema.composition import described
 from rm_optimizer.schema.data import KwiseRule
 
 VOTES = ("votes_chosen", "votes_rejected")

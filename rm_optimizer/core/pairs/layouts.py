@@ -36,7 +36,7 @@ from rm_optimizer.core.rows.messages import is_empty, is_message, parsed
 from rm_optimizer.core.rows.readers import Row
 from rm_optimizer.errors import ConfigError, DataError, did_you_mean
 from rm_optimizer.schema.checks import require_options
-from rm_optimizer.schema.compose import config_root, described
+from rm_optimizer.schema.composition import config_root, described
 from rm_optimizer.schema.data import Spelling
 from rm_optimizer.schema.registry import Registry
 

@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 
 from rm_optimizer.core.pairs.pair import PreferencePair
-from rm_optimizer.schema.compose import described
+from rm_optimizer.schema.composition import described
 from rm_optimizer.schema.data import SyntheticConfig
 
 _WORLD = described("world/synthetic.yaml")

@@ -25,7 +25,7 @@ from rm_optimizer.errors import CheckpointError, nearest, no_trained_head
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.hub import hub_obstacle, restored_hub
 from rm_optimizer.records.locations import BEST_FOLDER, EXPORT_FILE, Source, SourceKind, resolve_source
-from rm_optimizer.schema.compose import config_root
+from rm_optimizer.schema.composition import config_root
 
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt"),

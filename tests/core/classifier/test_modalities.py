@@ -11,7 +11,7 @@ from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.optim import build_optimizer, describe_groups
 from rm_optimizer.schema.adapters import AdapterConfig, AdapterKind
-from rm_optimizer.schema.compose import compose, typed
+from rm_optimizer.schema.composition import compose, typed
 from rm_optimizer.schema.config import TrainConfig
 from tests.builders import decoder_tokenizer
 from tests.zoo.families import architecture

@@ -14,7 +14,7 @@ from rm_optimizer.core.data_loader import PreferenceDataset, RayPreferenceDatase
 from rm_optimizer.core.pairs import column_hints
 from rm_optimizer.interfaces.inputs import PairOptions
 from rm_optimizer.schema import DataConfig
-from rm_optimizer.schema.compose import described
+from rm_optimizer.schema.composition import described
 
 TEXT = "The {} harbor was closed for the winter, and so the ships lay still."
 CONTENT: dict[str, Any] = {
