@@ -192,7 +192,7 @@ class SpectrumComputation:
         return pairs.widened(matrix.support)
 
     def _planned(self, matrix: SupportedOperator) -> tuple[int | None, int]:
-        """Vectors of the basis that the limits allow besides the eigenvectors, and expected products; both are logged.
+        """Most vectors of the basis, next to the eigenvectors, and expected products; both are logged.
 
         Most spectra need 10 products and 2 for each eigenvalue. Cross-fitting needs about as many again, and the search
         for overlooked eigenvalues needs `CHECK_PRODUCTS`.
@@ -298,9 +298,8 @@ class SpectrumComputation:
             if num_top:
                 self.cross_fit = cross_fit_hessian(
                     self.operator,
-                    count,
+                    self.sampling,
                     top=float(pairs.values[0]),
-                    sampling=self.sampling,
                     clusters=self.clusters,
                     seed=self.seed,
                     state_file=self.state_file,

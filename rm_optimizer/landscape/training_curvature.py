@@ -15,7 +15,7 @@ from rm_optimizer.core.metrics.intervals import student_mean
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.evaluation.draws import CurvatureMeasurement
-from rm_optimizer.landscape.operators.base import SymmetricOperator
+from rm_optimizer.landscape.operators.base import LossOperator, SymmetricOperator
 from rm_optimizer.landscape.operators.objective import PairObjective, measuring
 from rm_optimizer.landscape.operators.parameters import largest_entry
 from rm_optimizer.landscape.operators.vectors import RandomVectors, inner, length, unit
@@ -37,34 +37,24 @@ is 2 to 4.
 """
 
 
-class GradientDifferences(SymmetricOperator):
+class GradientDifferences(LossOperator):
     """`(g(θ + s v) - g(θ)) / s`, with `s` such that no weight moves further than `LARGEST_MOVE`.
 
     Only first derivatives are needed, so the model keeps its own fused attention. The gradient at `θ` is computed once.
     The error is proportional to `s`, and the matrix is symmetric only up to that error. This is good enough to monitor
-    a top eigenvalue, but not for small ones. The weights themselves are not moved.
+    a top eigenvalue, but not for small ones. The weights themselves are not moved. All pairs are in this process.
     """
 
     def __init__(self, objective: PairObjective) -> None:
-        super().__init__(objective.subset.num_parameters, objective.dtype, objective.device)
-        self.objective = objective
-        self.num_products = 0
+        super().__init__(objective)
         self.num_numbers = 0
         norms = torch.stack(torch._foreach_norm([parameter.detach() for parameter in objective.parameters]))
         self._weight_size = float(norms.norm()) / self.dimension**0.5 or 1.0
         self._loss = 0.0
 
-    def apply(self, vectors: Float[Tensor, "vectors parameters"]) -> Float[Tensor, "vectors parameters"]:
-        """The matrix times each row, summed over all processes.
-
-        Raises:
-            RMOptimizerError: if a weight changed since the measurement began, or it has ended.
-            TrainingDiverged: if a product is not finite.
-        """
-        self.objective.require_still()
-        self.num_products += len(vectors)
+    def _local(self, vectors: Tensor) -> Tensor:
         products = []
-        for vector in vectors.to(self.device, self.dtype):
+        for vector in vectors:
             if (largest := largest_entry(vector)) == 0:
                 products.append(torch.zeros_like(vector))
                 continue
@@ -73,7 +63,7 @@ class GradientDifferences(SymmetricOperator):
             shares = (self._share(weights, batch) for batch in self.objective.batches)
             parts = (torch.autograd.grad(share, weights, allow_unused=True, materialize_grads=True) for share in shares)
             products.append(self.objective.total(parts).sub_(here).div_(step))
-        return products[0][None] if len(products) == 1 else torch.stack(products)
+        return products[0][None] if len(products) == 1 else torch.stack(products)  # a copy of one takes memory
 
     @torch.no_grad()
     def along(self, vector: Float[Tensor, " parameters"]) -> float:

@@ -161,11 +161,6 @@ class ScheduleFreeAdamW(Optimizer):
                 p.copy_(self.state[p].pop("y"))
             group["train_mode"] = True
 
-    @property
-    def training(self) -> bool:
-        """True if the parameters hold the training weights."""
-        return all(group["train_mode"] for group in self.param_groups)
-
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update every parameter that has a gradient.
@@ -302,7 +297,7 @@ def set_train_mode(optimizer: Optimizer, training: bool) -> None:
 @contextmanager
 def evaluation_weights(optimizer: Optimizer) -> Iterator[None]:
     """Context with the evaluation weights in the parameters; its end restores the earlier weights."""
-    was_training = isinstance(optimizer, ScheduleFreeAdamW) and optimizer.training
+    was_training = all(group.get("train_mode", False) for group in optimizer.param_groups)
     set_train_mode(optimizer, False)
     try:
         yield

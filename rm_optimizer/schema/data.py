@@ -296,7 +296,7 @@ class ReadOptions(TypedDict, total=False):
 
 
 def read_config(call: str, options: ReadOptions, entrance: Spelling = Spelling.python) -> DataConfig:
-    """The options as those of a run, refused by the names that the user typed.
+    """Data options of a run from keywords, refused by the names that the user typed.
 
     Args:
         call: name of the call that they are keywords of.

@@ -91,8 +91,8 @@ def train_reward_model(
     be given wherever a path of a model is taken.
 
     Args:
-        model_name: preset, hub id or path of the base model; or the composed options of the whole run, for which only
-            pairs, `order`, `callbacks` and `metrics` are read besides.
+        model_name: preset, hub id or path of the base model; or the composed options of the whole run, to which only
+            pairs, `order`, `callbacks` and `metrics` are added.
         optimizer: name of the optimizer.
         data_path: training pairs: a path or hub name as `data.train` takes it, or whatever `PreferenceDataset` takes in
             memory, such as a data frame or a list of rows; None is the synthetic world.

@@ -80,10 +80,9 @@ def halves_of(clusters: Sequence[int], seed: int) -> tuple[Pairs, Pairs]:
 
 def cross_fit_hessian(
     operator: HessianOperator,
-    num_values: int,
+    sampling: Sequence[Estimate],
     *,
     top: float,
-    sampling: Sequence[Estimate],
     clusters: Sequence[int],
     seed: int,
     state_file: Path | None = None,
@@ -95,9 +94,8 @@ def cross_fit_hessian(
 
     Args:
         operator: the Hessian.
-        num_values: number of eigenvalues.
+        sampling: eigenvalues of all pairs with their intervals over pairs; as many are cross-fitted.
         top: largest eigenvalue of all pairs.
-        sampling: eigenvalues of all pairs with their intervals over pairs.
         clusters: number of each pair's prompt, in the order of the batches.
         seed: seed of halves, starting vectors and resampling.
         state_file: file next to which each search keeps its state; None keeps no state. The caller removes them.
@@ -127,10 +125,11 @@ def cross_fit_hessian(
 
     halves = halves_of(clusters, seed)
     parts = [part_of(objective, half) for half in halves]
-    columns, most, num_products = np.zeros((objective.num_pairs, num_values)), num_values, 0
+    most, num_products = len(sampling), 0
+    columns = np.zeros((objective.num_pairs, most))
     tops: list[float] = []
     for number, (part, other, held) in enumerate(zip(parts, parts[::-1], halves[::-1], strict=True)):
-        found = top_of(part, num_values, number)
+        found = top_of(part, len(sampling), number)
         columns[held, : len(found.values)] = pair_curvatures(other, found.vectors).cpu().numpy()
         most, num_products = min(most, len(found.values)), num_products + found.num_products
         tops.append(float(found.values[0]))

@@ -71,7 +71,7 @@ class SpectralDensity(JsonRecord):
 
         The interval is Student's over the random vectors. With `B = A^power`, a form `z^T B z` of random signs has the
         variance `2 (||B||_F^2 - ||diag B||^2)`, at most `2 (tr(B^2) - tr(B)^2 / n)`. The larger one of this bound and
-        of the sample's variance is used, since few forms are often alike. Each vector gives an unbiased value if the
+        of the sample's variance is used, since few forms are often similar. Each vector gives an unbiased value if the
         power is below twice the steps. The standard error of a higher power includes the change by the last step, as in
         `statistic`.
         """

@@ -155,6 +155,9 @@ class PairObjective:
         loss: training loss.
         subset: parameters to derive by.
         group: processes that hold the other pairs; None where this one holds all.
+
+    Attributes:
+        is_open: False once the measurement has ended.
     """
 
     model: BradleyTerryRM
@@ -173,7 +176,7 @@ class PairObjective:
         total_weight, num_pairs = self.summed(sizes.to(self.model.device)).tolist()
         self.total_weight, self.num_pairs = float(total_weight), int(num_pairs)
         self._state = self._state_now()
-        self._is_open = True
+        self.is_open = True
 
     @property
     def dtype(self) -> torch.dtype:
@@ -256,7 +259,7 @@ class PairObjective:
         Raises:
             RMOptimizerError: if the measurement has ended, or a weight or a micro-batch has changed since it began.
         """
-        if not self._is_open:
+        if not self.is_open:
             raise RMOptimizerError("this operator's measurement has ended; use it inside its `with measuring(…)` block")
         if self._state_now() != self._state:
             raise RMOptimizerError(
@@ -282,10 +285,6 @@ class PairObjective:
             more = f" and {len(found) - 8} more" if len(found) > 8 else ""
             where = f"since the loss is NaN or infinite on pairs {', '.join(map(str, found[:8]))}{more}"
         raise TrainingDiverged(f"the curvature of the loss is not finite {where}; load an earlier checkpoint")
-
-    def close(self) -> None:
-        """End the measurement."""
-        self._is_open = False
 
     @torch.no_grad()
     def _state_now(self) -> tuple[object, ...]:
@@ -369,7 +368,7 @@ def measuring(
         try:
             yield objective
         finally:
-            objective.close()
+            objective.is_open = False
 
 
 @torch.no_grad()

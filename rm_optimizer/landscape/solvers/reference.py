@@ -116,7 +116,7 @@ def _residual(vector: Tensor, image: Tensor, value: float) -> float:
 
 
 MAX_ITERATIONS = 100
-"""PyHessian's own default, for each eigenvalue."""
+"""Most products for each eigenvalue, PyHessian's own default."""
 
 
 class PyHessianProblem:
@@ -216,12 +216,7 @@ class _Part(list[AnyPairBatch]):
 
 
 def pyhessian_eigenpairs(
-    operator: HessianOperator,
-    top_k: int,
-    *,
-    tolerance: float = 1e-3,
-    max_iterations: int = MAX_ITERATIONS,
-    seed: int = 0,
+    operator: HessianOperator, top_k: int, *, tolerance: float = 1e-3, seed: int = 0
 ) -> Eigenpairs:
     """Eigenvalues from PyHessian's power iteration, by descending value.
 
@@ -234,7 +229,6 @@ def pyhessian_eigenpairs(
         operator: the Hessian.
         top_k: number of eigenvalues, by magnitude.
         tolerance: relative change that ends an iteration, PyHessian's `tol`.
-        max_iterations: most products for each value, PyHessian's `maxIter`.
         seed: seed of its starting vectors.
 
     Raises:
@@ -247,7 +241,7 @@ def pyhessian_eigenpairs(
         raise ConfigError("method=pyhessian needs all pairs in one process; give it all of them and no group")
     problem = PyHessianProblem(objective, keep_graph=operator.product == "kept_graph")
     with problem.undone(seed):
-        values, vectors = problem.open().eigenvalues(maxIter=max_iterations, tol=tolerance, top_n=top_k)
+        values, vectors = problem.open().eigenvalues(maxIter=MAX_ITERATIONS, tol=tolerance, top_n=top_k)
     operator.num_products += problem.num_products
     found = torch.tensor(values, dtype=torch.float64)
     order = found.argsort(descending=True)

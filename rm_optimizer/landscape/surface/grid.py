@@ -34,7 +34,7 @@ class PointLoss:
         loss: weighted mean over the pairs.
         loss_standard_error: its standard error over pairs; pairs of one prompt count as one.
         accuracy: weighted share of pairs ranked as labeled, without those labeled 0.5; ties count one half.
-        accuracy_standard_error: standard error of the accuracy, likewise.
+        accuracy_standard_error: standard error of the accuracy, in the same way.
     """
 
     loss: float

@@ -17,7 +17,7 @@ from torch import nn
 from rm_optimizer.core.tokens.batching import AnyPairBatch
 from rm_optimizer.errors import ConfigError
 from rm_optimizer.evaluation.draws import CurvatureMeasurement, MeasureCurvature, MeasurementFactory, draw_pairs
-from rm_optimizer.optim import set_train_mode
+from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.optim.stability import stability_of
 from rm_optimizer.records.randomness import keeping_random_state
 from rm_optimizer.schema import TrainConfig
@@ -177,30 +177,26 @@ class HessianCallback(RunCallback):
         started, model = time.perf_counter(), pl_module.model
         data = trainer.datamodule  # type: ignore[attr-defined]
         assert isinstance(data, PreferenceDataModule), "a run has its pairs"
-        with undisturbed(model), torch.enable_grad():
-            set_train_mode(trainer.optimizers[0], False)
-            try:
-                model.eval()
-                if self._measure_curvature is None:
-                    sample = draw_pairs(  # by the run's seed, without a global generator
-                        model,
-                        data.data.train.pairs,
-                        self.config.num_pairs,
-                        data.seed,
-                        token_budget=data.batching.micro_token_budget,
-                        fewest=1,
-                        tokenized=data.train_tokens,
-                    )
-                    self.num_pairs = sample.num_pairs
-                    batches: list[AnyPairBatch] = [batch.to(model.device) for batch in sample.batches]
-                    self._measure_curvature = self.factory(model, batches, pl_module.loss_config)
-                stability = stability_of(trainer.optimizers[0])
-                by_parameter, scales = stability.scales, None
-                if by_parameter is not None:
-                    scales = {name: by_parameter[p] for name, p in model.named_parameters() if p in by_parameter}
-                measurement = self._measure_curvature(scales)
-            finally:
-                set_train_mode(trainer.optimizers[0], True)
+        with undisturbed(model), torch.enable_grad(), evaluation_weights(trainer.optimizers[0]):
+            model.eval()
+            if self._measure_curvature is None:
+                sample = draw_pairs(  # by the run's seed, without a global generator
+                    model,
+                    data.data.train.pairs,
+                    self.config.num_pairs,
+                    data.seed,
+                    token_budget=data.batching.micro_token_budget,
+                    fewest=1,
+                    tokenized=data.train_tokens,
+                )
+                self.num_pairs = sample.num_pairs
+                batches: list[AnyPairBatch] = [batch.to(model.device) for batch in sample.batches]
+                self._measure_curvature = self.factory(model, batches, pl_module.loss_config)
+            stability = stability_of(trainer.optimizers[0])
+            by_parameter, scales = stability.scales, None
+            if by_parameter is not None:
+                scales = {name: by_parameter[p] for name, p in model.named_parameters() if p in by_parameter}
+            measurement = self._measure_curvature(scales)
         costs = costs_in_steps(measurement, data.pairs_a_step / trainer.world_size)
         self._plan.taken(trainer.global_step, *costs)
         seconds = time.perf_counter() - started

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar
 
 import numpy as np
@@ -58,12 +57,7 @@ class Evaluation(pl.Callback):
         own: further numbers of each evaluation, by name.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        datamodule: PreferenceDataModule,
-        own: Mapping[str, PairMetric] = MappingProxyType({}),
-    ) -> None:
+    def __init__(self, config: TrainConfig, datamodule: PreferenceDataModule, own: Mapping[str, PairMetric]) -> None:
         self.datamodule = datamodule
         self.run_dir = Path(config.output_dir)
         self.config = config.training

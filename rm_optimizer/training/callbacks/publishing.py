@@ -13,7 +13,7 @@ from torch import Tensor
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.model.sharding import is_sharded, whole
 from rm_optimizer.errors import ConfigError, RMOptimizerError
-from rm_optimizer.optim import set_train_mode
+from rm_optimizer.optim import evaluation_weights
 from rm_optimizer.schema import TrainConfig
 from rm_optimizer.schema.adapters import AdapterKind
 from rm_optimizer.schema.publish import OnFailure, PublishConfig, RewardModelTrainingMode
@@ -104,19 +104,17 @@ class PublishWeights(RunCallback):
         step = trainer.global_step
         if step % self.config.every_n_steps and step != pl_module.num_steps:
             return
-        set_train_mode(trainer.optimizers[0], False)
         try:
-            weights: BradleyTerryRM | Mapping[str, Tensor] = pl_module.model
-            if is_sharded(pl_module.model):  # gathered from the ranks, so every rank takes part
-                weights = {name: whole(value).cpu() for name, value in pl_module.model.model.state_dict().items()}
-            if self._publisher is not None:
-                self._publisher.publish(weights, f"{self._run}-step-{step}")
+            with evaluation_weights(trainer.optimizers[0]):
+                weights: BradleyTerryRM | Mapping[str, Tensor] = pl_module.model
+                if is_sharded(pl_module.model):  # gathered from the ranks, so every rank takes part
+                    weights = {name: whole(value).cpu() for name, value in pl_module.model.model.state_dict().items()}
+                if self._publisher is not None:
+                    self._publisher.publish(weights, f"{self._run}-step-{step}")
         except RMOptimizerError as error:
             if self.config.on_failure is OnFailure.error:
                 raise
             log.warning("%s; training continues (publish.on_failure=warn)", error)
-        finally:
-            set_train_mode(trainer.optimizers[0], True)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Close the connection of a run that fails, which Lightning does not tear down."""

@@ -302,10 +302,7 @@ def test_schedule_free_weights_come_back_when_looking_at_them_fails(
         finally:
             modes.append(True)
 
-    if watching:
-        monkeypatch.setattr(training_curvature, "set_train_mode", lambda optimizer, mode: modes.append(mode))
-    else:
-        monkeypatch.setattr(callbacks, "evaluation_weights", switched)
+    monkeypatch.setattr(training_curvature if watching else callbacks, "evaluation_weights", switched)
     if not watching:
         monkeypatch.setattr(callbacks.PreferenceDataModule, "score_validation", fails)
     config = small_config(tmp_path, *(WATCHED if watching else WATCHED[2:]))
