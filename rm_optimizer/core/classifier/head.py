@@ -190,16 +190,14 @@ def install_reward_head(model: PreTrainedModel) -> RewardHead:
         CheckpointError: if the model has no single final layer with one output.
     """
     name = head_name(model)
-    parent_name, _, child = name.rpartition(".")
-    parent = model.get_submodule(parent_name)
-    plain: nn.Linear = getattr(parent, child)
+    plain: nn.Linear = model.get_submodule(name)
     if isinstance(plain, RewardHead):
         return plain
     head = RewardHead(plain.in_features, 1, bias=plain.bias is not None, device="meta")
     for key, parameter in plain.named_parameters():
         exact = parameter.float() if parameter.dtype in HALF else parameter
         setattr(head, key, nn.Parameter(exact.detach(), requires_grad=parameter.requires_grad))
-    setattr(parent, child, head.train(plain.training))
+    model.set_submodule(name, head.train(plain.training))
     return head
 
 

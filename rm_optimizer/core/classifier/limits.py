@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-from jaxtyping import Int
-from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from rm_optimizer.core.tokens.padding import pad_sequences
 from rm_optimizer.errors import ConfigError
 
 KNOWN = {
@@ -25,9 +19,6 @@ KNOWN = {
     "yoso": "its attention is drawn at random and reads the padding",
 }
 """`model_type`s whose rewards depend on their batch, and why; others are measured."""
-_SHORT, _LONG = 5, 9
-TOLERANCE = 1e-4
-"""Relative change of the head's input that counts as rounding; half types round too much for this test."""
 
 
 def refuse_known(config: PretrainedConfig) -> None:
@@ -38,72 +29,12 @@ def refuse_known(config: PretrainedConfig) -> None:
     """
     reason = KNOWN.get(config.model_type)
     if reason is not None:
-        raise ConfigError(_sentence(config.model_type, reason))
+        raise batch_dependence(config.model_type, reason)
 
 
-def refuse_measured(
-    name: str,
-    rewards_of: Callable[[Int[Tensor, "sequences tokens"], Int[Tensor, "sequences tokens"]], Tensor],
-    head: nn.Linear,
-    *,
-    num_tokens: int,
-    pad_token_id: int,
-    dtype: torch.dtype,
-) -> Callable[[], Tensor] | None:
-    """Refuse a model whose state of a sequence changes if a longer one is in its batch, with two passes of 23 tokens.
-
-    The inputs of the head are compared, since a fresh head's rewards are all near zero. Nothing is measured in half
-    types. Effects of the batch's length alone are limited by `window.exact_length`.
-
-    Args:
-        name: name of the model, for the message.
-        rewards_of: the model's rewards from padded ids and their mask, in evaluation mode.
-        head: the final layer.
-        num_tokens: exclusive upper bound of the ids to draw.
-        pad_token_id: id that fills masked positions.
-        dtype: type of the backbone.
-
-    Returns:
-        A function that computes the head's inputs for both sequences again; None for a half type.
-
-    Raises:
-        ConfigError: if the state changes, or the model computes no rewards from token ids.
-    """
-    if dtype not in (torch.float32, torch.float64):
-        return None
-    generator = torch.Generator().manual_seed(0)
-    ids = [torch.randint(num_tokens, (length,), generator=generator).tolist() for length in (_SHORT, _LONG)]
-    ids = [[token if token != pad_token_id else (token + 1) % num_tokens for token in row] for row in ids]
-
-    @torch.no_grad()
-    def read(count: int = len(ids)) -> Tensor:
-        seen: list[Tensor] = []
-        hook = head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
-        padded, mask = pad_sequences(ids[:count], pad_token_id)
-        try:
-            rewards_of(padded.to(head.weight.device), mask.to(head.weight.device))
-        finally:
-            hook.remove()
-        return seen[0].flatten(1).double()
-
-    try:
-        alone, beside = read(1)[0], read()[0]
-    except torch.OutOfMemoryError:
-        raise
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise ConfigError(
-            f"{name} computes no rewards from token ids alone ({reason}); correct its configuration or take another"
-        ) from error
-    beside = beside[: len(alone)]  # some heads read every token, those of the short sequence come first
-    change = float((beside - alone).norm() / alone.norm().clamp(min=1e-30))
-    if not change <= TOLERANCE and bool(alone.isfinite().all()):
-        raise ConfigError(_sentence(name, f"padding changes what it reads of a sequence by {change:.2g} of its length"))
-    return read
-
-
-def _sentence(name: str, reason: str) -> str:
-    return (
+def batch_dependence(name: str, reason: str) -> ConfigError:
+    """The error of a model whose rewards depend on their batch."""
+    return ConfigError(
         f"{name} gives a response another reward when a longer one is scored beside it: {reason}; use another model, "
         "such as BERT, DeBERTa, ModernBERT or a decoder"
     )

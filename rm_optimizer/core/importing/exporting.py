@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from rm_optimizer.core.classifier.adapters import has_adapter
 from rm_optimizer.core.classifier.attention import HALF
-from rm_optimizer.core.classifier.head import head_name
-from rm_optimizer.core.classifier.pooling import RewardHead, pooling_head_of
+from rm_optimizer.core.classifier.pooling import pooling_head_of
 from rm_optimizer.core.importing.layouts import save_for
 from rm_optimizer.core.importing.publishing import require_hub, upload, use_of, write_card
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
@@ -151,11 +150,6 @@ def rescale(model: BradleyTerryRM, factor: float, constant: float) -> None:
     weight, bias = head.weight.double(), 0.0 if head.bias is None else head.bias.double()
     head.weight.copy_(factor * weight)
     if head.bias is None:
-        biased = RewardHead(head.in_features, 1, bias=True, device=head.weight.device, dtype=head.weight.dtype)
-        biased.weight.copy_(head.weight)
-        parent, _, name = head_name(model.model).rpartition(".")
-        setattr(model.model.get_submodule(parent), name, biased.eval())
+        head.bias = nn.Parameter(head.weight.new_zeros(1))
         model.model.config.reward_head = {"sizes": [head.in_features, 1], "activation": "relu"}
-        head = biased
-    assert isinstance(head.bias, nn.Parameter)
     head.bias.copy_(torch.as_tensor(factor * bias + constant))

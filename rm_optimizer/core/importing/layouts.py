@@ -19,15 +19,12 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from rm_optimizer.core.classifier.adapters import has_adapter
-from rm_optimizer.core.classifier.head import head_name
 from rm_optimizer.core.classifier.pooling import RewardHead, pooling_head_of, pools_last_token
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.adapter_files import merged_model
 from rm_optimizer.core.storage.certificate import ParityCertificate
-from rm_optimizer.core.storage.export import certified, replaceable, save_export, stored_renderer
-from rm_optimizer.core.storage.loading import quiet_transformers
-from rm_optimizer.errors import CheckpointError, ConfigError, did_you_mean
-from rm_optimizer.records.files import replacing_folder
+from rm_optimizer.core.storage.export import certified, replacing_export, save_export, stored_renderer
+from rm_optimizer.errors import ConfigError, did_you_mean
 
 PROJECTS = {
     "trl": "TRL reads the plain classifier: GRPOTrainer(reward_funcs=FOLDER)",
@@ -102,13 +99,10 @@ def _obstacle(project: str, model: BradleyTerryRM) -> str | None:
 def _without_bias(model: BradleyTerryRM) -> float:
     """Take the constant out of a linear head, and return it."""
     head = model.reward_head
-    plain = RewardHead(head.in_features, 1, bias=False, device=head.weight.device, dtype=head.weight.dtype)
-    plain.load_state_dict({"weight": head.weight})
-    parent, _, name = head_name(model.model).rpartition(".")
-    setattr(model.model.get_submodule(parent), name, plain.eval())
+    constant = float(head.bias.detach())
+    head.register_parameter("bias", None)
     del model.model.config.reward_head
-    assert head.bias is not None
-    return float(head.bias.detach())
+    return constant
 
 
 def _earlier_names(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
@@ -125,7 +119,7 @@ def _earlier_names(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase)
 
 def _with_value_head(model: BradleyTerryRM, folder: Path) -> ParityCertificate:
     """Write a causal model, whose output layer is its embedding, and the head in another file."""
-    folder, head = replaceable(folder), model.reward_head
+    head = model.reward_head
     classifier = merged_model(model.model) if has_adapter(model.model) else model.model
     config = copy.deepcopy(classifier.config)
     for name in _OF_CLASSIFIER:
@@ -137,16 +131,13 @@ def _with_value_head(model: BradleyTerryRM, folder: Path) -> ParityCertificate:
     causal.tie_weights()
     bias = torch.zeros(1) if head.bias is None else head.bias
     weights: dict[str, Tensor] = {"v_head.summary.weight": head.weight, "v_head.summary.bias": bias}
-    try:
-        with replacing_folder(folder) as aside, quiet_transformers():
-            causal.save_pretrained(aside)
-            stored = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
-            save_file(stored, aside / VALUE_HEAD_FILE, metadata={"format": "pt"})
-            model.tokenizer.save_pretrained(aside)
-            reloaded = AutoModelForSequenceClassification.from_pretrained(aside, num_labels=1)
-            reloaded.score = RewardHead(head.in_features, 1)
-            read = load_file(aside / VALUE_HEAD_FILE)
-            reloaded.score.load_state_dict({name.rpartition(".")[2]: value for name, value in read.items()})
-            return certified(model, stored_renderer(model, aside), reloaded)
-    except OSError as error:
-        raise CheckpointError(f"the model cannot be written to {folder}: {error}") from error
+    with replacing_export(folder) as aside:
+        causal.save_pretrained(aside)
+        stored = {name: value.detach().cpu().contiguous() for name, value in weights.items()}
+        save_file(stored, aside / VALUE_HEAD_FILE, metadata={"format": "pt"})
+        model.tokenizer.save_pretrained(aside)
+        reloaded = AutoModelForSequenceClassification.from_pretrained(aside, num_labels=1)
+        reloaded.score = RewardHead(head.in_features, 1)
+        read = load_file(aside / VALUE_HEAD_FILE)
+        reloaded.score.load_state_dict({name.rpartition(".")[2]: value for name, value in read.items()})
+        return certified(model, stored_renderer(model, aside), reloaded)

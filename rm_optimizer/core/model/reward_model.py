@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from rm_optimizer.core.classifier.attention import drop_padding
 from rm_optimizer.core.classifier.building import LoadOptions, build_model, compile_backbone
-from rm_optimizer.core.classifier.limits import TOLERANCE, refuse_measured
+from rm_optimizer.core.classifier.limits import batch_dependence
 from rm_optimizer.core.classifier.pooling import drop_tree_padding, pooling_head_of, set_pooling_head
 from rm_optimizer.core.classifier.quantization import computing_dtype, dtype_name
 from rm_optimizer.core.classifier.scoring import ClassifierRewardModel, SequenceScorer
@@ -25,10 +25,15 @@ from rm_optimizer.core.storage.certificate import ParityCertificate, require_par
 from rm_optimizer.core.storage.export import save_export
 from rm_optimizer.core.storage.loading import LoadedModel, load_model, parse_dtype, settle_input
 from rm_optimizer.core.tokens.chat import RenderFn
-from rm_optimizer.core.tokens.padding import PadChoice, stacked
+from rm_optimizer.core.tokens.padding import PadChoice, pad_sequences, stacked
 from rm_optimizer.core.tokens.written_template import TemplateWriter
 from rm_optimizer.errors import ConfigError, did_you_mean
 from rm_optimizer.records.codec import from_values
+
+TOLERANCE = 1e-4
+"""Relative change of the head's input that counts as rounding; half types round too much for this test."""
+_SHORT, _LONG = 5, 9
+"""Tokens of the sequences of this test."""
 
 
 class LoadingOptions(TypedDict, total=False):
@@ -182,14 +187,7 @@ class BradleyTerryRM(ClassifierRewardModel):
             pad_choice = from_values(PadChoice, recorded["pad_token"])
             if pad_choice.token_id == self.pad_choice.token_id:
                 self.pad_choice = pad_choice
-        read = refuse_measured(
-            type(model).__name__,
-            self,
-            self.reward_head,
-            num_tokens=self.tokenizer.vocab_size,
-            pad_token_id=self.pad_choice.token_id,
-            dtype=computing_dtype(model),
-        )
+        read = _require_batch_independence(self)
         if read is not None and not self._reads_last_token:
             drop_padding(model, read, TOLERANCE)
         elif self.supports_prefix_sharing() is None:
@@ -310,6 +308,54 @@ class BradleyTerryRM(ClassifierRewardModel):
         with self.inference():
             rewards = SequenceScorer(self, 1).padded(ids).double().cpu().numpy()
         require_parity(certificate, rewards, dtype_name(computing_dtype(self.model)), source)
+
+
+def _require_batch_independence(model: BradleyTerryRM) -> Callable[[], Tensor] | None:
+    """Refuse a model whose state of a sequence changes if a longer one is in its batch, with two passes of 23 tokens.
+
+    The inputs of the head are compared, since a fresh head's rewards are all near zero. Nothing is measured in half
+    types. Effects of the batch's length alone are limited by `limits.exact_length`.
+
+    Args:
+        model: the model, in evaluation mode.
+
+    Returns:
+        A function that computes the head's inputs for both sequences again; None for a half type.
+
+    Raises:
+        ConfigError: if the state changes, or the model computes no rewards from token ids.
+    """
+    if computing_dtype(model.model) not in (torch.float32, torch.float64):
+        return None
+    name, pad, num_tokens = type(model.model).__name__, model.pad_choice.token_id, model.tokenizer.vocab_size
+    generator = torch.Generator().manual_seed(0)
+    ids = [torch.randint(num_tokens, (length,), generator=generator).tolist() for length in (_SHORT, _LONG)]
+    ids = [[token if token != pad else (token + 1) % num_tokens for token in row] for row in ids]
+
+    @torch.no_grad()
+    def read(count: int = len(ids)) -> Tensor:
+        seen: list[Tensor] = []
+        hook = model.reward_head.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+        try:
+            model(*(each.to(model.device) for each in pad_sequences(ids[:count], pad)))
+        finally:
+            hook.remove()
+        return seen[0].flatten(1).double()
+
+    try:
+        alone, beside = read(1)[0], read()[0]
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(
+            f"{name} computes no rewards from token ids alone ({reason}); correct its configuration or take another"
+        ) from error
+    beside = beside[: len(alone)]  # some heads read every token, those of the short sequence come first
+    change = float((beside - alone).norm() / alone.norm().clamp(min=1e-30))
+    if not change <= TOLERANCE and bool(alone.isfinite().all()):
+        raise batch_dependence(name, f"padding changes what it reads of a sequence by {change:.2g} of its length")
+    return read
 
 
 def require_bradley_terry(model: object) -> None:

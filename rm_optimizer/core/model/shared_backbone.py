@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +40,8 @@ class SharedBackbone:
     @property
     def num_bytes(self) -> int:
         """Bytes of the model and of the other models' own tensors."""
-        beside = [self._first, *self._own]
-        return weight_bytes(self._model) + sum(_bytes(value) for tensors in beside for value in tensors.values())
+        beside = (tensors.values() for tensors in (self._first, *self._own))
+        return sum(tensor.nbytes for tensor in chain(self._model.parameters(), *beside))
 
     def use(self, number: int) -> BradleyTerryRM:
         """Make the model the one of this number, from 0, and return it; earlier results of `use` change with it."""
@@ -61,7 +62,7 @@ class SharedBackbone:
         if {name: value.shape for name, value in state.items()} != {name: v.shape for name, v in other.items()}:
             return None
         own = {name: value for name, value in other.items() if not torch.equal(value, state[name])}
-        if sum(map(_bytes, own.values())) > MOST_OWN_SHARE * sum(map(_bytes, state.values())):
+        if sum(value.nbytes for value in own.values()) > MOST_OWN_SHARE * sum(value.nbytes for value in state.values()):
             return None
         return self._add({name: value.detach().clone() for name, value in own.items()})
 
@@ -105,12 +106,3 @@ def adapter_key(folder: Path) -> str | None:
         config[name] = sorted(value) if isinstance(value, list) and all(isinstance(v, str) for v in value) else value
     identity = record["identity"]
     return digest([config, record["base"], record.get("dtype"), identity["template"], identity["pad_token"]])
-
-
-def weight_bytes(model: BradleyTerryRM) -> int:
-    """Bytes of a model's parameters."""
-    return sum(map(_bytes, model.parameters()))
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()

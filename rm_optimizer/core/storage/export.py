@@ -6,8 +6,10 @@ import json
 import logging
 import platform
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors
@@ -59,17 +61,56 @@ def save_export(
     probe: Sequence[tuple[Prompt, str]] | None = None,
     statistics: Mapping[str, Any] | None = None,
     beside: Sequence[Path] = (),
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+    base: BaseModel | None = None,
 ) -> ParityCertificate:
     """Write weights, configuration, tokenizer and `export.json`; see `BradleyTerryRM.save_pretrained`.
 
     The files are written next to the folder, reloaded by plain `transformers`, compared, and only then renamed.
-    `settings` are further entries of `config.json` for other projects.
+    `settings` are further entries of `config.json` for other projects. With a `base`, the adapter alone is written.
 
     Raises:
         CheckpointError: if the folder cannot be written, or the reloaded model scores otherwise.
     """
-    return _save(reward_model, folder, probe, statistics, beside=beside, settings=settings or {})
+    model = reward_model.model
+    with replacing_export(folder) as aside:
+        if base is not None:
+            write_adapter(model, aside)
+        else:
+            (merged_model(model) if has_adapter(model) else model).save_pretrained(aside)
+            changes = dict(settings)
+            if soft_cap(model.config) is not None:  # plain transformers would take a kernel that leaves it out
+                changes["attn_implementation"] = "eager"
+            if (name := pooling_head_of(model)) is not None:  # vLLM refuses a class that it does not know
+                changes["architectures"] = [f"{type(model).__name__}WithPoolingHead"]
+                _log.warning("plain transformers has no pooling head '%s' and reads other rewards", name)
+            if (described := getattr(model.config, "reward_head", None)) is not None:
+                changes |= _own_code(model, described, aside)
+            if changes:
+                file = aside / "config.json"
+                config = json.loads(file.read_text(encoding="utf-8")) | changes
+                file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        reward_model.tokenizer.save_pretrained(aside)
+        for file in beside:
+            shutil.copyfile(file, aside / file.name)
+        stored, reloaded = stored_renderer(reward_model, aside), _reloaded(model, aside, base)
+        certificate = certified(reward_model, stored, reloaded, probe=probe, is_merged=base is None)
+        record = {
+            "format_version": FORMAT_VERSION,
+            "architecture": type(model).__name__,
+            "dtype": certificate.dtype,
+            "identity": reward_model.identity(),
+            "reward_statistics": None if statistics is None else dict(statistics),
+            "certificate": json_values(certificate),
+            "versions": {"rm_optimizer": rm_optimizer.__version__, "python": platform.python_version()}
+            | {library.__name__: library.__version__ for library in (torch, transformers, tokenizers, safetensors)},
+            **({} if base is None else {"base": json_values(base)}),
+            DIGESTS: weight_digests(aside),
+            "plain_rendering": _renders_plainly(reward_model, aside, stored, certificate),
+        }
+        text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
+        (aside / EXPORT_FILE).write_text(text + "\n", encoding="utf-8")
+    return certificate
 
 
 def save_adapter(
@@ -90,77 +131,25 @@ def save_adapter(
     """
     if not has_adapter(reward_model.model):
         raise CheckpointError("the model has no adapter to save; save the whole with save_pretrained")
-    return _save(reward_model, folder, None, statistics, base=base_of(reward_model.model))
+    return save_export(reward_model, folder, statistics=statistics, base=base_of(reward_model.model))
 
 
-def _save(
-    reward_model: ClassifierRewardModel,
-    folder: Path,
-    probe: Sequence[tuple[Prompt, str]] | None,
-    statistics: Mapping[str, Any] | None,
-    *,
-    base: BaseModel | None = None,
-    beside: Sequence[Path] = (),
-    settings: Mapping[str, Any] | None = None,
-) -> ParityCertificate:
-    """Write the whole model, or with a `base` the adapter alone, and put it in place once it is certified."""
-    folder, model = replaceable(folder), reward_model.model
-    try:
-        with replacing_folder(folder) as aside, quiet_transformers():
-            if base is not None:
-                write_adapter(model, aside)
-            else:
-                (merged_model(model) if has_adapter(model) else model).save_pretrained(aside)
-                changes = dict(settings or {})
-                if soft_cap(model.config) is not None:  # plain transformers would take a kernel that leaves it out
-                    changes["attn_implementation"] = "eager"
-                if (name := pooling_head_of(model)) is not None:  # vLLM refuses a class that it does not know
-                    changes["architectures"] = [f"{type(model).__name__}WithPoolingHead"]
-                    _log.warning("plain transformers has no pooling head '%s' and reads other rewards", name)
-                if (described := getattr(model.config, "reward_head", None)) is not None:
-                    changes |= _own_code(model, described, aside)
-                if changes:
-                    file = aside / "config.json"
-                    config = json.loads(file.read_text(encoding="utf-8")) | changes
-                    file.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-            reward_model.tokenizer.save_pretrained(aside)
-            for file in beside:
-                shutil.copyfile(file, aside / file.name)
-            stored = stored_renderer(reward_model, aside)
-            certificate = certified(
-                reward_model, stored, _reloaded(model, aside, base), probe=probe, is_merged=base is None
-            )
-            record = {
-                "format_version": FORMAT_VERSION,
-                "architecture": type(model).__name__,
-                "dtype": certificate.dtype,
-                "identity": reward_model.identity(),
-                "reward_statistics": None if statistics is None else dict(statistics),
-                "certificate": json_values(certificate),
-                "versions": {"rm_optimizer": rm_optimizer.__version__, "python": platform.python_version()}
-                | {library.__name__: library.__version__ for library in (torch, transformers, tokenizers, safetensors)},
-                **({} if base is None else {"base": json_values(base)}),
-                DIGESTS: weight_digests(aside),
-                "plain_rendering": _renders_plainly(reward_model, aside, stored, certificate),
-            }
-            text = json.dumps(record, indent=2, ensure_ascii=False, allow_nan=False)
-            (aside / EXPORT_FILE).write_text(text + "\n", encoding="utf-8")
-    except OSError as error:
-        raise CheckpointError(f"the model cannot be written to {folder}: {error}") from error
-    return certificate
-
-
-def replaceable(folder: Path) -> Path:
-    """The folder of an export as a whole path.
+@contextmanager
+def replacing_export(folder: Path) -> Iterator[Path]:
+    """Folder that takes the place of an export after the block.
 
     Raises:
-        CheckpointError: if it holds something that is no earlier export.
+        CheckpointError: if the folder holds something that is no earlier export, or cannot be written.
     """
     folder = folder.expanduser().resolve()
     is_export = folder.is_dir() and ((folder / EXPORT_FILE).is_file() or not any(folder.iterdir()))
     if folder.exists() and not is_export:
         raise CheckpointError(f"{folder} exists and is not an export of ours; choose a new folder or empty this one")
-    return folder
+    try:
+        with replacing_folder(folder) as aside, quiet_transformers():
+            yield aside
+    except OSError as error:
+        raise CheckpointError(f"the model cannot be written to {folder}: {error}") from error
 
 
 def _own_code(model: PreTrainedModel, described: Mapping[str, Any], folder: Path) -> dict[str, Any]:

@@ -264,7 +264,7 @@ def _build(folder: Path, pairs: Sequence[PreferencePair], renderer: Conversation
     for name, values in arrays.items():
         values.astype(_ARRAYS[name]).tofile(folder / f"{name}.bin")
     report = truncation_report(renderer.max_length, lengths, cuts, int(differ.sum()))
-    checksums = {name: _checksum(folder / f"{name}.bin") for name in _ARRAYS}
+    checksums = {name: _checksum(folder, name) for name in _ARRAYS}
     (folder / "meta.json").write_text(json.dumps({"report": asdict(report), "checksums": checksums}))
 
 
@@ -372,7 +372,7 @@ def _is_intact(folder: Path) -> bool:
         meta = _read_meta(folder)
         TruncationReport(**meta["report"])
         checksums = meta["checksums"]
-        return all(_checksum(folder / f"{name}.bin") == checksums[name] for name in _ARRAYS)
+        return all(_checksum(folder, name) == checksums[name] for name in _ARRAYS)
     except (OSError, ValueError, KeyError, TypeError):
         return False
 
@@ -382,12 +382,8 @@ def _read_meta(folder: Path) -> dict[str, Any]:
     return meta
 
 
-def _checksum(path: Path) -> int:
-    crc = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            crc = zlib.crc32(block, crc)
-    return crc
+def _checksum(folder: Path, name: str) -> int:
+    return zlib.crc32(_mapped(folder, name).data)
 
 
 def _mapped(folder: Path, name: str) -> NDArray[Any]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
 
-from rm_optimizer.core.tokens.template_fields import Turn, split_thinking
+from rm_optimizer.core.tokens.template_fields import Turn, rebuilt, split_thinking
 from rm_optimizer.errors import ConversationRefused
 from rm_optimizer.schema.data import SpecialTokens, Thinking
 
@@ -102,14 +102,22 @@ class ContentRules:
             for place, turn in enumerate(found):
                 is_plain = turn.keys() == {"role", "content"}  # as most are
                 if not is_plain or tokens.pattern.search(f"{turn['role']}\0{turn['content']}"):
-                    found[place] = _mapped(turn, tokens, self._checked)
+                    found[place] = self._applied_to(turn, tokens)
         return found
 
     def of_context(self, context: Mapping[str, Any], control: Callable[[], ControlTokens]) -> Mapping[str, Any]:
         """The values that the template gets with the messages."""
         if self.special_tokens == SpecialTokens.keep or not context:
             return context
-        return {name: _mapped(value, control(), self._checked) for name, value in context.items()}
+        return {name: self._applied_to(value, control()) for name, value in context.items()}
+
+    def _applied_to(self, value: Any, control: ControlTokens) -> Any:
+        """The value with each text in it changed, the names of its parts included."""
+
+        def changed(path: str, part: Any) -> Any:
+            return self._checked(part, control) if isinstance(part, str) else part
+
+        return rebuilt(value, changed, changed)
 
     def _checked(self, text: str, control: ControlTokens) -> str:
         if (found := control.pattern.search(text)) is None:
@@ -194,12 +202,3 @@ def _without_thinking(turn: Turn) -> Turn:
 
 def _is_blank(turn: Turn) -> bool:
     return turn["role"] == "assistant" and not turn["content"].strip() and "tool_calls" not in turn
-
-
-def _mapped(value: Any, control: ControlTokens, change: Callable[[str, ControlTokens], str]) -> Any:
-    """The value with each text in it changed, the names of its parts included."""
-    if isinstance(value, str):
-        return change(value, control)
-    if isinstance(value, Mapping):
-        return {change(name, control): _mapped(part, control, change) for name, part in value.items()}
-    return [_mapped(part, control, change) for part in value] if isinstance(value, list) else value

@@ -32,6 +32,8 @@ from rm_optimizer.core.tokens.template_fields import (
     Turn,
     is_name_of_call,
     linked_in_order,
+    own_name,
+    rebuilt,
     shape,
     texts_of,
 )
@@ -286,7 +288,7 @@ class ChatTemplate:
         if key in self._unshown:
             return self._unshown[key]
         marks, value = Marks(), context[column]
-        printed = self._tried(turns, {**context, column: marks.value(value, 0, column)})
+        printed = self._tried(turns, {**context, column: marks.value(value, column)})
         unclear = [(mark, path) for mark, (_, path) in marks.places.items() if mark not in printed]
         _make_room(self._unshown)
         self._unshown[key] = next(
@@ -325,15 +327,9 @@ def _not_read(what: str) -> ConversationRefused:
     )
 
 
-def _with_mark(value: Any, at: str, path: str, mark: str) -> Any:
-    """The value at one path with a mark at another, both as `Marks.value` names them."""
-    if at == path:
-        return mark
-    if isinstance(value, Mapping):
-        return {name: _with_mark(part, f"{at}.{name}", path, mark) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_with_mark(part, f"{at}[{i}]", path, mark) for i, part in enumerate(value)]
-    return value
+def _with_mark(value: Any, column: str, path: str, mark: str) -> Any:
+    """The value of a column with a mark at a path, as `Marks.value` names it."""
+    return rebuilt(value, lambda at, part: mark if at == path else part, own_name, column)
 
 
 def _make_room(found: dict[Any, Any]) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 Turn: TypeAlias = Mapping[str, Any]
@@ -17,6 +18,28 @@ THINKING, CLOSING_TAG = "<think>", "</think>"
 """Path of thinking inside a content, which is its opening tag, and its closing tag."""
 _THINKING = re.compile(r"\s*(?:<think>(.*?)|((?:(?!<think>).)*?))</think>\s*", re.DOTALL)
 """Thinking at the start of an answer; if its opening is in the generation prompt, all up to the closing tag."""
+
+
+def rebuilt(value: Any, leaf: Callable[[str, Any], Any], key: Callable[[str, str], str], path: str = "") -> Any:
+    """Copy of nested values, changed part by part.
+
+    Args:
+        value: a value of objects, lists and leaves.
+        leaf: function of the path and the value of a leaf.
+        key: function of the path and the name of a part of an object.
+        path: path of the value.
+    """
+    if isinstance(value, Mapping):
+        parts = ((name, part, f"{path}.{name}") for name, part in value.items())
+        return {key(at, name): rebuilt(part, leaf, key, at) for name, part, at in parts}
+    if isinstance(value, list):
+        return [rebuilt(part, leaf, key, f"{path}[{i}]") for i, part in enumerate(value)]
+    return leaf(path, value)
+
+
+def own_name(path: str, name: str) -> str:
+    """The name of a part as it is, for `rebuilt`."""
+    return name
 
 
 class Marks:
@@ -43,45 +66,27 @@ class Marks:
                 marked[name] = self._mark(number, name)
         return marked
 
-    def value(self, value: Any, number: int, path: str) -> Any:
+    def value(self, value: Any, path: str) -> Any:
         """The value of a tool or a document with a mark for each of its parts."""
-        if isinstance(value, Mapping):
-            return {
-                key: part
-                if key in _CONSTANTS and not isinstance(part, Mapping | list)
-                else self.value(part, number, at)
-                for key, part in value.items()
-                for at in [f"{path}.{key}"]
-            }
-        if isinstance(value, list):
-            return [self.value(part, number, f"{path}[{i}]") for i, part in enumerate(value)]
-        return self._mark(number, path)
+
+        def leaf(at: str, part: Any) -> Any:
+            return part if at.rpartition(".")[2] in _CONSTANTS else self._mark(0, at)
+
+        return rebuilt(value, leaf, own_name, path)
 
     def _call(self, call: Mapping[str, Any], number: int, path: str) -> dict[str, Any]:
-        function = dict(call["function"])
+        function, mark = dict(call["function"]), partial(self._mark, number)
         for name, value in call["function"].items():
             at = f"{path}.function.{name}"
-            function[name] = self._named(value, number, at) if name == "arguments" else self._mark(number, at)
+            function[name] = rebuilt(value, mark, mark, at) if name == "arguments" else mark(at)
         beside = {
-            name: value if name in ("id", "type") else self._mark(number, f"{path}.{name}")
+            name: value if name in ("id", "type") else mark(f"{path}.{name}")
             for name, value in call.items()
             if name != "function"
         }
         return beside | {"function": function}
 
-    def _named(self, value: Any, number: int, path: str) -> Any:
-        """The value with marks for the names in it as well."""
-        if isinstance(value, Mapping):
-            return {
-                self._mark(number, at): self._named(part, number, at)
-                for key, part in value.items()
-                for at in [f"{path}.{key}"]
-            }
-        if isinstance(value, list):
-            return [self._named(part, number, f"{path}[{i}]") for i, part in enumerate(value)]
-        return self._mark(number, path)
-
-    def _mark(self, number: int, path: str) -> str:
+    def _mark(self, number: int, path: str, replaced: Any = None) -> str:
         mark = f"rmopt{len(self.places)}mark"
         self.places[mark] = (number, path)
         return mark
