@@ -34,8 +34,7 @@ from scipy.stats import spearmanr
 
 from rm_optimizer import BradleyTerryRM, compose
 from rm_optimizer.core.metrics.intervals import student_mean
-from rm_optimizer.core.pairs.overlap import conversation_groups
-from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair, conversation_groups
 from rm_optimizer.core.pairs.synthetic import PreferenceWorld
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.data_efficiency.blame import Half, datamodeling_score

@@ -27,7 +27,7 @@ from scipy.special import expit, log_expit
 from rm_optimizer import BradleyTerryRM, PreferenceDataset, PreferencePair
 from rm_optimizer.core.metrics.estimate import CONFIDENCE, Estimate
 from rm_optimizer.core.metrics.intervals import student_mean
-from rm_optimizer.core.pairs.overlap import conversation_groups
+from rm_optimizer.core.pairs.pair import conversation_groups
 from rm_optimizer.data_efficiency.feature_rules import RULES, acquisition_function
 from rm_optimizer.data_efficiency.margin_analysis import fit_linear_reward, fixed_differences, turned
 from rm_optimizer.data_efficiency.pool import Pool

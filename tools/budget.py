@@ -14,7 +14,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS: Mapping[str, int] = {
-    "core": 9605,
+    "core": 9542,
     "serving": 4440,
     "landscape": 3841,
     "training": 3068,
@@ -32,13 +32,13 @@ ROOMS: Mapping[str, int] = {
     "modules at the top": 471,
 }
 LIMITS: Mapping[str, int] = {
-    "files": 345,
+    "files": 342,
     "files of less than 40 lines": 5,
     "functions of seven parameters or more": 60,
-    "import lines": 5993,
+    "import lines": 5974,
     "import lines inside functions": 393,
-    "lines of code": 38182,
-    "private functions with one caller": 425,
+    "lines of code": 38119,
+    "private functions with one caller": 428,
 }
 """Most lines of code of each room, and most of what is counted over the package."""
 SMALL_FILE = 40

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from rm_optimizer.core.metrics.intervals import wilson_interval
-from rm_optimizer.core.pairs.overlap import folded_words
-from rm_optimizer.core.pairs.pair import Prompt, as_messages
+from rm_optimizer.core.pairs.pair import Prompt, as_messages, folded_words
 from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.tokens.audit import DataAudit, audit_pairs
 from rm_optimizer.core.tokens.chat import ConversationRenderer

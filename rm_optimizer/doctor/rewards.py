@@ -12,10 +12,10 @@ from scipy.special import expit, log_expit
 from scipy.stats import norm, spearmanr
 
 from rm_optimizer.core.metrics.calibration import flipped_labels
-from rm_optimizer.core.metrics.collapse import detect_collapse
 from rm_optimizer.core.metrics.effects import detectable_effect
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import LEAST_PAIRS, PairwiseMetrics, evaluate_pairs
+from rm_optimizer.core.metrics.separation import detect_collapse
 from rm_optimizer.core.model.features import scored_features
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.pairs.pair import PreferencePair

@@ -20,8 +20,7 @@ from rm_optimizer.core.data_loader import (
     prompt_ids,
     require_disjoint_prompts,
 )
-from rm_optimizer.core.pairs.overlap import conversation_groups, folded_prompt_id, prompt_keys
-from rm_optimizer.core.pairs.pair import Message, PreferencePair
+from rm_optimizer.core.pairs.pair import Message, PreferencePair, conversation_groups, folded_prompt_id, prompt_keys
 from rm_optimizer.core.tokens.splits import num_leaked_pairs
 from rm_optimizer.errors import DataError
 from rm_optimizer.schema import DataConfig

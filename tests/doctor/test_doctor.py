@@ -25,8 +25,7 @@ from rm_optimizer.core.classifier.pooling import RewardHead
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.overlap import pair_fingerprints
-from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair, pair_fingerprints
 from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.tokens.padding import PadChoice, set_pad_token_id
 from rm_optimizer.core.tokens.tokenizer import train_tokenizer

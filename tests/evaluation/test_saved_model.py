@@ -22,8 +22,7 @@ from torch import Tensor
 from rm_optimizer.core.data_loader import PreferenceDataset
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.overlap import pair_fingerprints
-from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair, pair_fingerprints
 from rm_optimizer.core.storage.certificate import TurnedOrders
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.core.tokens.batching import AnyPairBatch

@@ -16,8 +16,7 @@ from typer.testing import CliRunner
 
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.overlap import pair_fingerprints
-from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair, pair_fingerprints
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.errors import ConfigError, DataError
 from rm_optimizer.evaluation.saved_model import ResponseScorer

@@ -18,8 +18,7 @@ from scipy.special import expit
 
 from rm_optimizer.core.classifier import scoring
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.overlap import pair_fingerprints
-from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair, pair_fingerprints
 from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.tokens.dataset import PreferenceDataset
 from rm_optimizer.doctor import model as doctor_model

@@ -1,4 +1,4 @@
-"""Forms of stored reward models, found by names and shapes of their tensors."""
+"""Forms of stored reward models: heads by names and shapes of their tensors, and InternLM2's backbone as a Llama."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -264,3 +265,51 @@ def normalization(config: Mapping[str, Any], rest: Mapping[str, StoredTensor]) -
     if not is_applied:
         return 1.0, 0.0, None
     return 1 / deviation, -mean / deviation, f"{project}'s normalization by mean {mean:g} and deviation {deviation:g}"
+
+
+_NAMES = {
+    "tok_embeddings": "embed_tokens",
+    "attention_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+    "attention.wo": "self_attn.o_proj",
+    "feed_forward.w1": "mlp.gate_proj",
+    "feed_forward.w3": "mlp.up_proj",
+    "feed_forward.w2": "mlp.down_proj",
+}
+
+
+def as_llama(stored: StoredModel) -> StoredModel:
+    """An InternLM2 model under Llama's configuration and names; any other model as it is.
+
+    A group of query heads lies before its key and its value head in `wqkv` (Cai et al., 2024,
+    https://arxiv.org/abs/2403.17297, section 2.2).
+
+    Raises:
+        CheckpointError: if the projections have biases, which Llama's have not one by one.
+    """
+    config = stored.config
+    if config["model_type"] not in ("internlm2", "internlm2_reward"):
+        return stored
+    if config.get("bias"):
+        raise CheckpointError("InternLM2 with biases in its projections cannot be imported")
+    groups, width = config["num_key_value_heads"], config["hidden_size"] // config["num_attention_heads"]
+    tensors = dict[str, StoredTensor]()
+    for name, tensor in stored.tensors.items():
+        if "attention.wqkv" not in name:
+            for theirs, ours in _NAMES.items():
+                name = name.replace(theirs, ours)
+            tensors[name] = tensor
+            continue
+        per_group = config["num_attention_heads"] // groups
+        for part, (start, stop) in {"q": (0, per_group), "k": (-2, -1), "v": (-1, None)}.items():
+            rows = {"q": config["hidden_size"]}.get(part, groups * width)
+            read = partial(_part, tensor, groups, width, slice(start, stop))
+            renamed = name.replace("attention.wqkv", f"self_attn.{part}_proj")
+            tensors[renamed] = StoredTensor((rows, tensor.shape[1]), read)
+    kept = {key: value for key, value in config.items() if key not in ("auto_map", "bias", "attn_implementation")}
+    return replace(stored, tensors=tensors, config={**kept, "model_type": "llama", "attention_bias": False})
+
+
+def _part(tensor: StoredTensor, groups: int, width: int, heads: slice) -> Tensor:
+    grouped = tensor.read().view(groups, -1, width, tensor.shape[1])
+    return grouped[:, heads].flatten(0, 2)

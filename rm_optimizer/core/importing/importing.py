@@ -33,13 +33,13 @@ from rm_optimizer.core.classifier.pooling import pools_last_token
 from rm_optimizer.core.importing.forms import (
     Choices,
     Head,
+    as_llama,
     backbone_prefix,
     find_head,
     is_normalizer,
     normalization,
     one_reward,
 )
-from rm_optimizer.core.importing.internlm import as_llama
 from rm_optimizer.core.importing.stored import StoredModel, StoredTensor, has_other_weights, stored_model, write_weights
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
 from rm_optimizer.core.storage.certificate import DEFAULT_PROBE, ParityCertificate

@@ -28,7 +28,6 @@ from rm_optimizer.core.metrics.calibration import (
     pair_scores,
     reliability_curve,
 )
-from rm_optimizer.core.metrics.collapse import CollapseVerdict, detect_collapse
 from rm_optimizer.core.metrics.estimate import UNKNOWN, Estimate
 from rm_optimizer.core.metrics.intervals import (
     FEWEST_RESAMPLED,
@@ -37,7 +36,13 @@ from rm_optimizer.core.metrics.intervals import (
     with_honest_width,
     with_student_interval,
 )
-from rm_optimizer.core.metrics.roc import ThresholdRates, roc_auc, threshold_rates
+from rm_optimizer.core.metrics.separation import (
+    CollapseVerdict,
+    ThresholdRates,
+    detect_collapse,
+    roc_auc,
+    threshold_rates,
+)
 from rm_optimizer.records.codec import JsonRecord, json_values
 
 

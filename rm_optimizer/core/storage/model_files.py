@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
-from rm_optimizer.core.pairs.overlap import pair_fingerprints
-from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair, pair_fingerprints
 from rm_optimizer.errors import CheckpointError, nearest, no_trained_head
 from rm_optimizer.records.files import replacing
 from rm_optimizer.records.hub import hub_obstacle, restored_hub

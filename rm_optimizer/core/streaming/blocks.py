@@ -14,8 +14,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.column_hints import contrary_notes
-from rm_optimizer.core.pairs.overlap import folded_prompt_id, pair_fingerprints
-from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair, folded_prompt_id, pair_fingerprints
 from rm_optimizer.core.pairs.source_format import SourceFormat, first_rows
 from rm_optimizer.core.pairs.sources import DataSource
 from rm_optimizer.core.rows.bad_rows import PairRow, RowTally, SkippedRow

@@ -13,7 +13,7 @@ from typing import Unpack
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from rm_optimizer.core.pairs.overlap import folded_prompt_id
+from rm_optimizer.core.pairs.pair import folded_prompt_id
 from rm_optimizer.core.pairs.source_pairs import SourcePairs
 from rm_optimizer.core.pairs.sources import parse_sources
 from rm_optimizer.core.rows.bad_rows import PairRow

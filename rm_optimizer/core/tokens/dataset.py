@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rm_optimizer.core.pairs.formats import READ_COLUMNS
-from rm_optimizer.core.pairs.overlap import conversation_groups
-from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, prompt_id
+from rm_optimizer.core.pairs.pair import PreferencePair, Prompt, conversation_groups, prompt_id
 from rm_optimizer.core.pairs.source_pairs import SourcePairs, read_pairs
 from rm_optimizer.core.pairs.sources import SOURCE_OPTIONS, parse_sources
 from rm_optimizer.core.rows.bad_rows import PairRow, SkippedRow

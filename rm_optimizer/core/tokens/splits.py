@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from rm_optimizer.core.pairs.overlap import continued, prompt_keys
-from rm_optimizer.core.pairs.pair import PreferencePair
+from rm_optimizer.core.pairs.pair import PreferencePair, continued, prompt_keys
 from rm_optimizer.core.pairs.synthetic import synthetic_world
 from rm_optimizer.core.tokens.dataset import PreferenceDataset, distinct_prompts, load_pairs
 from rm_optimizer.errors import DataError

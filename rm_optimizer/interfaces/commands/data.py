@@ -166,7 +166,7 @@ def data_clean(
     """
     import numpy as np
 
-    from rm_optimizer.core.pairs.overlap import conversation_groups
+    from rm_optimizer.core.pairs.pair import conversation_groups
     from rm_optimizer.core.tokens.dataset import PreferenceDataset
     from rm_optimizer.data_efficiency import margin_analysis
     from rm_optimizer.evaluation.score_file import require_new

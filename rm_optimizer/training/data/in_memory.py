@@ -13,7 +13,7 @@ import numpy as np
 import pytorch_lightning as pl
 
 from rm_optimizer.core.model.reward_model import BradleyTerryRM
-from rm_optimizer.core.pairs.overlap import pair_fingerprints
+from rm_optimizer.core.pairs.pair import pair_fingerprints
 from rm_optimizer.core.rows.bad_rows import SkippedRow
 from rm_optimizer.core.storage.model_files import TrainedPairs
 from rm_optimizer.core.tokens.batching import MacroBatch, pair_collator

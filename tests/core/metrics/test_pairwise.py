@@ -12,9 +12,9 @@ import pytest
 from scipy.special import expit
 from sklearn.metrics import brier_score_loss, log_loss
 
-from rm_optimizer.core.metrics.collapse import detect_collapse
 from rm_optimizer.core.metrics.estimate import Estimate
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
+from rm_optimizer.core.metrics.separation import detect_collapse
 
 
 def world(num_pairs: int = 200, seed: int = 0, num_prompts: int = 60) -> dict[str, Any]:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rm_optimizer.core.pairs.overlap import pair_fingerprints
-from rm_optimizer.core.pairs.pair import Message, PreferencePair
+from rm_optimizer.core.pairs.pair import Message, PreferencePair, pair_fingerprints
 from rm_optimizer.core.storage.model_files import TRAINED_PAIRS_FILE, TrainedPairs
 from rm_optimizer.errors import CheckpointError
 

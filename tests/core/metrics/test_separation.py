@@ -9,7 +9,7 @@ import pytest
 from scipy.stats import norm
 
 from rm_optimizer.core.metrics.pairwise import PairwiseMetrics, evaluate_pairs
-from rm_optimizer.core.metrics.roc import roc_auc, threshold_rates
+from rm_optimizer.core.metrics.separation import roc_auc, threshold_rates
 
 
 def counted(better: np.ndarray, worse: np.ndarray, weight: np.ndarray) -> float:
